@@ -1,0 +1,65 @@
+"""Every error that accel raises on purpose.
+
+    AccelError
+    |-- AlreadySetUpError       the model has an engine, and another kind was asked for
+    |-- SharedParametersError   a parameter of this module belongs to another live engine
+    |-- RankMismatchError       the ranks called accel with different things
+    |-- OptimizerError          an optimizer that does not fit the model or the engine
+    |-- BackendError            an unknown or unusable backend, option or engine
+    |-- DeviceError             a device that does not exist or cannot be used
+    |-- PrecisionError          a precision that the model or the loop does not honour
+    |-- LoaderError             a dataloader that cannot be distributed
+    |-- CheckpointError         a checkpoint that cannot be written, read or trusted
+    |-- LaunchError             worker processes that could not be started or that failed
+    `-- TimeoutError            a rank did not arrive in time (also a builtin TimeoutError)
+"""
+
+import builtins
+
+
+class AccelError(Exception):
+    """Base of every error raised on purpose by accel."""
+
+
+class AlreadySetUpError(AccelError):
+    """The model already has a live engine with another backend, precision or options."""
+
+
+class SharedParametersError(AccelError):
+    """A module shares parameters with, or contains, a module that has a live engine."""
+
+
+class RankMismatchError(AccelError):
+    """The ranks disagree: another model, backend, precision, trainable mask or call."""
+
+
+class OptimizerError(AccelError):
+    """The optimizer does not fit the model or the engine."""
+
+
+class BackendError(AccelError):
+    """The backend is unknown, not installed, or cannot do what was asked."""
+
+
+class DeviceError(AccelError):
+    """A device that does not exist, is taken, or was not asked for in a known form."""
+
+
+class PrecisionError(AccelError):
+    """The precision is unknown, or the model or the loop does not honour it."""
+
+
+class LoaderError(AccelError):
+    """The dataloader cannot be distributed as asked."""
+
+
+class CheckpointError(AccelError):
+    """A checkpoint cannot be written, read or trusted."""
+
+
+class LaunchError(AccelError):
+    """Worker processes could not be started, or one of them failed."""
+
+
+class TimeoutError(AccelError, builtins.TimeoutError):
+    """A rank did not arrive at a collective of accel in time."""

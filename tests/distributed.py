@@ -1,0 +1,170 @@
+"""Runs a function on real gloo ranks, in worker processes that the tests share.
+
+``run(world, fn, *args)`` calls ``fn(*args)`` on every rank and returns the ranks' results;
+``outcomes`` returns what each rank did, errors included. ``fn`` lives at the top level of a test module.
+A call that outlives its timeout, and a call that may break the process group (``breaks=True``),
+costs the pool its workers, which are killed by pid; the next call gets new ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "accel", "tests.distributed"])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank did: its value, or its error (class names up to Exception, message, traceback)."""
+
+    value: Any = None
+    error: tuple[str, ...] = ()
+    message: str = ""
+    trace: str = ""
+    seconds: float = 0.0
+
+
+def _initialise(rank: int, world: int, rendezvous: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
+    if world > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        )
+
+
+def _perform(fn: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
+    start = time.monotonic()
+    try:
+        value = fn(*args)
+    except BaseException as error:
+        names = tuple(c.__name__ for c in type(error).__mro__)
+        return Outcome(
+            error=names, message=str(error), trace=traceback.format_exc(), seconds=time.monotonic() - start
+        )
+    return Outcome(value=value, seconds=time.monotonic() - start)
+
+
+def _clean() -> None:
+    import accel
+
+    with contextlib.suppress(Exception):
+        accel.teardown()
+    gc.collect()
+
+
+def _serve(rank: int, world: int, rendezvous: str, connection: Connection) -> None:
+    _initialise(rank, world, rendezvous)
+    while True:
+        try:
+            fn, args, clean = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        outcome = _perform(fn, args)
+        if clean:
+            _clean()
+        connection.send_bytes(pickle.dumps(outcome))
+
+
+class Pool:
+    """``world`` worker processes in one gloo group."""
+
+    def __init__(self, world: int) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="accel-test-")
+        rendezvous = os.path.join(self._directory.name, "store")
+        self.workers = []
+        for rank in range(world):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_serve, args=(rank, world, rendezvous, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.workers.append((process, ours))
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, clean: bool) -> list[Outcome]:
+        message = pickle.dumps((fn, args, clean))
+        for _, connection in self.workers:
+            connection.send_bytes(message)
+        deadline = time.monotonic() + timeout
+        results = []
+        for rank, (process, connection) in enumerate(self.workers):
+            if not connection.poll(max(0.0, deadline - time.monotonic())):
+                raise AssertionError(f"rank {rank} did not answer within {timeout} s in {fn.__module__}.{fn.__name__}")
+            try:
+                results.append(pickle.loads(connection.recv_bytes()))
+            except EOFError:
+                process.join(1)
+                results.append(Outcome(error=("Died",), message=f"exit status {process.exitcode}"))
+        return results
+
+    def close(self) -> None:
+        for process, connection in self.workers:
+            process.kill()
+            process.join(5)
+            connection.close()
+        self._directory.cleanup()
+
+
+_pools: dict[int, Pool] = {}
+
+
+def _discard(world: int) -> None:
+    pool = _pools.pop(world, None)
+    if pool is not None:
+        pool.close()
+
+
+@atexit.register
+def close_all() -> None:
+    for world in list(_pools):
+        _discard(world)
+
+
+def outcomes(
+    world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, breaks: bool = False
+) -> list[Outcome]:
+    """What every rank did in ``fn(*args)``; ``breaks=True`` where the process group may not survive."""
+    pool = _pools.get(world) or _pools.setdefault(world, Pool(world))
+    try:
+        results = pool.call(fn, args, timeout, clean=not breaks)
+    except BaseException:
+        _discard(world)
+        raise
+    if breaks or any(result.error for result in results):
+        _discard(world)
+    return results
+
+
+def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """The ranks' results of ``fn(*args)``; an error on any rank fails the test with its traceback."""
+    results = outcomes(world, fn, *args, timeout=timeout)
+    failures = [f"rank {rank}:\n{result.trace or result.message}" for rank, result in enumerate(results) if result.error]
+    if failures:
+        raise AssertionError("\n".join(failures))
+    return [result.value for result in results]
+
+
+def refusals(
+    world: int, fn: Callable[..., Any], *args: Any, error: str, timeout: float = 30.0, breaks: bool = False
+) -> list[str]:
+    """The messages with which ``fn(*args)`` fails on every rank, all of class ``error``."""
+    results = outcomes(world, fn, *args, timeout=timeout, breaks=breaks)
+    for rank, result in enumerate(results):
+        assert error in result.error, f"rank {rank}: expected {error}, found {result.error}\n{result.trace}"
+    return [result.message for result in results]
