@@ -56,9 +56,7 @@ def _perform(fn: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
         value = fn(*args)
     except BaseException as error:
         names = tuple(c.__name__ for c in type(error).__mro__)
-        return Outcome(
-            error=names, message=str(error), trace=traceback.format_exc(), seconds=time.monotonic() - start
-        )
+        return Outcome(error=names, message=str(error), trace=traceback.format_exc(), seconds=time.monotonic() - start)
     return Outcome(value=value, seconds=time.monotonic() - start)
 
 
@@ -154,7 +152,9 @@ def outcomes(
 def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
     """The ranks' results of ``fn(*args)``; an error on any rank fails the test with its traceback."""
     results = outcomes(world, fn, *args, timeout=timeout)
-    failures = [f"rank {rank}:\n{result.trace or result.message}" for rank, result in enumerate(results) if result.error]
+    failures = [
+        f"rank {rank}:\n{result.trace or result.message}" for rank, result in enumerate(results) if result.error
+    ]
     if failures:
         raise AssertionError("\n".join(failures))
     return [result.value for result in results]

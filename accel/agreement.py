@@ -1,0 +1,145 @@
+"""The part of ``setup`` that all ranks do together: agree on the plan, build, start from rank 0's weights."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from typing import Any
+
+import torch
+
+from . import data
+from .collectives import agree
+from .conversion import convert_module, convert_optimizer
+from .data import LoaderHandle, LoaderOptions
+from .engines import Context, Engine
+from .errors import RankMismatchError
+from .handles import Handles
+from .planning import Plan, known_loader, known_optimizer, map_leaves
+from .process import Process, current
+from .registry import registry
+from .slot import Slot
+
+
+def describe(plan: Plan) -> dict[str, str]:
+    """What must be equal on all ranks, as text by name."""
+    facts = {
+        "backend": f"{plan.options}",
+        "precision": plan.precision.name if plan.precision else "",
+        "set up before": str(plan.engine is not None),
+        "number of new optimizers": str(len(plan.new_optimizers)),
+        "number of new dataloaders": str(len(plan.new_loaders)),
+    }
+    for name, p in plan.module.named_parameters():
+        facts[f"parameter {name}"] = f"{tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
+    for name, b in plan.module.named_buffers():
+        facts[f"buffer {name}"] = f"{tuple(b.shape)} {b.dtype}"
+    for i, optimizer in enumerate(plan.new_optimizers):
+        facts[f"optimizer {i}"] = type(optimizer).__name__
+        for g, group in enumerate(optimizer.param_groups):
+            values = {k: v for k, v in group.items() if k != "params"}
+            facts[f"optimizer {i} group {g}"] = f"{len(group['params'])} parameters, {values}"
+        for p, (index, state) in enumerate((i, s) for i, s in enumerate(optimizer.state.values()) if s):
+            facts[f"optimizer {i} state {p}"] = f"{index}: {_fingerprint(state)}"
+    for i, loader in enumerate(plan.new_loaders):
+        facts[f"dataloader {i}"] = data.describe(loader)
+    return facts
+
+
+def _fingerprint(state: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{k}={v.detach().double().sum().item()}" if isinstance(v, torch.Tensor) else f"{k}={v}"
+        for k, v in state.items()
+    )
+
+
+def _agree_on(plan: Plan) -> int:
+    """All ranks want the same, or all raise. Returns the seed for the dataloaders."""
+    facts = describe(plan) if plan.error is None else {}
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    seed = plan.loader_options.seed if plan.loader_options.seed is not None else torch.initial_seed()
+    values = agree("accel.setup", (digest, _text(plan.error), seed))
+    _raise_together(plan.error, [error for _, error, _ in values])
+    if any(other != digest for other, _, _ in values):
+        everyone = agree("accel.setup (comparing the models)", facts)
+        raise RankMismatchError(f"accel.setup: the ranks differ: {_difference(everyone)}")
+    agreed: int = values[0][2]
+    return agreed
+
+
+def _text(error: BaseException | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def _raise_together(own: BaseException | None, errors: list[str]) -> None:
+    if own is not None:
+        raise own
+    for rank, text in enumerate(errors):
+        if text:
+            raise RankMismatchError(f"accel.setup failed on rank {rank}, so on every rank: {text}")
+
+
+def _difference(everyone: list[dict[str, str]]) -> str:
+    keys = dict.fromkeys(k for facts in everyone for k in facts)
+    # The model first: what else differs often follows from it.
+    for key in sorted(keys, key=lambda k: not k.startswith(("parameter", "buffer"))):
+        values = [facts.get(key, "absent") for facts in everyone]
+        if len(set(values)) > 1:
+            ranks = {v: [r for r, other in enumerate(values) if other == v] for v in dict.fromkeys(values)}
+            return f"{key} is " + "; ".join(f"{v} on ranks {r}" for v, r in ranks.items())
+    return "in the order of their parameters"
+
+
+def execute(plan: Plan) -> Handles:
+    """Agree, build, agree that all have built, then start from rank 0's weights."""
+    seed = _agree_on(plan)
+    process = current()
+    error: Exception | None = None
+    with contextlib.ExitStack() as undo:
+        try:
+            engine = _build(plan, process, undo)
+        except Exception as caught:
+            error = caught
+        failures = agree("accel.setup (building)", _text(error))
+        if not any(failures):
+            undo.pop_all()
+    _raise_together(error, failures)
+    if plan.engine is None:
+        engine.synchronize()
+        registry.add(engine)
+    return Handles(
+        engine.handle,
+        map_leaves(plan.optimizers, lambda o, path: known_optimizer(o, engine), "optimizers"),
+        map_leaves(
+            plan.dataloaders, lambda d, path: _loader_handle(d, plan.loader_options, process, seed), "dataloaders"
+        ),
+    )
+
+
+def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
+    assert plan.precision is not None
+    engine = plan.engine
+    if engine is None:
+        convert_module(plan.module, process.device, plan.precision.storage, undo)
+        context = Context(process, plan.precision, registry.loss_scale, plan.options)
+        engine = plan.engine_type(plan.module, plan.entry, context)
+        undo.callback(engine.teardown)
+        engine.wrap()
+    for optimizer in plan.new_optimizers:
+        convert_optimizer(optimizer, undo)
+        engine.attach(optimizer)
+        if plan.engine is not None:
+            undo.callback(engine.detach, optimizer)
+    return engine
+
+
+def _loader_handle(loader: Any, options: LoaderOptions, process: Process, seed: int) -> LoaderHandle:
+    with contextlib.suppress(LookupError):
+        return known_loader(loader, options)
+    place = process.place
+    handle = data.distribute(
+        loader, options, rank=place.rank, world_size=place.world_size, device=process.device, seed=seed
+    )
+    Slot.put(loader, (handle, options))
+    return handle

@@ -1,0 +1,72 @@
+"""Moves a module or an optimizer's state to a device and dtype, in place: parameters keep their identity."""
+
+from __future__ import annotations
+
+import contextlib
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+
+def convert_module(
+    module: nn.Module, device: torch.device, dtype: torch.dtype | None, undo: contextlib.ExitStack
+) -> None:
+    """Move parameters, their gradients and buffers; ``dtype`` is for floating ones. ``undo`` puts the old values back."""
+    for tensor in chain(module.parameters(), module.buffers()):
+        _convert(tensor, device, dtype, undo)
+        if tensor.grad is not None:
+            _convert(tensor.grad, device, dtype, undo)
+
+
+def _convert(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None, undo: contextlib.ExitStack) -> None:
+    dtype = dtype if tensor.is_floating_point() else None
+    before = tensor.data
+    after = before.to(device=device, dtype=dtype)
+    if after is not before:
+        tensor.data = after
+        undo.callback(setattr, tensor, "data", before)
+
+
+def convert_optimizer(optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
+    """Bring the optimizer's state to where its parameters are, by the rule of ``Optimizer.load_state_dict``."""
+    for group in optimizer.param_groups:
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor) or (key == "step" and not on_device):
+                    continue
+                dtype = parameter.dtype if value.is_floating_point() and key != "step" else value.dtype
+                moved = value.to(device=parameter.device, dtype=dtype)
+                if moved is not value:
+                    undo.callback(state.__setitem__, key, value)
+                    state[key] = moved
+
+
+#: (parent, name, the module that was there before)
+Replaced = list[tuple[nn.Module, str, nn.Module]]
+
+
+def convert_batchnorms(module: nn.Module, group: dist.ProcessGroup | None) -> Replaced:
+    """Put a ``SyncBatchNorm`` of the same parameters and buffers in each BatchNorm's place."""
+    replaced: Replaced = []
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.modules.batchnorm._BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
+                replaced.append((parent, name, child))
+                parent._modules[name] = nn.SyncBatchNorm.convert_sync_batchnorm(child, group)
+    return replaced
+
+
+def restore_batchnorms(replaced: Replaced) -> None:
+    """Put the user's own modules back, with the buffers and mode of their stand-ins."""
+    for parent, name, child in replaced:
+        stand_in = parent._modules[name]
+        assert stand_in is not None
+        child.train(stand_in.training)
+        child._buffers.update(stand_in._buffers)
+        parent._modules[name] = child
+    replaced.clear()

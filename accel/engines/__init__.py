@@ -1,0 +1,74 @@
+"""The backends: every module of this package but ``base`` is one, named as its file."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from typing import Any
+
+from ..errors import BackendError
+from ..process import Process
+from .base import Context as Context
+from .base import Engine as Engine
+from .base import Options as Options
+
+#: Wrappers that are engines in their own right: a module inside one is already distributed by someone else.
+FOREIGN = frozenset(
+    {
+        "torch.nn.parallel.distributed.DistributedDataParallel",
+        "torch.nn.parallel.data_parallel.DataParallel",
+        "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule",
+        "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
+        "fairscale.nn.data_parallel.sharded_ddp.ShardedDataParallel",
+        "fairscale.nn.data_parallel.fully_sharded_data_parallel.FullyShardedDataParallel",
+        "deepspeed.runtime.engine.DeepSpeedEngine",
+        "lightning.fabric.wrappers._FabricModule",
+        "lightning_fabric.wrappers._FabricModule",
+    }
+)
+
+
+def _find() -> dict[str, type[Engine]]:
+    found = {}
+    for info in pkgutil.iter_modules(__path__):
+        if info.name == "base":
+            continue
+        module = importlib.import_module(f"{__name__}.{info.name}")
+        found[info.name] = next(
+            v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Engine) and v is not Engine
+        )
+    return found
+
+
+ENGINES: dict[str, type[Engine]] = _find()
+OPTIONS: dict[str, type[Options]] = {e.options_type.__name__: e.options_type for e in ENGINES.values()}
+
+
+def resolve(backend: object) -> tuple[type[Engine], Any]:
+    """The engine class and options that a ``backend=`` value asks for.
+
+    Raises:
+        BackendError: no such backend; lists the known ones.
+    """
+    if isinstance(backend, Options):
+        return next(e for e in ENGINES.values() if e.options_type is type(backend)), backend
+    if isinstance(backend, str) and backend in ENGINES:
+        return ENGINES[backend], ENGINES[backend].options_type()
+    raise BackendError(
+        f"unknown backend {backend!r}; expected 'auto', one of {', '.join(map(repr, ENGINES))}, "
+        f"or options: {', '.join(f'accel.{name}(...)' for name in OPTIONS)}"
+    )
+
+
+def default(process: Process) -> str:
+    """The backend of ``backend="auto"``."""
+    if process.place.world_size > 1:
+        return "ddp"
+    return "dp" if len(process.devices) > 1 and _in_notebook() else "single"
+
+
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return type(shell).__name__ == "ZMQInteractiveShell"

@@ -1,0 +1,300 @@
+"""The engine contract: what every backend must be able to do, and the bookkeeping that all share."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, ClassVar, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..consensus import require_equal
+from ..errors import AccelError, BackendError, OptimizerError, PrecisionError
+from ..flat import broadcast_
+from ..gradients import GradientLog
+from ..handles import ModelHandle, OptimizerHandle, end
+from ..precision import LossScale, Precision
+from ..process import Process
+from ..stepping import Stepper, check_parameters
+from ..trainable import TrainableMask, explain
+
+_serials = itertools.count()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Base of the backends' options."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What an engine is built with beside its module."""
+
+    process: Process
+    precision: Precision
+    loss_scale: LossScale
+    options: Any
+
+
+class Engine(ABC):
+    """One model's engine. Subclasses are final; docs/design.md says what each verb must mean.
+
+    Args:
+        module: the user's raw module.
+        entry: what a forward calls: the raw module or its ``torch.compile`` wrapper.
+        context: process, precision, loss scale and options.
+    """
+
+    name: ClassVar[str]
+    options_type: ClassVar[type[Options]]
+    #: Keeps one model equal on all ranks; without it an optimizer at world size > 1 would train one model a rank.
+    synchronizes: ClassVar[bool] = True
+    #: Needs ``rebuild`` when ``requires_grad`` changes, and the log of gradients.
+    reduces: ClassVar[bool] = False
+
+    def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
+        self.module = module
+        self.entry = entry
+        self.process = context.process
+        self.precision = context.precision
+        self.loss_scale = context.loss_scale
+        self.options = context.options
+        #: Engines of one process in the order of their making, which is the same on all ranks.
+        self.serial = next(_serials)
+        self.handle = ModelHandle(self)
+        self.steppers: dict[int, Stepper] = {}
+        named = dict(module.named_parameters())
+        self.names = list(named)
+        self.parameters = list(named.values())
+        self.known = {id(p) for p in self.parameters}
+        self.distributed = context.process.place.world_size > 1
+        self.mask = TrainableMask(self.parameters)
+        self._watching = self.reduces and self.distributed and getattr(self.options, "auto_refresh", True)
+        self._restructured = False
+        self._ended = ""
+        context.process.dependents.add(self)
+        logged = self.precision.scaled or (self.reduces and self.distributed)
+        self.log = GradientLog(self.parameters if logged else ())
+
+    # -- what a backend says ------------------------------------------------------------------------------------
+
+    @classmethod
+    def check(cls, module: nn.Module, options: Any, process: Process) -> None:
+        """Refuse what cannot work before anything changes. Local and pure."""
+
+    @abstractmethod
+    def wrap(self) -> None:
+        """Build the backend's object around the module. Local."""
+
+    @abstractmethod
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """One forward pass through the backend."""
+
+    @abstractmethod
+    def unwrap(self) -> None:
+        """Undo ``wrap``: the raw module as its author made it, with its trained values."""
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Skip the reduction of gradients in the backward passes of the forwards inside."""
+        return contextlib.nullcontext()
+
+    def join(self) -> contextlib.AbstractContextManager[None]:
+        """Let ranks run out of inputs at different times."""
+        if self.distributed:
+            raise BackendError(f"backend {self.name!r} does not support uneven inputs (accel.join)")
+        return contextlib.nullcontext()
+
+    def unsettled(self) -> bool:
+        """Whether ``settle`` has something to do. Local."""
+        return False
+
+    def settle(self) -> None:
+        """Make every gradient final. A collective where there is something to reduce."""
+        self.log.fold(pending=False)
+
+    def rebuild(self) -> None:  # noqa: B027
+        """Make the changed trainable mask take effect; the ranks have agreed on it."""
+
+    def abandon(self, reason: str) -> None:
+        """Let go of everything that uses a process group, because the groups are ended; local."""
+        self._ended = reason
+        self._restructured = True
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    @final
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What calling the handle does."""
+        if self._restructured:
+            self._verify()
+        if self._watching and torch.is_grad_enabled() and self.mask.changed():
+            self.refresh()
+        if self.precision.plain:
+            return self.run(*args, **kwargs)
+        return self.precision.call(self.run, args, kwargs)
+
+    @final
+    def method(self, bound: MethodType, *args: Any, **kwargs: Any) -> Any:
+        """A method of the user's, in the engine's precision; ``settle`` reduces the gradients that it makes."""
+        if self._restructured:
+            self._verify()
+        return self.precision.call(bound, args, kwargs)
+
+    @final
+    def restructured(self) -> None:
+        """Note that a parameter or submodule was registered somewhere in the module."""
+        self._restructured = True
+
+    def _verify(self) -> None:
+        if self._ended:
+            raise AccelError(f"the process groups were ended, this engine cannot go on: {self._ended}")
+        found = {n: id(p) for n, p in self.module.named_parameters()}
+        known = {n: id(p) for n, p in zip(self.names, self.parameters, strict=True)}
+        changed = sorted(n for n in found.keys() | known.keys() if found.get(n) != known.get(n))
+        if changed:
+            raise BackendError(
+                f"parameters of this {type(self.module).__name__} were added or replaced after accel.setup: "
+                f"{', '.join(changed[:5])}; call raw = accel.teardown(model) and set it up again"
+            )
+        self._restructured = False
+
+    # -- trainable parameters ---------------------------------------------------------------------------------------
+
+    @final
+    def refresh(self) -> None:
+        """Apply a change of ``requires_grad``. Collective.
+
+        Raises:
+            RankMismatchError: the ranks changed different parameters; the process groups are ended.
+            BackendError: unreduced gradients are pending and would be lost.
+        """
+        mask = self.mask.now()
+        if self.reduces and self.distributed and mask != self.mask.known:
+            self.compare("a change of requires_grad", mask, lambda masks: explain(masks, self.names))
+            if self.unsettled():
+                raise BackendError(
+                    "requires_grad changed while gradients are pending that were accumulated without reduction "
+                    "(accel.no_sync): end the accumulation with optimizer.step() before freezing or unfreezing"
+                )
+            self.rebuild()
+        self.mask.known = mask
+
+    @final
+    def compare(self, what: str, value: Any, explain: Callable[[list[Any]], str] = str) -> None:
+        """Make sure that all ranks do ``what`` to this model with the same ``value``; else every rank raises."""
+        require_equal(f"{what} ({type(self.module).__name__})", value, explain)
+
+    # -- optimizers -----------------------------------------------------------------------------------------------
+
+    def attach(self, optimizer: Optimizer) -> OptimizerHandle:
+        """Add an optimizer of this model's parameters. Local."""
+        stepper = self.steppers[id(optimizer)] = Stepper(self, optimizer)
+        return stepper.handle
+
+    def detach(self, optimizer: Optimizer) -> None:
+        """Give the optimizer back to its user."""
+        self.steppers.pop(id(optimizer)).close()
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse parameters that this engine would not keep equal on all ranks."""
+        if self.distributed:
+            check_parameters(optimizer, self.known, self.module, type(optimizer).__name__)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        """Step ``optimizer``; its own ``step`` does the same, through its hooks."""
+        return optimizer.step() if closure is None else optimizer.step(closure)
+
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
+        """Drop the optimizer's gradients."""
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        """Add a group to ``optimizer``, which is left as it was when the group is refused."""
+        optimizer.add_param_group(group)
+        try:
+            self.check_optimizer(optimizer)
+        except OptimizerError:
+            optimizer.param_groups.pop()
+            raise
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    @final
+    def refuse_plain_gradients(self, *, zeros: bool) -> None:
+        """Refuse gradients of an unscaled loss where accel scales it; ``zeros`` refuses zero gradients too.
+
+        Raises:
+            PrecisionError: says what to call instead.
+        """
+        if self.log.plain and any(p.grad is not None and (zeros or bool(p.grad.any())) for p in self.parameters):
+            raise PrecisionError(
+                f"gradients of this '16-mixed' {type(self.module).__name__} came from a plain loss.backward(), so that the "
+                "loss was not scaled: call accel.backward(loss), or use torch.amp.GradScaler as in raw PyTorch"
+            )
+
+    @final
+    def prepare_step(self, *, by_grad_scaler: bool = False) -> None:
+        """Make the gradients final before a step, or refuse it."""
+        if self.precision.scaled and not by_grad_scaler:
+            self.refuse_plain_gradients(zeros=True)
+        self.settle()
+        self.log.accept()
+
+    @final
+    def unfinished(self) -> bool:
+        """Whether ``finalize_gradients`` has something to do. Local."""
+        return self.unsettled() or any(self.loss_scale.holds(s.optimizer) for s in self.steppers.values())
+
+    @final
+    def finalize_gradients(self) -> None:
+        """Reduce and unscale, so that the gradients are what one process would hold."""
+        self.settle()
+        for stepper in self.steppers.values():
+            self.loss_scale.unscale(stepper.optimizer)
+
+    @final
+    def accept_scaled(self, since: int) -> None:
+        """Note that the gradients logged from ``since`` on are scaled."""
+        came = {id(self.parameters[i]) for i in self.log.entries[since:] if i is not None}
+        for stepper in self.steppers.values():
+            if any(id(p) in came for g in stepper.optimizer.param_groups for p in g["params"]):
+                self.loss_scale.mark(stepper.optimizer)
+        self.log.accept()
+
+    @final
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip by the global norm of the model's gradients; returns the norm before."""
+        self.finalize_gradients()
+        return nn.utils.clip_grad_norm_(self.parameters, max_norm, norm_type)
+
+    def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
+        """The full state of the module (None) or of an optimizer, on every rank. Collective."""
+        state: dict[str, Any] = (self.module if optimizer is None else optimizer).state_dict()
+        return state
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    def synchronize(self, source: int = 0) -> None:
+        """Give every rank rank ``source``'s weights and buffers. Collective."""
+        if self.distributed:
+            tensors = [p.data for p in self.parameters] + [b.data for b in self.module.buffers()]
+            broadcast_(tensors, self.process.group, source)
+
+    @final
+    def teardown(self) -> None:
+        """End the engine: the raw module and optimizers are the user's own again."""
+        try:
+            if self.unsettled():
+                self.settle()
+        finally:
+            for stepper in list(self.steppers.values()):
+                self.detach(stepper.optimizer)
+            self.log.close()
+            self.unwrap()
+            end(self.handle)

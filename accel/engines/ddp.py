@@ -1,0 +1,299 @@
+"""``ddp``: ``torch.nn.parallel.DistributedDataParallel``, made right where its reducer alone is not."""
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ..collectives import agree
+from ..conversion import Replaced, convert_batchnorms, restore_batchnorms
+from ..errors import BackendError
+from ..flat import average_, broadcast_, broadcast_state
+from ..process import Process
+from ..reduction import Reduction
+from .base import Context, Engine, Options
+
+CommHook = Literal["fp16", "bf16", "powersgd"]
+# torch 2.13 renamed the switch; the engine broadcasts buffers by itself, once a step.
+_SWITCH = "forward_sync_buffers"
+_NO_BUFFERS: Any = {
+    _SWITCH if _SWITCH in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers": False
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DDP(Options):
+    """Options of ``ddp``; names and meanings are those of ``DistributedDataParallel`` where it has them.
+
+    Args:
+        find_unused_parameters: allow parameters that get no gradient in a step.
+        static_graph: the graph and the used parameters are the same in every step; excludes ``no_sync``.
+        gradient_as_bucket_view: gradients live in the reducer's buckets, which saves a copy of them.
+        bucket_cap_mb: size of a bucket in MiB (None: torch's default of 25, its first bucket being 1).
+        broadcast_buffers: all ranks take rank 0's buffers once a step.
+        sync_batchnorm: BatchNorm over the batches of all ranks (accelerators only).
+        comm_hook: compress gradients on the wire: "fp16", "bf16" or "powersgd" (Vogels et al., arXiv 1905.13727).
+        powersgd_rank: rank of PowerSGD's approximation.
+        auto_refresh: look for a change of ``requires_grad`` before each forward.
+    """
+
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = True
+    bucket_cap_mb: float | None = None
+    broadcast_buffers: bool = True
+    sync_batchnorm: bool = False
+    comm_hook: CommHook | None = None
+    powersgd_rank: int = 1
+    auto_refresh: bool = True
+
+    def __post_init__(self) -> None:
+        if self.comm_hook not in (None, "fp16", "bf16", "powersgd"):
+            raise BackendError(f"DDP(comm_hook={self.comm_hook!r}): expected 'fp16', 'bf16', 'powersgd' or None")
+        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
+            raise BackendError(f"DDP(bucket_cap_mb={self.bucket_cap_mb!r}): expected a positive number of MiB")
+        if self.powersgd_rank < 1:
+            raise BackendError(f"DDP(powersgd_rank={self.powersgd_rank!r}): expected at least 1")
+
+
+@final
+class DDPEngine(Engine):
+    """Reduces in the reducer's hooks while backward runs, and in ``settle`` whatever these hooks missed."""
+
+    name = "ddp"
+    options_type = DDP
+    reduces = True
+    options: DDP
+
+    def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
+        super().__init__(module, entry, context)
+        self._ddp: DistributedDataParallel | None = None
+        self._sync = True
+        self._num_joined = 0
+        self._stale_buffers = False
+        self._joining = False
+        self._batchnorms: Replaced = []
+        self._buffers: list[torch.Tensor] = []
+        # Where the parameters of a step are not known beforehand, the last bucket's reduction is noted in the log.
+        options = self.options
+        noted = options.find_unused_parameters or options.static_graph or options.comm_hook is not None
+        self._reduction = Reduction(self.log, noted)
+
+    @classmethod
+    def check(cls, module: nn.Module, options: Any, process: Process) -> None:
+        """Refuse a synchronised BatchNorm where torch has none."""
+        if options.sync_batchnorm and process.device.type == "cpu":
+            raise BackendError(
+                "DDP(sync_batchnorm=True) needs an accelerator: torch's SyncBatchNorm does not run on CPU"
+            )
+
+    def wrap(self) -> None:
+        """Build the reducer, unless there is one process."""
+        if not self.distributed:
+            return
+        if self.options.sync_batchnorm:
+            self._batchnorms = convert_batchnorms(self.module, self.process.group)
+        self._buffers = list(self.module.buffers()) if self.options.broadcast_buffers else []
+        self._build()
+
+    def _build(self) -> None:
+        self._ddp = None
+        num_trainable = sum(self.mask.now())
+        self._reduction.reset(num_trainable)
+        if num_trainable == 0:
+            return
+        options = self.options
+        self._ddp = DistributedDataParallel(
+            self.entry,
+            process_group=self.process.group,
+            init_sync=False,
+            **_NO_BUFFERS,
+            find_unused_parameters=options.find_unused_parameters,
+            static_graph=options.static_graph,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            bucket_cap_mb=options.bucket_cap_mb,
+        )
+        if self._reduction.noted:
+            self._register_comm_hook(self._ddp)
+
+    def _register_comm_hook(self, ddp: DistributedDataParallel) -> None:
+        group = self.process.group
+        state: Any = group
+        hook: Any = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}.get(
+            self.options.comm_hook or "", default_hooks.allreduce_hook
+        )
+        if self.options.comm_hook == "powersgd":
+            state = powerSGD_hook.PowerSGDState(group, self.options.powersgd_rank, start_powerSGD_iter=2)
+            hook = powerSGD_hook.powerSGD_hook
+
+        def noting(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
+            if bucket.is_last():
+                self.log.entries.append(None)
+            return future
+
+        ddp.register_comm_hook(None, noting)
+
+    def unwrap(self) -> None:
+        """Let go of the reducer and of its buckets."""
+        for parameter in self.parameters:
+            if self._ddp is not None and self.options.gradient_as_bucket_view and parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+        self._ddp = None
+        restore_batchnorms(self._batchnorms)
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward through the reducer, which is armed for the next backward."""
+        if not self.distributed:
+            return self.entry(*args, **kwargs)
+        grad = torch.is_grad_enabled()
+        reduction = self._reduction
+        # Not while a graph may hold the buffers: between a forward and its backward.
+        if self._stale_buffers and self._sync and not self._joining and not reduction.graph_open:
+            self._synchronize_buffers()
+        if reduction.started() and not reduction.complete():
+            self._recover()
+        if self._ddp is None:
+            out = self.entry(*args, **kwargs)
+        else:
+            self._ddp.require_backward_grad_sync = self._sync
+            self._num_joined += 1
+            out = self._ddp(*args, **kwargs)
+            if grad and self._sync:
+                reduction.arm()
+        reduction.opened(grad)
+        self._stale_buffers = bool(self._buffers) and (grad or self.module.training)
+        return out
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave the reducer unarmed in the forwards inside."""
+        if self.options.static_graph and self.distributed:
+            raise BackendError("accel.no_sync cannot be used with DDP(static_graph=True): the graph would change")
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """``DistributedDataParallel.join``: ranks that ran out of inputs mirror the others' reductions."""
+        if self._ddp is None:
+            yield
+            return
+        self._joining, self._num_joined = True, 0
+        try:
+            with self._ddp.join():
+                yield
+        finally:
+            self._joining = False
+        counts = agree("the end of accel.join", self._num_joined)
+        source = counts.index(max(counts))
+        self.synchronize(source)
+        for stepper in self.steppers.values():
+            broadcast_state(stepper.optimizer, source, self.process.group)
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def unsettled(self) -> bool:
+        """Whether local gradients exist."""
+        return self.distributed and (self._reduction.local() or self._assigned())
+
+    def _assigned(self) -> bool:
+        """Whether gradients exist that neither a backward nor an earlier ``settle`` explains: assigned by hand."""
+        unexplained = not self._reduction.settled and not self.log.entries
+        return unexplained and any(p.grad is not None for p in self.parameters)
+
+    def settle(self) -> None:
+        """Average once more where gradients came without the reducer; on all ranks, or none."""
+        if not self.distributed:
+            super().settle()
+            return
+        if self._reduction.started():
+            self._refuse_frozen()
+            if not self._reduction.complete():
+                self._raise_missing()
+        if self.unsettled():
+            self._average()
+        self._reduction.finish()
+        if self._stale_buffers and not self._joining:
+            self._synchronize_buffers()
+
+    def _refuse_frozen(self) -> None:
+        if frozen := self._reduction.frozen():
+            raise BackendError(
+                f"{', '.join(self.names[i] for i in frozen[:5])} was frozen between a forward and its backward, where the "
+                "reducer still waits for its gradient: change requires_grad before the forward"
+            )
+
+    def _average(self) -> None:
+        if self._joining:
+            raise BackendError(
+                "gradients were accumulated without the reducer (accel.no_sync, a second backward, or a call of the raw "
+                "module) inside accel.join, where the ranks cannot reduce them together"
+            )
+        self.compare("a reduction of gradients accumulated without the reducer", True)
+        have = torch.tensor(
+            [p.grad is not None for p in self.parameters], dtype=torch.uint8, device=self.process.device
+        )
+        dist.all_reduce(have, op=dist.ReduceOp.MAX, group=self.process.group)
+        gradients = []
+        for parameter, needed in zip(self.parameters, have.tolist(), strict=True):
+            if needed:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
+        if any(g.is_sparse for g in gradients):
+            raise BackendError(
+                "sparse gradients were accumulated without the reducer; use one synchronised backward a step"
+            )
+        average_(gradients, self.process.group)
+
+    def _missing(self) -> list[str]:
+        came = set(self.log.entries)
+        return [
+            name if self.parameters[i].requires_grad else f"{name} (frozen since: accel.refresh_trainable was not called)"
+            for i, name in enumerate(self.names)
+            if self.mask.known[i] and i not in came
+        ]
+
+    def _raise_missing(self) -> None:
+        missing = self._missing()
+        message = (
+            f"{len(missing)} trainable parameters got no gradient in the last backward, so that its reduction never "
+            f"ended: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; use them in the loss, freeze them "
+            "(requires_grad_(False)), or pass backend=accel.DDP(find_unused_parameters=True)"
+        )
+        self.compare("a step after an unfinished reduction", message, lambda all_messages: "; ".join(all_messages))
+        raise BackendError(message)
+
+    def _recover(self) -> None:
+        """Start afresh after a backward that ended half-way, once its gradients are dropped."""
+        if any(p.grad is not None and bool(p.grad.any()) for p in self.parameters):
+            self._raise_missing()
+        self.compare("a new start after an unfinished backward", True)
+        self.log.fold(pending=False)
+        self._build()
+
+    def abandon(self, reason: str) -> None:
+        """Free the reducer too: peers that wait in it wake only when nothing here holds the group any more."""
+        super().abandon(reason)
+        self._ddp = None
+
+    def rebuild(self) -> None:
+        """A new reducer for the parameters that are trainable now."""
+        self._build()
+
+    def _synchronize_buffers(self) -> None:
+        broadcast_(self._buffers, self.process.group)
+        self._stale_buffers = False

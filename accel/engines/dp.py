@@ -1,0 +1,44 @@
+"""``dp``: ``torch.nn.DataParallel`` over this process's devices, for notebooks."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import nn
+
+from .base import Engine, Options
+
+logger = logging.getLogger("accel")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DP(Options):
+    """Options of ``dp``: it has none."""
+
+
+@final
+class DPEngine(Engine):
+    """Splits each batch over the devices and gathers the outputs, so that a loss sees the whole batch."""
+
+    name = "dp"
+    options_type = DP
+    synchronizes = False
+
+    def wrap(self) -> None:
+        """Build the DataParallel where there are devices for it."""
+        self._parallel: nn.Module = self.entry
+        devices = self.process.devices
+        if len(devices) > 1:
+            self._parallel = nn.DataParallel(self.entry, device_ids=list(devices), output_device=devices[0])
+        else:
+            logger.warning("backend 'dp' with one device (%s) runs as 'single': no batch is split", self.process.device)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Split, run the replicas, gather."""
+        return self._parallel(*args, **kwargs)
+
+    def unwrap(self) -> None:
+        """Let go of the DataParallel."""
+        self._parallel = self.entry

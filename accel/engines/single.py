@@ -1,0 +1,32 @@
+"""``single``: the module itself, on this process's device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+from .base import Engine, Options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Single(Options):
+    """Options of ``single``: it has none."""
+
+
+@final
+class SingleEngine(Engine):
+    """Calls the module."""
+
+    name = "single"
+    options_type = Single
+    synchronizes = False
+
+    def wrap(self) -> None:
+        """Nothing to build."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self.entry(*args, **kwargs)
+
+    def unwrap(self) -> None:
+        """Nothing to undo."""

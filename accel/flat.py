@@ -1,0 +1,79 @@
+"""Collectives over many tensors, in flat pieces: one call on the network for each few megabytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from .collectives import agree
+
+# Large enough that a call's latency does not count, small enough that the copy does not either.
+_PIECE_BYTES = 16 << 20
+
+
+def _pieces(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Groups of equal dtype and device, each of about ``_PIECE_BYTES`` or of one larger tensor."""
+    groups: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
+    for tensor in tensors:
+        key = (tensor.dtype, tensor.device)
+        group, size = groups.get(key, ([], 0))
+        if group and size + tensor.nbytes > _PIECE_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(tensor)
+        groups[key] = (group, size + tensor.nbytes)
+    yield from (group for group, _ in groups.values())
+
+
+def _scatter_back(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(piece.view(tensor.shape))
+
+
+@torch.no_grad()
+def broadcast_(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None, src: int = 0) -> None:
+    """Give every rank rank ``src``'s values, in place."""
+    for piece in _pieces(tensors):
+        flat = torch.cat([t.reshape(-1) for t in piece])
+        wire = flat.view(torch.uint8) if flat.dtype is torch.bool else flat
+        dist.broadcast(wire, src, group=group)
+        _scatter_back(flat, piece)
+
+
+@torch.no_grad()
+def average_(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Replace each tensor by its mean over the ranks, in place."""
+    scale = 1.0 / dist.get_world_size(group)
+    for piece in _pieces(tensors):
+        flat = torch.cat([t.reshape(-1) for t in piece]).mul_(scale)
+        dist.all_reduce(flat, group=group)
+        _scatter_back(flat, piece)
+
+
+def broadcast_state(optimizer: Optimizer, source: int, group: dist.ProcessGroup | None) -> None:
+    """Give every rank rank ``source``'s optimizer state; a rank that has none yet gets it."""
+    parameters = [p for g in optimizer.param_groups for p in g["params"]]
+    # Shapes and plain values by pickle, tensors' contents by the flat pieces.
+    mine = [
+        {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in optimizer.state.get(p, {}).items()}
+        for p in parameters
+    ]
+    theirs = agree("broadcast of optimizer state", mine)[source]
+    tensors = []
+    for parameter, entries in zip(parameters, theirs, strict=True):
+        if not entries:
+            optimizer.state.pop(parameter, None)
+            continue
+        state = optimizer.state[parameter]
+        for key, value in entries.items():
+            if not isinstance(value, torch.Tensor):
+                state[key] = value
+                continue
+            if key not in state:
+                device = "cpu" if key == "step" else parameter.device
+                state[key] = torch.zeros(value.shape, dtype=value.dtype, device=device)
+            tensors.append(state[key])
+    broadcast_(tensors, group, source)

@@ -1,0 +1,73 @@
+"""The log of gradients that autograd accumulated, from which an engine knows what is still local or unscaled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+class GradientLog:
+    """Notes each gradient as autograd accumulates it: the parameter's index, or ``~index`` where it was frozen meanwhile.
+
+    Numbers, not parameters: a parameter whose hook reaches a list that holds it would never be freed.
+
+    Attributes:
+        entries: what was noted since the last ``fold``; an engine may add None where a reduction ended.
+        pending: gradients noted before the last ``fold`` have not been reduced since.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.entries: list[int | None] = []
+        self.pending = False
+        self._plain = False
+        self._accepted = 0
+        self._hooks: list[RemovableHandle] = []
+        for index, parameter in enumerate(parameters):
+            if not parameter.is_floating_point() and not parameter.is_complex():
+                continue
+            trainable = parameter.requires_grad
+            # torch wants requires_grad to register the hook, which then also serves a later unfreeze.
+            parameter.requires_grad_(True)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_noting(self.entries, index)))
+            parameter.requires_grad_(trainable)
+
+    def fold(self, pending: bool) -> None:
+        """Forget the entries; remember whether something is unreduced, or came from a plain backward."""
+        self._plain = self.plain
+        self.pending = pending
+        self._accepted = 0
+        self.entries.clear()
+
+    @property
+    def active(self) -> bool:
+        """Whether it notes anything."""
+        return bool(self._hooks)
+
+    @property
+    def plain(self) -> bool:
+        """Whether a gradient came that no ``accept`` covered."""
+        return self._plain or len(self.entries) > self._accepted
+
+    def accept(self) -> None:
+        """Cover every gradient up to now."""
+        self._plain = False
+        self._accepted = len(self.entries)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.entries.clear()
+
+
+def _noting(entries: list[int | None], index: int) -> Callable[[torch.Tensor], None]:
+    append = entries.append
+
+    def note(parameter: torch.Tensor) -> None:
+        append(index if parameter.requires_grad else ~index)
+
+    return note

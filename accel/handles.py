@@ -1,0 +1,194 @@
+"""What the user's loop holds: thin proxies of the user's own objects that own nothing."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from .data import LoaderHandle as LoaderHandle
+from .errors import AccelError, OptimizerError
+
+
+class Owner(Protocol):
+    """What a handle needs of the engine behind it."""
+
+    module: nn.Module
+    handle: ModelHandle
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any: ...
+    def method(self, bound: MethodType, *args: Any, **kwargs: Any) -> Any: ...
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any: ...
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None: ...
+    def add_param_group(self, optimizer: Optimizer, group: dict[str, Any]) -> None: ...
+
+
+class Handles(NamedTuple):
+    """What ``setup`` returns; each part has the form of the argument that it answers."""
+
+    model: Any
+    optimizers: Any
+    dataloaders: Any
+
+
+_get = object.__getattribute__
+_set = object.__setattr__
+_TORCH_METHODS = frozenset(f for f in vars(nn.Module).values() if callable(f))
+
+
+def _no_pickle(handle: object) -> AccelError:
+    kind = type(handle).__name__
+    return AccelError(
+        f"a {kind} cannot be pickled: save with accel.save, or pickle the raw object (accel.unwrap(model))"
+    )
+
+
+class ModelHandle(nn.Module):
+    """The user's module as seen through its engine: every attribute and method is the raw module's.
+
+    Calling it, or a method of the user's, goes through the engine. It has no attribute of its own.
+    """
+
+    def __init__(self, engine: Owner) -> None:
+        _set(self, "_accel_engine", engine)
+        _set(self, "_accel_raw", engine.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _engine(self).forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The same as calling the handle."""
+        return _engine(self).forward(*args, **kwargs)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "forward" or name[:2] == "__" or name[:7] == "_accel_":
+            return _get(self, name)
+        engine = _engine(self)
+        value = getattr(engine.module, name)
+        if isinstance(value, MethodType) and value.__self__ is engine.module:
+            return functools.wraps(value)(functools.partial(_call_method, self, value))
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only when the raw module lacks the attribute: this raises the error that it would raise.
+        return getattr(_engine(self).module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(_engine(self).module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(_engine(self).module, name)
+
+    def __dir__(self) -> list[str]:
+        return dir(_get(self, "_accel_raw"))
+
+    def __repr__(self) -> str:
+        engine = _get(self, "_accel_engine")
+        state = "ended" if engine is None else engine.name
+        return f"ModelHandle[{state}]({_get(self, '_accel_raw')!r})"
+
+    def __len__(self) -> int:
+        return len(_engine(self).module)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getitem__(self, index: Any) -> Any:
+        return _engine(self).module[index]  # type: ignore[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(_engine(self).module)  # type: ignore[call-overload, no-any-return]
+
+    def __contains__(self, item: object) -> bool:
+        return item in _engine(self).module  # type: ignore[operator]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy.deepcopy(_engine(self).module, memo)
+
+    def __copy__(self) -> nn.Module:
+        raise AccelError("a ModelHandle cannot be copied shallowly: both would drive one engine; use copy.deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _no_pickle(self)
+
+
+def _engine(handle: object) -> Owner:
+    engine: Owner | None = _get(handle, "_accel_engine")
+    if engine is None:
+        raise AccelError(
+            f"this {type(handle).__name__} is of an engine that was torn down; use the raw object, or call accel.setup again"
+        )
+    return engine
+
+
+def _call_method(handle: ModelHandle, bound: MethodType, *args: Any, **kwargs: Any) -> Any:
+    engine = _engine(handle)
+    torchs_own = bound.__func__ in _TORCH_METHODS
+    out = bound(*args, **kwargs) if torchs_own else engine.method(bound, *args, **kwargs)
+    return handle if out is engine.module else out
+
+
+class OptimizerHandle(Optimizer):
+    """The user's optimizer as seen through the engine of its model; ``param_groups`` and state are the raw optimizer's."""
+
+    _OWN = frozenset({"step", "zero_grad", "add_param_group"})
+
+    def __init__(self, engine: Owner, optimizer: Optimizer) -> None:
+        _set(self, "_accel_engine", engine)
+        _set(self, "_accel_raw", optimizer)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name[:2] == "__" or name[:7] == "_accel_" or name in OptimizerHandle._OWN:
+            return _get(self, name)
+        _engine(self)
+        return getattr(_get(self, "_accel_raw"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _engine(self)
+        # A scheduler replaces `step` on the object that it was given: here it is this handle's own.
+        if name in OptimizerHandle._OWN:
+            _set(self, name, value)
+        else:
+            setattr(_get(self, "_accel_raw"), name, value)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Make the gradients final, then step the raw optimizer."""
+        return _engine(self).step(_get(self, "_accel_raw"), closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop (or zero) the gradients, wherever the engine keeps them."""
+        _engine(self).zero_grad(_get(self, "_accel_raw"), set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of this model's parameters."""
+        _engine(self).add_param_group(_get(self, "_accel_raw"), param_group)
+
+    def __repr__(self) -> str:
+        return f"OptimizerHandle({_get(self, '_accel_raw')!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise _no_pickle(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _no_pickle(self)
+
+    def __copy__(self) -> Optimizer:
+        raise AccelError("an OptimizerHandle cannot be copied: both would step the same parameters")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
+        raise OptimizerError("an OptimizerHandle cannot be deep-copied: build a new optimizer on the copied model")
+
+
+def end(handle: ModelHandle | OptimizerHandle) -> None:
+    """Make every later use of the handle an error."""
+    _set(handle, "_accel_engine", None)
+
+
+def raw(handle: ModelHandle | OptimizerHandle) -> Any:
+    """The user's object behind the handle, also after the handle's end."""
+    return _get(handle, "_accel_raw")

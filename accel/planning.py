@@ -1,0 +1,223 @@
+"""What a call of ``setup`` will do, decided locally and without changing anything."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from . import data, engines
+from .data import LoaderHandle, LoaderOptions
+from .engines import Engine
+from .errors import AccelError, AlreadySetUpError, BackendError, LoaderError, OptimizerError
+from .handles import Handles, OptimizerHandle, raw
+from .precision import Precision
+from .process import Process, current, use_devices
+from .registry import registry, resolve_module
+from .slot import Slot
+from .stepping import check_parameters
+
+Wanted = tuple[Any, Any, Any]
+
+
+@dataclass(slots=True)
+class Plan:
+    """What one rank wants, or why it cannot have it."""
+
+    wanted: Wanted
+    loader_options: LoaderOptions
+    module: nn.Module = field(default_factory=nn.Module)
+    entry: nn.Module = field(default_factory=nn.Module)
+    engine: Engine | None = None
+    engine_type: type[Engine] = Engine
+    options: Any = None
+    precision: Precision | None = None
+    optimizers: Any = None
+    dataloaders: Any = None
+    new_optimizers: list[Optimizer] = field(default_factory=list)
+    new_loaders: list[DataLoader[Any]] = field(default_factory=list)
+    error: AccelError | None = None
+
+
+# -- what is there already --------------------------------------------------------------------------------------------
+
+
+def known_handles(
+    model: Any, optimizers: Any, dataloaders: Any, wanted: Wanted, loaders: LoaderOptions
+) -> Handles | None:
+    """The handles of a repeated call, at the price of a few look-ups; None where there is anything to do or to refuse."""
+    try:
+        module, _ = resolve_module(model)
+        engine = registry.engine(module)
+        if engine is None:
+            return None
+        if wanted != ("auto", "auto", "auto"):
+            _check_live(engine, wanted)
+        return Handles(
+            engine.handle,
+            map_leaves(optimizers, lambda o, path: known_optimizer(o, engine), "optimizers"),
+            map_leaves(dataloaders, lambda d, path: known_loader(d, loaders), "dataloaders"),
+        )
+    except (AccelError, LookupError):
+        return None
+
+
+def known_optimizer(optimizer: Any, engine: Engine) -> OptimizerHandle:
+    """The handle of an optimizer of ``engine``; LookupError without one."""
+    handle = optimizer if type(optimizer) is OptimizerHandle else registry.optimizer_handle(optimizer)
+    if handle is None or object.__getattribute__(handle, "_accel_engine") is not engine:
+        raise LookupError
+    return handle
+
+
+def known_loader(loader: Any, options: LoaderOptions) -> LoaderHandle:
+    """The handle of a dataloader; LookupError without one, or where it was made with other options."""
+    if type(loader) is LoaderHandle:
+        return loader
+    handle, made_with = Slot.get(loader) or (None, None)
+    if handle is None or options not in (made_with, LoaderOptions()):
+        raise LookupError
+    found: LoaderHandle = handle
+    return found
+
+
+def _check_live(engine: Engine, wanted: Wanted) -> None:
+    """Refuse another backend, precision or device than the live engine has."""
+    backend, precision, devices = wanted
+    asked = engines.resolve(backend)[1] if backend != "auto" else engine.options
+    if asked != engine.options:
+        _conflict(engine, f"backend {asked}", f"{engine.options}")
+    if precision not in ("auto", engine.precision.name):
+        _conflict(engine, f"precision {precision!r}", f"{engine.precision.name!r}")
+    use_devices(devices)
+
+
+def _conflict(engine: Engine, asked: str, live: str) -> None:
+    raise AlreadySetUpError(
+        f"this {type(engine.module).__name__} is already set up with {live}; asked for {asked}: "
+        "call raw = accel.teardown(model) first, then accel.setup(raw, ...)"
+    )
+
+
+def map_leaves(tree: Any, fn: Callable[[Any, str], Any], path: str) -> Any:
+    """``fn`` on each leaf of nested lists, tuples and dicts, in the same form; None stays None."""
+    if tree is None:
+        return None
+    if isinstance(tree, dict):
+        return {k: map_leaves(v, fn, f"{path}[{k!r}]") for k, v in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_leaves(v, fn, f"{path}.{k}") for k, v in zip(tree._fields, tree, strict=True)))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_leaves(v, fn, f"{path}[{i}]") for i, v in enumerate(tree))
+    return fn(tree, path)
+
+
+# -- the local part ---------------------------------------------------------------------------------------------------
+
+
+def make_plan(model: Any, optimizers: Any, dataloaders: Any, wanted: Wanted, loader_options: LoaderOptions) -> Plan:
+    """What this rank wants. An error is kept, so that all ranks learn of it."""
+    process = current()
+    plan = Plan(wanted, loader_options, optimizers=optimizers, dataloaders=dataloaders)
+    try:
+        plan.module, plan.entry = resolve_module(model)
+        plan.engine = registry.engine(plan.module)
+        if plan.engine is None:
+            _plan_engine(plan, process)
+        else:
+            _check_live(plan.engine, wanted)
+            plan.engine_type, plan.options, plan.precision = (
+                type(plan.engine), plan.engine.options, plan.engine.precision,
+            )  # fmt: skip
+        map_leaves(optimizers, lambda o, path: _plan_optimizer(plan, o, path), "optimizers")
+        map_leaves(dataloaders, lambda d, path: _plan_loader(plan, d, path, process), "dataloaders")
+        _check_one_model(plan, process)
+    except AccelError as error:
+        plan.error = error
+    return plan
+
+
+def _plan_engine(plan: Plan, process: Process) -> None:
+    backend, precision, devices = plan.wanted
+    registry.check_new(plan.module)
+    lazy = [n for n, p in plan.module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise AccelError(
+            f"lazy parameters have no shape yet: {', '.join(lazy[:5])}; run one forward before accel.setup"
+        )
+    use_devices(devices)
+    if backend == "auto":
+        backend = os.environ.get("ACCEL_BACKEND") or engines.default(process)
+    plan.engine_type, plan.options = engines.resolve(backend)
+    name = precision if precision != "auto" else os.environ.get("ACCEL_PRECISION") or "32-true"
+    plan.precision = Precision(name, process.device)
+    plan.precision.check(plan.module)
+    plan.engine_type.check(plan.module, plan.options, process)
+
+
+def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise OptimizerError(
+            f"{path} is a {type(optimizer).__module__}.{type(optimizer).__qualname__}; expected a torch.optim.Optimizer: "
+            "the order is accel.setup(model, optimizers, dataloaders)"
+        )
+    handle = optimizer if type(optimizer) is OptimizerHandle else registry.optimizer_handle(optimizer)
+    if handle is not None:
+        engine = object.__getattribute__(handle, "_accel_engine")
+        if engine is not plan.engine or engine is None:
+            owner = "a torn-down engine" if engine is None else f"the engine of a {type(engine.module).__name__}"
+            raise OptimizerError(f"{path} ({type(raw(handle)).__name__}) belongs to {owner}, not to this model")
+        return
+    names = {id(p): n for n, p in plan.module.named_parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(id(p) in names for p in held):
+        raise OptimizerError(
+            f"{path} ({type(optimizer).__name__}) holds no parameter of this {type(plan.module).__name__}: its "
+            f"{len(held)} parameters ({_shapes(held)}) are another model's; build it from this model's parameters()"
+        )
+    for engine in registry.engines:
+        if engine is not plan.engine and any(id(p) in engine.known for p in held):
+            raise OptimizerError(
+                f"{path} ({type(optimizer).__name__}) holds parameters of two models: {type(plan.module).__name__} and "
+                f"{type(engine.module).__name__}; use an optimizer for each, or one model that holds both"
+            )
+    if current().place.world_size > 1:
+        check_parameters(optimizer, names, plan.module, path)
+    if not any(optimizer is o for o in plan.new_optimizers):
+        plan.new_optimizers.append(optimizer)
+
+
+def _shapes(parameters: list[torch.Tensor]) -> str:
+    return ", ".join(str(tuple(p.shape)) for p in parameters[:3]) + (", ..." if len(parameters) > 3 else "")
+
+
+def _plan_loader(plan: Plan, loader: Any, path: str, process: Process) -> None:
+    if type(loader) is LoaderHandle:
+        return
+    if not isinstance(loader, DataLoader):
+        raise LoaderError(
+            f"{path} is a {type(loader).__module__}.{type(loader).__qualname__}; expected a torch.utils.data.DataLoader: "
+            "the order is accel.setup(model, optimizers, dataloaders)"
+        )
+    handle, made_with = Slot.get(loader) or (None, None)
+    if handle is not None:
+        if plan.loader_options not in (made_with, LoaderOptions()):
+            raise AlreadySetUpError(f"{path} is already set up with {made_with}; asked for {plan.loader_options}")
+        return
+    data.check(loader, plan.loader_options, process.place.world_size)
+    plan.new_loaders.append(loader)
+
+
+def _check_one_model(plan: Plan, process: Process) -> None:
+    world = process.place.world_size
+    if plan.new_optimizers and world > 1 and not plan.engine_type.synchronizes:
+        raise BackendError(
+            f"backend {plan.engine_type.name!r} with an optimizer at world size {world}: each process would train a model "
+            "of its own; choose a backend that trains one model on all ranks"
+        )

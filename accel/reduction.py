@@ -1,0 +1,77 @@
+"""What the gradient log says about a reducer that averages once for each armed backward."""
+
+from __future__ import annotations
+
+from typing import final
+
+from .gradients import GradientLog
+
+
+@final
+class Reduction:
+    """Tells reduced gradients from local ones.
+
+    A forward *arms* the reducer. The next gradient of each expected parameter then completes one reduction; whatever
+    comes before, after or without it is local until something averages it. Averaging again is harmless: what is
+    already equal on all ranks stays as it is.
+
+    Args:
+        log: the gradients that came.
+        noted: the end of a reduction is noted in the log (as None) instead of being told by counting.
+    """
+
+    def __init__(self, log: GradientLog, noted: bool) -> None:
+        self.log = log
+        self.noted = noted
+        self.armed = False
+        #: All existing gradients are known to be final.
+        self.settled = True
+        self._expected = 0
+        self._open_since = -1
+
+    def reset(self, num_expected: int) -> None:
+        """A new reducer, of so many parameters."""
+        self.armed = False
+        self._expected = num_expected
+
+    def arm(self) -> None:
+        """A synchronised forward: the next backward will be reduced, with all that was accumulated before it."""
+        local = self.local()
+        self.settled = bool(self.log.entries) and not local
+        self.log.fold(pending=local)
+        self.armed = True
+
+    def opened(self, graph: bool) -> None:
+        """Note a forward, and whether it made a graph."""
+        self._open_since = len(self.log.entries) if graph else -1
+
+    @property
+    def graph_open(self) -> bool:
+        """Whether a graph still waits for its backward, as far as is known."""
+        return len(self.log.entries) == self._open_since
+
+    def started(self) -> bool:
+        """Whether the armed backward has begun."""
+        return self.armed and bool(self.log.entries)
+
+    def complete(self) -> bool:
+        """Whether the armed reduction has run."""
+        entries = self.log.entries
+        return None in entries if self.noted else len(entries) >= self._expected
+
+    def local(self) -> bool:
+        """Whether a gradient came that no reduction since has covered."""
+        entries = self.log.entries
+        if not self.armed or not entries:
+            return bool(entries) or self.log.pending
+        return entries[-1] is not None if self.noted else len(entries) != self._expected
+
+    def frozen(self) -> list[int]:
+        """The parameters that were frozen between their forward and backward."""
+        return [~i for i in self.log.entries if i is not None and i < 0]
+
+    def finish(self) -> None:
+        """Every gradient is final now."""
+        self.armed = self.armed and not self.log.entries
+        self.log.fold(pending=False)
+        self.settled = True

@@ -1,0 +1,202 @@
+"""Raw module -> its one engine, by identity. The only mutable state of the library beside the process."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .clipping import ClipPatch
+from .engines import FOREIGN, Engine
+from .errors import AccelError, BackendError, OptimizerError, SharedParametersError
+from .handles import ModelHandle, OptimizerHandle, raw
+from .precision import LossScale
+from .slot import Slot
+
+
+@final
+class Registry:
+    """The live engines. An engine is owned by its raw module; here it is only known."""
+
+    def __init__(self) -> None:
+        self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self.loss_scale = LossScale()
+        self._owners: Any = WeakIdKeyDictionary()
+        self._hooks: list[RemovableHandle] = []
+        self._clipping = ClipPatch(self._finalize_clipped)
+
+    def add(self, engine: Engine) -> None:
+        """Make ``engine`` the one engine of its module."""
+        Slot.put(engine.module, engine)
+        self.engines.add(engine)
+        reference = weakref.ref(engine)
+        for module in engine.module.modules():
+            self._owners[module] = reference
+        if not self._hooks:
+            self._hooks = [
+                register_module_parameter_registration_hook(self._registered),
+                register_module_module_registration_hook(self._registered),
+                register_optimizer_step_pre_hook(self._before_any_step),
+            ]
+        if engine.log.active:
+            self._clipping.install()
+        weakref.finalize(engine, self._prune).atexit = False
+
+    def remove(self, engine: Engine) -> None:
+        """Forget an engine that was torn down."""
+        Slot.clear(engine.module)
+        self.engines.discard(engine)
+        for module in engine.module.modules():
+            self._owners.pop(module, None)
+        self._prune()
+
+    def _prune(self) -> None:
+        engines = list(self.engines)
+        if not engines:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+            self.loss_scale = LossScale()
+        if not any(engine.log.active for engine in engines):
+            self._clipping.remove()
+
+    # -- look-up --------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def engine(module: nn.Module) -> Engine | None:
+        """The engine of a raw module."""
+        engine: Engine | None = Slot.get(module)
+        return engine
+
+    @staticmethod
+    def optimizer_handle(optimizer: Optimizer) -> OptimizerHandle | None:
+        """The live handle of a raw optimizer."""
+        handle: OptimizerHandle | None = Slot.get(optimizer)
+        return handle
+
+    @staticmethod
+    def of_handle(model: object) -> Engine:
+        """The live engine behind a handle, its raw module, or its compile wrapper.
+
+        Raises:
+            AccelError: there is none.
+        """
+        module, _ = resolve_module(model)
+        engine = Registry.engine(module)
+        if engine is None:
+            raise AccelError(f"this {type(module).__name__} has no live engine: call accel.setup(model, ...) first")
+        return engine
+
+    # -- refusals -------------------------------------------------------------------------------------------------
+
+    def check_new(self, module: nn.Module) -> None:
+        """Refuse a module that another engine, or another library, already drives.
+
+        Raises:
+            SharedParametersError: names the shared parameters.
+            BackendError: a wrapper of another library, by name.
+        """
+        for name, child in _walk(module):
+            foreign = FOREIGN.intersection(f"{c.__module__}.{c.__qualname__}" for c in type(child).__mro__)
+            if foreign:
+                raise BackendError(
+                    f"{name or 'the model'} is already wrapped by {foreign.pop()}: give accel.setup the raw module"
+                )
+            if type(child) is ModelHandle:
+                raise SharedParametersError(
+                    f"{type(module).__name__}.{name} is a handle of accel.setup, whose parameters ({_first_names(raw(child))}) "
+                    "have an engine: build the model from raw modules (accel.unwrap), or set up only the outer model"
+                )
+        for engine in self.engines:
+            shared = [name for name, p in module.named_parameters() if id(p) in engine.known]
+            if shared:
+                raise SharedParametersError(
+                    f"{len(shared)} parameters of this {type(module).__name__} belong to a live engine "
+                    f"({engine.name}) of a {type(engine.module).__name__}: {', '.join(shared[:5])}; "
+                    "set up one model that holds both, or tear down the other first"
+                )
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def _registered(self, module: nn.Module, name: str, value: object) -> None:
+        reference = self._owners.get(module)
+        engine = reference() if reference is not None else None
+        if engine is not None:
+            engine.restructured()
+
+    def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer that was never given to ``setup`` must not step with unfinished gradients either."""
+        if Slot.get(optimizer) is not None:
+            return
+        for engine in [e for e in self.engines if e.precision.scaled or e.unsettled()]:
+            if any(id(p) in engine.known for g in optimizer.param_groups for p in g["params"]):
+                if engine.precision.scaled:
+                    raise OptimizerError(
+                        f"{type(optimizer).__name__} steps parameters of a '16-mixed' model, but was not given to accel.setup"
+                    )
+                engine.prepare_step()
+
+    def _finalize_clipped(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Make final the gradients that one of torch's clipping functions was given."""
+        for engine in [e for e in self.engines if e.unfinished()]:
+            own = {id(p.grad) for p in engine.parameters if p.grad is not None}
+            if any(id(g) in own for g in gradients):
+                engine.finalize_gradients()
+                grown = sum(p.grad is not None for p in engine.parameters) > len(own)
+                if engine.distributed:
+                    engine.compare(
+                        "clipping by torch.nn.utils", grown, lambda _: "a rank had no gradient where others had"
+                    )
+                if grown:
+                    raise BackendError(
+                        "gradients were missing when torch.nn.utils clipped: use accel.clip_grad_norm_(model)"
+                    )
+
+
+def _walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """All submodules with their names; unlike ``named_modules`` it shows a handle as itself."""
+    yield prefix, module
+    if type(module) is not ModelHandle:
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from _walk(child, f"{prefix}.{name}" if prefix else name)
+
+
+def _first_names(module: nn.Module) -> str:
+    names = [name for name, _ in module.named_parameters()]
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:
+    """The raw module behind what a user holds, and what a forward should call (its compile wrapper, if any).
+
+    Raises:
+        AccelError: not a module, or the handle of an ended engine.
+    """
+    if type(model) is ModelHandle:
+        if object.__getattribute__(model, "_accel_engine") is None:
+            raise AccelError("this handle's engine was torn down: pass the raw module (accel.unwrap(handle))")
+        module = raw(model)
+        return module, module
+    if not isinstance(model, nn.Module):
+        raise AccelError(
+            f"expected a torch.nn.Module as the model, got {type(model).__module__}.{type(model).__qualname__}"
+        )
+    inner = model._modules.get("_orig_mod")
+    if type(model).__name__ == "OptimizedModule" and inner is not None:
+        return resolve_module(inner)[0], model
+    return model, model
+
+
+registry: Final = Registry()

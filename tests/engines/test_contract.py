@@ -1,0 +1,166 @@
+"""What every backend must do: the parity matrix, over each engine that is found, at 1, 2 and 4 ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import accel
+from accel.engines import ENGINES
+from tests.distributed import run
+
+STEPS = 8
+BATCH = 4
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to train."""
+
+    backend: str
+    optimizer: str = "adamw"
+    accumulation: int = 1
+    no_sync: bool = False
+    freeze: bool = False
+    clip: bool = False
+    precision: str = "32-true"
+    set_to_none: bool = True
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1),
+}
+
+
+def build(optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.GELU(), nn.Linear(12, 12), nn.GELU(), nn.Linear(12, 3))
+    layers = list(model.children())
+    first = [*layers[0].parameters(), *layers[1].parameters()]
+    second = [p for layer in layers[2:] for p in layer.parameters()]
+    return model, OPTIMIZERS[optimizer]([{"params": first}, {"params": second, "lr": 0.02}])
+
+
+def batches(step: int, micro: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The global batch as (world, BATCH, ...)."""
+    generator = torch.Generator().manual_seed(1000 * step + micro)
+    return (
+        torch.randn(world, BATCH, 6, generator=generator),
+        torch.randn(world, BATCH, 3, generator=generator),
+    )
+
+
+def set_trainable(model: nn.Module, step: int) -> None:
+    parameters = list(model.parameters())
+    if step == 2:
+        parameters[0].requires_grad_(False)
+        parameters[5].requires_grad_(False)
+    if step == 4:
+        parameters[0].requires_grad_(True)
+    if step == 5:
+        for p in parameters[:-2]:
+            p.requires_grad_(False)
+    if step == 6:
+        for p in parameters:
+            p.requires_grad_(True)
+
+
+def train_reference(cell: Cell, world: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """One process on the whole batch; under bf16 it averages the ranks' micro-batches."""
+    model, optimizer = build(cell.optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    for step in range(STEPS):
+        if cell.freeze:
+            set_trainable(model, step)
+        optimizer.zero_grad(set_to_none=cell.set_to_none)
+        for micro in range(cell.accumulation):
+            x, y = batches(step, micro, world)
+            for rank in range(world):
+                with torch.autocast("cpu", torch.bfloat16, enabled=cell.precision == "bf16-mixed"):
+                    out = model(x[rank]).float()
+                (F.mse_loss(out, y[rank]) / cell.accumulation / world).backward()
+        if cell.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        scheduler.step()
+    return model, optimizer
+
+
+def train_accel(cell: Cell) -> tuple[nn.Module, torch.optim.Optimizer]:
+    raw, raw_optimizer = build(cell.optimizer)
+    model, optimizer, _ = accel.setup(raw, raw_optimizer, backend=cell.backend, precision=cell.precision)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    rank, world = accel.rank(), accel.world_size()
+    for step in range(STEPS):
+        if cell.freeze:
+            set_trainable(model, step)
+        optimizer.zero_grad(set_to_none=cell.set_to_none)
+        for micro in range(cell.accumulation):
+            x, y = batches(step, micro, world)
+            last = micro == cell.accumulation - 1
+            with accel.no_sync(model) if cell.no_sync and not last else contextlib.nullcontext():
+                (F.mse_loss(model(x[rank]), y[rank]) / cell.accumulation).backward()
+        if cell.clip:
+            accel.clip_grad_norm_(model, 0.1)
+        optimizer.step()
+        scheduler.step()
+    accel.teardown(model)
+    return raw, raw_optimizer
+
+
+def distance(a: Any, b: Any) -> float:
+    """The largest difference between two models' weights and two optimizers' states."""
+    (model, optimizer), (other, other_optimizer) = a, b
+    pairs = list(zip(model.parameters(), other.parameters(), strict=True))
+    worst = max(float((p - q).abs().max()) for p, q in pairs)
+    for p, q in pairs:
+        mine, theirs = optimizer.state[p], other_optimizer.state[q]
+        assert mine.keys() == theirs.keys()
+        for key in mine:
+            if isinstance(mine[key], torch.Tensor):
+                worst = max(worst, float((mine[key] - theirs[key]).abs().max()))
+    return worst
+
+
+def check_cells(cells: list[Cell]) -> list[str]:
+    failures = []
+    world = accel.world_size()
+    for cell in cells:
+        reference = train_reference(cell, world)
+        start = build(cell.optimizer)[0]
+        assert any(not torch.equal(p, q) for p, q in zip(reference[0].parameters(), start.parameters(), strict=True))
+        found = distance(train_accel(cell), reference)
+        if not found <= (2e-3 if cell.precision == "bf16-mixed" else 1e-5):
+            failures.append(f"{cell}: {found:.1e}")
+    return failures
+
+
+def cells_of(backend: str) -> list[Cell]:
+    accumulations = [(1, False), (4, False), (4, True)]
+    return [
+        Cell(backend, optimizer, count, no_sync, freeze, clip, precision)
+        for optimizer, (count, no_sync), freeze, clip, precision in itertools.product(
+            OPTIMIZERS, accumulations, (False, True), (False, True), ("32-true", "bf16-mixed")
+        )
+    ] + [Cell(backend, freeze=freeze, set_to_none=False) for freeze in (False, True)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("backend", list(ENGINES))
+def test_parity(backend: str, world: int) -> None:
+    """N steps on any number of ranks give the weights and optimizer state of one process on the whole batch."""
+    if world > 1 and not ENGINES[backend].synchronizes:
+        cell = replace(cells_of(backend)[0])
+        with pytest.raises(AssertionError, match="each process would train a model"):
+            run(world, check_cells, [cell])
+        return
+    for rank, failures in enumerate(run(world, check_cells, cells_of(backend), timeout=240)):
+        assert not failures, f"rank {rank}:\n" + "\n".join(failures)

@@ -1,0 +1,452 @@
+"""What is special to ``ddp``: equality with the raw class, its options, and every way in which a reduction can go wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import accel
+from tests.distributed import outcomes, refusals, run
+
+
+def net(bn: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    middle: nn.Module = nn.BatchNorm1d(16) if bn else nn.LayerNorm(16)
+    return nn.Sequential(nn.Linear(4, 16), middle, nn.Tanh(), nn.Linear(16, 2))
+
+
+def data(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def equal_on_all_ranks(module: nn.Module) -> bool:
+    flat = torch.cat([t.detach().double().reshape(-1) for t in module.state_dict().values()])
+    everywhere = accel.all_gather(flat[None])
+    return all(torch.equal(row, everywhere[0]) for row in everywhere)
+
+
+# -- raw DDP, bit by bit ------------------------------------------------------------------------------------------------
+
+
+def train_beside_raw_ddp(bn: bool, accumulation: int, option: dict[str, Any]) -> bool:
+    rank = accel.rank()
+    ours, theirs = net(bn), net(bn)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (ours, theirs)]
+    ddp = DistributedDataParallel(theirs, **option)
+    model, handle, _ = accel.setup(ours, optimizers[0], backend=accel.DDP(**option))
+    for step in range(6):
+        for m, o, no_sync in ((model, handle, accel.no_sync(model)), (ddp, optimizers[1], ddp.no_sync())):
+            o.zero_grad()
+            for micro in range(accumulation):
+                with no_sync if micro < accumulation - 1 else contextlib.nullcontext():
+                    F.softplus(m(data(10 * step + micro, rank))).mean().backward()
+            o.step()
+    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+    same = all(torch.equal(p, q) for p, q in pairs)
+    # Raw DDP leaves each rank's own statistics until its next forward; ours are rank 0's already.
+    same_buffers = all(torch.equal(p, q) for p, q in zip(ours.buffers(), theirs.buffers(), strict=True))
+    return same and equal_on_all_ranks(ours) and (same_buffers or rank > 0)
+
+
+@pytest.mark.parametrize("bn", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("option", [{}, {"find_unused_parameters": True}, {"bucket_cap_mb": 0.0001}], ids=str)
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+def test_bit_equal_to_raw_ddp(bn: bool, accumulation: int, option: dict[str, Any]) -> None:
+    assert run(2, train_beside_raw_ddp, bn, accumulation, option) == [True, True]
+
+
+def compressed(hook: str) -> list[float]:
+    raw, plain = net(), net()
+    model, handle, _ = accel.setup(
+        raw, torch.optim.SGD(raw.parameters(), lr=0.05), backend=accel.DDP(comm_hook=hook, powersgd_rank=2)
+    )
+    reference, plain_handle, _ = accel.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.05))
+    for step in range(12):
+        for m, o in ((model, handle), (reference, plain_handle)):
+            o.zero_grad()
+            x = data(step, accel.rank())
+            F.mse_loss(m(x), x[:, :2]).backward()
+            if step == 11:
+                F.mse_loss(accel.unwrap(m)(x), x[:, :2]).backward()
+            o.step()
+    assert equal_on_all_ranks(raw)
+    pairs = list(zip(raw.parameters(), plain.parameters(), strict=True))
+    return [float(max((p - q).abs().max() for p, q in pairs)), float(max((p - q).abs().max() for p, q in pairs[:2]))]
+
+
+@pytest.mark.parametrize(("hook", "tolerance"), [("fp16", 2e-3), ("bf16", 1e-2), ("powersgd", 0.2)])
+def test_comm_hooks_compress_and_keep_the_ranks_equal(hook: str, tolerance: float) -> None:
+    for worst, _ in run(2, compressed, hook):
+        assert 0.0 < worst < tolerance
+
+
+def refused_options() -> None:
+    for options in ({"comm_hook": "x"}, {"bucket_cap_mb": 0}, {"powersgd_rank": 0}):
+        with pytest.raises(accel.BackendError, match=next(iter(options))):
+            accel.DDP(**options)
+    with pytest.raises(accel.BackendError, match="accelerator"):
+        accel.setup(net(bn=True), backend=accel.DDP(sync_batchnorm=True))
+    model = accel.setup(net(), backend=accel.DDP(static_graph=True)).model
+    with pytest.raises(accel.BackendError, match="static_graph"), accel.no_sync(model):
+        pass
+
+
+def test_options_are_checked() -> None:
+    run(2, refused_options)
+
+
+# -- unused, missing, frozen --------------------------------------------------------------------------------------------
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.body, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, side: str) -> torch.Tensor:
+        features = self.body(x)
+        both = self.left(features) + self.right(features)
+        return {"left": self.left(features), "right": self.right(features), "both": both}[side]
+
+
+def missing(sides: list[str]) -> str:
+    raw = TwoHeads()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    before = copy.deepcopy(raw.state_dict())
+    model(data(0, 0), sides[accel.rank()]).mean().backward()
+    try:
+        optimizer.step()
+    except accel.AccelError as error:
+        assert all(torch.equal(v, before[k]) for k, v in raw.state_dict().items())
+        return f"{type(error).__name__}: {error}"
+    return "stepped"
+
+
+def test_missing_gradients_are_named_before_anything_moves() -> None:
+    for message in run(2, missing, ["left", "left"]):
+        assert message.startswith("BackendError")
+        assert "right.weight" in message
+        assert "find_unused_parameters" in message
+
+
+def test_rank_dependent_missing_gradients_end_every_rank() -> None:
+    first, second = outcomes(2, missing, ["left", "both"], timeout=60, breaks=True)
+    assert first.value.startswith("RankMismatchError")
+    assert "AccelError" in second.error or "RuntimeError" in second.error
+
+
+def unused_allowed() -> None:
+    raw = TwoHeads()
+    reference = copy.deepcopy(raw)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, _ = accel.setup(
+        raw, torch.optim.SGD(raw.parameters(), lr=0.1, momentum=0.9), backend=accel.DDP(find_unused_parameters=True)
+    )
+    world, rank = accel.world_size(), accel.rank()
+    for step in range(8):
+        sides = [("left", "right", "both")[(step + r * (step % 2)) % 3] for r in range(world)]
+        plain.zero_grad()
+        (sum(reference(data(step, r), sides[r]).square().mean() for r in range(world)) / world).backward()
+        plain.step()
+        optimizer.zero_grad()
+        model(data(step, rank), sides[rank]).square().mean().backward()
+        optimizer.step()
+    for p, q in zip(raw.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-6)
+
+
+def test_find_unused_parameters_with_other_branches_on_other_ranks() -> None:
+    run(2, unused_allowed)
+
+
+def frozen_between() -> None:
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters(), lr=0.1))
+    before = copy.deepcopy(raw.state_dict())
+    loss = model(data(0, accel.rank())).mean()
+    raw[0].weight.requires_grad_(False)
+    loss.backward()
+    with pytest.raises(accel.BackendError, match=r"0\.weight.*before the forward"):
+        optimizer.step()
+    assert all(torch.equal(v, before[k]) for k, v in raw.state_dict().items())
+
+
+def test_freezing_between_forward_and_backward_is_refused() -> None:
+    run(2, frozen_between)
+
+
+def freeze_on_one_rank() -> str:
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    if accel.rank() == 0:
+        raw[0].weight.requires_grad_(False)
+    before = copy.deepcopy(raw.state_dict())
+    try:
+        model(data(0, 0)).mean().backward()
+        optimizer.step()
+    finally:
+        assert all(torch.equal(v, before[k]) for k, v in raw.state_dict().items())
+    return "stepped"
+
+
+def test_a_mask_that_differs_ends_every_rank_and_none_steps() -> None:
+    first, second = outcomes(2, short_timeouts, "freeze_on_one_rank", timeout=40, breaks=True)
+    assert "RankMismatchError" in first.error
+    assert second.error
+    assert "AssertionError" not in second.error
+    assert max(first.seconds, second.seconds) < 20
+
+
+def freeze_differently() -> None:
+    raw = net()
+    model = accel.setup(raw).model
+    raw[accel.rank() * 3].weight.requires_grad_(False)  # type: ignore[union-attr]
+    model(data(0, 0))
+
+
+def test_masks_that_change_differently_are_named() -> None:
+    for message in refusals(2, freeze_differently, error="RankMismatchError", breaks=True):
+        assert "0.weight" in message
+        assert "[1]" in message
+
+
+def pending_at_refresh() -> None:
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    with accel.no_sync(model):
+        model(data(0, accel.rank())).mean().backward()
+        raw[0].weight.requires_grad_(False)
+        with pytest.raises(accel.BackendError, match="pending"):
+            model(data(1, accel.rank()))
+    raw[0].weight.requires_grad_(True)
+    optimizer.step()
+    assert equal_on_all_ranks(raw)
+    raw[0].weight.requires_grad_(False)
+    optimizer.zero_grad()
+    model(data(1, accel.rank())).mean().backward()
+    optimizer.step()
+    assert equal_on_all_ranks(raw)
+
+
+def test_refresh_with_pending_gradients_raises_and_loses_nothing() -> None:
+    run(2, pending_at_refresh)
+
+
+def manual_refresh() -> None:
+    raw, other = net(), net()
+    options = accel.DDP(auto_refresh=False)
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=options)
+    reference, ref_optimizer, _ = accel.setup(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    for step in range(6):
+        for m, o, r in ((model, optimizer, raw), (reference, ref_optimizer, other)):
+            r[0].requires_grad_(step % 3 == 0)
+            accel.refresh_trainable(m)
+            o.zero_grad()
+            m(data(step, accel.rank())).square().mean().backward()
+            o.step()
+    assert all(torch.equal(p, q) for p, q in zip(raw.parameters(), other.parameters(), strict=True))
+    # Forgotten calls: an unfrozen parameter is reduced all the same, a frozen one is missed by name.
+    raw[0].requires_grad_(True)
+    optimizer.zero_grad()
+    model(data(9, accel.rank())).square().mean().backward()
+    optimizer.step()
+    assert equal_on_all_ranks(raw)
+    raw[3].requires_grad_(False)
+    optimizer.zero_grad()
+    model(data(9, accel.rank())).square().mean().backward()
+    with pytest.raises(accel.BackendError, match=r"3\.weight .*refresh_trainable"):
+        optimizer.step()
+
+
+def test_manual_refresh() -> None:
+    run(2, manual_refresh)
+
+
+def all_frozen() -> None:
+    raw = net().requires_grad_(False)
+    model = accel.setup(raw).model
+    model(data(0, accel.rank()))
+    raw.requires_grad_(True)
+    optimizer = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1)).optimizers
+    model(data(0, accel.rank())).square().mean().backward()
+    optimizer.step()
+    assert equal_on_all_ranks(raw)
+    raw.requires_grad_(False)
+    x = data(0, accel.rank()).requires_grad_(True)
+    model(x).mean().backward()
+    assert x.grad is not None
+
+
+def test_all_parameters_frozen_and_back() -> None:
+    run(2, all_frozen)
+
+
+def hundred_flips() -> int:
+    import psutil
+
+    raw = nn.Sequential(*[nn.Linear(128, 128) for _ in range(12)])
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.01))
+    sizes = []
+    for step in range(100):
+        raw[step % 12].requires_grad_(step % 2 == 0)  # type: ignore[union-attr]
+        optimizer.zero_grad()
+        model(torch.randn(2, 128)).square().mean().backward()
+        optimizer.step()
+        sizes.append(psutil.Process().memory_info().rss)
+    assert equal_on_all_ranks(raw)
+    return sizes[-1] - sizes[20]
+
+
+def test_a_hundred_flips_leave_memory_flat() -> None:
+    assert max(run(2, hundred_flips)) < 4 << 20
+
+
+# -- no_sync, buffers, exceptions ---------------------------------------------------------------------------------------
+
+
+def nested_no_sync() -> None:
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+
+    def synced() -> bool:
+        optimizer.zero_grad()
+        model(data(0, accel.rank())).square().mean().backward()
+        gradient = raw[0].weight.grad
+        assert gradient is not None
+        everywhere = accel.all_gather(gradient.reshape(1, -1))
+        return all(torch.equal(row, everywhere[0]) for row in everywhere)
+
+    assert synced()
+    with accel.no_sync(model):
+        assert not synced()
+        with accel.no_sync(model):
+            assert not synced()
+        assert not synced()
+        with pytest.raises(ZeroDivisionError), accel.no_sync(model):
+            _ = 1 / 0
+        assert not synced()
+    assert synced()
+
+
+def test_no_sync_nests_and_restores() -> None:
+    run(2, nested_no_sync)
+
+
+def buffers_follow_rank_0() -> None:
+    raw = net(bn=True)
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(data(step, accel.rank())).mean() + model(data(step + 50, accel.rank())).mean()
+        loss.backward()
+        optimizer.step()
+        assert equal_on_all_ranks(raw)
+    model.eval()
+    if accel.rank() == 0:
+        with torch.no_grad():
+            model(data(0, 0))
+    dist.barrier()
+    model.train()
+    with torch.no_grad():
+        for step in range(2):
+            model(data(step, accel.rank()))
+    model.eval()
+    with torch.no_grad():
+        model(data(0, 0))
+    assert equal_on_all_ranks(raw)
+
+
+def test_buffers_are_rank_0s_and_evaluation_on_one_rank_does_not_hang() -> None:
+    run(2, buffers_follow_rank_0)
+
+
+class Moody(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.mood = net(), ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mood == "forward":
+            raise ValueError("forward")
+        y = self.inner(x)
+        if self.mood == "backward":
+            y.register_hook(lambda g: 1 / 0)
+        if self.mood == "late":
+            self.inner[0].weight.register_hook(self.late)
+        return y
+
+    def late(self, gradient: torch.Tensor) -> None:
+        if self.mood == "late":
+            raise ZeroDivisionError
+
+
+def exceptions() -> None:
+    raw, other = Moody(), Moody()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    reference, ref_optimizer, _ = accel.setup(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    for step, mood in enumerate(["", "forward", "backward", "late", "", "late", ""]):
+        raw.mood = mood
+        optimizer.zero_grad()
+        if mood:
+            with pytest.raises((ValueError, ZeroDivisionError)):
+                model(data(step, accel.rank())).square().mean().backward()
+            continue
+        for m, o in ((model, optimizer), (reference, ref_optimizer)):
+            o.zero_grad()
+            m(data(step, accel.rank())).square().mean().backward()
+            o.step()
+    assert all(torch.equal(p, q) for p, q in zip(raw.parameters(), other.parameters(), strict=True))
+    assert equal_on_all_ranks(raw)
+    raw.mood = "late"
+    optimizer.zero_grad()
+    with pytest.raises(ZeroDivisionError):
+        model(data(0, accel.rank())).mean().backward()
+    raw.mood = ""
+    with pytest.raises(accel.BackendError, match="no gradient"):
+        optimizer.step()
+
+
+def test_an_exception_leaves_the_engine_usable() -> None:
+    run(2, exceptions)
+
+
+# -- uneven inputs --------------------------------------------------------------------------------------------------------
+
+
+def uneven(bn: bool) -> None:
+    raw = net(bn)
+    model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters(), lr=0.01))
+    for epoch in range(2):
+        with accel.join(model):
+            for step in range(3 + accel.rank() * 2):
+                optimizer.zero_grad()
+                model(data(step + 100 * epoch, accel.rank())).square().mean().backward()
+                optimizer.step()
+        assert equal_on_all_ranks(raw)
+        state = torch.cat([s["exp_avg"].reshape(-1) for s in optimizer.state.values()])
+        everywhere = accel.all_gather(state[None])
+        assert torch.equal(everywhere[0], everywhere[1])
+    optimizer.zero_grad()
+    model(data(0, accel.rank())).square().mean().backward()
+    optimizer.step()
+    assert equal_on_all_ranks(raw)
+
+
+@pytest.mark.parametrize("bn", [False, True])
+def test_join_ends_with_equal_weights_and_optimizer_state(bn: bool) -> None:
+    run(2, uneven, bn)
+
+
+def short_timeouts(name: str) -> Any:
+    accel.init(timeout=5)
+    return globals()[name]()

@@ -1,0 +1,125 @@
+"""The rules of the house, checked on the sources."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import accel
+from accel.engines import ENGINES, OPTIONS
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "accel"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# From top to bottom: a module imports only from the layers below its own.
+LAYERS = [
+    ["__init__", "__main__"],
+    ["api"],
+    ["agreement"],
+    ["planning"],
+    ["registry"],
+    ["engines"],
+    ["stepping"],
+    ["handles"],
+    ["precision", "reduction", "data", "clipping", "trainable"],
+    ["iteration"],
+    ["feeds"],
+    ["streams"],
+    ["sampling", "gradients", "conversion", "slot"],
+    ["flat", "consensus"],
+    ["collectives"],
+    ["process"],
+    ["environments", "devices"],
+    ["errors"],
+]
+RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
+
+
+def layer_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return "engines" if parts[0] == "engines" else parts[0]
+
+
+def imported(path: Path) -> set[str]:
+    """The layers of accel that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level or module.split(".")[0] == "accel":
+                module = module.removeprefix("accel").lstrip(".")
+                inside = node.level == 1 and layer_of(path) == "engines"
+                found |= {"engines"} if inside else {module.split(".")[0]} if module else {a.name for a in node.names}
+        if isinstance(node, ast.Import):
+            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("accel.")}
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_one_way(path: Path) -> None:
+    mine = layer_of(path)
+    for other in imported(path) - {mine}:
+        assert RANK[other] > RANK[mine], f"{path.name} imports {other}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_and_functions_are_small(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= 300
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < 60, f"{path.name}:{node.lineno} {node.name}"
+
+
+def test_no_backend_is_named_outside_its_folder() -> None:
+    names = re.compile(rf"\b({'|'.join([*ENGINES, *OPTIONS, 'deepspeed', 'fairscale', 'DistributedDataParallel'])})\b")
+    for path in FILES:
+        if layer_of(path) == "engines":
+            continue
+        tree = ast.parse(path.read_text())
+        docs = {
+            id(node.body[0].value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and node.body
+            and isinstance(node.body[0], ast.Expr)
+        }
+        for node in ast.walk(tree):
+            text = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+                text = node.value
+            assert not names.search(text), f"{path.name}:{getattr(node, 'lineno', 0)} {text}"
+
+
+def test_all_is_the_public_names() -> None:
+    public = {n for n, v in vars(accel).items() if not n.startswith("_") and not isinstance(v, type(ast))}
+    assert public - {"TYPE_CHECKING", "Any", "OPTIONS"} == set(accel.__all__)
+    assert len(set(accel.__all__)) == len(accel.__all__)
+
+
+def test_an_unknown_backend_is_no_engine_and_each_file_is_one() -> None:
+    files = {p.stem for p in (PACKAGE / "engines").glob("*.py")} - {"__init__", "base"}
+    assert set(ENGINES) == files
+    assert all(e.name == name for name, e in ENGINES.items())
+    assert len(OPTIONS) == len(ENGINES)
+
+
+def test_import_brings_nothing_heavy() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); import accel; "
+        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert set(out.stdout.split()) <= {"accel", "torch"}
+
+
+def test_the_top_level_is_the_users_list() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    top = {f.split("/")[0] for f in tracked if f and not f.startswith(".")}
+    assert top <= {"pyproject.toml", "README.md", "accel", "tests", "examples", "docs", "Makefile", "LICENSE"}
