@@ -73,10 +73,8 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
 
 def _gather(process: Process, what: str, block: bytes, limit: timedelta) -> list[bytearray]:
     """Every rank's block, which are equally long."""
-    assert process.control is not None
     process.rounds += 1
-    key = f"accel/{process.control.group_name}/{process.rounds}"
-    arrivals = distributed_c10d.PrefixStore(key, distributed_c10d._get_default_store())
+    arrivals = process.store(str(process.rounds))
     blocks = [bytearray(len(block)) for _ in range(process.place.world_size)]
     patience = min(timedelta(seconds=1), limit / 4)
     try:

@@ -16,7 +16,8 @@ from .collectives import all_gather, map_tensors
 from .errors import LoaderError
 from .feeds import WHOLE, Kept, Position, Start
 from .iteration import Iteration, LoaderOptions, LoaderState, latest
-from .loader_checks import check, describe, length_of, world_size
+from .loader_checks import check, describe, length_of
+from .process import world_size
 from .sampling import digest
 
 __all__ = ["LoaderHandle", "LoaderOptions", "check", "describe", "distribute", "gather_for_metrics"]
@@ -41,13 +42,13 @@ def distribute(
         rank: this rank.
         world_size: the number of ranks.
         device: where batches go.
-        seed: decides the orders where the options have no seed; the same on all ranks.
+        seed: decides the order of every epoch; the same on all ranks, and another for each loader, since loaders of
+            one length and one seed are shuffled alike.
 
     Raises:
         LoaderError: as ``check``.
     """
     check(loader, options, world_size)
-    seed = seed if options.seed is None else options.seed
     return LoaderHandle(
         LoaderState(raw=loader, options=options, rank=rank, world=world_size, device=torch.device(device), seed=seed)
     )
@@ -68,7 +69,7 @@ class LoaderHandle:
 
     def __len__(self) -> int:
         """This rank's batches of a whole epoch, also while the rest of a resumed one is next."""
-        return len(self._accel.feed())
+        return self._accel.feed().length()
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is epoch ``epoch``, from its start; or from where it was, when just that epoch is resumed.
@@ -200,9 +201,8 @@ def gather_for_metrics(data: T, loader: LoaderHandle | None = None) -> T:
             "gather_for_metrics: no loader of accel has given a batch yet, so that its padding is not known: pass the "
             "loader to accel.setup, or use accel.all_gather"
         )
-    if not kept.pads:
-        return all_gather(data)
-    return all_gather(map_tensors(lambda tensor: _trim(tensor, kept), data))
+    gathered: T = all_gather(map_tensors(lambda tensor: _trim(tensor, kept), data) if kept.pads else data)
+    return gathered
 
 
 def _trim(tensor: torch.Tensor, kept: Kept) -> torch.Tensor:

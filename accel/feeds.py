@@ -13,12 +13,12 @@ from .sampling import Plan, batches, digest, draw, unpack
 
 
 class Shape(NamedTuple):
-    """What a loader batches: a plain ``BatchSampler`` is taken apart, any other yields batches that stay whole."""
+    """What a loader batches; with ``units`` each item of its sampler, such as a custom batch, stays whole."""
 
     sampler: Any
     batch: int
     drop_last: bool
-    single: bool
+    units: bool
 
 
 def shape_of(loader: DataLoader[Any]) -> Shape:
@@ -50,12 +50,12 @@ class Kept(NamedTuple):
 WHOLE = Kept(False, None, 1)
 
 
-def kept_of(plan: Plan, single: bool, count: int) -> Kept:
+def kept_of(plan: Plan, units: bool, count: int) -> Kept:
     """What is kept of this rank's batch of a global step of ``count`` samples."""
     if not plan.pads:
         return WHOLE
     share = plan.share(count)
-    return Kept(True, None if single else share.size, share.real)
+    return Kept(True, None if units else share.size, share.real)
 
 
 class Position(NamedTuple):
@@ -101,7 +101,7 @@ class Feed(ABC):
         """The start at a saved position, checked against what would be read now."""
 
     @abstractmethod
-    def __len__(self) -> int:
+    def length(self) -> int:
         """This rank's batches of a whole epoch."""
 
 
@@ -153,7 +153,8 @@ class Whole(Feed):
             )
         return Start(epoch)
 
-    def __len__(self) -> int:
+    def length(self) -> int:
+        """As the loader says."""
         return len(self._loader)
 
 
@@ -171,7 +172,7 @@ class Shard(Feed):
 
     def _draw(self, seed: int, epoch: int) -> Sequence[Any]:
         """The order of an epoch."""
-        return draw(self._shape.sampler, self._shape.single, seed, epoch)
+        return draw(self._shape.sampler, self._shape.units, seed, epoch)
 
     def begin(self, seed: int, start: Start) -> None:
         """Draws the order, where it is not drawn yet."""
@@ -181,13 +182,16 @@ class Shard(Feed):
         remaining = len(self._order) - self._first
         self._full, tail = self._plan.steps(remaining)
         self._steps, self._global_steps = self._plan.local_steps(remaining), self._plan.global_steps(remaining)
-        self._whole = kept_of(self._plan, self._shape.single, self._plan.width)
-        self._last = kept_of(self._plan, self._shape.single, tail)
+        self._whole = kept_of(self._plan, self._shape.units, self._plan.width)
+        self._last = kept_of(self._plan, self._shape.units, tail)
 
     def __iter__(self) -> Iterator[Any]:
         self._asked = True
         lists = batches(self._order, self._first, self._plan)
-        return (unpack(batch[0]) for batch in lists) if self._shape.single else lists
+        return (unpack(batch[0]) for batch in lists) if self._shape.units else lists
+
+    def __len__(self) -> int:
+        return self._steps
 
     def take(self, item: Any) -> Any:
         """Counts one batch."""
@@ -234,5 +238,6 @@ class Shard(Feed):
             )
         return Start(epoch, position.at, order)
 
-    def __len__(self) -> int:
+    def length(self) -> int:
+        """As the sampler says."""
         return self._plan.local_steps(len(self._shape.sampler))

@@ -8,11 +8,11 @@ import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from . import process
 from .errors import LoaderError
 from .feeds import Shape, shape_of
 from .iteration import LoaderOptions
-from .sampling import digest, draw, parts
+from .process import world_size
+from .sampling import digest, draw, pack, parts
 
 _OFF = "use LoaderOptions(shard=False)"
 
@@ -61,8 +61,12 @@ def _check_options(options: Any) -> None:
 def _check_sampler(loader: DataLoader[Any]) -> None:
     """Refuses samplers that are distributed already, or whose epoch may not end."""
     for part in (*parts(loader.batch_sampler), *parts(loader.sampler)):
-        ranks = [getattr(part, name, 1) for name in ("num_replicas", "num_processes")]
-        if isinstance(part, DistributedSampler) or (isinstance(part, Sampler) and ranks != [1, 1]):
+        ranks = (
+            {getattr(part, name, None) for name in ("num_replicas", "num_processes")}
+            if isinstance(part, Sampler)
+            else set()
+        )
+        if isinstance(part, DistributedSampler) or ranks - {None, 1}:
             raise LoaderError(
                 f"the loader is distributed already, by a {type(part).__qualname__}: give accel the loader that one "
                 f"process would use, or {_OFF}"
@@ -99,7 +103,7 @@ def describe(loader: DataLoader[Any], options: LoaderOptions | None = None) -> s
     }
     if isinstance(dataset, Subset):
         # A random_split with another seed on each rank would mix training and validation data.
-        facts["checksum of the Subset's indices"] = digest(list(dataset.indices))
+        facts["checksum of the Subset's indices"] = digest(pack(list(dataset.indices)))
     if isinstance(dataset, IterableDataset):
         facts["num_workers"] = loader.num_workers
     elif type(shape.sampler) not in (SequentialSampler, RandomSampler) and world_size() > 1:
@@ -110,12 +114,6 @@ def describe(loader: DataLoader[Any], options: LoaderOptions | None = None) -> s
 def _order_of(shape: Shape) -> str:
     """What a sampler draws from fixed seeds; the error where it cannot, which iterating will raise."""
     try:
-        return str(digest(draw(shape.sampler, shape.single, 0, 0)))
+        return str(digest(draw(shape.sampler, shape.units, 0, 0)))
     except Exception as error:
         return f"{type(error).__qualname__}"
-
-
-def world_size() -> int:
-    """The ranks that accel runs on now."""
-    running = process.running()
-    return running.place.world_size if running else 1

@@ -10,6 +10,8 @@ import pickle
 import random
 import socket
 import sys
+import threading
+import uuid
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -34,6 +36,34 @@ class Dependent(Protocol):
 
 
 @final
+class Watch(threading.Thread):
+    """Notices that a rank ended the groups, while this one waits in a collective for ranks that have not noticed."""
+
+    def __init__(self, store: distributed_c10d.Store) -> None:
+        super().__init__(name="accel-watch", daemon=True)
+        self._store, self._over = store, threading.Event()
+
+    def tell(self, reason: str) -> None:
+        """Makes the watches of all ranks notice."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(_ENDED, reason)
+
+    def run(self) -> None:
+        """Look once a second, until the end or ``stop``."""
+        with contextlib.suppress(RuntimeError):  # the store may end before this process does
+            while not self._over.wait(1.0):
+                if self._store.check([_ENDED]):
+                    _state.ended = _state.ended or self._store.get(_ENDED).decode()
+                    _disconnect_all()
+                    return
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._over.set()
+        self.join(5)
+
+
+@final
 @dataclass(eq=False, kw_only=True)
 class Process:
     """What accel knows of this process. There is one, from ``init`` to ``shutdown``."""
@@ -51,6 +81,9 @@ class Process:
     backends: Mapping[str, str] = field(default_factory=dict)
     #: Whether ranks may share one accelerator.
     shares: bool = False
+    #: Names this start among all, for keys in the store that all ranks share; and what watches it for an end.
+    token: str = ""
+    watch: Watch | None = None
     #: How many exchanges the control group has seen.
     rounds: int = 0
     dependents: weakref.WeakSet[Dependent] = field(default_factory=weakref.WeakSet)
@@ -60,8 +93,15 @@ class Process:
         """The device of this rank; the first one where it has several."""
         return self.devices[0]
 
+    def store(self, *names: str) -> distributed_c10d.Store:
+        """Keys of this start alone, in the store that all ranks share."""
+        return distributed_c10d.PrefixStore(
+            "/".join(["accel", self.token, *names]), distributed_c10d._get_default_store()
+        )
+
 
 _UNKNOWN = -1  # the local rank in a process group made outside accel, until the ranks have told their hosts
+_ENDED = "ended"  # the key under which a rank says why it ended the groups
 _FRAME = 4096  # bytes of one rank's report at the start
 
 
@@ -104,7 +144,11 @@ def _connect(process: Process, backend: str, problem: str) -> None:
         process.backends = parse_backend(dist.get_backend_config(process.group))
     try:
         process.control = dist.new_group(timeout=process.timeout, backend="gloo", group_desc="accel control")
+        # A store outlives elastic restarts, with the keys of the ranks that failed.
+        process.token = _exchange(process, uuid.uuid4().hex)[0]
         _agree_on_devices(process, problem)
+        process.watch = Watch(process.store())
+        process.watch.start()
     except BaseException as error:
         _destroy(process)
         if isinstance(error, RuntimeError):
@@ -256,6 +300,7 @@ def current() -> Process:
         AccelError: the process groups were ended, or replaced outside accel.
     """
     if _state.ended:
+        _finish_end()
         raise AccelError(f"the process groups were ended: {_state.ended}; call accel.teardown() to start again")
     if _state.process is None:
         _state.process = _start(None, None, "auto")
@@ -305,10 +350,16 @@ def use_devices(devices: object) -> None:
 
 def shutdown() -> None:
     """Ends accel's control group, and the default group if accel made it; everything can start again."""
-    process, _state.process, _state.ended = _state.process, None, ""
+    process = _state.process
     atexit.unregister(_at_exit)
-    if process is not None and dist.group.WORLD is process.group:
-        _destroy(process)
+    if process is not None:
+        if process.watch is not None:
+            process.watch.stop()
+        if _state.ended:
+            _finish_end()
+        elif dist.group.WORLD is process.group:
+            _destroy(process)
+    _state.process, _state.ended = None, ""
 
 
 def _destroy(process: Process) -> None:
@@ -319,29 +370,41 @@ def _destroy(process: Process) -> None:
 
 
 def end_groups(reason: str) -> None:
-    """Ends all process groups at once, so that ranks blocked in any collective fail instead of hanging. Local.
+    """Ends all process groups, so that ranks blocked in any collective fail instead of hanging. Local.
 
+    Those that wait for this rank fail at once, the others within a second or two.
     ``current`` then raises with the reason, until ``shutdown``.
     """
-    _state.ended = reason
-    for group in list(distributed_c10d._world.pg_map):
-        _disconnect(group)
-    for dependent in list(_state.process.dependents) if _state.process else ():
-        dependent.abandon(reason)
+    process = _state.process
+    if not _state.ended and process is not None and process.watch is not None:
+        process.watch.tell(reason)
+    _state.ended = _state.ended or reason
+    _disconnect_all()
+    if process is not None:
+        for dependent in list(process.dependents):
+            dependent.abandon(_state.ended)
+        process.dependents.clear()
     if dist.is_initialized():
         getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)()
 
 
-def _disconnect(group: dist.ProcessGroup) -> None:
-    """Closes the connections of a gloo group, also of one that reducers and pending work still hold.
+def _finish_end() -> None:
+    """What the watch leaves to this thread, because this thread may be using it."""
+    if _state.process is not None and dist.group.WORLD is _state.process.group:
+        end_groups(_state.ended)
+
+
+def _disconnect_all() -> None:
+    """Closes the connections of the gloo groups, also of those that reducers and pending work still hold.
 
     Aborting or destroying a group lets go of it, but it stays connected as long as anything else holds it.
-    A receive that times out makes gloo close every connection of the group, which the waiting ranks notice.
+    A receive that times out makes gloo close every connection of the group, which the waiting ranks notice;
+    one from a rank that is gone already fails without closing the others, so all are tried.
     """
-    if group.size() > 1:
-        peer = (group.rank() + 1) % group.size()
-        with contextlib.suppress(RuntimeError):
-            group.recv([torch.empty(1)], peer, 0x5EED).wait(timedelta(milliseconds=1))
+    for group in list(distributed_c10d._world.pg_map):
+        for peer in set(range(group.size())) - {group.rank()}:
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, 0x5EED).wait(timedelta(milliseconds=1))
 
 
 def _at_exit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import final
 
 from .gradients import GradientLog
@@ -26,13 +27,13 @@ class Reduction:
         self.armed = False
         #: All existing gradients are known to be final.
         self.settled = True
-        self._expected = 0
+        self._expected: frozenset[int] = frozenset()
         self._open_since = -1
 
-    def reset(self, num_expected: int) -> None:
-        """A new reducer, of so many parameters."""
+    def reset(self, expected: Iterable[int]) -> None:
+        """A new reducer, of these parameters."""
         self.armed = False
-        self._expected = num_expected
+        self._expected = frozenset(expected)
 
     def arm(self) -> None:
         """A synchronised forward: the next backward will be reduced, with all that was accumulated before it."""
@@ -57,14 +58,20 @@ class Reduction:
     def complete(self) -> bool:
         """Whether the armed reduction has run."""
         entries = self.log.entries
-        return None in entries if self.noted else len(entries) >= self._expected
+        return None in entries if self.noted else self._expected.issubset(entries)
 
     def local(self) -> bool:
         """Whether a gradient came that no reduction since has covered."""
         entries = self.log.entries
         if not self.armed or not entries:
             return bool(entries) or self.log.pending
-        return entries[-1] is not None if self.noted else len(entries) != self._expected
+        if self.noted:
+            return entries[-1] is not None
+        return len(entries) != len(self._expected) or not self.complete()
+
+    def missing(self) -> list[int]:
+        """The expected parameters that got no gradient."""
+        return sorted(self._expected.difference(self.log.entries))
 
     def frozen(self) -> list[int]:
         """The parameters that were frozen between their forward and backward."""

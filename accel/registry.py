@@ -111,7 +111,7 @@ class Registry:
             foreign = FOREIGN.intersection(f"{c.__module__}.{c.__qualname__}" for c in type(child).__mro__)
             if foreign:
                 raise BackendError(
-                    f"{name or 'the model'} is already wrapped by {foreign.pop()}: give accel.setup the raw module"
+                    f"{name or 'the model'} is already wrapped by {next(iter(foreign))}: give accel.setup the raw module"
                 )
             if type(child) is ModelHandle:
                 raise SharedParametersError(

@@ -187,7 +187,7 @@ def notify(thing: Any, epoch: int) -> None:
         thing.set_epoch(epoch)
 
 
-def _pack(item: Any) -> Any:
+def pack(item: Any) -> Any:
     """A list of integers as an array of 8 bytes each; anything else as it is."""
     try:
         return array("q", item) if isinstance(item, list) else item
@@ -220,13 +220,13 @@ def draw(sampler: Any, nested: bool, seed: int, epoch: int) -> Sequence[Any]:
             return _permutation(sampler)
         # An estimated __len__ is common, an endless sampler with one too.
         limit = 2 * len(sampler) + 1024
-        items = list(islice(map(_pack, sampler) if nested else sampler, limit + 1))
+        items = list(islice(map(pack, sampler) if nested else sampler, limit + 1))
     if len(items) > limit:
         raise LoaderError(
             f"{type(sampler).__name__} does not end: it has __len__ {len(sampler)} and yields more than {limit} items. "
             "accel draws the order of a whole epoch: end __iter__ after one epoch, or use LoaderOptions(shard=False)."
         )
-    order: Sequence[Any] = _pack(items)
+    order: Sequence[Any] = pack(items)
     return order
 
 

@@ -114,7 +114,7 @@ class Stream(Feed):
 
     def __init__(self, loader: DataLoader[Any], shape: Shape, plan: Plan) -> None:
         self._plan = plan
-        self._single = shape.single
+        self._units = shape.units
         self._workers = loader.num_workers
         self._control = torch.zeros(2 + max(1, self._workers), dtype=torch.int64)
         if self._workers:
@@ -137,7 +137,7 @@ class Stream(Feed):
         tag, batch = item
         self.given += 1
         self._at[tag.stream] = tag.position
-        self.kept = kept_of(self._plan, self._single, tag.samples)
+        self.kept = kept_of(self._plan, self._units, tag.samples)
         return batch
 
     def close(self) -> None:
@@ -177,5 +177,6 @@ class Stream(Feed):
                 "even_batches=True, drop_last=True or num_workers=0, or save between epochs."
             )
 
-    def __len__(self) -> int:
+    def length(self) -> int:
+        """As the dataset says, as if one process read it."""
         return self._plan.local_steps(len(self._reader.dataset))

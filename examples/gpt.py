@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 import accel
 
-CONTEXT, WIDTH, HEADS, LAYERS = 64, 96, 4, 3
+CONTEXT, WIDTH, HEADS, LAYERS = 64, 64, 4, 3
 
 
 class Block(nn.Module):
@@ -72,7 +72,7 @@ def main(args):
 
     model, optimizer, loader = accel.setup(model, optimizer, loader, precision=args.precision)
 
-    accel.print(f"{repr(model).partition('(')[0]}, {accel.world_size()} x {accel.device().type}, {args.precision}")
+    accel.print(f"{repr(model).partition('(')[0]}, {accel.world_size()} x {accel.device().type}")
     losses = []
     for epoch in range(args.epochs):
         for batch in tqdm(loader, f"epoch {epoch + 1}", leave=False, disable=not accel.is_main()):
@@ -93,8 +93,8 @@ def main(args):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=64, help="of all processes together")
-    parser.add_argument("--chars", type=int, default=450_000, help="length of the text")
+    parser.add_argument("--batch-size", type=int, default=32, help="of all processes together")
+    parser.add_argument("--chars", type=int, default=300_000, help="length of the text")
     parser.add_argument("--precision", default="auto", help="32-true or bf16-mixed; auto looks at ACCEL_PRECISION")
     parser.add_argument("--out", type=Path, default=Path("runs/gpt.png"))
     main(parser.parse_args())

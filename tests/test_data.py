@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import json
+import multiprocessing
 import pickle
 import random
 import warnings
@@ -261,7 +262,7 @@ def test_the_order_is_the_samplers_the_same_everywhere_and_new_each_epoch(name: 
     assert orders[0] == orders[1] == orders[2]
     assert orders[0][0] != orders[0][1]
     assert sorted(orders[0][0]) != orders[0][0]
-    if "replacement" not in name and "weighted" not in name:
+    if name not in ("replacement", "weighted", "more than once"):
         assert sorted(orders[0][0]) == sorted(build())
     assert len(orders[0][0]) == len(build())
     assert flat(make(sampled(build(), batch_size=5), seed=8)) != orders[0][0]
@@ -579,7 +580,7 @@ def test_a_resume_at_another_world_and_batch_size_sees_the_rest_once(workers: in
     assert len(handles[0]) == 9
     rest = by_step([list(handle) for handle in handles])
     assert (first + second + rest)[:100] == epochs[0]
-    assert len(first + second + rest) == (102 if even else 100)
+    assert len(first + second + rest) == (101 if even else 100)
     assert handles[0].state_dict()["epoch"] == 1
     assert by_step([list(handle) for handle in handles])[:100] == epochs[1]
 
@@ -636,6 +637,13 @@ def test_a_stream_that_was_read_to_its_end_resumes_with_the_next_epoch(workers: 
         assert after == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10, 11]]]
     else:
         assert after == [[[12]], [[0]] if even else []]
+
+
+def test_len_is_of_the_epoch_and_that_of_an_iterator_is_of_what_it_gives() -> None:
+    _, state = advance([make(numbers(20, 4))], 2)
+    (handle,) = resumed(lambda: numbers(20, 4), 1, state)
+    assert (len(handle), len(iter(handle))) == (5, 3)
+    assert len(iter(handle)) == 5
 
 
 def test_what_drop_last_would_drop_is_no_epoch() -> None:
@@ -925,6 +933,25 @@ def test_describe_tells_apart_what_must_be_equal() -> None:
     assert describe(numbers(4), off) == describe(numbers(5), off)
 
 
+class Unpredictable(Sampler[int]):
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.default_rng().permutation(20).tolist())
+
+
+def _descriptions() -> list[str]:
+    torch.manual_seed(torch.distributed.get_rank())
+    samplers = [Unpredictable(), WeightedRandomSampler([1.0] * 20, 20), RandomSampler(range(20)), EndlessSized()]
+    return [describe(sampled(sampler)) for sampler in samplers]
+
+
+def test_a_sampler_that_draws_differently_on_each_rank_is_described_so() -> None:
+    mine, other = run(2, _descriptions)
+    assert [a == b for a, b in zip(mine, other, strict=True)] == [False, True, True, True]
+
+
 def test_pin_memory_without_an_accelerator_only_warns() -> None:
     if torch.accelerator.is_available():
         pytest.skip("needs a machine without accelerator")
@@ -1049,6 +1076,7 @@ def _gather_kinds() -> None:
     assert torch.cat([gather_for_metrics(batch) for batch in _here(whole)]).tolist() == list(range(5))
     custom = DataLoader(torch.arange(6), batch_sampler=[[0], [1, 2], [3, 4, 5]])  # type: ignore[arg-type]
     assert torch.cat([gather_for_metrics(batch) for batch in _here(custom)]).tolist() == list(range(6))
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a daemon has no workers
     workers = DataLoader(Counting(13), batch_size=2, num_workers=2)
     assert sorted(torch.cat([gather_for_metrics(b) for b in _here(workers)]).tolist()) == list(range(13))
     train, validation = _here(_tensors(3, batch_size=2)), _here(_tensors(4, batch_size=2))

@@ -194,7 +194,7 @@ def test_a_handle_shows_the_users_module() -> None:
         _ = model.nothing
     assert set(dir(model)) == set(dir(raw))
     model.load_state_dict({k: torch.zeros_like(v) for k, v in raw.state_dict().items()})
-    assert float(raw.linear.weight.abs().sum()) == 0.0
+    assert float(raw.linear.weight.detach().abs().sum()) == 0.0
     assert not any(name.startswith("_accel") for name in model.state_dict())
 
 
@@ -293,7 +293,7 @@ def bad_input() -> None:
     refuse(accel.BackendError, "'ddp'.*'single'", lambda: setup(raw, backend="ddpp"), *every)
     refuse(accel.BackendError, "known|expected", lambda: setup(raw, backend=3), *every)
     refuse(accel.PrecisionError, "bf16-mixed", lambda: setup(raw, precision="fp8"), *every)
-    refuse(accel.DeviceError, "", lambda: setup(raw, devices=[99]), *every)
+    refuse(accel.DeviceError, "99", lambda: setup(raw, devices=[99]), *every)
     refuse(
         accel.OptimizerError,
         r"optimizers\.loader is a .*DataLoader",
@@ -468,15 +468,15 @@ def rounds(n: int) -> tuple[int, int, int]:
     raw = nn.Sequential(*[nn.Linear(256, 256) for _ in range(16)])
     optimizer = torch.optim.SGD(raw.parameters(), lr=0.01)
     sizes = []
-    for _ in range(n):
+    for i in range(n):
         model, handle, _ = accel.setup(raw, optimizer)
         handle.zero_grad()
         model(torch.randn(4, 256)).mean().backward()
         handle.step()
-        assert count_reducers() == (1 if accel.world_size() > 1 else 0)
+        assert i % 10 or count_reducers() == (1 if accel.world_size() > 1 else 0)
         accel.teardown(model)
         handle = model = None
-        assert count_reducers() == 0
+        assert i % 10 or count_reducers() == 0
         sizes.append(psutil.Process().memory_info().rss)
     return sizes[4], sizes[-1], sum(p.numel() * 4 for p in raw.parameters())
 
@@ -507,7 +507,7 @@ def test_an_unreferenced_model_is_collected() -> None:
 
 
 def test_a_reused_id_never_matches() -> None:
-    for _ in range(50):
+    for _ in range(12):
         raw = net()
         handle = accel.setup(raw).model
         assert accel.unwrap(handle) is raw

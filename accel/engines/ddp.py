@@ -105,9 +105,9 @@ class DDPEngine(Engine):
 
     def _build(self) -> None:
         self._ddp = None
-        num_trainable = sum(self.mask.now())
-        self._reduction.reset(num_trainable)
-        if num_trainable == 0:
+        trainable = [i for i, p in enumerate(self.parameters) if p.requires_grad]
+        self._reduction.reset(trainable)
+        if not trainable:
             return
         options = self.options
         self._ddp = DistributedDataParallel(
@@ -259,22 +259,23 @@ class DDPEngine(Engine):
             )
         average_(gradients, self.process.group)
 
-    def _missing(self) -> list[str]:
-        came = set(self.log.entries)
-        return [
-            name if self.parameters[i].requires_grad else f"{name} (frozen since: accel.refresh_trainable was not called)"
-            for i, name in enumerate(self.names)
-            if self.mask.known[i] and i not in came
-        ]
-
     def _raise_missing(self) -> None:
-        missing = self._missing()
-        message = (
-            f"{len(missing)} trainable parameters got no gradient in the last backward, so that its reduction never "
-            f"ended: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; use them in the loss, freeze them "
-            "(requires_grad_(False)), or pass backend=accel.DDP(find_unused_parameters=True)"
-        )
-        self.compare("a step after an unfinished reduction", message, lambda all_messages: "; ".join(all_messages))
+        missing = [
+            name if self.parameters[i].requires_grad else f"{name} (frozen since: accel.refresh_trainable was not called)"
+            for i, name in ((i, self.names[i]) for i in self._reduction.missing())
+        ]
+        if missing:
+            message = (
+                f"{len(missing)} parameters got no gradient in the last backward, so that its reduction never ended: "
+                f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; use them in the loss, freeze them "
+                "(requires_grad_(False)), or pass backend=accel.DDP(find_unused_parameters=True)"
+            )
+        else:
+            message = (
+                "every parameter got a gradient, but the reducer did not see it as one backward (static_graph=True with a "
+                "graph that changes, or torch.autograd.grad through the model): set the model up without static_graph"
+            )
+        self.compare("a step after an unfinished reduction", message)
         raise BackendError(message)
 
     def _recover(self) -> None:

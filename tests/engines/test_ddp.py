@@ -132,6 +132,11 @@ def missing(sides: list[str]) -> str:
     return "stepped"
 
 
+def missing_soon() -> str:
+    accel.init(timeout=5)
+    return missing(["left", "both"])
+
+
 def test_missing_gradients_are_named_before_anything_moves() -> None:
     for message in run(2, missing, ["left", "left"]):
         assert message.startswith("BackendError")
@@ -140,7 +145,7 @@ def test_missing_gradients_are_named_before_anything_moves() -> None:
 
 
 def test_rank_dependent_missing_gradients_end_every_rank() -> None:
-    first, second = outcomes(2, missing, ["left", "both"], timeout=60, breaks=True)
+    first, second = outcomes(2, missing_soon, timeout=40, breaks=True)
     assert first.value.startswith("RankMismatchError")
     assert "AccelError" in second.error or "RuntimeError" in second.error
 
