@@ -40,8 +40,8 @@ def describe(plan: Plan) -> dict[str, str]:
         for g, group in enumerate(optimizer.param_groups):
             values = {k: v for k, v in group.items() if k != "params"}
             facts[f"optimizer {i} group {g}"] = f"{len(group['params'])} parameters, {values}"
-        for p, (index, state) in enumerate((i, s) for i, s in enumerate(optimizer.state.values()) if s):
-            facts[f"optimizer {i} state {p}"] = f"{index}: {_fingerprint(state)}"
+        for k, state in enumerate(optimizer.state.values()):
+            facts[f"optimizer {i} state {k}"] = _fingerprint(state)
     for i, loader in enumerate(plan.new_loaders):
         facts[f"dataloader {i}"] = data.describe(loader)
     return facts
@@ -121,10 +121,11 @@ def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
     assert plan.precision is not None
     engine = plan.engine
     if engine is None:
-        convert_module(plan.module, process.device, plan.precision.storage, undo)
+        dtypes = convert_module(plan.module, process.device, plan.precision.storage, undo)
         context = Context(process, plan.precision, registry.loss_scale, plan.options)
         engine = plan.engine_type(plan.module, plan.entry, context)
         undo.callback(engine.teardown)
+        engine.dtypes = dtypes
         engine.wrap()
     for optimizer in plan.new_optimizers:
         convert_optimizer(optimizer, undo)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from .errors import AccelError, RankMismatchError, TimeoutError
-from .process import Process, current, end_groups, local_rank, rank
+from .process import Process, current, end_groups, ended, local_rank, rank
 
 _BLOCK = 1024  # bytes that every exchange sends; a longer value takes a second round
 _OPS = {
@@ -91,7 +91,7 @@ def _gather(process: Process, what: str, block: bytes, limit: timedelta) -> list
             late = not _done(work, limit - patience)
     except RuntimeError as error:
         arrivals.set(str(process.place.rank), "")
-        if "imed out" not in str(error):
+        if ended() or "imed out" not in str(error):
             raise _lost(what, error) from error
         late = True
     if late:
@@ -110,9 +110,9 @@ def _done(work: Any, span: timedelta) -> bool:
 
 
 def _lost(what: str, error: RuntimeError) -> AccelError:
-    reason = f"a rank ended or failed while rank {rank()} was in {what!r}; the first error of the ranks tells why"
+    reason = ended() or "a rank ended or failed; the first error of the ranks tells why"
     end_groups(reason)
-    return AccelError(f"{reason} ({error})")
+    return AccelError(f"rank {rank()} cannot go on in {what!r}: {reason} ({error})")
 
 
 def _too_late(

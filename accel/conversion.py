@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from itertools import chain
 
 import torch
@@ -11,14 +12,44 @@ from torch import nn
 from torch.optim import Optimizer
 
 
+#: Tensors that were converted to another dtype, with the one that they had.
+Dtypes = list[tuple[torch.Tensor, torch.dtype]]
+
+
 def convert_module(
     module: nn.Module, device: torch.device, dtype: torch.dtype | None, undo: contextlib.ExitStack
-) -> None:
+) -> Dtypes:
     """Move parameters, their gradients and buffers; ``dtype`` is for floating ones. ``undo`` puts the old values back."""
+    changed: Dtypes = []
     for tensor in chain(module.parameters(), module.buffers()):
-        _convert(tensor, device, dtype, undo)
-        if tensor.grad is not None:
-            _convert(tensor.grad, device, dtype, undo)
+        if dtype is not None and tensor.is_floating_point() and tensor.dtype is not dtype:
+            changed.append((tensor, tensor.dtype))
+        _convert_with_gradient(tensor, device, dtype, undo)
+    return changed
+
+
+def restore_dtypes(changed: Dtypes, optimizers: Iterable[Optimizer]) -> None:
+    """Give converted tensors, and the optimizer state that belongs to them, the dtype that they had."""
+    for_good = contextlib.ExitStack()
+    for tensor, dtype in changed:
+        _convert_with_gradient(tensor, tensor.device, dtype, for_good)
+    if changed:
+        for optimizer in optimizers:
+            convert_optimizer(optimizer, for_good)
+    for_good.pop_all()
+    changed.clear()
+
+
+def _convert_with_gradient(
+    tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None, undo: contextlib.ExitStack
+) -> None:
+    # A gradient of another dtype than its tensor's cannot be held, not even on the way back.
+    grad, tensor.grad = tensor.grad, None
+    undo.callback(setattr, tensor, "grad", grad)
+    _convert(tensor, device, dtype, undo)
+    undo.callback(setattr, tensor, "grad", None)
+    if grad is not None:
+        tensor.grad = grad.to(device=device, dtype=dtype if grad.is_floating_point() else None)
 
 
 def _convert(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None, undo: contextlib.ExitStack) -> None:

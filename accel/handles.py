@@ -156,7 +156,11 @@ class OptimizerHandle(Optimizer):
         else:
             setattr(_get(self, "_accel_raw"), name, value)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def __delattr__(self, name: str) -> None:
+        _engine(self)
+        delattr(_get(self, "_accel_raw"), name)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make the gradients final, then step the raw optimizer."""
         return _engine(self).step(_get(self, "_accel_raw"), closure)
 

@@ -35,7 +35,7 @@ class Plan:
     module: nn.Module = field(default_factory=nn.Module)
     entry: nn.Module = field(default_factory=nn.Module)
     engine: Engine | None = None
-    engine_type: type[Engine] = Engine
+    engine_type: type[Engine] = Engine  # type: ignore[type-abstract]
     options: Any = None
     precision: Precision | None = None
     optimizers: Any = None
@@ -152,13 +152,25 @@ def _plan_engine(plan: Plan, process: Process) -> None:
             f"lazy parameters have no shape yet: {', '.join(lazy[:5])}; run one forward before accel.setup"
         )
     use_devices(devices)
-    if backend == "auto":
-        backend = os.environ.get("ACCEL_BACKEND") or engines.default(process)
-    plan.engine_type, plan.options = engines.resolve(backend)
-    name = precision if precision != "auto" else os.environ.get("ACCEL_PRECISION") or "32-true"
-    plan.precision = Precision(name, process.device)
+    plan.engine_type, plan.options = _from_environment(
+        "ACCEL_BACKEND", backend, engines.default(process), engines.resolve
+    )
+    plan.precision = _from_environment(
+        "ACCEL_PRECISION", precision, "32-true", lambda name: Precision(name, process.device)
+    )
     plan.precision.check(plan.module)
     plan.engine_type.check(plan.module, plan.options, process)
+
+
+def _from_environment(variable: str, asked: Any, default: str, parse: Callable[[Any], Any]) -> Any:
+    """The call's value; where it says nothing, the environment's, whose errors name the variable."""
+    if asked != "auto":
+        return parse(asked)
+    value = os.environ.get(variable)
+    try:
+        return parse(value or default)
+    except AccelError as error:
+        raise type(error)(f"{variable}={value!r}: {error}") from None
 
 
 def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:

@@ -91,6 +91,11 @@ class LossScale:
             self._scaler = torch.amp.GradScaler(device.type)
         return self._scaler
 
+    @property
+    def value(self) -> float:
+        """The scale as it is; 1 before the first scaled loss."""
+        return 1.0 if self._scaler is None else self._scaler.get_scale()
+
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The scaled loss; brings the scale up to date with the steps since the last call first."""
         scaler = self._get(loss.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import logging
 import os
 import pickle
 import random
@@ -26,6 +27,8 @@ from torch.distributed.rendezvous import rendezvous
 from .devices import available, default_backend, identity, names, parse_backend, pick, refuse_shared, resolve, unserved
 from .environments import ALONE, Place, detect
 from .errors import AccelError, DeviceError, LaunchError
+
+logger = logging.getLogger("accel")
 
 
 class Dependent(Protocol):
@@ -53,8 +56,10 @@ class Watch(threading.Thread):
         with contextlib.suppress(RuntimeError):  # the store may end before this process does
             while not self._over.wait(1.0):
                 if self._store.check([_ENDED]):
-                    _state.ended = _state.ended or self._store.get(_ENDED).decode()
-                    _disconnect_all()
+                    if not _state.ended:
+                        _state.ended = self._store.get(_ENDED).decode()
+                        logger.error("rank %d: the process groups were ended: %s", rank(), _state.ended)
+                        _disconnect_all()
                     return
 
     def stop(self) -> None:
@@ -315,6 +320,11 @@ def current() -> Process:
 def running() -> Process | None:
     """The process if accel runs in it and its groups are whole; starts nothing."""
     return None if _state.ended else _state.process
+
+
+def ended() -> str:
+    """Why the process groups were ended; empty where they were not."""
+    return _state.ended
 
 
 def use_devices(devices: object) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..consensus import require_equal
+from ..conversion import Dtypes, restore_dtypes
 from ..errors import AccelError, BackendError, OptimizerError, PrecisionError
 from ..flat import broadcast_
 from ..gradients import GradientLog
@@ -69,6 +70,7 @@ class Engine(ABC):
         self.serial = next(_serials)
         self.handle = ModelHandle(self)
         self.steppers: dict[int, Stepper] = {}
+        self.dtypes: Dtypes = []
         named = dict(module.named_parameters())
         self.names = list(named)
         self.parameters = list(named.values())
@@ -164,8 +166,6 @@ class Engine(ABC):
             )
         self._restructured = False
 
-    # -- trainable parameters ---------------------------------------------------------------------------------------
-
     @final
     def refresh(self) -> None:
         """Apply a change of ``requires_grad``. Collective.
@@ -189,8 +189,6 @@ class Engine(ABC):
     def compare(self, what: str, value: Any, explain: Callable[[list[Any]], str] = str) -> None:
         """Make sure that all ranks do ``what`` to this model with the same ``value``; else every rank raises."""
         require_equal(f"{what} ({type(self.module).__name__})", value, explain)
-
-    # -- optimizers -----------------------------------------------------------------------------------------------
 
     def attach(self, optimizer: Optimizer) -> OptimizerHandle:
         """Add an optimizer of this model's parameters. Local."""
@@ -278,8 +276,6 @@ class Engine(ABC):
         state: dict[str, Any] = (self.module if optimizer is None else optimizer).state_dict()
         return state
 
-    # -- life -----------------------------------------------------------------------------------------------------
-
     def synchronize(self, source: int = 0) -> None:
         """Give every rank rank ``source``'s weights and buffers. Collective."""
         if self.distributed:
@@ -293,8 +289,10 @@ class Engine(ABC):
             if self.unsettled():
                 self.settle()
         finally:
-            for stepper in list(self.steppers.values()):
-                self.detach(stepper.optimizer)
+            optimizers = [stepper.optimizer for stepper in self.steppers.values()]
+            for optimizer in optimizers:
+                self.detach(optimizer)
             self.log.close()
             self.unwrap()
+            restore_dtypes(self.dtypes, optimizers)
             end(self.handle)

@@ -133,12 +133,14 @@ class DDPEngine(Engine):
             state = powerSGD_hook.PowerSGDState(group, self.options.powersgd_rank, start_powerSGD_iter=2)
             hook = powerSGD_hook.powerSGD_hook
 
-        def noting(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def noting(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
             future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
             if bucket.is_last():
                 self.log.entries.append(None)
             return future
 
+        # torch accepts its own class or no annotation; and wants this exact return type.
+        noting.__annotations__.pop("bucket")
         ddp.register_comm_hook(None, noting)
 
     def unwrap(self) -> None:

@@ -1,0 +1,71 @@
+"""The documentation is true: its snippets run, and it knows every public name and every error."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import accel
+from tests.distributed import run
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+ERRORS = sorted(name for name in accel.__all__ if name.endswith("Error"))
+
+
+def snippets(page: str) -> list[tuple[int, str]]:
+    """The Python blocks of a page that are whole (fenced by ```python alone), with their lines."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, block.start(1)), block[1]) for block in blocks]
+
+
+def execute(page: str) -> None:
+    """Runs a page's snippets in order, in one namespace."""
+    namespace: dict[str, Any] = {"__name__": page}
+    for line, source in snippets(page):
+        exec(compile("\n" * line + source, page, "exec"), namespace)
+
+
+RUNNABLE = [page for page in PAGES if snippets(page)]
+
+
+@pytest.mark.parametrize("page", RUNNABLE)
+def test_snippets(page: str) -> None:
+    run(1, execute, page)
+
+
+@pytest.mark.parametrize("page", RUNNABLE)
+def test_snippets_on_two_ranks(page: str) -> None:
+    run(2, execute, page)
+
+
+def test_the_loop_and_the_first_page_are_run() -> None:
+    assert {"README.md", "docs/index.md", "docs/loop.md"} <= set(RUNNABLE)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    documented = {name.rpartition(".")[2] for name in re.findall(r"^::: (accel\.\S+)$", text, re.MULTILINE)}
+    assert set(accel.__all__) <= documented
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_every_error_has_its_section(error: str) -> None:
+    text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    assert f"\n### {error}\n" in text
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_the_pages_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    targets = [t for t in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in t]
+    assert not [target for target in targets if not ((ROOT / page).parent / target).exists()]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    config = (ROOT / "docs/mkdocs.yml").read_text(encoding="utf-8")
+    assert not [page for page in PAGES if page.startswith("docs/") and f": {Path(page).name}\n" not in config]

@@ -1,0 +1,306 @@
+"""Precisions: what the loop needs, what comes out, and fp16's one loss scale."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import accel
+from accel.registry import registry
+from tests.distributed import run
+
+
+@pytest.fixture(autouse=True)
+def _teardown() -> Iterator[None]:
+    yield
+    accel.teardown()
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def batch(step: int, rank: int = 0) -> torch.Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def difference(a: nn.Module, b: nn.Module) -> float:
+    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return max(float((p.double() - q.double()).detach().abs().max()) for p, q in pairs)
+
+
+# -- what comes out -------------------------------------------------------------------------------------------------------
+
+
+class Named(NamedTuple):
+    y: torch.Tensor
+    label: str
+
+
+@dataclass
+class Record:
+    y: torch.Tensor
+    rest: list[Any]
+
+
+class Many(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen: torch.dtype | None = None
+
+    def forward(self, x: torch.Tensor, kind: str) -> Any:
+        y = self.linear(x)
+        self.seen = y.dtype
+        return {
+            "tensor": y,
+            "named": Named(y, "a"),
+            "record": Record(y, [y, 3, None]),
+            "dict": {"y": (y, y.long()), "none": None},
+        }[kind]
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.seen = y.dtype
+        return y
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, Record):
+        return tensors_in([tree.y, tree.rest])
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else []
+    return [t for v in values for t in tensors_in(v)]
+
+
+@pytest.mark.parametrize(
+    ("precision", "inside", "stored"),
+    [
+        ("32-true", torch.float32, torch.float32),
+        ("bf16-mixed", torch.bfloat16, torch.float32),
+        ("16-mixed", torch.float16, torch.float32),
+        ("bf16-true", torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_what_is_computed_stored_and_returned(precision: str, inside: torch.dtype, stored: torch.dtype) -> None:
+    raw = Many()
+    model = accel.setup(raw, precision=precision).model
+    assert raw.linear.weight.dtype is stored
+    for kind in ("tensor", "named", "record", "dict"):
+        out = model(torch.randn(2, 4), kind)
+        assert raw.seen is inside
+        found = tensors_in(out)
+        assert found
+        assert {t.dtype for t in found} <= {torch.float32, torch.int64}
+        assert type(out) in (torch.Tensor, Named, Record, dict)
+    assert model.encode(torch.randn(2, 4)).dtype is torch.float32
+    assert raw.seen is inside
+    accel.teardown(model)
+    assert raw.linear.weight.dtype is torch.float32
+
+
+def test_environment_chooses_where_the_call_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_PRECISION", "bf16-mixed")
+    monkeypatch.setenv("ACCEL_BACKEND", "ddp")
+    engine = registry.of_handle(accel.setup(net()).model)
+    assert (engine.name, engine.precision.name) == ("ddp", "bf16-mixed")
+    engine = registry.of_handle(accel.setup(net(), backend="single", precision="32-true").model)
+    assert (engine.name, engine.precision.name) == ("single", "32-true")
+    monkeypatch.setenv("ACCEL_BACKEND", "dpd")
+    with pytest.raises(accel.BackendError, match=r"dpd.*ACCEL_BACKEND|ACCEL_BACKEND.*dpd"):
+        accel.setup(net())
+    monkeypatch.delenv("ACCEL_BACKEND")
+    monkeypatch.setenv("ACCEL_PRECISION", "fp4")
+    with pytest.raises(accel.PrecisionError, match="ACCEL_PRECISION"):
+        accel.setup(net())
+
+
+def test_bf16_true_trains_and_teardown_gives_fp32_back() -> None:
+    raw, reference = net(), net()
+    optimizer, plain = torch.optim.AdamW(raw.parameters(), lr=0.01), torch.optim.AdamW(reference.parameters(), lr=0.01)
+    for m, o in ((raw, optimizer), (reference, plain)):
+        m(batch(0)).square().mean().backward()
+        o.step()
+    model, handle, _ = accel.setup(raw, optimizer, precision="bf16-true")
+    assert optimizer.state[raw[0].weight]["exp_avg"].dtype is torch.bfloat16
+    for step in range(5):
+        for m, o in ((model, handle), (reference, plain)):
+            o.zero_grad()
+            m(batch(step)).square().mean().backward()
+            o.step()
+    accel.teardown(model)
+    assert {p.dtype for p in raw.parameters()} == {torch.float32}
+    assert optimizer.state[raw[0].weight]["exp_avg"].dtype is torch.float32
+    assert 0 < difference(raw, reference) < 0.05
+    raw(batch(0)).square().mean().backward()
+    optimizer.step()
+
+
+# -- fp16 -----------------------------------------------------------------------------------------------------------------
+
+
+def fp16_beside_raw_torch(backend: str, accumulation: int, clip: bool, set_to_none: bool, own_scaler: bool) -> float:
+    """accel under 16-mixed against raw torch with GradScaler, on the whole batch in micro-batches."""
+    world, rank = accel.world_size(), accel.rank()
+    raw, reference = net(), net()
+    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=backend, precision="16-mixed")
+    plain, scaler, users = sgd(reference), torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu")
+    for step in range(6):
+        plain.zero_grad(set_to_none=set_to_none)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        for micro in range(accumulation):
+            for r in range(world):
+                with torch.autocast("cpu", torch.float16):
+                    out = reference(batch(10 * step + micro, r)).float()
+                scaler.scale(out.square().mean() / world / accumulation).backward()
+            loss = model(batch(10 * step + micro, rank)).square().mean() / accumulation
+            users.scale(loss).backward() if own_scaler else accel.backward(loss)
+        if clip:
+            scaler.unscale_(plain)
+            nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+            if own_scaler:
+                users.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(raw.parameters(), 0.05)
+            else:
+                accel.clip_grad_norm_(model, 0.05)
+        scaler.step(plain)
+        scaler.update()
+        if own_scaler:
+            users.step(optimizer)
+            users.update()
+        else:
+            optimizer.step()
+    assert float(reference[0].weight.detach().sub(net()[0].weight).abs().max()) > 1e-3
+    return difference(raw, reference)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("own_scaler", [False, True])
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(("accumulation", "set_to_none"), [(1, True), (3, True), (2, False)])
+def test_fp16_is_raw_torch_with_a_scaler(
+    world: int, own_scaler: bool, clip: bool, accumulation: int, set_to_none: bool
+) -> None:
+    for found in run(world, fp16_beside_raw_torch, "ddp", accumulation, clip, set_to_none, own_scaler):
+        assert found < 2e-3
+
+
+def plain_backward() -> None:
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, sgd(raw), precision="16-mixed")
+    inner = object.__getattribute__(optimizer, "_accel_raw")
+    before = copy.deepcopy(raw.state_dict())
+    for stepped in (optimizer, inner):
+        optimizer.zero_grad()
+        model(batch(0)).square().mean().backward()
+        with pytest.raises(accel.PrecisionError, match=r"accel\.backward"):
+            stepped.step()
+    with pytest.raises(accel.PrecisionError, match=r"plain loss\.backward"):
+        accel.backward(model(batch(0)).square().mean())
+    assert all(torch.equal(v, before[k]) for k, v in raw.state_dict().items())
+    optimizer.zero_grad(set_to_none=False)
+    accel.backward(model(batch(0)).square().mean())
+    optimizer.step()
+    assert difference(raw, net()) > 0
+    with pytest.raises(accel.PrecisionError, match="closure"):
+        optimizer.step(lambda: torch.zeros(()))
+    loose = torch.optim.SGD(raw.parameters(), lr=0.1)
+    accel.backward(model(batch(0)).square().mean())
+    with pytest.raises(accel.OptimizerError, match="not given"):
+        loose.step()
+
+
+def test_a_plain_backward_is_refused_before_the_step() -> None:
+    plain_backward()
+    run(2, plain_backward)
+
+
+def overflow() -> None:
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters(), lr=0.01), precision="16-mixed")
+    inner = object.__getattribute__(optimizer, "_accel_raw")
+
+    def train(factor: float, stepped: Any) -> None:
+        optimizer.zero_grad()
+        accel.backward(model(batch(0)).square().mean() * factor)
+        stepped.step()
+
+    train(1.0, optimizer)
+    scale = registry.loss_scale.value
+    before = copy.deepcopy((raw.state_dict(), optimizer.state_dict()))
+    # Only one rank overflows; all skip.
+    for stepped in (optimizer, inner):
+        train(1e35 if accel.rank() == 0 else 1.0, stepped)
+        assert all(torch.equal(v, before[0][k]) for k, v in raw.state_dict().items())
+        assert repr(optimizer.state_dict()) == repr(before[1])
+        assert raw[0].weight.grad is not None
+    train(1.0, inner)
+    assert registry.loss_scale.value == scale / 4
+    assert difference(raw, net()) > 0
+    assert all(bool(p.isfinite().all()) for p in raw.parameters())
+
+
+def test_an_overflow_skips_the_step_everywhere_and_halves_the_scale() -> None:
+    overflow()
+    run(2, overflow)
+
+
+def joint_loss() -> float:
+    """A GAN whose generator step also leaves gradients in the critic; 32-true models take part in the same loss."""
+    torch.manual_seed(0)
+    raws = nn.Linear(6, 6), nn.Linear(6, 1), nn.Linear(6, 6)
+    plain = copy.deepcopy(raws)
+    kinds = ("16-mixed", "16-mixed", "32-true")
+    pairs = [accel.setup(m, sgd(m), precision=k)[:2] for m, k in zip(raws, kinds, strict=True)]
+    plain_pairs = [(m, sgd(m)) for m in plain]
+
+    def play(pairs: Any, backward: Any, rank: int, world: int) -> None:
+        (g, g_opt), (c, c_opt), (e, e_opt) = pairs
+        for step in range(5):
+            c_opt.zero_grad()
+            e_opt.zero_grad(set_to_none=False)
+            z = torch.cat([batch(step, r) for r in range(2)]).chunk(world)[rank]
+            backward(F.softplus(c(e(g(z).detach()))).mean())
+            c_opt.step()
+            g_opt.zero_grad()
+            backward(F.softplus(-c(e(g(z)))).mean())
+            g_opt.step()
+            e_opt.step()
+
+    play(pairs, accel.backward, accel.rank(), accel.world_size())
+    play(plain_pairs, lambda loss: loss.backward(), 0, 1)
+    assert difference(raws[2], copy.deepcopy(plain[0])) > 1e-3
+    return max(difference(m, p) for m, p in zip(raws, plain, strict=True))
+
+
+def test_one_loss_scale_serves_several_models() -> None:
+    assert joint_loss() < 5e-3
+    assert max(run(2, joint_loss)) < 5e-3
+
+
+def test_clipped_but_not_yet_stepped_gradients_can_be_added_to() -> None:
+    raw, reference = net(), net()
+    model, optimizer, _ = accel.setup(raw, sgd(raw), precision="16-mixed")
+    plain = sgd(reference)
+    accel.backward(model(batch(0)).square().mean())
+    accel.clip_grad_norm_(model, 0.1)
+    accel.backward(model(batch(1)).square().mean())
+    optimizer.step()
+    reference(batch(0)).square().mean().backward()
+    nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    reference(batch(1)).square().mean().backward()
+    plain.step()
+    assert difference(raw, reference) < 1e-3
