@@ -40,7 +40,7 @@ unit: $(VENV)/test
 	$(PY) -m pytest
 
 test-gpu: $(VENV)/test  ## the suites that need one CUDA device
-	$(PY) -m pytest tests/gpu
+	$(PY) -m pytest tests/gpu tests/engines/test_contract.py
 
 bench: $(VENV)/bench  ## writes docs/benchmarks.md and its picture
 	$(PY) -m tests.bench

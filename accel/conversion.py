@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-
 #: Tensors that were converted to another dtype, with the one that they had.
 Dtypes = list[tuple[torch.Tensor, torch.dtype]]
 

@@ -417,6 +417,11 @@ def test_a_random_stream_is_the_same_on_all_ranks_and_leaves_the_loop_alone(work
     assert len({sample[2:] for sample in found[0][0]}) == 20
 
 
+def test_each_worker_has_random_numbers_of_its_own() -> None:
+    found = flat(make(DataLoader(Noisy(), batch_size=5, num_workers=2, collate_fn=list)))
+    assert len({sample[2:] for sample in found}) == 40
+
+
 def test_workers_read_their_own_part_and_every_sample_comes_once() -> None:
     ranks = everyone(lambda: DataLoader(Counting(48), batch_size=3, collate_fn=list, num_workers=2), 2)
     assert sorted(by_step(ranks)) == list(range(48))
@@ -607,6 +612,18 @@ def test_every_kind_of_loader_resumes(build: Any) -> None:
     (handle,) = resumed(build, 1, handles[0].state_dict(), even_batches=False)
     assert seen + samples(handle) == epochs[0]
     assert samples(handle) == epochs[1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_resumed_stream_is_divided_and_padded_as_the_rest_of_an_order(workers: int) -> None:
+    found = []
+    for kind in (Numbers, Counting):
+        build = lambda kind=kind, size=1: DataLoader(  # noqa: E731
+            kind(8), batch_size=size, collate_fn=list, num_workers=workers
+        )
+        _, state = advance([make(build(size=2))], 1)
+        found.append([list(handle) for handle in resumed(build, 5, state)])
+    assert found[0] == found[1] == [[[2], [7]], [[3], [0]], [[4], [1]], [[5], [2]], [[6], [3]]]
 
 
 def test_the_state_at_the_end_of_an_epoch_is_the_start_of_the_next() -> None:

@@ -59,11 +59,11 @@ def test_every_error_has_its_section(error: str) -> None:
     assert f"\n### {error}\n" in text
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_of_the_pages_lead_somewhere(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    targets = [t for t in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in t]
-    assert not [target for target in targets if not ((ROOT / page).parent / target).exists()]
+def test_links_of_the_readme_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(targets) > 5
+    assert not [target for target in targets if not (ROOT / target).exists()]
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -13,14 +13,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-LAUNCHERS = [pytest.param((), id="1-process"), pytest.param(TORCHRUN, id="2-processes")]
+LAUNCHERS = {1: (), 2: TORCHRUN}
 
 
-def train(launcher: tuple[str, ...], example: str, *arguments: str, timeout: float = 120) -> str:
+def train(launcher: tuple[str, ...], example: str, *arguments: str, timeout: float = 240) -> str:
     """What an example prints; its whole process group is killed at the timeout."""
     command = [sys.executable, *launcher, str(ROOT / "examples" / example), *arguments]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCEL_")}
-    environment.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), PYTHONWARNINGS="error::FutureWarning")
+    environment.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -47,8 +47,37 @@ def is_png(path: Path) -> bool:
 def digits(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     """What the digits example prints, by number of processes."""
     found = {}
-    for world, launcher in ((1, ()), (2, TORCHRUN)):
+    for world, launcher in LAUNCHERS.items():
         picture = tmp_path_factory.mktemp("digits") / "new" / "digits.png"
-        found[world] = train(launcher, "train.py", "--epochs", "4", "--out", str(picture))
+        found[world] = train(launcher, "train.py", "--epochs", "6", "--out", str(picture))
         assert is_png(picture)
     return found
+
+
+@pytest.mark.parametrize("world", LAUNCHERS)
+def test_digits(digits: dict[int, str], world: int) -> None:
+    out = digits[world]
+    assert out.startswith(f"ModelHandle[{'single' if world == 1 else 'ddp'}], {world} x ")
+    losses, accuracies = numbers(r"loss ([\d.]+)", out), numbers(r"accuracy ([\d.]+)", out)
+    assert len(losses) == len(accuracies) == 6
+    assert losses[-1] < losses[0] / 5
+    assert accuracies[-1] >= 0.95
+    # Each test image counts once, also where the processes do not divide their number.
+    assert out.count(" on 357 test images\n") == 6
+
+
+def test_digits_alike_on_one_process_and_on_two(digits: dict[int, str]) -> None:
+    for pattern in (r"loss ([\d.]+)", r"accuracy ([\d.]+)"):
+        assert numbers(pattern, digits[2]) == pytest.approx(numbers(pattern, digits[1]), abs=0.02)
+
+
+@pytest.mark.parametrize("world", LAUNCHERS)
+def test_gpt(tmp_path: Path, world: int) -> None:
+    picture = tmp_path / "gpt.png"
+    precision = ("--precision", "bf16-mixed") if world == 2 else ()
+    out = train(LAUNCHERS[world], "gpt.py", "--epochs", "2", "--chars", "40000", "--out", str(picture), *precision)
+    first, last = numbers(r"loss ([\d.]+)", out)
+    assert last < first - 0.2
+    sample = out[out.rindex("loss") : out.rindex("curve:")]
+    assert len(sample) > 300
+    assert is_png(picture)

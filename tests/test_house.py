@@ -120,6 +120,8 @@ def test_import_brings_nothing_heavy() -> None:
 
 
 def test_the_top_level_is_the_users_list() -> None:
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
     top = {f.split("/")[0] for f in tracked if f and not f.startswith(".")}
     assert top <= {"pyproject.toml", "README.md", "accel", "tests", "examples", "docs", "Makefile", "LICENSE"}

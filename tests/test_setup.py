@@ -18,6 +18,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import accel
+from accel.engines import ENGINES
 from accel.handles import ModelHandle, OptimizerHandle
 from accel.registry import registry
 from tests.distributed import outcomes, refusals, run
@@ -315,6 +316,12 @@ def test_bad_input_is_refused_and_changes_nothing() -> None:
     run(2, bad_input)
 
 
+def test_a_missing_package_gives_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ENGINES["single"], "requires", {"no_such_package": "accel[extra]"})
+    for backend in ("single", accel.Single()):
+        refuse(accel.BackendError, r"pip install 'accel\[extra\]'", lambda b=backend: accel.setup(net(), backend=b))
+
+
 def already_set_up() -> None:
     raw = net()
     optimizer = adam(raw)
@@ -484,7 +491,8 @@ def rounds(n: int) -> tuple[int, int, int]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_fifty_rounds_of_setup_and_teardown_leave_memory_flat(world: int) -> None:
     for early, late, model_bytes in run(world, rounds, 50, timeout=120):
-        assert late - early < model_bytes
+        # One leaked copy a round would be 45 times the model; the allocator alone is good for a few.
+        assert late - early < 10 * model_bytes
 
 
 def unreferenced(steps: int) -> list[bool]:

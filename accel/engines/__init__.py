@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import pkgutil
 import sys
 from typing import Any
@@ -49,16 +49,23 @@ def resolve(backend: object) -> tuple[type[Engine], Any]:
     """The engine class and options that a ``backend=`` value asks for.
 
     Raises:
-        BackendError: no such backend; lists the known ones.
+        BackendError: no such backend (lists the known ones), or a package that it needs is missing (says what to install).
     """
     if isinstance(backend, Options):
-        return next(e for e in ENGINES.values() if e.options_type is type(backend)), backend
-    if isinstance(backend, str) and backend in ENGINES:
-        return ENGINES[backend], ENGINES[backend].options_type()
-    raise BackendError(
-        f"unknown backend {backend!r}; expected 'auto', one of {', '.join(map(repr, ENGINES))}, "
-        f"or options: {', '.join(f'accel.{name}(...)' for name in OPTIONS)}"
-    )
+        engine, options = next(e for e in ENGINES.values() if e.options_type is type(backend)), backend
+    elif isinstance(backend, str) and backend in ENGINES:
+        engine, options = ENGINES[backend], ENGINES[backend].options_type()
+    else:
+        raise BackendError(
+            f"unknown backend {backend!r}; expected 'auto', one of {', '.join(map(repr, ENGINES))}, "
+            f"or options: {', '.join(f'accel.{name}(...)' for name in OPTIONS)}"
+        )
+    for module, package in engine.requires.items():
+        if importlib.util.find_spec(module) is None:
+            raise BackendError(
+                f"backend {engine.name!r} needs {module}, which is not installed: pip install '{package}'"
+            )
+    return engine, options
 
 
 def default(process: Process) -> str:

@@ -54,6 +54,8 @@ class Engine(ABC):
 
     name: ClassVar[str]
     options_type: ClassVar[type[Options]]
+    #: Packages beside torch: the module to import, and what to install.
+    requires: ClassVar[dict[str, str]] = {}
     #: Keeps one model equal on all ranks; without it an optimizer at world size > 1 would train one model a rank.
     synchronizes: ClassVar[bool] = True
     #: Needs ``rebuild`` when ``requires_grad`` changes, and the log of gradients.
@@ -66,7 +68,7 @@ class Engine(ABC):
         self.precision = context.precision
         self.loss_scale = context.loss_scale
         self.options = context.options
-        #: Engines of one process in the order of their making, which is the same on all ranks.
+        # The order of making is the same on all ranks.
         self.serial = next(_serials)
         self.handle = ModelHandle(self)
         self.steppers: dict[int, Stepper] = {}
@@ -89,6 +91,7 @@ class Engine(ABC):
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         """Refuse what cannot work before anything changes. Local and pure."""
+        return
 
     @abstractmethod
     def wrap(self) -> None:
@@ -120,8 +123,9 @@ class Engine(ABC):
         """Make every gradient final. A collective where there is something to reduce."""
         self.log.fold(pending=False)
 
-    def rebuild(self) -> None:  # noqa: B027
+    def rebuild(self) -> None:
         """Make the changed trainable mask take effect; the ranks have agreed on it."""
+        return
 
     def abandon(self, reason: str) -> None:
         """Let go of everything that uses a process group, because the groups are ended; local."""

@@ -139,8 +139,7 @@ class DDPEngine(Engine):
                 self.log.entries.append(None)
             return future
 
-        # torch accepts its own class or no annotation; and wants this exact return type.
-        noting.__annotations__.pop("bucket")
+        noting.__annotations__.clear()  # of which torch accepts only its own
         ddp.register_comm_hook(None, noting)
 
     def unwrap(self) -> None:
@@ -150,8 +149,6 @@ class DDPEngine(Engine):
                 parameter.grad = parameter.grad.clone()
         self._ddp = None
         restore_batchnorms(self._batchnorms)
-
-    # -- forward --------------------------------------------------------------------------------------------------
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Forward through the reducer, which is armed for the next backward."""
@@ -204,8 +201,6 @@ class DDPEngine(Engine):
         self.synchronize(source)
         for stepper in self.steppers.values():
             broadcast_state(stepper.optimizer, source, self.process.group)
-
-    # -- gradients ------------------------------------------------------------------------------------------------
 
     def unsettled(self) -> bool:
         """Whether local gradients exist."""
@@ -263,7 +258,9 @@ class DDPEngine(Engine):
 
     def _raise_missing(self) -> None:
         missing = [
-            name if self.parameters[i].requires_grad else f"{name} (frozen since: accel.refresh_trainable was not called)"
+            name
+            if self.parameters[i].requires_grad
+            else f"{name} (frozen since: accel.refresh_trainable was not called)"
             for i, name in ((i, self.names[i]) for i in self._reduction.missing())
         ]
         if missing:

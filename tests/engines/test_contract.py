@@ -52,10 +52,9 @@ def build(optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 def batches(step: int, micro: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The global batch as (world, BATCH, ...)."""
     generator = torch.Generator().manual_seed(1000 * step + micro)
-    return (
-        torch.randn(world, BATCH, 6, generator=generator),
-        torch.randn(world, BATCH, 3, generator=generator),
-    )
+    x = torch.randn(world, BATCH, 6, generator=generator)
+    y = torch.randn(world, BATCH, 3, generator=generator)
+    return x.to(accel.device()), y.to(accel.device())
 
 
 def set_trainable(model: nn.Module, step: int) -> None:
@@ -76,6 +75,7 @@ def set_trainable(model: nn.Module, step: int) -> None:
 def train_reference(cell: Cell, world: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """One process on the whole batch; under bf16 it averages the ranks' micro-batches."""
     model, optimizer = build(cell.optimizer)
+    model.to(accel.device())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     for step in range(STEPS):
         if cell.freeze:
@@ -84,7 +84,7 @@ def train_reference(cell: Cell, world: int) -> tuple[nn.Module, torch.optim.Opti
         for micro in range(cell.accumulation):
             x, y = batches(step, micro, world)
             for rank in range(world):
-                with torch.autocast("cpu", torch.bfloat16, enabled=cell.precision == "bf16-mixed"):
+                with torch.autocast(accel.device().type, torch.bfloat16, enabled=cell.precision == "bf16-mixed"):
                     out = model(x[rank]).float()
                 (F.mse_loss(out, y[rank]) / cell.accumulation / world).backward()
         if cell.clip:
@@ -135,7 +135,7 @@ def check_cells(cells: list[Cell]) -> list[str]:
     world = accel.world_size()
     for cell in cells:
         reference = train_reference(cell, world)
-        start = build(cell.optimizer)[0]
+        start = build(cell.optimizer)[0].to(accel.device())
         assert any(not torch.equal(p, q) for p, q in zip(reference[0].parameters(), start.parameters(), strict=True))
         found = distance(train_accel(cell), reference)
         if not found <= (2e-3 if cell.precision == "bf16-mixed" else 1e-5):

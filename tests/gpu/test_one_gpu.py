@@ -1,0 +1,154 @@
+"""On one CUDA device: every engine, two ranks that share the device over gloo, fp16, and moves from pinned memory."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel
+from tests.distributed import run
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _teardown() -> Iterator[None]:
+    yield
+    accel.teardown()
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def batch(step: int, rank: int = 0) -> torch.Tensor:
+    return torch.randn(16, 8, generator=torch.Generator().manual_seed(10 * step + rank)).cuda()
+
+
+def train(backend: Any, precision: str, backward: Any = accel.backward) -> tuple[nn.Module, nn.Module]:
+    """Beside one process in fp32 on the whole batch; layers that see the batch (BatchNorm) are in eval mode."""
+    raw, reference = net().eval(), net().cuda().eval()
+    optimizer, plain = torch.optim.AdamW(raw.parameters(), lr=0.01), torch.optim.AdamW(reference.parameters(), lr=0.01)
+    model, handle, _ = accel.setup(raw, optimizer, backend=backend, precision=precision)
+    assert {p.device.type for p in raw.parameters()} == {"cuda"}
+    world, rank = accel.world_size(), accel.rank()
+    for step in range(6):
+        plain.zero_grad()
+        reference(torch.cat([batch(step, r) for r in range(world)])).square().mean().backward()
+        plain.step()
+        handle.zero_grad()
+        out = model(batch(step, rank))
+        assert out.dtype is torch.float32
+        backward(out.square().mean())
+        handle.step()
+    return raw, reference
+
+
+def distance(pair: tuple[nn.Module, nn.Module]) -> float:
+    pairs = zip(pair[0].parameters(), pair[1].parameters(), strict=True)
+    return max(float((p - q).detach().abs().max()) for p, q in pairs)
+
+
+TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 2e-2, "16-mixed": 5e-3}
+
+
+def check(backend: Any, precision: str) -> float:
+    return distance(train(backend, precision))
+
+
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("backend", ["single", "dp", "ddp"])
+def test_one_process(backend: str, precision: str) -> None:
+    assert check(backend, precision) < TOLERANCE[precision]
+
+
+@pytest.mark.parametrize("precision", TOLERANCE)
+def test_two_ranks_share_the_gpu_over_gloo(precision: str) -> None:
+    assert max(run(2, check, "ddp", precision, timeout=120)) < TOLERANCE[precision]
+
+
+def test_nccl_at_world_size_1() -> None:
+    code = (
+        "import torch.distributed as dist, accel; from tests.gpu.test_one_gpu import check;"
+        "dist.init_process_group('nccl', rank=0, world_size=1, init_method='tcp://127.0.0.1:29533');"
+        "assert check('ddp', '32-true') < 1e-5; assert dist.is_initialized(); accel.teardown();"
+        "assert dist.is_initialized(); dist.destroy_process_group(); print('done')"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert out.stdout.strip().endswith("done"), out.stderr
+
+
+def test_sync_batchnorm_sees_all_ranks() -> None:
+    code = (
+        "import accel, torch; from tests.gpu.test_one_gpu import net;"
+        "raw = net(); bn = raw[1]; model, _, _ = accel.setup(raw, backend=accel.DDP(sync_batchnorm=True));"
+        "accel.teardown(model); assert raw[1] is bn; print('done')"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert out.stdout.strip().endswith("done"), out.stderr
+
+
+def test_overflow_skips_the_step() -> None:
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters()), precision="16-mixed")
+    before = copy.deepcopy([p.detach() for p in raw.parameters()])
+    accel.backward(model(batch(0)).square().mean() * 1e35)
+    optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(raw.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("pin", [False, True])
+def test_batches_come_on_the_device(pin: bool) -> None:
+    data = TensorDataset(torch.arange(64.0).view(32, 2), torch.arange(32))
+    loader = accel.setup(net(), None, DataLoader(data, batch_size=8, pin_memory=pin, num_workers=2)).dataloaders
+    seen = []
+    for x, y in loader:
+        assert x.device.type == y.device.type == "cuda"
+        assert torch.equal(x[:, 0].long(), 2 * y)
+        seen += y.tolist()
+    assert seen == list(range(32))
+
+
+def test_the_raw_optimizer_state_moves_with_the_model() -> None:
+    raw = net()
+    optimizer = torch.optim.AdamW(raw.parameters())
+    raw(torch.randn(4, 8)).mean().backward()
+    optimizer.step()
+    model, handle, _ = accel.setup(raw, optimizer)
+    assert {s["exp_avg"].device.type for s in optimizer.state.values()} == {"cuda"}
+    handle.zero_grad()
+    model(batch(0)).mean().backward()
+    handle.step()
+
+
+def test_memory_is_given_back() -> None:
+    sizes = []
+    for _ in range(10):
+        raw = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+        model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+        model(torch.randn(4, 512).cuda()).mean().backward()
+        optimizer.step()
+        accel.teardown(model)
+        del raw, model, optimizer
+        sizes.append(torch.cuda.memory_allocated())
+    assert sizes[-1] == sizes[2]
+
+
+def test_visible_devices() -> None:
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    code = "import accel, torch; accel.setup(torch.nn.Linear(2, 2)); print(accel.device())"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120, env=env)
+    assert out.stdout.strip() == "cpu"
+    with pytest.raises(accel.DeviceError, match="cuda"):
+        accel.setup(net(), devices=[torch.cuda.device_count()])
