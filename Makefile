@@ -34,7 +34,7 @@ types: $(VENV)/test
 	$(PY) -m mypy
 
 docs: $(VENV)/test
-	$(PY) -m mkdocs build --strict --quiet --config-file docs/mkdocs.yml --site-dir ../build/site
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --config-file docs/mkdocs.yml --site-dir ../build/site
 
 unit: $(VENV)/test
 	$(PY) -m pytest

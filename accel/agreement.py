@@ -58,7 +58,8 @@ def _agree_on(plan: Plan) -> int:
     """All ranks want the same, or all raise. Returns the seed for the dataloaders."""
     facts = describe(plan) if plan.error is None else {}
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    seed = plan.loader_options.seed if plan.loader_options.seed is not None else torch.initial_seed()
+    options = plan.loader_options or LoaderOptions()
+    seed = options.seed if options.seed is not None else torch.initial_seed()
     values = agree("accel.setup", (digest, _text(plan.error), seed))
     _raise_together(plan.error, [error for _, error, _ in values])
     if any(other != digest for other, _, _ in values):
@@ -135,10 +136,10 @@ def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
     return engine
 
 
-def _loader_handle(loader: Any, options: LoaderOptions, process: Process, seed: int) -> LoaderHandle:
+def _loader_handle(loader: Any, options: LoaderOptions | None, process: Process, seed: int) -> LoaderHandle:
     with contextlib.suppress(LookupError):
         return known_loader(loader, options)
-    place = process.place
+    place, options = process.place, options or LoaderOptions()
     handle = data.distribute(
         loader, options, rank=place.rank, world_size=place.world_size, device=process.device, seed=seed
     )

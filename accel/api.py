@@ -19,8 +19,6 @@ from .planning import known_handles, make_plan
 from .precision import LossScale
 from .registry import registry, resolve_module
 
-_DEFAULT = LoaderOptions()
-
 
 def setup(
     model: nn.Module,
@@ -30,7 +28,7 @@ def setup(
     backend: Any = "auto",
     precision: str = "auto",
     devices: Any = "auto",
-    loader_options: LoaderOptions = _DEFAULT,
+    loader_options: LoaderOptions | None = None,
 ) -> Handles:
     """Give ``model`` its one engine and return handles for the unchanged loop.
 
@@ -45,8 +43,8 @@ def setup(
             else "ddp" at world size > 1, "dp" in a notebook with several accelerators, "single" otherwise.
         precision: "32-true", "bf16-mixed", "16-mixed" or "bf16-true"; "auto" is the live engine's, else
             ``ACCEL_PRECISION``, else "32-true".
-        devices: see the devices page; "auto" is ``ACCEL_DEVICES``, else all accelerators, else the CPU.
-        loader_options: how these dataloaders are distributed.
+        devices: as in the page on environments and devices; "auto" is ``ACCEL_DEVICES``, else all accelerators, else the CPU.
+        loader_options: how these dataloaders are distributed; None is ``LoaderOptions()``, or what a known loader has.
 
     Returns:
         ``Handles(model, optimizers, dataloaders)``, each in the form of its argument.

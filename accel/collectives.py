@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from .errors import AccelError, RankMismatchError, TimeoutError
-from .process import Process, current, end_groups, ended, local_rank, rank
+from .process import Process, current, end_groups, ended, local_rank, rank, to_bytes, to_tensor
 
 _BLOCK = 1024  # bytes that every exchange sends; a longer value takes a second round
 _OPS = {
@@ -75,15 +75,11 @@ def _gather(process: Process, what: str, block: bytes, limit: timedelta) -> list
     """Every rank's block, which are equally long."""
     process.rounds += 1
     arrivals = process.store(str(process.rounds))
-    blocks = [bytearray(len(block)) for _ in range(process.place.world_size)]
+    mine = to_tensor(block)
+    theirs = [torch.empty_like(mine) for _ in range(process.place.world_size)]
     patience = min(timedelta(seconds=1), limit / 4)
     try:
-        work = dist.all_gather(
-            [torch.frombuffer(b, dtype=torch.uint8) for b in blocks],
-            torch.frombuffer(bytearray(block), dtype=torch.uint8),
-            group=process.control,
-            async_op=True,
-        )
+        work = dist.all_gather(theirs, mine, group=process.control, async_op=True)
         # To say who is missing, the ranks must say that they came; only those that wait for long do.
         late = not _done(work, patience)
         if late:
@@ -96,7 +92,7 @@ def _gather(process: Process, what: str, block: bytes, limit: timedelta) -> list
         late = True
     if late:
         raise _too_late(process, what, limit, arrivals, patience)
-    return blocks
+    return [to_bytes(tensor) for tensor in theirs]
 
 
 def _done(work: Any, span: timedelta) -> bool:

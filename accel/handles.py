@@ -43,9 +43,7 @@ _TORCH_METHODS = frozenset(f for f in vars(nn.Module).values() if callable(f))
 
 def _no_pickle(handle: object) -> AccelError:
     kind = type(handle).__name__
-    return AccelError(
-        f"a {kind} cannot be pickled: save with accel.save, or pickle the raw object (accel.unwrap(model))"
-    )
+    return AccelError(f"a {kind} cannot be pickled: pickle its state_dict(), or the raw object (accel.unwrap(model))")
 
 
 class ModelHandle(nn.Module):

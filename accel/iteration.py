@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from .feeds import Feed, Kept, Shard, Start, Whole, shape_of
 from .sampling import Plan, mix
-from .slot import Slot
 from .streams import Stream
 
 
@@ -78,13 +77,12 @@ class LoaderState:
         """A copy of the loader and the feed in it; the persistent copy, unless another iteration still reads from it."""
         persists = self.raw.persistent_workers and self.raw.num_workers > 0
         holder = None if self.holder is None else self.holder()
-        free = persists and (holder is None or holder.finished)
+        free = persists and (holder is None or holder is iteration or holder.finished)
         if free:
             self.holder = weakref.ref(iteration)
             if self.persistent is not None:
                 return self.persistent
         loader, feed = copy.copy(self.raw), self.feed()
-        Slot.clear(loader)
         vars(loader).update(_iterator=None, persistent_workers=free)
         feed.install(loader)
         if free:

@@ -31,7 +31,7 @@ class Plan:
     """What one rank wants, or why it cannot have it."""
 
     wanted: Wanted
-    loader_options: LoaderOptions
+    loader_options: LoaderOptions | None
     module: nn.Module = field(default_factory=nn.Module)
     entry: nn.Module = field(default_factory=nn.Module)
     engine: Engine | None = None
@@ -49,7 +49,7 @@ class Plan:
 
 
 def known_handles(
-    model: Any, optimizers: Any, dataloaders: Any, wanted: Wanted, loaders: LoaderOptions
+    model: Any, optimizers: Any, dataloaders: Any, wanted: Wanted, loaders: LoaderOptions | None
 ) -> Handles | None:
     """The handles of a repeated call, at the price of a few look-ups; None where there is anything to do or to refuse."""
     try:
@@ -76,12 +76,12 @@ def known_optimizer(optimizer: Any, engine: Engine) -> OptimizerHandle:
     return handle
 
 
-def known_loader(loader: Any, options: LoaderOptions) -> LoaderHandle:
+def known_loader(loader: Any, options: LoaderOptions | None) -> LoaderHandle:
     """The handle of a dataloader; LookupError without one, or where it was made with other options."""
     if type(loader) is LoaderHandle:
         return loader
     handle, made_with = Slot.get(loader) or (None, None)
-    if handle is None or options not in (made_with, LoaderOptions()):
+    if handle is None or options not in (made_with, None):
         raise LookupError
     found: LoaderHandle = handle
     return found
@@ -121,7 +121,9 @@ def map_leaves(tree: Any, fn: Callable[[Any, str], Any], path: str) -> Any:
 # -- the local part ---------------------------------------------------------------------------------------------------
 
 
-def make_plan(model: Any, optimizers: Any, dataloaders: Any, wanted: Wanted, loader_options: LoaderOptions) -> Plan:
+def make_plan(
+    model: Any, optimizers: Any, dataloaders: Any, wanted: Wanted, loader_options: LoaderOptions | None
+) -> Plan:
     """What this rank wants. An error is kept, so that all ranks learn of it."""
     process = current()
     plan = Plan(wanted, loader_options, optimizers=optimizers, dataloaders=dataloaders)
@@ -219,10 +221,10 @@ def _plan_loader(plan: Plan, loader: Any, path: str, process: Process) -> None:
         )
     handle, made_with = Slot.get(loader) or (None, None)
     if handle is not None:
-        if plan.loader_options not in (made_with, LoaderOptions()):
+        if plan.loader_options not in (made_with, None):
             raise AlreadySetUpError(f"{path} is already set up with {made_with}; asked for {plan.loader_options}")
         return
-    data.check(loader, plan.loader_options, process.place.world_size)
+    data.check(loader, plan.loader_options or LoaderOptions(), process.place.world_size)
     plan.new_loaders.append(loader)
 
 

@@ -222,11 +222,22 @@ def _agree_on_devices(process: Process, problem: str) -> None:
 
 def _exchange(process: Process, value: object) -> list[Any]:
     """Every rank's value; torch's own all_gather_object needs NumPy."""
-    frame = bytearray(pickle.dumps(value).ljust(_FRAME, b"\0"))
-    blocks = [bytearray(_FRAME) for _ in range(process.place.world_size)]
-    tensors = [torch.frombuffer(block, dtype=torch.uint8) for block in blocks]
-    dist.all_gather(tensors, torch.frombuffer(frame, dtype=torch.uint8), group=process.control)
-    return [pickle.loads(block) for block in blocks]
+    mine = to_tensor(pickle.dumps(value).ljust(_FRAME, b"\0"))
+    theirs = [torch.empty_like(mine) for _ in range(process.place.world_size)]
+    dist.all_gather(theirs, mine, group=process.control)
+    return [pickle.loads(to_bytes(tensor)) for tensor in theirs]
+
+
+def to_tensor(data: bytes) -> torch.Tensor:
+    """The bytes in memory of torch's own: a thread of gloo may be the last to let go, and must not need Python then."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()
+
+
+def to_bytes(tensor: torch.Tensor) -> bytearray:
+    """What a tensor of bytes holds."""
+    data = bytearray(len(tensor))
+    torch.frombuffer(data, dtype=torch.uint8).copy_(tensor)
+    return data
 
 
 def _place() -> Place:
@@ -369,6 +380,7 @@ def shutdown() -> None:
             _finish_end()
         elif dist.group.WORLD is process.group:
             _destroy(process)
+        process.group = process.control = None  # the last reference, so that gloo's threads end here and not at exit
     _state.process, _state.ended = None, ""
 
 

@@ -511,6 +511,14 @@ def test_persistent_workers_live_on_and_see_new_epochs(kind: Any) -> None:
     assert handle._accel.raw._iterator is None
 
 
+def test_the_raw_loaders_persistent_workers_stay_its_own() -> None:
+    raw = numbers(8, 2, num_workers=1, persistent_workers=True)
+    iterator = iter(raw)
+    assert next(iterator) == [0, 1]
+    assert list(make(raw, 1, 2)) == [[2, 3], [6, 7]]
+    assert list(iterator) == [[2, 3], [4, 5], [6, 7]]
+
+
 # -- workers' seeds -----------------------------------------------------------------------------------------------------
 
 
@@ -693,8 +701,24 @@ def test_the_position_is_that_of_the_loop() -> None:
         if k == 4:
             break
     assert consumed == [(1, 4), (1, 8), (1, 12), (1, 16), (1, 20)]
+    saved = make(numbers(40, 4, shuffle=True)).state_dict()
+    (other,) = resumed(lambda: numbers(40, 4, shuffle=True), 1, saved)
+    alive = iter(other)
+    next(alive)
+    other.load_state_dict(saved)
+    assert other.state_dict() == saved
     del kept
     assert (handle.state_dict()["epoch"], handle.state_dict()["consumed"]) == (4, 0)
+
+
+def test_a_finished_iterator_has_no_position() -> None:
+    handle = make(DataLoader(Counting(20), batch_size=2), 0, 2, even_batches=False)
+    kept, finished = iter(handle), iter(handle)
+    next(kept)
+    list(finished)
+    assert (handle.state_dict()["epoch"], handle.state_dict()["consumed"]) == (0, 4)
+    del kept
+    assert (handle.state_dict()["epoch"], handle.state_dict()["consumed"]) == (2, 0)
 
 
 def test_a_resumed_loader_keeps_the_epochs_that_were_begun() -> None:

@@ -86,8 +86,6 @@ class Engine(ABC):
         logged = self.precision.scaled or (self.reduces and self.distributed)
         self.log = GradientLog(self.parameters if logged else ())
 
-    # -- what a backend says ------------------------------------------------------------------------------------
-
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         """Refuse what cannot work before anything changes. Local and pure."""
@@ -131,8 +129,6 @@ class Engine(ABC):
         """Let go of everything that uses a process group, because the groups are ended; local."""
         self._ended = reason
         self._restructured = True
-
-    # -- forward --------------------------------------------------------------------------------------------------
 
     @final
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -224,8 +220,6 @@ class Engine(ABC):
         except OptimizerError:
             optimizer.param_groups.pop()
             raise
-
-    # -- gradients ------------------------------------------------------------------------------------------------
 
     @final
     def refuse_plain_gradients(self, *, zeros: bool) -> None:

@@ -74,7 +74,7 @@ def _sgd(model: nn.Module) -> Optimizer:
 
 
 WORKLOADS = (
-    Workload("tiny", "tiny: 2 Linear layers, SGD", tiny, _sgd, _numbers(16, 4), F.mse_loss, 40),
+    Workload("tiny", "tiny: 2 Linear layers, SGD", tiny, _sgd, _numbers(16, 4), F.mse_loss, 20),
     Workload("many", "500 tensors: 250 Linear layers of 32 to 128, SGD", many, _sgd, _numbers(64, 64), F.mse_loss, 1),
     Workload(
         "gpt",
