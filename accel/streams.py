@@ -118,7 +118,7 @@ class Stream(Feed):
         self._workers = loader.num_workers
         self._control = torch.zeros(2 + max(1, self._workers), dtype=torch.int64)
         if self._workers:
-            self._control.share_memory_()  # type: ignore[no-untyped-call]
+            self._control.share_memory_()
         self._reader = _Reader(loader.dataset, plan, self._control)
 
     def install(self, loader: DataLoader[Any]) -> None:
