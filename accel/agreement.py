@@ -35,23 +35,27 @@ def describe(plan: Plan) -> dict[str, str]:
         facts[f"parameter {name}"] = f"{tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
     for name, b in plan.module.named_buffers():
         facts[f"buffer {name}"] = f"{tuple(b.shape)} {b.dtype}"
+    names = {id(p): n for n, p in plan.module.named_parameters()}
     for i, optimizer in enumerate(plan.new_optimizers):
         facts[f"optimizer {i}"] = type(optimizer).__name__
         for g, group in enumerate(optimizer.param_groups):
-            values = {k: v for k, v in group.items() if k != "params"}
-            facts[f"optimizer {i} group {g}"] = f"{len(group['params'])} parameters, {values}"
+            values = {k: _plain(v) for k, v in group.items() if k != "params"}
+            facts[f"optimizer {i} group {g}"] = f"{[names.get(id(p), '?') for p in group['params']]}, {values}"
         for k, state in enumerate(optimizer.state.values()):
-            facts[f"optimizer {i} state {k}"] = _fingerprint(state)
+            facts[f"optimizer {i} state {k}"] = str({key: _plain(v) for key, v in state.items()})
     for i, loader in enumerate(plan.new_loaders):
-        facts[f"dataloader {i}"] = data.describe(loader)
+        facts[f"dataloader {i}"] = data.describe(loader, plan.loader_options)
     return facts
 
 
-def _fingerprint(state: dict[str, Any]) -> str:
-    return ", ".join(
-        f"{k}={v.detach().double().sum().item()}" if isinstance(v, torch.Tensor) else f"{k}={v}"
-        for k, v in state.items()
-    )
+def _plain(value: Any) -> str:
+    """A value as text that is the same on every rank: tensors by what they hold, objects by their class."""
+    if isinstance(value, torch.Tensor):
+        return f"tensor {tuple(value.shape)} {value.detach().double().sum().item()}"
+    if isinstance(value, (list, tuple)):
+        return str([_plain(v) for v in value])
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text
 
 
 def _agree_on(plan: Plan) -> int:
@@ -97,18 +101,17 @@ def execute(plan: Plan) -> Handles:
     seed = _agree_on(plan)
     process = current()
     error: Exception | None = None
-    with contextlib.ExitStack() as undo:
+    # A setup inside torch.inference_mode must not make tensors that no backward can use.
+    with contextlib.ExitStack() as undo, torch.inference_mode(False):
         try:
             engine = _build(plan, process, undo)
         except Exception as caught:
             error = caught
-        failures = agree("accel.setup (building)", _text(error))
-        if not any(failures):
-            undo.pop_all()
-    _raise_together(error, failures)
-    if plan.engine is None:
-        engine.synchronize()
-        registry.add(engine)
+        _raise_together(error, agree("accel.setup (building)", _text(error)))
+        if plan.engine is None:
+            engine.synchronize()
+            registry.add(engine)
+        undo.pop_all()
     return Handles(
         engine.handle,
         map_leaves(plan.optimizers, lambda o, path: known_optimizer(o, engine), "optimizers"),
@@ -141,7 +144,12 @@ def _loader_handle(loader: Any, options: LoaderOptions | None, process: Process,
         return known_loader(loader, options)
     place, options = process.place, options or LoaderOptions()
     handle = data.distribute(
-        loader, options, rank=place.rank, world_size=place.world_size, device=process.device, seed=seed
+        loader,
+        options,
+        rank=place.rank,
+        world_size=place.world_size,
+        device=process.device,
+        seed=seed + next(registry.loader_numbers),
     )
     Slot.put(loader, (handle, options))
     return handle

@@ -16,7 +16,6 @@ from .engines import Engine
 from .errors import AccelError
 from .handles import Handles, ModelHandle, OptimizerHandle
 from .planning import known_handles, make_plan
-from .precision import LossScale
 from .registry import registry, resolve_module
 
 
@@ -72,12 +71,17 @@ def teardown(model: Any = None) -> nn.Module | None:
         registry.remove(engine)
         engine.teardown()
         return engine.module
-    try:
+    errors: list[BaseException] = []
+    with contextlib.ExitStack() as last:
+        last.callback(process.shutdown)
         for engine in sorted(registry.engines, key=lambda e: e.serial):
             registry.remove(engine)
-            engine.teardown()
-    finally:
-        process.shutdown()
+            try:
+                engine.teardown()
+            except Exception as error:
+                errors.append(error)
+    if errors:
+        raise errors[0]
     return None
 
 
@@ -95,20 +99,18 @@ def backward(loss: torch.Tensor, *, retain_graph: bool = False) -> None:
     Raises:
         PrecisionError: gradients of a "16-mixed" model came from a plain ``loss.backward()`` before.
     """
+    if not isinstance(loss, torch.Tensor):
+        raise AccelError(f"accel.backward expects the loss as a tensor, got a {type(loss).__name__}")
     scaled = [e for e in registry.engines if e.precision.scaled]
     if not scaled:
         loss.backward(retain_graph=retain_graph)
         return
     for engine in scaled:
         engine.refuse_plain_gradients(zeros=False)
-    scale: LossScale = registry.loss_scale
-    others = [p for e in registry.engines if not e.precision.scaled for p in e.parameters]
-    loss = scale.scale(loss)
-    before = [len(e.log.entries) for e in scaled]
-    with scale.outside(others):
-        loss.backward(retain_graph=retain_graph)
-    for engine, since in zip(scaled, before, strict=True):
-        engine.accept_scaled(since)
+    parameters = [p for e in registry.engines for p in e.parameters]
+    registry.loss_scale.backward(loss, parameters, retain_graph)
+    for engine in scaled:
+        engine.log.accept()
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:

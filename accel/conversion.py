@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from .collectives import map_tensors
+
 #: Tensors that were converted to another dtype, with the one that they had.
 Dtypes = list[tuple[torch.Tensor, torch.dtype]]
 
@@ -66,14 +68,16 @@ def convert_optimizer(optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
         on_device = bool(group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                if not isinstance(value, torch.Tensor) or (key == "step" and not on_device):
+            for key, value in list(state.items()):
+                if key == "step" and not on_device:
                     continue
-                dtype = parameter.dtype if value.is_floating_point() and key != "step" else value.dtype
-                moved = value.to(device=parameter.device, dtype=dtype)
-                if moved is not value:
-                    undo.callback(state.__setitem__, key, value)
-                    state[key] = moved
+
+                def move(tensor: torch.Tensor, key: str = key, to: torch.Tensor = parameter) -> torch.Tensor:
+                    floating = tensor.is_floating_point() and key != "step"
+                    return tensor.to(device=to.device, dtype=to.dtype if floating else tensor.dtype)
+
+                undo.callback(state.__setitem__, key, value)
+                state[key] = map_tensors(move, value, others=True)
 
 
 #: (parent, name, the module that was there before)

@@ -28,19 +28,14 @@ def _pieces(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     yield from (group for group, _ in groups.values())
 
 
-def _scatter_back(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.copy_(piece.view(tensor.shape))
-
-
 @torch.no_grad()
 def broadcast_(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None, src: int = 0) -> None:
-    """Give every rank rank ``src``'s values, in place."""
+    """Give every rank rank ``src``'s values, in place; as bytes, since not every backend knows every dtype."""
     for piece in _pieces(tensors):
-        flat = torch.cat([t.reshape(-1) for t in piece])
-        wire = flat.view(torch.uint8) if flat.dtype is torch.bool else flat
-        dist.broadcast(wire, src, group=group)
-        _scatter_back(flat, piece)
+        flat = torch.cat([t.reshape(-1).view(torch.uint8) for t in piece])
+        dist.broadcast(flat, src, group=group)
+        for tensor, part in zip(piece, flat.split([t.nbytes for t in piece]), strict=True):
+            tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
 @torch.no_grad()
@@ -50,7 +45,8 @@ def average_(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -
     for piece in _pieces(tensors):
         flat = torch.cat([t.reshape(-1) for t in piece]).mul_(scale)
         dist.all_reduce(flat, group=group)
-        _scatter_back(flat, piece)
+        for tensor, part in zip(piece, flat.split([t.numel() for t in piece]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def broadcast_state(optimizer: Optimizer, source: int, group: dist.ProcessGroup | None) -> None:

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class GradientLog:
-    """Notes each gradient as autograd accumulates it: the parameter's index, or ``~index`` where it was frozen meanwhile.
+    """Notes each gradient as autograd accumulates it: the parameter's index, or ``~index`` where the parameter is not as it was.
 
     Numbers, not parameters: a parameter whose hook reaches a list that holds it would never be freed.
 
@@ -31,7 +31,9 @@ class GradientLog:
             trainable = parameter.requires_grad
             # torch wants requires_grad to register the hook, which then also serves a later unfreeze.
             parameter.requires_grad_(True)
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(_noting(self.entries, index)))
+            self._hooks.append(
+                parameter.register_post_accumulate_grad_hook(_noting(self.entries, index, parameter.dtype))
+            )
             parameter.requires_grad_(trainable)
 
     def fold(self, pending: bool) -> None:
@@ -64,10 +66,10 @@ class GradientLog:
         self.entries.clear()
 
 
-def _noting(entries: list[int | None], index: int) -> Callable[[torch.Tensor], None]:
+def _noting(entries: list[int | None], index: int, dtype: torch.dtype) -> Callable[[torch.Tensor], None]:
     append = entries.append
 
     def note(parameter: torch.Tensor) -> None:
-        append(index if parameter.requires_grad else ~index)
+        append(index if parameter.requires_grad and parameter.dtype is dtype else ~index)
 
     return note

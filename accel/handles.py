@@ -23,7 +23,7 @@ class Owner(Protocol):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any: ...
     def method(self, bound: MethodType, *args: Any, **kwargs: Any) -> Any: ...
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any: ...
+    def step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None: ...
     def add_param_group(self, optimizer: Optimizer, group: dict[str, Any]) -> None: ...
 
@@ -38,7 +38,7 @@ class Handles(NamedTuple):
 
 _get = object.__getattribute__
 _set = object.__setattr__
-_TORCH_METHODS = frozenset(f for f in vars(nn.Module).values() if callable(f))
+_TORCH_NAMES = frozenset(vars(nn.Module))
 
 
 def _no_pickle(handle: object) -> AccelError:
@@ -69,7 +69,7 @@ class ModelHandle(nn.Module):
         engine = _engine(self)
         value = getattr(engine.module, name)
         if isinstance(value, MethodType) and value.__self__ is engine.module:
-            return functools.wraps(value)(functools.partial(_call_method, self, value))
+            return MethodType(_through_engine(value), self)
         return value
 
     def __getattr__(self, name: str) -> Any:
@@ -99,6 +99,12 @@ class ModelHandle(nn.Module):
     def __getitem__(self, index: Any) -> Any:
         return _engine(self).module[index]  # type: ignore[index]
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _engine(self).module.__setitem__(index, value)  # type: ignore[operator]
+
+    def __delitem__(self, index: Any) -> None:
+        _engine(self).module.__delitem__(index)  # type: ignore[operator]
+
     def __iter__(self) -> Iterator[Any]:
         return iter(_engine(self).module)  # type: ignore[call-overload, no-any-return]
 
@@ -124,11 +130,17 @@ def _engine(handle: object) -> Owner:
     return engine
 
 
-def _call_method(handle: ModelHandle, bound: MethodType, *args: Any, **kwargs: Any) -> Any:
-    engine = _engine(handle)
-    torchs_own = bound.__func__ in _TORCH_METHODS
-    out = bound(*args, **kwargs) if torchs_own else engine.method(bound, *args, **kwargs)
-    return handle if out is engine.module else out
+def _through_engine(bound: MethodType) -> Callable[..., Any]:
+    """A method of the raw module as a function of the handle; torch's own, and overrides of them, stay outside the engine."""
+    name = getattr(bound, "__name__", "")
+
+    @functools.wraps(bound)
+    def call(handle: ModelHandle, *args: Any, **kwargs: Any) -> Any:
+        engine = _engine(handle)
+        out = bound(*args, **kwargs) if name in _TORCH_NAMES else engine.method(bound, *args, **kwargs)
+        return handle if out is engine.module else out
+
+    return call
 
 
 class OptimizerHandle(Optimizer):
@@ -158,9 +170,9 @@ class OptimizerHandle(Optimizer):
         _engine(self)
         delattr(_get(self, "_accel_raw"), name)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make the gradients final, then step the raw optimizer."""
-        return _engine(self).step(_get(self, "_accel_raw"), closure)
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the gradients final, then step the raw optimizer with the same arguments."""
+        return _engine(self).step(_get(self, "_accel_raw"), args, kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) the gradients, wherever the engine keeps them."""

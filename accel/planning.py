@@ -153,6 +153,11 @@ def _plan_engine(plan: Plan, process: Process) -> None:
         raise AccelError(
             f"lazy parameters have no shape yet: {', '.join(lazy[:5])}; run one forward before accel.setup"
         )
+    meta = [n for n, p in plan.module.named_parameters() if p.is_meta]
+    if meta:
+        raise AccelError(
+            f"parameters on the meta device have no values: {', '.join(meta[:5])}; materialise the module first"
+        )
     use_devices(devices)
     plan.engine_type, plan.options = _from_environment(
         "ACCEL_BACKEND", backend, engines.default(process), engines.resolve
@@ -169,6 +174,7 @@ def _from_environment(variable: str, asked: Any, default: str, parse: Callable[[
     if asked != "auto":
         return parse(asked)
     value = os.environ.get(variable)
+    value = None if value == "auto" else value
     try:
         return parse(value or default)
     except AccelError as error:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from types import CoroutineType, GeneratorType
 from typing import Any, Final, final
 
 import torch
@@ -54,114 +54,127 @@ class Precision:
             )
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``fn`` in this precision."""
+        """Call ``fn`` in this precision.
+
+        Raises:
+            PrecisionError: ``fn`` gave a generator or coroutine, which would run outside this precision.
+        """
         if self.plain:
             return fn(*args, **kwargs)
         if self.storage is not None:
             args, kwargs = map_tensors(self._store, (args, kwargs), others=True)
-            return map_tensors(_to_fp32, fn(*args, **kwargs), others=True)
-        with torch.autocast(self.device.type, self.compute):
             out = fn(*args, **kwargs)
-        return map_tensors(_to_fp32, out, others=True)
+        else:
+            with torch.autocast(self.device.type, self.compute):
+                out = fn(*args, **kwargs)
+        if isinstance(out, (GeneratorType, CoroutineType)):
+            raise PrecisionError(
+                f"{getattr(fn, '__qualname__', fn)} returns a {type(out).__name__}, whose body would run outside "
+                f"precision {self.name!r}: return tensors, or use '32-true'"
+            )
+        return map_tensors(_to_fp32, out, others=True) if _has_half(out) else out
 
     def _store(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.storage) if tensor.is_floating_point() else tensor
 
 
-def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
+def _has_half(out: Any) -> bool:
+    """Whether there is anything to convert: what has nothing is returned as it is, not as a copy."""
+    found = False
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal found
+        found = found or _is_half(tensor)
+        return tensor
+
+    map_tensors(look, out, others=True)
+    return found
+
+
+def _is_half(tensor: torch.Tensor) -> bool:
+    # A parameter or buffer that is given out is the module's own, not a result.
     half = tensor.dtype is torch.bfloat16 or tensor.dtype is torch.float16
-    return tensor.float() if half else tensor
+    return half and not isinstance(tensor, (nn.Parameter, nn.Buffer))
+
+
+def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if _is_half(tensor) else tensor
 
 
 @final
 class LossScale:
-    """The one dynamic loss scale of this process (``torch.amp.GradScaler`` does the arithmetic).
+    """The one dynamic loss scale of this process, by the rule of ``torch.amp.GradScaler``.
 
-    Gradients made by ``backward`` are scaled until the optimizer that owns them steps or is clipped;
-    ``unscale`` divides them and tells whether a step is safe.
+    The scale lives only inside ``backward``: afterwards every gradient is divided again, so that clipping, logging and
+    models of another precision see true gradients. The scale is a power of two, so both are exact.
+
+    Attributes:
+        value: the scale.
+        serial: how many scaled backwards there were.
     """
 
+    GROWTH_INTERVAL: Final = 2000
+
     def __init__(self) -> None:
-        self._scaler: torch.amp.GradScaler | None = None
-        self._scaled: dict[int, Optimizer] = {}
-        self._unscaled: dict[int, Optimizer] = {}
+        self.value = 65536.0
+        self.serial = 0
+        self._counted = 0
+        self._halved = 0
+        self._good_steps = 0
 
-    def _get(self, device: torch.device) -> torch.amp.GradScaler:
-        if self._scaler is None:
-            self._scaler = torch.amp.GradScaler(device.type)
-        return self._scaler
-
-    @property
-    def value(self) -> float:
-        """The scale as it is; 1 before the first scaled loss."""
-        return 1.0 if self._scaler is None else self._scaler.get_scale()
-
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The scaled loss; brings the scale up to date with the steps since the last call first."""
-        scaler = self._get(loss.device)
-        if self._unscaled:
-            self._update(scaler)
-        return scaler.scale(loss)
-
-    def _update(self, scaler: torch.amp.GradScaler) -> None:
-        leftovers = [g for o in self._unscaled.values() for g in gradients_of(o)]
-        waiting = [g for o in self._scaled.values() for g in gradients_of(o)]
-        before = scaler.get_scale() if waiting else 1.0
-        if any(o["found_inf_per_device"] for o in scaler._per_optimizer_states.values()):
-            scaler.update()
-        # The scale is a power of two, so both products are exact: what a next backward adds to must be in its unit.
-        if leftovers:
-            torch._foreach_mul_(leftovers, scaler.get_scale())
-            self._scaled.update(self._unscaled)
-        if waiting and scaler.get_scale() != before:
-            torch._foreach_mul_(waiting, scaler.get_scale() / before)
-        self._unscaled.clear()
-
-    @contextlib.contextmanager
-    def outside(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Keep these parameters' gradients unscaled through a scaled backward.
-
-        What they hold is brought to the scale before and back after it; the scale is a power of two, so both are exact.
-        """
-        parameters = list(parameters)
-        scaler = self._scaler
-        assert scaler is not None
-        if grads := [p.grad for p in parameters if p.grad is not None]:
-            torch._foreach_mul_(grads, scaler.get_scale())
+    def backward(self, loss: torch.Tensor, parameters: Iterable[nn.Parameter], retain_graph: bool) -> None:
+        """``loss.backward()`` with the loss scaled on the way; ``parameters`` and all other leaves get true gradients."""
+        leaves: dict[int, torch.Tensor] = {id(p): p for p in parameters}
+        leaves.update((id(t), t) for t in _leaves(loss))
+        tensors = list(leaves.values())
+        _multiply(tensors, self.value)
         try:
-            yield
+            (loss * self.value).backward(retain_graph=retain_graph)
         finally:
-            if grads := [p.grad for p in parameters if p.grad is not None]:
-                torch._foreach_mul_(grads, 1.0 / scaler.get_scale())
+            _multiply(tensors, 1.0 / self.value)
+            self.serial += 1
 
-    def mark(self, optimizer: Optimizer) -> None:
-        """Note that ``optimizer``'s gradients are scaled."""
-        self._scaled[id(optimizer)] = optimizer
+    def judge(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer``'s gradients are finite; adapts the scale once for each scaled backward."""
+        finite = all_finite(optimizer)
+        if self._counted != self.serial:
+            self._counted = self.serial
+            self._good_steps += 1
+        if not finite and self._halved != self.serial:
+            self.value, self._halved, self._good_steps = self.value / 2, self.serial, 0
+        elif self._good_steps == self.GROWTH_INTERVAL:
+            self.value, self._good_steps = self.value * 2, 0
+        return finite
 
-    def holds(self, optimizer: Optimizer) -> bool:
-        """Whether ``optimizer``'s gradients are scaled."""
-        return id(optimizer) in self._scaled
 
-    def unscale(self, optimizer: Optimizer) -> bool:
-        """Divide ``optimizer``'s gradients by the scale if that is due; False where they hold inf or nan."""
-        scaler = self._scaler
-        key = id(optimizer)
-        if scaler is None or (key not in self._scaled and key not in self._unscaled):
-            return True
-        if self._scaled.pop(key, None) is not None:
-            if not gradients_of(optimizer):
-                return True
-            scaler.unscale_(optimizer)
-            self._unscaled[key] = optimizer
-        found = scaler._per_optimizer_states[key]["found_inf_per_device"].values()
-        return not any(v.item() for v in found)
+def _multiply(tensors: Iterable[torch.Tensor], factor: float) -> None:
+    grads = [t.grad for t in tensors if t.grad is not None]
+    if grads:
+        with torch.no_grad():
+            torch._foreach_mul_(grads, factor)
 
-    def forget(self, optimizer: Optimizer) -> None:
-        """Drop what is noted of an optimizer whose engine ends; its scaled gradients are unscaled."""
-        self.unscale(optimizer)
-        self._scaled.pop(id(optimizer), None)
+
+def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The leaves that a backward from ``loss`` reaches."""
+    waiting: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        waiting.extend(following for following, _ in node.next_functions)
 
 
 def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """The gradients that ``optimizer`` would step with."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def all_finite(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer``'s gradients hold neither inf nor nan."""
+    grads = gradients_of(optimizer)
+    return not grads or all(bool(norm.isfinite()) for norm in torch._foreach_norm(grads, float("inf")))

@@ -14,7 +14,7 @@ import sys
 import threading
 import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol, TextIO, final
@@ -42,24 +42,21 @@ class Dependent(Protocol):
 class Watch(threading.Thread):
     """Notices that a rank ended the groups, while this one waits in a collective for ranks that have not noticed."""
 
-    def __init__(self, store: distributed_c10d.Store) -> None:
+    def __init__(self, store: distributed_c10d.Store, notice: Callable[[str], None]) -> None:
         super().__init__(name="accel-watch", daemon=True)
-        self._store, self._over = store, threading.Event()
+        self._store, self._notice, self._over = store, notice, threading.Event()
 
     def tell(self, reason: str) -> None:
         """Makes the watches of all ranks notice."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(_ENDED, reason)
+            self._store.set("ended", reason)
 
     def run(self) -> None:
         """Look once a second, until the end or ``stop``."""
         with contextlib.suppress(RuntimeError):  # the store may end before this process does
             while not self._over.wait(1.0):
-                if self._store.check([_ENDED]):
-                    if not _state.ended:
-                        _state.ended = self._store.get(_ENDED).decode()
-                        logger.error("rank %d: the process groups were ended: %s", rank(), _state.ended)
-                        _disconnect_all()
+                if self._store.check(["ended"]):
+                    self._notice(self._store.get("ended").decode())
                     return
 
     def stop(self) -> None:
@@ -105,17 +102,16 @@ class Process:
         )
 
 
-_UNKNOWN = -1  # the local rank in a process group made outside accel, until the ranks have told their hosts
-_ENDED = "ended"  # the key under which a rank says why it ended the groups
+UNKNOWN = -1  # the local rank in a process group made outside accel, until the ranks have told their hosts
 _FRAME = 4096  # bytes of one rank's report at the start
 
 
 # -- the start --------------------------------------------------------------------------------------------------------
 
 
-def _start(backend: str | None, timeout: timedelta | None, request: object) -> Process:
+def start(backend: str | None, timeout: timedelta | None, request: object, meeting: Meeting) -> Process:
     """Brings this rank up; what is wrong on one rank is told to all, so that all raise."""
-    place, problem = _place(), ""
+    place, problem = place_now(), ""
     explicit = backend is not None or dist.is_initialized()
     try:
         asked = resolve(request)
@@ -137,25 +133,22 @@ def _start(backend: str | None, timeout: timedelta | None, request: object) -> P
     )
     if place.world_size > 1:
         # As the other ranks, which may have no problem, choose it.
-        _connect(process, backend or default_backend(available()[0]), problem)
-        atexit.register(_at_exit)
-    _select(process.device)
+        _connect(process, backend or default_backend(available()[0]), problem, meeting)
+    select(process.device)
     return process
 
 
-def _connect(process: Process, backend: str, problem: str) -> None:
+def _connect(process: Process, backend: str, problem: str, meeting: Meeting) -> None:
     if process.group is None:
-        process.group, process.owns_group = _state.meeting.make_group(process.place, backend, process.timeout), True
+        process.group, process.owns_group = meeting.make_group(process.place, backend, process.timeout), True
         process.backends = parse_backend(dist.get_backend_config(process.group))
     try:
         process.control = dist.new_group(timeout=process.timeout, backend="gloo", group_desc="accel control")
         # A store outlives elastic restarts, with the keys of the ranks that failed.
         process.token = _exchange(process, uuid.uuid4().hex)[0]
         _agree_on_devices(process, problem)
-        process.watch = Watch(process.store())
-        process.watch.start()
     except BaseException as error:
-        _destroy(process)
+        destroy_groups(process)
         if isinstance(error, RuntimeError):
             raise LaunchError(
                 f"accel did not start on all {process.place.world_size} ranks within "
@@ -165,7 +158,7 @@ def _connect(process: Process, backend: str, problem: str) -> None:
 
 
 @dataclass
-class _Meeting:
+class Meeting:
     """Where the ranks meet. Its store is kept over restarts, so that no rank comes to one that is about to end."""
 
     store: distributed_c10d.Store | None = None
@@ -210,7 +203,7 @@ def _agree_on_devices(process: Process, problem: str) -> None:
     kinds = [kind for _, _, kind in reports]
     if len(set(kinds)) > 1:
         raise DeviceError(f"the ranks use different kinds of devices: {', '.join(kinds)}; ask for the same on all")
-    if process.place.local_rank == _UNKNOWN:
+    if process.place.local_rank == UNKNOWN:
         mates = [rank for rank, (_, other, _) in enumerate(reports) if other == host]
         local_rank = mates.index(process.place.rank)
         process.place = replace(process.place, local_rank=local_rank, local_world_size=len(mates))
@@ -240,7 +233,7 @@ def to_bytes(tensor: torch.Tensor) -> bytearray:
     return data
 
 
-def _place() -> Place:
+def place_now() -> Place:
     """From the default process group where there is one, else from the environment."""
     if not dist.is_initialized():
         return detect(os.environ)
@@ -249,13 +242,24 @@ def _place() -> Place:
         place = detect(os.environ)
         if (place.rank, place.world_size) == (rank, world):
             return place
-    local_rank = 0 if world == 1 else _UNKNOWN
+    local_rank = 0 if world == 1 else UNKNOWN
     return replace(ALONE, launcher="process group", rank=rank, world_size=world, local_rank=local_rank)
 
 
-def _select(device: torch.device) -> None:
+def select(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def destroy_groups(process: Process) -> None:
+    """Destroys the groups that accel made."""
+    if process.owns_group:
+        dist.destroy_process_group()
+    elif process.control is not None:
+        dist.destroy_process_group(process.control)
+
+
+# -- the state --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -264,7 +268,7 @@ class _State:
 
     process: Process | None = None
     ended: str = ""
-    meeting: _Meeting = field(default_factory=_Meeting)
+    meeting: Meeting = field(default_factory=Meeting)
 
 
 _state = _State()
@@ -293,7 +297,7 @@ def init(
     served = None if process_group is None else parse_backend(process_group)
     limit = None if timeout is None else _duration(timeout)
     if _state.process is None and not _state.ended:
-        _state.process = _start(process_group, limit, devices)
+        _begin(process_group, limit, devices)
         return
     process = current()
     if served is not None and process.group is not None and served != process.backends:
@@ -309,6 +313,15 @@ def init(
     use_devices(devices)
 
 
+def _begin(backend: str | None, timeout: timedelta | None, devices: object) -> Process:
+    process = _state.process = start(backend, timeout, devices, _state.meeting)
+    if process.control is not None:
+        process.watch = Watch(process.store(), _noticed)
+        process.watch.start()
+        atexit.register(_at_exit)
+    return process
+
+
 def current() -> Process:
     """The running process; started from the environment where it is not, which is collective.
 
@@ -318,14 +331,13 @@ def current() -> Process:
     if _state.ended:
         _finish_end()
         raise AccelError(f"the process groups were ended: {_state.ended}; call accel.teardown() to start again")
-    if _state.process is None:
-        _state.process = _start(None, None, "auto")
-    if dist.group.WORLD is not _state.process.group:
+    process = _state.process or _begin(None, None, "auto")
+    if dist.group.WORLD is not process.group:
         raise AccelError(
             "torch.distributed's default process group was made or destroyed while accel ran; call accel.teardown() "
             "before that, and accel.setup after it"
         )
-    return _state.process
+    return process
 
 
 def running() -> Process | None:
@@ -366,7 +378,7 @@ def use_devices(devices: object) -> None:
         if len(asked) < place.local_world_size and mine[0].type != "cpu" and not process.shares:
             raise DeviceError(f"devices={devices!r}: {len(asked)} for {place.local_world_size} processes of this host")
     process.request, process.asked, process.devices = devices, asked, mine
-    _select(process.device)
+    select(process.device)
 
 
 def shutdown() -> None:
@@ -379,16 +391,9 @@ def shutdown() -> None:
         if _state.ended:
             _finish_end()
         elif dist.group.WORLD is process.group:
-            _destroy(process)
+            destroy_groups(process)
         process.group = process.control = None  # the last reference, so that gloo's threads end here and not at exit
     _state.process, _state.ended = None, ""
-
-
-def _destroy(process: Process) -> None:
-    if process.owns_group:
-        dist.destroy_process_group()
-    elif process.control is not None:
-        dist.destroy_process_group(process.control)
 
 
 def end_groups(reason: str) -> None:
@@ -408,6 +413,14 @@ def end_groups(reason: str) -> None:
         process.dependents.clear()
     if dist.is_initialized():
         getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)()
+
+
+def _noticed(reason: str) -> None:
+    """Another rank ended the groups: this one must not wait any longer. Called by the watch."""
+    if not _state.ended:
+        _state.ended = reason
+        logger.error("rank %d: the process groups were ended: %s", rank(), reason)
+        _disconnect_all()
 
 
 def _finish_end() -> None:
@@ -447,7 +460,7 @@ def _duration(timeout: float | timedelta) -> timedelta:
 
 
 def _here() -> Place:
-    return _state.process.place if _state.process is not None else _place()
+    return _state.process.place if _state.process is not None else place_now()
 
 
 def rank() -> int:
@@ -467,7 +480,7 @@ def local_rank() -> int:
         AccelError: a process group made outside accel does not tell before ``accel.init``.
     """
     number = _here().local_rank
-    if number == _UNKNOWN:
+    if number == UNKNOWN:
         raise AccelError("the local rank is known only after accel.init() or accel.setup(), or set LOCAL_RANK")
     return number
 

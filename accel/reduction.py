@@ -26,7 +26,8 @@ class Reduction:
         self.noted = noted
         self.armed = False
         #: All existing gradients are known to be final.
-        self.settled = True
+        self.settled = False
+        self._stepped: set[int] = set()
         self._expected: frozenset[int] = frozenset()
         self._open_since = -1
 
@@ -73,12 +74,20 @@ class Reduction:
         """The expected parameters that got no gradient."""
         return sorted(self._expected.difference(self.log.entries))
 
-    def frozen(self) -> list[int]:
-        """The parameters that were frozen between their forward and backward."""
+    def stepping(self, optimizer_id: int) -> None:
+        """Note a step: the same optimizer's second one without a gradient in between steps with gradients of unknown origin."""
+        if not self.log.entries and optimizer_id in self._stepped:
+            self.settled = False
+        self._stepped.add(optimizer_id)
+
+    def changed(self) -> list[int]:
+        """The parameters that were frozen, or got another dtype, between their forward and backward."""
         return [~i for i in self.log.entries if i is not None and i < 0]
 
     def finish(self) -> None:
         """Every gradient is final now."""
-        self.armed = self.armed and not self.log.entries
+        if self.log.entries:
+            self.armed = False
+            self._stepped.clear()
         self.log.fold(pending=False)
         self.settled = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
@@ -19,9 +20,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .clipping import ClipPatch
 from .engines import FOREIGN, Engine
-from .errors import AccelError, BackendError, OptimizerError, SharedParametersError
+from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError
 from .handles import ModelHandle, OptimizerHandle, raw
-from .precision import LossScale
+from .precision import LossScale, all_finite
 from .slot import Slot
 
 
@@ -32,6 +33,8 @@ class Registry:
     def __init__(self) -> None:
         self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self.loss_scale = LossScale()
+        #: Each dataloader has a seed of its own, or two of them would be shuffled alike.
+        self.loader_numbers = itertools.count()
         self._owners: Any = WeakIdKeyDictionary()
         self._hooks: list[RemovableHandle] = []
         self._clipping = ClipPatch(self._finalize_clipped)
@@ -82,8 +85,8 @@ class Registry:
     @staticmethod
     def optimizer_handle(optimizer: Optimizer) -> OptimizerHandle | None:
         """The live handle of a raw optimizer."""
-        handle: OptimizerHandle | None = Slot.get(optimizer)
-        return handle
+        reference: weakref.ref[OptimizerHandle] | None = Slot.get(optimizer)
+        return None if reference is None else reference()
 
     @staticmethod
     def of_handle(model: object) -> Engine:
@@ -137,22 +140,28 @@ class Registry:
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer that was never given to ``setup`` must not step with unfinished gradients either."""
-        if Slot.get(optimizer) is not None:
+        if self.optimizer_handle(optimizer) is not None:
             return
-        for engine in [e for e in self.engines if e.precision.scaled or e.unsettled()]:
-            if any(id(p) in engine.known for g in optimizer.param_groups for p in g["params"]):
-                if engine.precision.scaled:
-                    raise OptimizerError(
-                        f"{type(optimizer).__name__} steps parameters of a '16-mixed' model, but was not given to accel.setup"
-                    )
-                engine.prepare_step()
+        held = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        engines = [e for e in self.engines if not held.isdisjoint(e.known)]
+        if any(e.precision.scaled for e in engines):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} steps parameters of a '16-mixed' model, but was not given to accel.setup"
+            )
+        for engine in engines:
+            engine.prepare_step(optimizer)
+        if self.loss_scale.serial and not all_finite(optimizer):
+            raise PrecisionError(
+                f"the scaled loss overflowed into parameters of a {type(optimizer).__name__} that accel does not know, so "
+                "that it cannot skip this step: skip it where a gradient is not finite"
+            )
 
     def _finalize_clipped(self, gradients: Sequence[torch.Tensor]) -> None:
         """Make final the gradients that one of torch's clipping functions was given."""
-        for engine in [e for e in self.engines if e.unfinished()]:
+        for engine in [e for e in self.engines if e.unsettled()]:
             own = {id(p.grad) for p in engine.parameters if p.grad is not None}
             if any(id(g) in own for g in gradients):
-                engine.finalize_gradients()
+                engine.settle()
                 grown = sum(p.grad is not None for p in engine.parameters) > len(own)
                 if engine.distributed:
                     engine.compare(

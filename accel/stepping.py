@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Callable, Container
 from typing import Any, Final, Protocol, final
 
@@ -10,11 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from .errors import OptimizerError, PrecisionError
-from .handles import OptimizerHandle, Owner, end
+from .errors import OptimizerError, PrecisionError, RankMismatchError
+from .handles import Owner
 from .precision import LossScale, Precision, gradients_of
 from .process import Process
-from .slot import Slot
 
 _PROTOCOL: Final = "_step_supports_amp_scaling"
 
@@ -26,7 +27,8 @@ class Stepped(Owner, Protocol):
     precision: Precision
     loss_scale: LossScale
 
-    def prepare_step(self, *, by_grad_scaler: bool = False) -> None: ...
+    def prepare_step(self, optimizer: Optimizer | None, *, by_grad_scaler: bool = False) -> None: ...
+    def unsettled(self) -> bool: ...
     def check_optimizer(self, optimizer: Optimizer) -> None: ...
 
 
@@ -36,18 +38,20 @@ class Stepper:
 
     A user's ``torch.amp.GradScaler`` is met by torch's own protocol: an optimizer that says it supports scaling is
     always stepped, and finds scale and overflow in its attributes ``grad_scale`` and ``found_inf``.
+    The engine is held weakly: an optimizer that is kept does not keep its model.
     """
 
     def __init__(self, engine: Stepped, optimizer: Optimizer) -> None:
-        self.engine = engine
+        self._engine = weakref.ref(engine)
         self.optimizer = optimizer
-        self.handle = OptimizerHandle(engine, optimizer)
-        self._num_groups = len(optimizer.param_groups)
+        self._shape = _shape(optimizer)
+        self._serial = engine.loss_scale.serial
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        names = list(inspect.signature(type(optimizer).step).parameters)
+        self._closure_at = names.index("closure") if "closure" in names else -1
         self._fused = hasattr(optimizer, _PROTOCOL)
         if not self._fused:
             setattr(optimizer, _PROTOCOL, True)
-        Slot.put(optimizer, self.handle)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -59,23 +63,44 @@ class Stepper:
             hook.remove()
         if not self._fused:
             delattr(self.optimizer, _PROTOCOL)
-        self.engine.loss_scale.forget(self.optimizer)
-        Slot.clear(self.optimizer)
-        end(self.handle)
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(optimizer.param_groups) != self._num_groups:
-            self.engine.check_optimizer(optimizer)
-            self._num_groups = len(optimizer.param_groups)
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is not None:
-            return (args[0], self._global(closure)), {k: v for k, v in kwargs.items() if k != "closure"}
+        engine = self._engine()
+        if engine is None:
+            return None
+        if _shape(optimizer) != self._shape:
+            engine.check_optimizer(optimizer)
+            self._shape = _shape(optimizer)
+        at = self._closure_at
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": self._global(engine, kwargs["closure"])}
+        if 0 < at < len(args) and args[at] is not None:
+            return (*args[:at], self._global(engine, args[at]), *args[at + 1 :]), kwargs
         found_inf = getattr(optimizer, "found_inf", None)
-        self.engine.prepare_step(by_grad_scaler=found_inf is not None)
-        safe = self._unscale_for_user(found_inf) if found_inf is not None else self.engine.loss_scale.unscale(optimizer)
-        if not safe:
+        if found_inf is not None:
+            self._refuse_double_scaling(engine)
+        engine.prepare_step(optimizer, by_grad_scaler=found_inf is not None)
+        if not (self._judge(engine) if found_inf is None else self._unscale_for_user(found_inf)):
             self._hide_gradients()
         return None
+
+    def _judge(self, engine: Stepped) -> bool:
+        """Whether the gradients may be stepped with, where a scaled loss has made them."""
+        if self._serial == engine.loss_scale.serial:
+            return True
+        self._serial = engine.loss_scale.serial
+        return engine.loss_scale.judge(self.optimizer)
+
+    def _refuse_double_scaling(self, engine: Stepped) -> None:
+        if self._serial != engine.loss_scale.serial:
+            raise PrecisionError(
+                "a GradScaler steps gradients that accel.backward made, which are not scaled: use one of the two"
+            )
+        if engine.unsettled():
+            raise PrecisionError(
+                "a GradScaler looked for overflow in gradients that were not reduced yet (accel.no_sync, a second backward, "
+                "or a call around the handle), where each rank sees its own: use accel.backward and optimizer.step()"
+            )
 
     def _unscale_for_user(self, found_inf: torch.Tensor) -> bool:
         if self._fused:
@@ -101,22 +126,34 @@ class Stepper:
                     self._hidden.append((parameter, parameter.grad))
                     parameter.grad = None
 
-    def _global(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _global(self, engine: Stepped, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure as it would be in one process: final gradients, and the ranks' mean loss."""
-        if self.engine.precision.scaled:
+        if engine.precision.scaled:
             raise PrecisionError("optimizer.step(closure) has no loss scaling: use 'bf16-mixed' or '32-true'")
-        process = self.engine.process
+        process = engine.process
 
         def global_closure() -> Any:
             loss = closure()
-            self.engine.prepare_step()
-            if loss is None or process.place.world_size == 1:
+            engine.prepare_step(None)
+            world = process.place.world_size
+            if world == 1:
                 return loss
-            mean = torch.as_tensor(loss, device=process.device).detach().clone()
-            dist.all_reduce(mean, group=process.group)
-            return mean / process.place.world_size
+            value = torch.as_tensor(0.0 if loss is None else loss, device=process.device).detach().reshape(())
+            value = value if value.is_floating_point() else value.float()
+            total = torch.stack([value, torch.full_like(value, float(loss is not None))])
+            dist.all_reduce(total, group=process.group)
+            num_losses = int(total[1].item())
+            if num_losses not in (0, world):
+                raise RankMismatchError(
+                    f"the closure gave a loss on {num_losses} of {world} ranks: return it on every rank"
+                )
+            return total[0] / world if num_losses else None
 
         return global_closure
+
+
+def _shape(optimizer: Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
 
 
 def check_parameters(optimizer: Optimizer, known: Container[int], module: nn.Module, path: str) -> None:

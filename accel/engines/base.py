@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,9 +24,11 @@ from ..gradients import GradientLog
 from ..handles import ModelHandle, OptimizerHandle, end
 from ..precision import LossScale, Precision
 from ..process import Process
+from ..slot import Slot
 from ..stepping import Stepper, check_parameters
 from ..trainable import TrainableMask, explain
 
+logger = logging.getLogger("accel")
 _serials = itertools.count()
 
 
@@ -72,6 +76,7 @@ class Engine(ABC):
         self.serial = next(_serials)
         self.handle = ModelHandle(self)
         self.steppers: dict[int, Stepper] = {}
+        self.optimizer_handles: dict[int, OptimizerHandle] = {}
         self.dtypes: Dtypes = []
         named = dict(module.named_parameters())
         self.names = list(named)
@@ -190,23 +195,26 @@ class Engine(ABC):
         """Make sure that all ranks do ``what`` to this model with the same ``value``; else every rank raises."""
         require_equal(f"{what} ({type(self.module).__name__})", value, explain)
 
-    def attach(self, optimizer: Optimizer) -> OptimizerHandle:
+    def attach(self, optimizer: Optimizer) -> None:
         """Add an optimizer of this model's parameters. Local."""
-        stepper = self.steppers[id(optimizer)] = Stepper(self, optimizer)
-        return stepper.handle
+        self.steppers[id(optimizer)] = Stepper(self, optimizer)
+        handle = self.optimizer_handles[id(optimizer)] = OptimizerHandle(self, optimizer)
+        Slot.put(optimizer, weakref.ref(handle))
 
     def detach(self, optimizer: Optimizer) -> None:
         """Give the optimizer back to its user."""
         self.steppers.pop(id(optimizer)).close()
+        Slot.clear(optimizer)
+        end(self.optimizer_handles.pop(id(optimizer)))
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse parameters that this engine would not keep equal on all ranks."""
         if self.distributed:
             check_parameters(optimizer, self.known, self.module, type(optimizer).__name__)
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+    def step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Step ``optimizer``; its own ``step`` does the same, through its hooks."""
-        return optimizer.step() if closure is None else optimizer.step(closure)
+        return optimizer.step(*args, **kwargs)
 
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Drop the optimizer's gradients."""
@@ -235,38 +243,25 @@ class Engine(ABC):
             )
 
     @final
-    def prepare_step(self, *, by_grad_scaler: bool = False) -> None:
-        """Make the gradients final before a step, or refuse it."""
+    def prepare_step(self, optimizer: Optimizer | None, *, by_grad_scaler: bool = False) -> None:
+        """Make the gradients final before ``optimizer`` steps (None: before a closure's result), or refuse it."""
+        if self._restructured:
+            self._verify()
         if self.precision.scaled and not by_grad_scaler:
             self.refuse_plain_gradients(zeros=True)
+        if optimizer is not None:
+            self.before_step(optimizer)
         self.settle()
         self.log.accept()
 
-    @final
-    def unfinished(self) -> bool:
-        """Whether ``finalize_gradients`` has something to do. Local."""
-        return self.unsettled() or any(self.loss_scale.holds(s.optimizer) for s in self.steppers.values())
-
-    @final
-    def finalize_gradients(self) -> None:
-        """Reduce and unscale, so that the gradients are what one process would hold."""
-        self.settle()
-        for stepper in self.steppers.values():
-            self.loss_scale.unscale(stepper.optimizer)
-
-    @final
-    def accept_scaled(self, since: int) -> None:
-        """Note that the gradients logged from ``since`` on are scaled."""
-        came = {id(self.parameters[i]) for i in self.log.entries[since:] if i is not None}
-        for stepper in self.steppers.values():
-            if any(id(p) in came for g in stepper.optimizer.param_groups for p in g["params"]):
-                self.loss_scale.mark(stepper.optimizer)
-        self.log.accept()
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Hear that ``optimizer`` is about to step. Local."""
+        return
 
     @final
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the global norm of the model's gradients; returns the norm before."""
-        self.finalize_gradients()
+        self.settle()
         return nn.utils.clip_grad_norm_(self.parameters, max_norm, norm_type)
 
     def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -284,8 +279,12 @@ class Engine(ABC):
     def teardown(self) -> None:
         """End the engine: the raw module and optimizers are the user's own again."""
         try:
-            if self.unsettled():
+            if not self._ended and self.unsettled():
                 self.settle()
+        except AccelError as error:
+            logger.warning("teardown drops gradients that cannot be made final: %s", error)
+            for parameter in self.parameters:
+                parameter.grad = None
         finally:
             optimizers = [stepper.optimizer for stepper in self.steppers.values()]
             for optimizer in optimizers:

@@ -9,10 +9,11 @@ from typing import Any, Literal, final
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ..collectives import agree
+from ..compression import comm_hook
 from ..conversion import Replaced, convert_batchnorms, restore_batchnorms
 from ..errors import BackendError
 from ..flat import average_, broadcast_, broadcast_state
@@ -80,7 +81,7 @@ class DDPEngine(Engine):
         self._stale_buffers = False
         self._joining = False
         self._batchnorms: Replaced = []
-        self._buffers: list[torch.Tensor] = []
+        self._has_buffers = False
         # Where the parameters of a step are not known beforehand, the last bucket's reduction is noted in the log.
         options = self.options
         noted = options.find_unused_parameters or options.static_graph or options.comm_hook is not None
@@ -100,7 +101,7 @@ class DDPEngine(Engine):
             return
         if self.options.sync_batchnorm:
             self._batchnorms = convert_batchnorms(self.module, self.process.group)
-        self._buffers = list(self.module.buffers()) if self.options.broadcast_buffers else []
+        self._has_buffers = self.options.broadcast_buffers and any(True for _ in self.module.buffers())
         self._build()
 
     def _build(self) -> None:
@@ -124,14 +125,7 @@ class DDPEngine(Engine):
             self._register_comm_hook(self._ddp)
 
     def _register_comm_hook(self, ddp: DistributedDataParallel) -> None:
-        group = self.process.group
-        state: Any = group
-        hook: Any = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}.get(
-            self.options.comm_hook or "", default_hooks.allreduce_hook
-        )
-        if self.options.comm_hook == "powersgd":
-            state = powerSGD_hook.PowerSGDState(group, self.options.powersgd_rank, start_powerSGD_iter=2)
-            hook = powerSGD_hook.powerSGD_hook
+        state, hook = comm_hook(self.options.comm_hook, self.process.group, self.options.powersgd_rank)
 
         def noting(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
             future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
@@ -157,9 +151,9 @@ class DDPEngine(Engine):
         grad = torch.is_grad_enabled()
         reduction = self._reduction
         # Not while a graph may hold the buffers: between a forward and its backward.
-        if self._stale_buffers and self._sync and not self._joining and not reduction.graph_open:
+        if grad and self._stale_buffers and self._sync and not self._joining and not reduction.graph_open:
             self._synchronize_buffers()
-        if reduction.started() and not reduction.complete():
+        if reduction.started() and not self._reduced():
             self._recover()
         if self._ddp is None:
             out = self.entry(*args, **kwargs)
@@ -170,7 +164,8 @@ class DDPEngine(Engine):
             if grad and self._sync:
                 reduction.arm()
         reduction.opened(grad)
-        self._stale_buffers = bool(self._buffers) and (grad or self.module.training)
+        # Forwards without a graph may be one rank's alone: their changes wait for the next step.
+        self._stale_buffers = self._stale_buffers or (grad and self._has_buffers)
         return out
 
     @contextlib.contextmanager
@@ -211,26 +206,41 @@ class DDPEngine(Engine):
         unexplained = not self._reduction.settled and not self.log.entries
         return unexplained and any(p.grad is not None for p in self.parameters)
 
+    def _reduced(self) -> bool:
+        """Whether the armed backward came to its end: every gradient, and the reducer's own last act."""
+        if self._ddp is not None:
+            try:
+                self._ddp.reducer._check_reducer_finalized()
+            except RuntimeError:
+                return False
+        return self._reduction.complete()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Notice gradients that were assigned by hand since this optimizer's last step."""
+        self._reduction.stepping(id(optimizer))
+
     def settle(self) -> None:
         """Average once more where gradients came without the reducer; on all ranks, or none."""
         if not self.distributed:
             super().settle()
             return
+        came = bool(self.log.entries)
         if self._reduction.started():
-            self._refuse_frozen()
-            if not self._reduction.complete():
+            self._refuse_changed()
+            if not self._reduced():
                 self._raise_missing()
         if self.unsettled():
             self._average()
         self._reduction.finish()
-        if self._stale_buffers and not self._joining:
+        if (self._stale_buffers or (came and self._has_buffers)) and not self._joining:
             self._synchronize_buffers()
 
-    def _refuse_frozen(self) -> None:
-        if frozen := self._reduction.frozen():
+    def _refuse_changed(self) -> None:
+        if changed := self._reduction.changed():
             raise BackendError(
-                f"{', '.join(self.names[i] for i in frozen[:5])} was frozen between a forward and its backward, where the "
-                "reducer still waits for its gradient: change requires_grad before the forward"
+                f"{', '.join(self.names[i] for i in changed[:5])} was frozen or got another dtype between a forward and its "
+                "backward, where the reducer waits for its gradient: change requires_grad before the forward, and a dtype "
+                "only after accel.teardown"
             )
 
     def _average(self) -> None:
@@ -271,8 +281,9 @@ class DDPEngine(Engine):
             )
         else:
             message = (
-                "every parameter got a gradient, but the reducer did not see it as one backward (static_graph=True with a "
-                "graph that changes, or torch.autograd.grad through the model): set the model up without static_graph"
+                "every parameter got a gradient, but the reduction did not end: an exception ended the backward (then call "
+                "zero_grad() and go on), or static_graph=True was given for a graph that changes or that "
+                "torch.autograd.grad goes through"
             )
         self.compare("a step after an unfinished reduction", message)
         raise BackendError(message)
@@ -295,5 +306,6 @@ class DDPEngine(Engine):
         self._build()
 
     def _synchronize_buffers(self) -> None:
-        broadcast_(self._buffers, self.process.group)
+        # Found anew each time: a forward may put another tensor in a buffer's place.
+        broadcast_([b.data for b in self.module.buffers()], self.process.group)
         self._stale_buffers = False

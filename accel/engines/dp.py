@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass
 from typing import Any, final
@@ -33,7 +34,7 @@ class DPEngine(Engine):
         if len(devices) > 1:
             self._parallel = nn.DataParallel(self.entry, device_ids=list(devices), output_device=devices[0])
         else:
-            logger.warning("backend 'dp' with one device (%s) runs as 'single': no batch is split", self.process.device)
+            _say_single(str(self.process.device))
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Split, run the replicas, gather."""
@@ -42,3 +43,9 @@ class DPEngine(Engine):
     def unwrap(self) -> None:
         """Let go of the DataParallel."""
         self._parallel = self.entry
+
+
+@functools.cache
+def _say_single(device: str) -> None:
+    """Once for each device."""
+    logger.warning("backend 'dp' with one device (%s) runs as 'single': no batch is split", device)
