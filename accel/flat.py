@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from .collectives import agree
+from .errors import BackendError
 
 # Large enough that a call's latency does not count, small enough that the copy does not either.
 _PIECE_BYTES = 16 << 20
@@ -47,6 +48,28 @@ def average_(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -
         dist.all_reduce(flat, group=group)
         for tensor, part in zip(piece, flat.split([t.numel() for t in piece]), strict=True):
             tensor.copy_(part.view(tensor.shape))
+
+
+@torch.no_grad()
+def average_gradients_(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Average the gradients of every parameter that has one on any rank; a rank that has none counts as zero.
+
+    Raises:
+        BackendError: a sparse gradient, on the ranks that have one.
+    """
+    have = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
+    dist.all_reduce(have, op=dist.ReduceOp.MAX, group=group)
+    gradients = []
+    for parameter, needed in zip(parameters, have.tolist(), strict=True):
+        if needed:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+    if any(g.is_sparse for g in gradients):
+        raise BackendError(
+            "sparse gradients were accumulated without the reducer: use one synchronised backward a step"
+        )
+    average_(gradients, group)
 
 
 def broadcast_state(optimizer: Optimizer, source: int, group: dist.ProcessGroup | None) -> None:

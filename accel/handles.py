@@ -73,6 +73,8 @@ class ModelHandle(nn.Module):
         return value
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_torchdynamo_orig_callable":  # what torch.compile asks for first
+            raise AccelError("a handle cannot be compiled: call torch.compile on the raw module before accel.setup")
         # Reached only when the raw module lacks the attribute: this raises the error that it would raise.
         return getattr(_engine(self).module, name)
 

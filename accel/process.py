@@ -40,28 +40,33 @@ class Dependent(Protocol):
 
 @final
 class Watch(threading.Thread):
-    """Notices that a rank ended the groups, while this one waits in a collective for ranks that have not noticed."""
+    """Passes on from rank to rank why the groups were ended.
 
-    def __init__(self, store: distributed_c10d.Store, notice: Callable[[str], None]) -> None:
+    Closed connections tell only those that wait for the rank that ended them; others may wait for each other.
+    """
+
+    def __init__(self, control: dist.ProcessGroup, notice: Callable[[str], None]) -> None:
         super().__init__(name="accel-watch", daemon=True)
-        self._store, self._notice, self._over = store, notice, threading.Event()
-
-    def tell(self, reason: str) -> None:
-        """Makes the watches of all ranks notice."""
-        with contextlib.suppress(RuntimeError):
-            self._store.set("ended", reason)
+        self._control, self._notice = control, notice
 
     def run(self) -> None:
-        """Look once a second, until the end or ``stop``."""
-        with contextlib.suppress(RuntimeError):  # the store may end before this process does
-            while not self._over.wait(1.0):
-                if self._store.check(["ended"]):
-                    self._notice(self._store.get("ended").decode())
-                    return
+        """Wait for the rank on the left to say it, or for the end of the connection."""
+        message = torch.zeros(_FRAME, dtype=torch.uint8)
+        left = (self._control.rank() - 1) % self._control.size()
+        with contextlib.suppress(RuntimeError):
+            self._control.recv([message], left, _WATCH_TAG).wait(timedelta(days=365))
+            self._notice(to_bytes(message).rstrip(b"\0").decode(errors="replace"))
+
+    def tell(self, reason: str) -> None:
+        """Say it to the rank on the right."""
+        message = to_tensor(reason.encode()[:_FRAME].ljust(_FRAME, b"\0"))
+        right = (self._control.rank() + 1) % self._control.size()
+        with contextlib.suppress(RuntimeError):
+            self._control.send([message], right, _WATCH_TAG).wait(timedelta(seconds=1))
 
     def stop(self) -> None:
-        """Ends the thread."""
-        self._over.set()
+        """End the thread, and the control group with it."""
+        disconnect(self._control)
         self.join(5)
 
 
@@ -81,9 +86,9 @@ class Process:
     control: dist.ProcessGroup | None = None
     #: Device type to the backend that serves it in ``group``.
     backends: Mapping[str, str] = field(default_factory=dict)
-    #: Whether ranks may share one accelerator.
-    shares: bool = False
-    #: Names this start among all, for keys in the store that all ranks share; and what watches it for an end.
+    #: Whether the backend was asked for by name; where that is gloo, ranks may share an accelerator.
+    explicit: bool = False
+    #: Names this start among all, for keys in the store that all ranks share.
     token: str = ""
     watch: Watch | None = None
     #: How many exchanges the control group has seen.
@@ -95,6 +100,10 @@ class Process:
         """The device of this rank; the first one where it has several."""
         return self.devices[0]
 
+    def shares(self, device: torch.device) -> bool:
+        """Whether ranks may use one such device together."""
+        return device.type == "cpu" or (self.explicit and self.backends.get(device.type) == "gloo")
+
     def store(self, *names: str) -> distributed_c10d.Store:
         """Keys of this start alone, in the store that all ranks share."""
         return distributed_c10d.PrefixStore(
@@ -103,7 +112,8 @@ class Process:
 
 
 UNKNOWN = -1  # the local rank in a process group made outside accel, until the ranks have told their hosts
-_FRAME = 4096  # bytes of one rank's report at the start
+_FRAME = 4096  # bytes of one rank's report
+_WATCH_TAG, _NO_TAG = 0xACCE1, 0x5EED  # of messages on the control group; nobody sends with the second one
 
 
 # -- the start --------------------------------------------------------------------------------------------------------
@@ -129,7 +139,7 @@ def start(backend: str | None, timeout: timedelta | None, request: object, meeti
         devices=asked,
         group=group,
         backends={} if group is None else parse_backend(dist.get_backend_config(group)),
-        shares=explicit,
+        explicit=explicit,
     )
     if place.world_size > 1:
         # As the other ranks, which may have no problem, choose it.
@@ -208,8 +218,7 @@ def _agree_on_devices(process: Process, problem: str) -> None:
         local_rank = mates.index(process.place.rank)
         process.place = replace(process.place, local_rank=local_rank, local_world_size=len(mates))
     process.devices = pick(process.asked, process.place.local_rank, process.place.local_world_size)
-    process.shares = process.shares and process.backends[first.type] == "gloo"
-    if first.type != "cpu" and not process.shares:
+    if not process.shares(first):
         refuse_shared(_exchange(process, identity(process.device, host)))
 
 
@@ -247,8 +256,21 @@ def place_now() -> Place:
 
 
 def select(device: torch.device) -> None:
+    """Makes it the current device of its kind, which nccl and plain ``"cuda"`` go by."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def disconnect(group: dist.ProcessGroup) -> None:
+    """Closes the connections of a gloo group, also of one that reducers and pending work still hold.
+
+    Aborting or destroying a group lets go of it, but it stays connected as long as anything else holds it.
+    A receive that times out makes gloo close every connection of the group, which the waiting ranks notice;
+    one from a rank that is gone already fails without closing the others, so all are tried.
+    """
+    for peer in set(range(group.size())) - {group.rank()}:
+        with contextlib.suppress(RuntimeError):
+            group.recv([torch.empty(1)], peer, _NO_TAG).wait(timedelta(milliseconds=1))
 
 
 def destroy_groups(process: Process) -> None:
@@ -316,7 +338,7 @@ def init(
 def _begin(backend: str | None, timeout: timedelta | None, devices: object) -> Process:
     process = _state.process = start(backend, timeout, devices, _state.meeting)
     if process.control is not None:
-        process.watch = Watch(process.store(), _noticed)
+        process.watch = Watch(process.control, _noticed)
         process.watch.start()
         atexit.register(_at_exit)
     return process
@@ -375,7 +397,7 @@ def use_devices(devices: object) -> None:
     if mine != process.devices and process.control is not None:
         if problem := unserved(mine[0], process.backends):
             raise DeviceError(f"devices={devices!r}: {problem}")
-        if len(asked) < place.local_world_size and mine[0].type != "cpu" and not process.shares:
+        if len(asked) < place.local_world_size and not process.shares(mine[0]):
             raise DeviceError(f"devices={devices!r}: {len(asked)} for {place.local_world_size} processes of this host")
     process.request, process.asked, process.devices = devices, asked, mine
     select(process.device)
@@ -403,10 +425,7 @@ def end_groups(reason: str) -> None:
     ``current`` then raises with the reason, until ``shutdown``.
     """
     process = _state.process
-    if not _state.ended and process is not None and process.watch is not None:
-        process.watch.tell(reason)
-    _state.ended = _state.ended or reason
-    _disconnect_all()
+    _note_end(reason)
     if process is not None:
         for dependent in list(process.dependents):
             dependent.abandon(_state.ended)
@@ -415,12 +434,18 @@ def end_groups(reason: str) -> None:
         getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)()
 
 
-def _noticed(reason: str) -> None:
-    """Another rank ended the groups: this one must not wait any longer. Called by the watch."""
+def _note_end(reason: str) -> None:
+    """The first part of an end, also done by the watch while this thread waits in a collective."""
     if not _state.ended:
         _state.ended = reason
-        logger.error("rank %d: the process groups were ended: %s", rank(), reason)
-        _disconnect_all()
+        if _state.process is not None and _state.process.watch is not None:
+            _state.process.watch.tell(reason)
+    _disconnect_all()
+
+
+def _noticed(reason: str) -> None:
+    logger.error("rank %d: the process groups were ended: %s", rank(), reason)
+    _note_end(reason)
 
 
 def _finish_end() -> None:
@@ -430,16 +455,8 @@ def _finish_end() -> None:
 
 
 def _disconnect_all() -> None:
-    """Closes the connections of the gloo groups, also of those that reducers and pending work still hold.
-
-    Aborting or destroying a group lets go of it, but it stays connected as long as anything else holds it.
-    A receive that times out makes gloo close every connection of the group, which the waiting ranks notice;
-    one from a rank that is gone already fails without closing the others, so all are tried.
-    """
     for group in list(distributed_c10d._world.pg_map):
-        for peer in set(range(group.size())) - {group.rank()}:
-            with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1)], peer, 0x5EED).wait(timedelta(milliseconds=1))
+        disconnect(group)
 
 
 def _at_exit() -> None:
@@ -511,8 +528,9 @@ def print(
 ) -> None:
     """Prints on rank 0 only; with ``every_rank`` on all, each with its rank in front."""
     if every_rank:
-        text = (" " if sep is None else sep).join(map(str, values))
-        builtins.print(f"[rank {rank()}] {text}", end=end, file=file, flush=flush)
+        # One write, since the ranks write to one terminal.
+        text = (" " if sep is None else sep).join(map(str, values)) + ("\n" if end is None else end)
+        builtins.print(f"[rank {rank()}] {text}", end="", file=file, flush=flush)
     elif is_main():
         builtins.print(*values, sep=sep, end=end, file=file, flush=flush)
 

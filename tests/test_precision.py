@@ -71,6 +71,16 @@ class Many(nn.Module):
             "dict": {"y": (y, y.long()), "none": None},
         }[kind]
 
+    def remember(self) -> list[int]:
+        self.memory = getattr(self, "memory", [])
+        return self.memory
+
+    def weight(self) -> torch.Tensor:
+        return self.linear.weight
+
+    def stream(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield self.linear(x)
+
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x)
         self.seen = y.dtype
@@ -108,6 +118,14 @@ def test_what_is_computed_stored_and_returned(precision: str, inside: torch.dtyp
         assert type(out) in (torch.Tensor, Named, Record, dict)
     assert model.encode(torch.randn(2, 4)).dtype is torch.float32
     assert raw.seen is inside
+    assert model.remember() is raw.memory
+    assert model.weight() is raw.linear.weight
+    assert model.state_dict()["linear.weight"].dtype is stored
+    if precision == "32-true":
+        assert len(list(model.stream(torch.randn(2, 4)))) == 1
+    else:
+        with pytest.raises(accel.PrecisionError, match="generator"):
+            model.stream(torch.randn(2, 4))
     accel.teardown(model)
     assert raw.linear.weight.dtype is torch.float32
 
@@ -119,6 +137,8 @@ def test_environment_chooses_where_the_call_says_nothing(monkeypatch: pytest.Mon
     assert (engine.name, engine.precision.name) == ("ddp", "bf16-mixed")
     engine = registry.of_handle(accel.setup(net(), backend="single", precision="32-true").model)
     assert (engine.name, engine.precision.name) == ("single", "32-true")
+    monkeypatch.setenv("ACCEL_BACKEND", "auto")
+    assert registry.of_handle(accel.setup(net()).model).name == "single"
     monkeypatch.setenv("ACCEL_BACKEND", "dpd")
     with pytest.raises(accel.BackendError, match=r"dpd.*ACCEL_BACKEND|ACCEL_BACKEND.*dpd"):
         accel.setup(net())
@@ -304,3 +324,73 @@ def test_clipped_but_not_yet_stepped_gradients_can_be_added_to() -> None:
     reference(batch(1)).square().mean().backward()
     plain.step()
     assert difference(raw, reference) < 1e-3
+
+
+def test_every_leaf_gets_its_true_gradient() -> None:
+    raw, reference = net(), net()
+    model = accel.setup(raw, sgd(raw), precision="16-mixed").model
+    temperature, latent = nn.Parameter(torch.ones(())), torch.ones(8, 6, requires_grad=True)
+    own = torch.optim.SGD([temperature], lr=0.1)
+    accel.backward((model(batch(0) + latent) * temperature).square().mean())
+    t, z = torch.ones((), requires_grad=True), torch.ones(8, 6, requires_grad=True)
+    (reference(batch(0) + z) * t).square().mean().backward()
+    for mine, true in ((temperature, t), (latent, z), (raw[0].weight, reference[0].weight)):
+        assert mine.grad is not None
+        assert true.grad is not None
+        assert torch.allclose(mine.grad, true.grad, atol=2e-3)
+    own.step()
+    assert 0 < float((temperature - 1).detach().abs()) < 1
+    accel.backward((model(batch(0)) * temperature * 1e35).square().mean())
+    with pytest.raises(accel.PrecisionError, match="does not know"):
+        own.step()
+
+
+def overflow_beside_fp32() -> None:
+    raws = nn.Linear(6, 6), nn.Linear(6, 1)
+    (g, g_opt, _), (d, d_opt, _) = (
+        accel.setup(m, sgd(m), precision=k) for m, k in zip(raws, ("32-true", "16-mixed"), strict=True)
+    )
+    before = copy.deepcopy([m.state_dict() for m in raws])
+    accel.backward(d(g(batch(0) * 1e4)).square().mean())
+    d_opt.step()
+    g_opt.step()
+    for m, state in zip(raws, before, strict=True):
+        assert all(torch.equal(v, state[k]) for k, v in m.state_dict().items())
+
+
+def test_an_overflow_spares_the_fp32_model_beside() -> None:
+    overflow_beside_fp32()
+    run(2, overflow_beside_fp32)
+
+
+def test_two_scalers_on_one_optimizer_are_refused() -> None:
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, sgd(raw), precision="16-mixed")
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    accel.backward(model(batch(0)).square().mean())
+    with pytest.raises(accel.PrecisionError, match="one of the two"):
+        scaler.step(optimizer)
+    with pytest.raises(accel.AccelError, match="tensor"):
+        accel.backward(3.0)  # type: ignore[arg-type]
+
+
+def test_lbfgs_state_changes_precision_too() -> None:
+    raw = net()
+    optimizer = torch.optim.LBFGS(raw.parameters(), max_iter=2)
+
+    def train(precision: str) -> None:
+        model, handle, _ = accel.setup(raw, optimizer, precision=precision)
+
+        def closure() -> torch.Tensor:
+            handle.zero_grad()
+            loss = model(batch(0)).square().mean()
+            loss.backward()
+            return loss
+
+        handle.step(closure)
+        accel.teardown(model)
+
+    for precision in ("32-true", "bf16-true", "32-true"):
+        train(precision)
+    assert {p.dtype for p in raw.parameters()} == {torch.float32}

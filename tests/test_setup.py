@@ -199,6 +199,60 @@ def test_a_handle_shows_the_users_module() -> None:
     assert not any(name.startswith("_accel") for name in model.state_dict())
 
 
+class Scaled(torch.optim.SGD):
+    """An optimizer with a step of its own."""
+
+    def step(self, factor: float = 1.0, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            group["lr"] = 0.1 * factor
+        return super().step(closure)
+
+
+def test_an_optimizer_with_its_own_step() -> None:
+    raw = net().eval()
+    reference = copy.deepcopy(raw)
+    optimizer, plain = Scaled(raw.parameters(), lr=0.1), Scaled(reference.parameters(), lr=0.1)
+    model, handle, _ = accel.setup(raw, optimizer)
+
+    def closure(m: Any, o: Any) -> Any:
+        o.zero_grad()
+        loss = m(torch.ones(4, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    for m, o in ((model, handle), (reference, plain)):
+        closure(m, o)
+        o.step(5.0)
+        assert float(o.step(2.0, lambda m=m, o=o: closure(m, o)).detach()) > 0
+        o.step(closure=lambda m=m, o=o: closure(m, o), factor=0.5)
+    assert all(torch.equal(p, q) for p, q in zip(raw.parameters(), reference.parameters(), strict=True))
+
+
+def test_a_handle_of_a_container() -> None:
+    raw = net().eval()
+    model = accel.setup(raw).model
+    assert len(model) == 4
+    assert model[0] is raw[0]
+    assert [type(m) for m in model] == [type(m) for m in raw]
+    model[2] = nn.Tanh()
+    assert isinstance(raw[2], nn.Tanh)
+    model(torch.randn(2, 4))
+    with pytest.raises(accel.AccelError, match="before accel.setup"):
+        torch.compile(model, backend="eager")
+
+
+def test_an_optimizer_that_is_kept_does_not_keep_its_model() -> None:
+    raw = net()
+    optimizer = adam(raw)
+    model, handle, _ = accel.setup(raw, optimizer)
+    one_step(model, handle)
+    engine = weakref.ref(registry.engine(raw))
+    del raw, model, handle
+    gc.collect()
+    assert engine() is None
+    optimizer.step()
+
+
 def test_an_optimizer_handle_shows_the_users_optimizer() -> None:
     raw = net()
     optimizer = adam(raw)
@@ -311,6 +365,12 @@ def bad_input() -> None:
     refuse(accel.AccelError, "lazy", lambda: setup(nn.LazyLinear(3)), *every)
 
 
+def test_a_module_without_values_is_refused() -> None:
+    with torch.device("meta"):
+        raw = net()
+    refuse(accel.AccelError, "meta device", lambda: accel.setup(raw))
+
+
 def test_bad_input_is_refused_and_changes_nothing() -> None:
     bad_input()
     run(2, bad_input)
@@ -409,6 +469,9 @@ def different(what: str) -> None:
     if what == "precision" and second:
         kwargs["precision"] = "bf16-mixed"
     optimizer = torch.optim.SGD(raw.parameters(), lr=0.2 if what == "lr" and second else 0.1)
+    if what == "order":
+        parameters = list(raw.parameters())[:: -1 if second else 1]
+        return accel.setup(raw, torch.optim.SGD(parameters, lr=0.1)) and None
     if what == "bad input" and second:
         accel.setup("not a model")  # type: ignore[arg-type]
     before = [p.clone() for p in raw.parameters()]
@@ -430,6 +493,7 @@ def different(what: str) -> None:
         ("precision", "bf16-mixed"),
         ("optimizer", "optimizers"),
         ("lr", "0.2"),
+        ("order", "group 0"),
     ],
 )
 def test_ranks_that_differ_all_raise(what: str, named: str) -> None:
@@ -444,6 +508,25 @@ def test_an_error_on_one_rank_is_an_error_on_all() -> None:
     assert "rank 1" in first.message
     assert "AccelError" in second.error
     assert "Module" in second.message
+
+
+class Tagged:
+    """A value whose text is its address."""
+
+
+def same_everywhere() -> None:
+    raw = net()
+    optimizer = torch.optim.SGD([{"params": raw.parameters(), "tag": Tagged(), "lr": torch.tensor(0.1)}])
+    with torch.inference_mode():
+        model, handle, _ = accel.setup(raw, optimizer)
+    one_step(model, handle)
+    optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
+    with pytest.raises(accel.OptimizerError, match=r"\(3,\)"):
+        one_step(model, handle)
+
+
+def test_what_is_the_same_on_all_ranks_is_accepted() -> None:
+    run(2, same_everywhere)
 
 
 # -- weights, lifetime ----------------------------------------------------------------------------------------------------
@@ -495,9 +578,9 @@ def test_fifty_rounds_of_setup_and_teardown_leave_memory_flat(world: int) -> Non
         assert late - early < 10 * model_bytes
 
 
-def unreferenced(steps: int) -> list[bool]:
+def unreferenced(steps: int, backend: Any = "auto") -> list[bool]:
     raw = net()
-    model, optimizer, _ = accel.setup(raw, adam(raw))
+    model, optimizer, _ = accel.setup(raw, adam(raw), backend=backend)
     for _ in range(steps):
         one_step(model, optimizer)
     model(torch.randn(4, 4)).mean().backward()
@@ -509,8 +592,9 @@ def unreferenced(steps: int) -> list[bool]:
 
 def test_an_unreferenced_model_is_collected() -> None:
     assert unreferenced(2) == [False, False, False]
-    for found in run(2, unreferenced, 2):
-        assert found == [False, False, False]
+    for backend in ("ddp", accel.DDP(comm_hook="bf16"), accel.DDP(find_unused_parameters=True)):
+        for found in run(2, unreferenced, 2, backend):
+            assert found == [False, False, False]
     assert not registry.engines
 
 

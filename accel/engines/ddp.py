@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -16,7 +15,7 @@ from ..collectives import agree
 from ..compression import comm_hook
 from ..conversion import Replaced, convert_batchnorms, restore_batchnorms
 from ..errors import BackendError
-from ..flat import average_, broadcast_, broadcast_state
+from ..flat import average_gradients_, broadcast_, broadcast_state
 from ..process import Process
 from ..reduction import Reduction
 from .base import Context, Engine, Options
@@ -127,10 +126,12 @@ class DDPEngine(Engine):
     def _register_comm_hook(self, ddp: DistributedDataParallel) -> None:
         state, hook = comm_hook(self.options.comm_hook, self.process.group, self.options.powersgd_rank)
 
+        entries = self.log.entries  # not self: the reducer keeps the hook, where no garbage collector looks
+
         def noting(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
             future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
             if bucket.is_last():
-                self.log.entries.append(None)
+                entries.append(None)
             return future
 
         noting.__annotations__.clear()  # of which torch accepts only its own
@@ -250,21 +251,7 @@ class DDPEngine(Engine):
                 "module) inside accel.join, where the ranks cannot reduce them together"
             )
         self.compare("a reduction of gradients accumulated without the reducer", True)
-        have = torch.tensor(
-            [p.grad is not None for p in self.parameters], dtype=torch.uint8, device=self.process.device
-        )
-        dist.all_reduce(have, op=dist.ReduceOp.MAX, group=self.process.group)
-        gradients = []
-        for parameter, needed in zip(self.parameters, have.tolist(), strict=True):
-            if needed:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                gradients.append(parameter.grad)
-        if any(g.is_sparse for g in gradients):
-            raise BackendError(
-                "sparse gradients were accumulated without the reducer; use one synchronised backward a step"
-            )
-        average_(gradients, self.process.group)
+        average_gradients_(self.parameters, self.process.group)
 
     def _raise_missing(self) -> None:
         missing = [

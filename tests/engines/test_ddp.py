@@ -360,19 +360,65 @@ def buffers_follow_rank_0() -> None:
     if accel.rank() == 0:
         with torch.no_grad():
             model(data(0, 0))
+        # In train mode too: a GAN's samples, say.
+        model.train()
+        with torch.no_grad():
+            model(data(1, 0))
     dist.barrier()
     model.train()
-    with torch.no_grad():
-        for step in range(2):
-            model(data(step, accel.rank()))
-    model.eval()
-    with torch.no_grad():
-        model(data(0, 0))
+    optimizer.zero_grad()
+    model(data(4, accel.rank())).mean().backward()
+    optimizer.step()
     assert equal_on_all_ranks(raw)
 
 
 def test_buffers_are_rank_0s_and_evaluation_on_one_rank_does_not_hang() -> None:
     run(2, buffers_follow_rank_0)
+
+
+class Averages(nn.Module):
+    """Keeps statistics in a buffer that each forward replaces, and in a BatchNorm that only a method uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = net(), nn.BatchNorm1d(2)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("count", torch.zeros(2, dtype=torch.int16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        self.count += int(accel.rank()) + 1
+        return self.loss(x)
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.inner(x)).square().mean()
+
+
+def replaced_buffers() -> None:
+    raw = Averages()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    for step in range(4):
+        optimizer.zero_grad()
+        (model(data(step, accel.rank())) if step % 2 else model.loss(data(step, accel.rank()))).backward()
+        optimizer.step()
+        assert equal_on_all_ranks(raw)
+    assert raw.mean.abs().sum() > 0
+
+
+def test_replaced_buffers_and_methods_keep_the_ranks_equal() -> None:
+    run(2, replaced_buffers)
+
+
+class Fails(torch.autograd.Function):
+    """Its backward is the last of all, when every parameter has its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
 
 
 class Moody(nn.Module):
@@ -388,6 +434,8 @@ class Moody(nn.Module):
             y.register_hook(lambda g: 1 / 0)
         if self.mood == "late":
             self.inner[0].weight.register_hook(self.late)
+        if self.mood == "last":
+            return self.inner(Fails.apply(x.requires_grad_(True)))
         return y
 
     def late(self, gradient: torch.Tensor) -> None:
@@ -399,7 +447,7 @@ def exceptions() -> None:
     raw, other = Moody(), Moody()
     model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
     reference, ref_optimizer, _ = accel.setup(other, torch.optim.SGD(other.parameters(), lr=0.1))
-    for step, mood in enumerate(["", "forward", "backward", "late", "", "late", ""]):
+    for step, mood in enumerate(["", "forward", "backward", "late", "last", "", "late", "last", ""]):
         raw.mood = mood
         optimizer.zero_grad()
         if mood:
@@ -412,13 +460,18 @@ def exceptions() -> None:
             o.step()
     assert all(torch.equal(p, q) for p, q in zip(raw.parameters(), other.parameters(), strict=True))
     assert equal_on_all_ranks(raw)
-    raw.mood = "late"
-    optimizer.zero_grad()
-    with pytest.raises(ZeroDivisionError):
-        model(data(0, accel.rank())).mean().backward()
-    raw.mood = ""
-    with pytest.raises(accel.BackendError, match="no gradient"):
-        optimizer.step()
+    for mood, message in (("late", "no gradient"), ("last", "did not end")):
+        raw.mood = mood
+        optimizer.zero_grad()
+        with pytest.raises(ZeroDivisionError):
+            model(data(0, accel.rank())).mean().backward()
+        raw.mood = ""
+        before = copy.deepcopy(raw.state_dict())
+        with pytest.raises(accel.BackendError, match=message):
+            optimizer.step()
+        assert all(torch.equal(v, before[k]) for k, v in raw.state_dict().items())
+    assert accel.teardown(model) is raw
+    accel.setup(raw, object.__getattribute__(optimizer, "_accel_raw"))
 
 
 def test_an_exception_leaves_the_engine_usable() -> None:
@@ -455,3 +508,62 @@ def test_join_ends_with_equal_weights_and_optimizer_state(bn: bool) -> None:
 def short_timeouts(name: str) -> Any:
     accel.init(timeout=5)
     return globals()[name]()
+
+
+# -- what changes under the engine ----------------------------------------------------------------------------------------
+
+
+def other_dtype() -> None:
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    model.double()
+    model(data(0, accel.rank()).double()).mean().backward()
+    with pytest.raises(accel.BackendError, match="dtype"):
+        optimizer.step()
+
+
+def gradients_from_before() -> None:
+    raw = net()
+    raw(data(0, accel.rank())).square().mean().backward()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    optimizer.step()
+    assert equal_on_all_ranks(raw)
+    parameters = list(raw.parameters())
+    for step in range(3):
+        loss = raw(data(step, accel.rank())).square().mean()
+        for p, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            p.grad = g
+        optimizer.step()
+        assert equal_on_all_ranks(raw)
+
+
+def closure_on_one_rank() -> None:
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(data(0, accel.rank())).square().mean()
+        loss.backward()
+        return loss if accel.rank() else None
+
+    with pytest.raises(accel.RankMismatchError, match="1 of 2"):
+        optimizer.step(closure)
+
+
+def scaler_with_local_gradients() -> None:
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu")
+    with accel.no_sync(model):
+        loss = model(data(0, accel.rank())).square().mean() * (float("inf") if accel.rank() == 0 else 1.0)
+        scaler.scale(loss).backward()
+    before = copy.deepcopy(raw.state_dict())
+    with pytest.raises(accel.PrecisionError, match="not reduced"):
+        scaler.step(optimizer)
+    assert all(torch.equal(v, before[k]) for k, v in raw.state_dict().items())
+
+
+@pytest.mark.parametrize("case", [other_dtype, gradients_from_before, closure_on_one_rank, scaler_with_local_gradients])
+def test_what_changes_under_the_engine(case: Any) -> None:
+    run(2, case)
