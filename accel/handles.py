@@ -145,17 +145,18 @@ def _through_engine(bound: MethodType) -> Callable[..., Any]:
     return call
 
 
+_OPTIMIZER_OWN = frozenset({"step", "zero_grad", "add_param_group"})
+
+
 class OptimizerHandle(Optimizer):
     """The user's optimizer as seen through the engine of its model; ``param_groups`` and state are the raw optimizer's."""
-
-    _OWN = frozenset({"step", "zero_grad", "add_param_group"})
 
     def __init__(self, engine: Owner, optimizer: Optimizer) -> None:
         _set(self, "_accel_engine", engine)
         _set(self, "_accel_raw", optimizer)
 
     def __getattribute__(self, name: str) -> Any:
-        if name[:2] == "__" or name[:7] == "_accel_" or name in OptimizerHandle._OWN:
+        if name in _OPTIMIZER_OWN or name[:2] == "__" or name[:7] == "_accel_":
             return _get(self, name)
         _engine(self)
         return getattr(_get(self, "_accel_raw"), name)
@@ -163,7 +164,7 @@ class OptimizerHandle(Optimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         _engine(self)
         # A scheduler replaces `step` on the object that it was given: here it is this handle's own.
-        if name in OptimizerHandle._OWN:
+        if name in _OPTIMIZER_OWN:
             _set(self, name, value)
         else:
             setattr(_get(self, "_accel_raw"), name, value)

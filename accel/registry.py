@@ -140,15 +140,15 @@ class Registry:
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer that was never given to ``setup`` must not step with unfinished gradients either."""
-        if self.optimizer_handle(optimizer) is not None:
+        if Slot.get(optimizer) is not None:
             return
-        held = {id(p) for g in optimizer.param_groups for p in g["params"]}
-        engines = [e for e in self.engines if not held.isdisjoint(e.known)]
-        if any(e.precision.scaled for e in engines):
-            raise OptimizerError(
-                f"{type(optimizer).__name__} steps parameters of a '16-mixed' model, but was not given to accel.setup"
-            )
-        for engine in engines:
+        for engine in [e for e in self.engines if e.log.active and (e.precision.scaled or e.unsettled())]:
+            if not any(id(p) in engine.known for g in optimizer.param_groups for p in g["params"]):
+                continue
+            if engine.precision.scaled:
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} steps parameters of a '16-mixed' model, but was not given to accel.setup"
+                )
             engine.prepare_step(optimizer)
         if self.loss_scale.serial and not all_finite(optimizer):
             raise PrecisionError(

@@ -71,23 +71,31 @@ class Stepper:
         if _shape(optimizer) != self._shape:
             engine.check_optimizer(optimizer)
             self._shape = _shape(optimizer)
+        if (len(args) > 1 or kwargs) and (replaced := self._with_global_closure(engine, args, kwargs)):
+            return replaced
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None:
+            self._refuse_double_scaling(engine)
+        engine.prepare_step(optimizer, by_grad_scaler=found_inf is not None)
+        if found_inf is not None:
+            safe = self._unscale_for_user(found_inf)
+        else:
+            safe = self._serial == engine.loss_scale.serial or self._judge(engine)
+        if not safe:
+            self._hide_gradients()
+        return None
+
+    def _with_global_closure(self, engine: Stepped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments of ``step`` with its closure replaced; None where there is none."""
         at = self._closure_at
         if kwargs.get("closure") is not None:
             return args, {**kwargs, "closure": self._global(engine, kwargs["closure"])}
         if 0 < at < len(args) and args[at] is not None:
             return (*args[:at], self._global(engine, args[at]), *args[at + 1 :]), kwargs
-        found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is not None:
-            self._refuse_double_scaling(engine)
-        engine.prepare_step(optimizer, by_grad_scaler=found_inf is not None)
-        if not (self._judge(engine) if found_inf is None else self._unscale_for_user(found_inf)):
-            self._hide_gradients()
         return None
 
     def _judge(self, engine: Stepped) -> bool:
         """Whether the gradients may be stepped with, where a scaled loss has made them."""
-        if self._serial == engine.loss_scale.serial:
-            return True
         self._serial = engine.loss_scale.serial
         return engine.loss_scale.judge(self.optimizer)
 

@@ -124,7 +124,8 @@ class Engine(ABC):
 
     def settle(self) -> None:
         """Make every gradient final. A collective where there is something to reduce."""
-        self.log.fold(pending=False)
+        if self.log.entries:
+            self.log.fold(pending=False)
 
     def rebuild(self) -> None:
         """Make the changed trainable mask take effect; the ranks have agreed on it."""
@@ -252,7 +253,8 @@ class Engine(ABC):
         if optimizer is not None:
             self.before_step(optimizer)
         self.settle()
-        self.log.accept()
+        if self.precision.scaled:
+            self.log.accept()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Hear that ``optimizer`` is about to step. Local."""
