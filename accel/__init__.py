@@ -13,7 +13,8 @@ from .api import (
     teardown,
     unwrap,
 )
-from .collectives import all_gather, all_reduce, barrier, broadcast, main_first
+from .collectives import all_gather, all_reduce, broadcast
+from .control import barrier, main_first
 from .data import LoaderOptions, gather_for_metrics
 from .engines import OPTIONS
 from .errors import (
@@ -31,7 +32,8 @@ from .errors import (
     TimeoutError,
 )
 from .handles import Handles
-from .process import device, init, is_main, local_rank, print, rank, seed, world_size
+from .process import device, init, is_main, local_rank, print, rank, world_size
+from .rng import seed
 
 __version__ = "0.1.0"
 

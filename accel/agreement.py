@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import data
-from .collectives import agree
+from .control import agree
 from .conversion import convert_module, convert_optimizer
 from .data import LoaderHandle, LoaderOptions
 from .engines import Context, Engine

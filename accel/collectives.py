@@ -1,27 +1,21 @@
-"""What the ranks tell each other: control values on accel's own group, and the user's tensors on the default group."""
+"""Collectives over nested containers of the user's tensors, on the default process group."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import math
-import pickle
-import threading
-import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 
-from .errors import AccelError, RankMismatchError, TimeoutError
-from .process import Process, current, end_groups, ended, local_rank, rank, to_bytes, to_tensor
+from .control import agree, lost
+from .errors import AccelError, RankMismatchError
+from .process import Process, current
+from .trees import map_tensors, walk
 
-_BLOCK = 1024  # bytes that every exchange sends; a longer value takes a second round
 _OPS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
@@ -29,207 +23,6 @@ _OPS = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
-
-# -- control: small values, on accel's own group ------------------------------------------------------------------------
-
-
-def short_timeout() -> timedelta:
-    """How long to wait for ranks that are here already in a correct program."""
-    return min(current().timeout, timedelta(seconds=60))
-
-
-def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list[Any]:
-    """Gathers a small value of every rank, on accel's own group. Collective; for one thread at a time.
-
-    Args:
-        what: Names this meeting, the same on every rank.
-        value: What this rank tells; it is pickled.
-        timeout: How long to wait for the other ranks; the process's timeout if None.
-
-    Returns:
-        The values of all ranks, by rank.
-
-    Raises:
-        RankMismatchError: another rank is at another meeting; on every rank.
-        TimeoutError: a rank did not come; the process groups are ended, so that no rank hangs.
-        AccelError: a rank ended while this one waited; the process groups are ended.
-    """
-    process = current()
-    if process.control is None:
-        return [value]
-    payload = pickle.dumps((what, value))
-    framed = len(payload).to_bytes(8, "little") + payload
-    limit = timeout or process.timeout
-    blocks = _gather(process, what, framed[:_BLOCK].ljust(_BLOCK, b"\0"), limit)
-    longest = 8 + max(int.from_bytes(block[:8], "little") for block in blocks)
-    if longest > _BLOCK:
-        blocks = _gather(process, what, framed.ljust(longest, b"\0"), limit)
-    messages = [pickle.loads(block[8:]) for block in blocks]
-    if any(theirs != what for theirs, _ in messages):
-        places = "; ".join(f"rank {number} is in {theirs!r}" for number, (theirs, _) in enumerate(messages))
-        raise RankMismatchError(f"the ranks are at different points of the program: {places}")
-    return [theirs for _, theirs in messages]
-
-
-def _gather(process: Process, what: str, block: bytes, limit: timedelta) -> list[bytearray]:
-    """Every rank's block, which are equally long."""
-    process.rounds += 1
-    arrivals = process.store(str(process.rounds))
-    mine = to_tensor(block)
-    theirs = [torch.empty_like(mine) for _ in range(process.place.world_size)]
-    patience = min(timedelta(seconds=1), limit / 4)
-    try:
-        work = dist.all_gather(theirs, mine, group=process.control, async_op=True)
-        # To say who is missing, the ranks must say that they came; only those that wait for long do.
-        late = not _done(work, patience)
-        if late:
-            arrivals.set(str(process.place.rank), "")
-            late = not _done(work, limit - patience)
-    except RuntimeError as error:
-        arrivals.set(str(process.place.rank), "")
-        if ended() or "imed out" not in str(error):
-            raise _lost(what, error) from error
-        late = True
-    if late:
-        raise _too_late(process, what, limit, arrivals, patience)
-    return [to_bytes(tensor) for tensor in theirs]
-
-
-def _done(work: Any, span: timedelta) -> bool:
-    try:
-        work.wait(span)
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-        work.wait(span)  # it ended while this rank gave up: well, or with an error of its own
-    return True
-
-
-def _lost(what: str, error: RuntimeError) -> AccelError:
-    reason = ended() or "a rank ended or failed; the first error of the ranks tells why"
-    end_groups(reason)
-    return AccelError(f"rank {rank()} cannot go on in {what!r}: {reason} ({error})")
-
-
-def _too_late(
-    process: Process, what: str, limit: timedelta, arrivals: distributed_c10d.Store, patience: timedelta
-) -> TimeoutError:
-    seconds = f"{limit.total_seconds():g} s"
-    end_groups(f"not every rank came to {what!r} within {seconds}")
-    time.sleep(patience.total_seconds())  # the ranks that came in the meantime say so now
-    missing: list[str] = []
-
-    def look() -> None:
-        with contextlib.suppress(RuntimeError):
-            missing.extend(str(r) for r in range(process.place.world_size) if not arrivals.check([str(r)]))
-
-    # The store may be on a host that is gone.
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    thread.join(5)
-    who = f"rank {', '.join(missing)} did not come" if missing else "some rank did not come"
-    return TimeoutError(
-        f"rank {process.place.rank} waited {seconds} in {what!r}, but {who}; the process groups were ended so that no "
-        "rank hangs. Every rank must make this call: look for a call on one rank only (`if accel.is_main():`), a rank "
-        "with fewer steps, or one that needs longer than accel.init(timeout=...)"
-    )
-
-
-def barrier() -> None:
-    """Waits until every rank is here.
-
-    Raises:
-        AccelError: a rank did not come in time (TimeoutError), ended, or is at another call (RankMismatchError).
-    """
-    agree("barrier", None)
-
-
-@contextlib.contextmanager
-def main_first(*, local: bool = False) -> Iterator[None]:
-    """Runs the body on rank 0 first, then on the others; with ``local`` on the first rank of each host. Collective.
-
-    Raises:
-        AccelError: the body failed on a rank that was first, so it does not run on the others.
-    """
-    first = (local_rank() if local else rank()) == 0
-    problem = ""
-    try:
-        if first:
-            yield
-    except BaseException as error:
-        problem = f"{type(error).__name__}: {error}"
-        raise
-    finally:
-        problems = agree("main_first", problem)
-    for number, text in enumerate(problems):
-        if text:
-            raise AccelError(f"main_first: the body failed on rank {number}, which was first: {text}")
-    if not first:
-        yield
-
-
-# -- trees: nested containers of tensors --------------------------------------------------------------------------------
-
-
-def map_tensors(fn: Callable[[Tensor], Any], tree: Any, *, others: bool = False) -> Any:
-    """The same nested dicts, lists, tuples, namedtuples and dataclasses with ``fn`` of each tensor.
-
-    Containers in which nothing changed are returned themselves; the others are copied.
-
-    Args:
-        fn: Called with each tensor.
-        tree: The nested containers, or one tensor.
-        others: Keeps leaves that are no tensors; else they are refused.
-
-    Raises:
-        AccelError: a leaf is no tensor; named by its path, as ``data["a"][1]``.
-    """
-
-    def visit(path: str, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return fn(leaf)
-        if others:
-            return leaf
-        raise AccelError(
-            f"{path} is a {type(leaf).__qualname__}; expected a tensor, or dicts, lists and tuples of them"
-        )
-
-    return _walk(visit, tree, "data")
-
-
-def _walk(visit: Callable[[str, Any], Any], tree: Any, path: str) -> Any:
-    keys: list[Any]
-    if isinstance(tree, MutableMapping):
-        keys, values = list(tree), list(tree.values())
-        paths = [f'{path}["{key}"]' if isinstance(key, str) else f"{path}[{key!r}]" for key in keys]
-    elif isinstance(tree, list | tuple):
-        keys, values = list(range(len(tree))), list(tree)
-        names = getattr(tree, "_fields", None)
-        paths = [f"{path}[{key}]" if names is None else f"{path}.{names[key]}" for key in keys]
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type | nn.Module):
-        keys = [f.name for f in dataclasses.fields(tree) if hasattr(tree, f.name)]
-        values, paths = [getattr(tree, key) for key in keys], [f"{path}.{key}" for key in keys]
-    else:
-        return visit(path, tree)
-    new = [_walk(visit, value, name) for value, name in zip(values, paths, strict=True)]
-    if all(mine is value for mine, value in zip(new, values, strict=True)):
-        return tree
-    return _rebuild(tree, keys, new)
-
-
-def _rebuild(tree: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
-    if isinstance(tree, tuple):
-        return tree._make(values) if hasattr(tree, "_make") else type(tree)(values)
-    result = copy.copy(tree)
-    for key, value in zip(keys, values, strict=True):
-        if isinstance(tree, list | MutableMapping):
-            result[key] = value
-        else:
-            object.__setattr__(result, key, value)  # also where the dataclass is frozen
-    return result
-
-
-# -- data: the user's tensors, on the default group ---------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -262,7 +55,7 @@ def all_reduce(data: Any, op: str = "sum") -> Any:
         flat = flat / process.place.world_size if op == "mean" else flat
         for path, piece in zip(paths, torch.split(flat, [wide[path].numel() for path in paths]), strict=True):
             results[path] = _narrow(piece, tensors[path], op)
-    return _walk(lambda path, _: results[path], data, "data")
+    return walk(lambda path, _: results[path], data, "data")
 
 
 @torch.no_grad()
@@ -293,7 +86,7 @@ def all_gather(data: Any) -> Any:
         number = sum(theirs[path][0] if theirs[path] else 1 for theirs in shapes)
         rows = torch.cat(parts).view(tensor.dtype).reshape(number, *tensor.shape[1:])
         results[path] = rows.to(tensor.device)
-    return _walk(lambda path, _: results[path], data, "data")
+    return walk(lambda path, _: results[path], data, "data")
 
 
 @torch.no_grad()
@@ -321,7 +114,7 @@ def broadcast(data: Any, src: int = 0) -> Any:
         path: piece.clone().view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
         for (path, tensor), piece in zip(tensors.items(), pieces, strict=True)
     }
-    return _walk(lambda path, _: results[path], data, "data")
+    return walk(lambda path, _: results[path], data, "data")
 
 
 def _meet(
@@ -343,7 +136,7 @@ def _meet(
             found[path] = leaf
         return leaf
 
-    _walk(visit, data, "data")
+    walk(visit, data, "data")
     tensors = {path: found[path] for path in sorted(found)}
     carrier = _carrier(process, tensors)
     kinds = {path: f"{_describe(tensor, rows)} sent on {carrier.type}" for path, tensor in tensors.items()}
@@ -402,7 +195,7 @@ def _transfer(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise _lost(what, error) from error
+        raise lost(what, error) from error
 
 
 def _pack(tensors: dict[str, Tensor], carrier: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .collectives import agree, short_timeout
+from .control import agree, short_timeout
 from .errors import RankMismatchError, TimeoutError
 from .process import end_groups
 

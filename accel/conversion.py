@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from .collectives import map_tensors
+from .trees import map_tensors
 
 #: Tensors that were converted to another dtype, with the one that they had.
 Dtypes = list[tuple[torch.Tensor, torch.dtype]]

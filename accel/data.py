@@ -12,13 +12,14 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, final
 import torch
 from torch.utils.data import DataLoader
 
-from .collectives import all_gather, map_tensors
+from .collectives import all_gather
 from .errors import LoaderError
 from .feeds import WHOLE, Kept, Position, Start
 from .iteration import Iteration, LoaderOptions, LoaderState, latest
 from .loader_checks import check, describe, length_of
 from .process import world_size
 from .sampling import digest
+from .trees import map_tensors
 
 __all__ = ["LoaderHandle", "LoaderOptions", "check", "describe", "distribute", "gather_for_metrics"]
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from .collectives import agree
+from .control import agree
 from .errors import BackendError
 
 # Large enough that a call's latency does not count, small enough that the copy does not either.

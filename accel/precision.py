@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .collectives import map_tensors
 from .errors import PrecisionError
+from .trees import map_tensors
 
 NAMES: Final = ("32-true", "bf16-mixed", "16-mixed", "bf16-true")
 

@@ -15,17 +15,10 @@ import torch
 import torch.distributed as dist
 
 from accel import process
-from accel.collectives import (
-    agree,
-    all_gather,
-    all_reduce,
-    barrier,
-    broadcast,
-    main_first,
-    map_tensors,
-    short_timeout,
-)
+from accel.collectives import all_gather, all_reduce, broadcast
+from accel.control import agree, barrier, main_first, short_timeout
 from accel.errors import AccelError
+from accel.trees import map_tensors
 from tests.distributed import outcomes, refusals, run
 
 Pair = namedtuple("Pair", ["left", "right"])

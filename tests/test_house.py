@@ -34,8 +34,10 @@ LAYERS = [
     ["feeds"],
     ["sampling", "gradients", "conversion", "slot"],
     ["flat", "consensus"],
-    ["collectives"],
+    ["collectives", "rng"],
+    ["control", "trees"],
     ["process"],
+    ["startup"],
     ["environments", "devices"],
     ["errors"],
 ]

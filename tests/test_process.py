@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel import process
+from accel import process, rng
 from accel.errors import AccelError, DeviceError, LaunchError
 from tests.distributed import outcomes, run
 
@@ -194,16 +194,16 @@ def test_seed() -> None:
 
     state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        process.seed(5)
+        rng.seed(5)
         first = draw()
-        process.seed(5, per_rank=True)
+        rng.seed(5, per_rank=True)
         assert draw() == first
-        process.seed(6)
+        rng.seed(6)
         assert not set(draw()) & set(first)
-        process.seed(2**32 - 1)
+        rng.seed(2**32 - 1)
         for bad in (-1, 2**32, 1.0, True, "5"):
             with pytest.raises(AccelError, match=r"expected an integer from 0 to 2\*\*32 - 1"):
-                process.seed(bad)  # type: ignore[arg-type]
+                rng.seed(bad)  # type: ignore[arg-type]
     finally:
         random.setstate(state[0])
         np.random.set_state(state[1])
@@ -400,7 +400,7 @@ def test_ending_the_groups_frees_ranks_that_wait_in_any_of_them(tmp_path: Path) 
 
 FAILING = """
 import os, sys, time, torch, torch.distributed as dist
-from accel import process
+from accel import process, rng
 here = process.current()
 if here.place.rank == 1:
     # Pending work that no rank answers keeps torch's destructors waiting for the whole timeout.
@@ -425,7 +425,7 @@ def test_an_error_on_one_rank_ends_the_others_with_an_error() -> None:
 
 STARTING = """
 import torch, torch.distributed as dist
-from accel import process
+from accel import process, rng
 assert process.world_size() == {world} and process.running() is None and not dist.is_initialized()
 for round in range({rounds}):
     here = process.current()

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..collectives import agree
 from ..compression import comm_hook
+from ..control import agree
 from ..conversion import Replaced, convert_batchnorms, restore_batchnorms
 from ..errors import BackendError
 from ..flat import average_gradients_, broadcast_, broadcast_state

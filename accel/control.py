@@ -1,0 +1,157 @@
+"""What the ranks tell each other: small values, on accel's own process group."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from .errors import AccelError, RankMismatchError, TimeoutError
+from .process import Process, current, end_groups, ended, local_rank, rank
+from .startup import to_bytes, to_tensor
+
+_BLOCK = 1024  # bytes that every exchange sends; a longer value takes a second round
+
+
+def short_timeout() -> timedelta:
+    """How long to wait for ranks that are here already in a correct program."""
+    return min(current().timeout, timedelta(seconds=60))
+
+
+def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list[Any]:
+    """Gathers a small value of every rank, on accel's own group. Collective; for one thread at a time.
+
+    Args:
+        what: Names this meeting, the same on every rank.
+        value: What this rank tells; it is pickled.
+        timeout: How long to wait for the other ranks; the process's timeout if None.
+
+    Returns:
+        The values of all ranks, by rank.
+
+    Raises:
+        RankMismatchError: another rank is at another meeting; on every rank.
+        TimeoutError: a rank did not come; the process groups are ended, so that no rank hangs.
+        AccelError: a rank ended while this one waited; the process groups are ended.
+    """
+    process = current()
+    if process.control is None:
+        return [value]
+    payload = pickle.dumps((what, value))
+    framed = len(payload).to_bytes(8, "little") + payload
+    limit = timeout or process.timeout
+    blocks = _gather(process, what, framed[:_BLOCK].ljust(_BLOCK, b"\0"), limit)
+    longest = 8 + max(int.from_bytes(block[:8], "little") for block in blocks)
+    if longest > _BLOCK:
+        blocks = _gather(process, what, framed.ljust(longest, b"\0"), limit)
+    messages = [pickle.loads(block[8:]) for block in blocks]
+    if any(theirs != what for theirs, _ in messages):
+        places = "; ".join(f"rank {number} is in {theirs!r}" for number, (theirs, _) in enumerate(messages))
+        raise RankMismatchError(f"the ranks are at different points of the program: {places}")
+    return [theirs for _, theirs in messages]
+
+
+def _gather(process: Process, what: str, block: bytes, limit: timedelta) -> list[bytearray]:
+    """Every rank's block, which are equally long."""
+    process.rounds += 1
+    arrivals = process.store(str(process.rounds))
+    mine = to_tensor(block)
+    theirs = [torch.empty_like(mine) for _ in range(process.place.world_size)]
+    patience = min(timedelta(seconds=1), limit / 4)
+    try:
+        work = dist.all_gather(theirs, mine, group=process.control, async_op=True)
+        # To say who is missing, the ranks must say that they came; only those that wait for long do.
+        late = not _done(work, patience)
+        if late:
+            arrivals.set(str(process.place.rank), "")
+            late = not _done(work, limit - patience)
+    except RuntimeError as error:
+        arrivals.set(str(process.place.rank), "")
+        if ended() or "imed out" not in str(error):
+            raise lost(what, error) from error
+        late = True
+    if late:
+        raise _too_late(process, what, limit, arrivals, patience)
+    return [to_bytes(tensor) for tensor in theirs]
+
+
+def _done(work: Any, span: timedelta) -> bool:
+    try:
+        work.wait(span)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait(span)  # it ended while this rank gave up: well, or with an error of its own
+    return True
+
+
+def lost(what: str, error: RuntimeError) -> AccelError:
+    """The error of a collective that another rank's end broke; ends the groups."""
+    reason = ended() or "a rank ended or failed; the first error of the ranks tells why"
+    end_groups(reason)
+    return AccelError(f"rank {rank()} cannot go on in {what!r}: {reason} ({error})")
+
+
+def _too_late(
+    process: Process, what: str, limit: timedelta, arrivals: distributed_c10d.Store, patience: timedelta
+) -> TimeoutError:
+    seconds = f"{limit.total_seconds():g} s"
+    end_groups(f"not every rank came to {what!r} within {seconds}")
+    time.sleep(patience.total_seconds())  # the ranks that came in the meantime say so now
+    missing: list[str] = []
+
+    def look() -> None:
+        with contextlib.suppress(RuntimeError):
+            missing.extend(str(r) for r in range(process.place.world_size) if not arrivals.check([str(r)]))
+
+    # The store may be on a host that is gone.
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(5)
+    who = f"rank {', '.join(missing)} did not come" if missing else "some rank did not come"
+    return TimeoutError(
+        f"rank {process.place.rank} waited {seconds} in {what!r}, but {who}; the process groups were ended so that no "
+        "rank hangs. Every rank must make this call: look for a call on one rank only (`if accel.is_main():`), a rank "
+        "with fewer steps, or one that needs longer than accel.init(timeout=...)"
+    )
+
+
+def barrier() -> None:
+    """Waits until every rank is here.
+
+    Raises:
+        AccelError: a rank did not come in time (TimeoutError), ended, or is at another call (RankMismatchError).
+    """
+    agree("barrier", None)
+
+
+@contextlib.contextmanager
+def main_first(*, local: bool = False) -> Iterator[None]:
+    """Runs the body on rank 0 first, then on the others; with ``local`` on the first rank of each host. Collective.
+
+    Raises:
+        AccelError: the body failed on a rank that was first, so it does not run on the others.
+    """
+    first = (local_rank() if local else rank()) == 0
+    problem = ""
+    try:
+        if first:
+            yield
+    except BaseException as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        problems = agree("main_first", problem)
+    for number, text in enumerate(problems):
+        if text:
+            raise AccelError(f"main_first: the body failed on rank {number}, which was first: {text}")
+    if not first:
+        yield

@@ -1,0 +1,72 @@
+"""Nested containers of tensors."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from .errors import AccelError
+
+
+def map_tensors(fn: Callable[[Tensor], Any], tree: Any, *, others: bool = False) -> Any:
+    """The same nested dicts, lists, tuples, namedtuples and dataclasses with ``fn`` of each tensor.
+
+    Containers in which nothing changed are returned themselves; the others are copied.
+
+    Args:
+        fn: Called with each tensor.
+        tree: The nested containers, or one tensor.
+        others: Keeps leaves that are no tensors; else they are refused.
+
+    Raises:
+        AccelError: a leaf is no tensor; named by its path, as ``data["a"][1]``.
+    """
+
+    def visit(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return fn(leaf)
+        if others:
+            return leaf
+        raise AccelError(
+            f"{path} is a {type(leaf).__qualname__}; expected a tensor, or dicts, lists and tuples of them"
+        )
+
+    return walk(visit, tree, "data")
+
+
+def walk(visit: Callable[[str, Any], Any], tree: Any, path: str) -> Any:
+    """The tree with ``visit(path, leaf)`` in each leaf's place."""
+    keys: list[Any]
+    if isinstance(tree, MutableMapping):
+        keys, values = list(tree), list(tree.values())
+        paths = [f'{path}["{key}"]' if isinstance(key, str) else f"{path}[{key!r}]" for key in keys]
+    elif isinstance(tree, list | tuple):
+        keys, values = list(range(len(tree))), list(tree)
+        names = getattr(tree, "_fields", None)
+        paths = [f"{path}[{key}]" if names is None else f"{path}.{names[key]}" for key in keys]
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type | nn.Module):
+        keys = [f.name for f in dataclasses.fields(tree) if hasattr(tree, f.name)]
+        values, paths = [getattr(tree, key) for key in keys], [f"{path}.{key}" for key in keys]
+    else:
+        return visit(path, tree)
+    new = [walk(visit, value, name) for value, name in zip(values, paths, strict=True)]
+    if all(mine is value for mine, value in zip(new, values, strict=True)):
+        return tree
+    return rebuild(tree, keys, new)
+
+
+def rebuild(tree: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
+    """A container like ``tree`` with other values."""
+    if isinstance(tree, tuple):
+        return tree._make(values) if hasattr(tree, "_make") else type(tree)(values)
+    result = copy.copy(tree)
+    for key, value in zip(keys, values, strict=True):
+        if isinstance(tree, list | MutableMapping):
+            result[key] = value
+        else:
+            object.__setattr__(result, key, value)  # also where the dataclass is frozen
+    return result
