@@ -11,7 +11,7 @@ from statistics import fmean
 
 import torch
 
-from .contenders import accel_settings, settings
+from .contenders import accel_settings
 from .measure import NUM_BATCHES, NUM_IMPORTS
 from .targets import verdicts
 from .timing import Row
@@ -27,8 +27,8 @@ time, which other work on the machine disturbs less; the wall time stands beside
 hooks are in place during its own blocks only."""
 STEPS = """zero_grad, forward, loss, backward and step in fp32, by each library's own loop (`accelerator.backward`, \
 `fabric.backward`); times in microseconds per step."""
-SETTINGS = """Raw `DistributedDataParallel` on the 500-tensor model at 2 ranks over gloo, in microseconds per step; the first row \
-is torch's defaults (`bucket_cap_mb=None`: 25 MiB, the first bucket 1 MiB)."""
+SETTINGS = """Raw `DistributedDataParallel` on the 500-tensor model at 2 ranks over gloo, in microseconds per step; the first \
+row is torch's defaults (`bucket_cap_mb=None`: 25 MiB, the first bucket 1 MiB)."""
 
 
 @dataclass
