@@ -18,7 +18,7 @@ from .engines import Engine
 from .errors import AccelError, AlreadySetUpError, BackendError, LoaderError, OptimizerError
 from .handles import Handles, OptimizerHandle, raw
 from .precision import Precision
-from .process import Process, current, use_devices
+from .process import Process, current, running, use_devices
 from .registry import registry, resolve_module
 from .slot import Slot
 from .stepping import check_parameters
@@ -125,6 +125,8 @@ def make_plan(
     model: Any, optimizers: Any, dataloaders: Any, wanted: Wanted, loader_options: LoaderOptions | None
 ) -> Plan:
     """What this rank wants. An error is kept, so that all ranks learn of it."""
+    if running() is None:
+        use_devices(wanted[2])
     process = current()
     plan = Plan(wanted, loader_options, optimizers=optimizers, dataloaders=dataloaders)
     try:

@@ -294,4 +294,5 @@ class Engine(ABC):
             self.log.close()
             self.unwrap()
             restore_dtypes(self.dtypes, optimizers)
+            self.process.dependents.discard(self)
             end(self.handle)

@@ -33,9 +33,9 @@ def collect(sections: tuple[str, ...], quick: bool) -> report.Results:
         if name == "single":
             results.single = measure.steps(1, 3 if quick else 30)
         elif name == "ddp":
-            results.ddp = measure.steps(2, 6 if quick else 60)
+            results.ddp = measure.steps(2, 4 if quick else 60)
         elif name == "settings":
-            results.settings = measure.settings(12 if quick else 150)
+            results.settings = measure.settings(8 if quick else 150)
         else:
             results.costs = measure.costs(1 if quick else 6)
             results.costs["import"] = measure.imports(rivals=not quick)
