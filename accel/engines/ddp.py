@@ -21,11 +21,9 @@ from ..reduction import Reduction
 from .base import Context, Engine, Options
 
 CommHook = Literal["fp16", "bf16", "powersgd"]
+_KNOWN = inspect.signature(DistributedDataParallel).parameters
 # torch 2.13 renamed the switch; the engine broadcasts buffers by itself, once a step.
-_SWITCH = "forward_sync_buffers"
-_NO_BUFFERS: Any = {
-    _SWITCH if _SWITCH in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers": False
-}
+_NO_BUFFERS: Any = {"forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +34,7 @@ class DDP(Options):
         find_unused_parameters: allow parameters that get no gradient in a step.
         static_graph: the graph and the used parameters are the same in every step; excludes ``no_sync``.
         gradient_as_bucket_view: gradients live in the reducer's buckets, which saves a copy of them.
+        batched_grad_copy: gradients enter a bucket together, not one by one (torch 2.13; without effect before it).
         bucket_cap_mb: size of a bucket in MiB (None: torch's default of 25, its first bucket being 1).
         broadcast_buffers: all ranks take rank 0's buffers once a step.
         sync_batchnorm: BatchNorm over the batches of all ranks (accelerators only).
@@ -47,6 +46,7 @@ class DDP(Options):
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool = True
+    batched_grad_copy: bool = True
     bucket_cap_mb: float | None = None
     broadcast_buffers: bool = True
     sync_batchnorm: bool = False
@@ -110,11 +110,13 @@ class DDPEngine(Engine):
         if not trainable:
             return
         options = self.options
+        batched: Any = {"batched_grad_copy": options.batched_grad_copy} if "batched_grad_copy" in _KNOWN else {}
         self._ddp = DistributedDataParallel(
             self.entry,
             process_group=self.process.group,
             init_sync=False,
             **_NO_BUFFERS,
+            **batched,
             find_unused_parameters=options.find_unused_parameters,
             static_graph=options.static_graph,
             gradient_as_bucket_view=options.gradient_as_bucket_view,

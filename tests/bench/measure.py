@@ -43,9 +43,14 @@ def _together() -> dict[str, Any]:
 # -- in the worker processes ------------------------------------------------------------------------------------------
 
 
-def _steps(name: str, world: int, seconds: float) -> dict[str, Times]:
-    workload = next(w for w in WORKLOADS if w.name == name)
-    return interleave(contenders.contenders(workload, world), seconds, workload.steps, **_together())
+def _steps(world: int, seconds: float) -> dict[str, dict[str, Times]]:
+    times = {}
+    for workload in WORKLOADS:
+        rivals = contenders.contenders(workload, world)
+        times[workload.name] = interleave(rivals, seconds, workload.steps, **_together())
+        # The next engine registers its hooks anew, where they are seen.
+        accel.teardown()
+    return times
 
 
 def _settings(seconds: float) -> dict[str, Times]:
@@ -119,11 +124,17 @@ def _loaders(seconds: float) -> dict[str, Times]:
     return interleave(built, seconds, 1, units=NUM_BATCHES)
 
 
+def _costs(seconds: float) -> dict[str, dict[str, Times]]:
+    parts = {"setup": _setup_again, "mask": _mask, "log": _log, "loader": _loaders}
+    return {name: fn(seconds) for name, fn in parts.items()}
+
+
 # -- from the outside -------------------------------------------------------------------------------------------------
 
 
 def steps(world: int, seconds: float) -> dict[str, list[Row]]:
-    return {w.name: summarise(over_ranks(run(world, _steps, w.name, world, seconds))) for w in WORKLOADS}
+    ranks = run(world, _steps, world, seconds)
+    return {w.name: summarise(over_ranks([rank[w.name] for rank in ranks])) for w in WORKLOADS}
 
 
 def settings(seconds: float) -> list[Row]:
@@ -131,8 +142,7 @@ def settings(seconds: float) -> list[Row]:
 
 
 def costs(seconds: float) -> dict[str, list[Row]]:
-    parts = {"setup": _setup_again, "mask": _mask, "log": _log, "loader": _loaders}
-    return {name: summarise(run(1, fn, seconds)[0]) for name, fn in parts.items()}
+    return {name: summarise(times) for name, times in run(1, _costs, seconds)[0].items()}
 
 
 def imports(rivals: bool) -> list[Row]:

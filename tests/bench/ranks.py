@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _context = multiprocessing.get_context("spawn")
-LIMIT_SECONDS = 300.0
+LIMIT_SECONDS = 600.0
 
 
 def _serve(rank: int, world: int, store: str, answer: Connection, work: bytes) -> None:

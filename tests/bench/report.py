@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -22,9 +21,10 @@ block of steps of each, and each round begins with another. A ratio or an overhe
 is computed within one round, so that a disturbance hits both sides; *best* is the shortest block. Times of 2 ranks are \
 their mean, a barrier starts each block. *cpu* is the process's own time with all its threads (`time.process_time`), \
 *wall* is what the clock says. All with `OMP_NUM_THREADS=1` and without garbage collection inside a block. \
-"raw torch, again" is the same loop as "raw torch" once more: what it shows is noise. The targets are held against cpu \
-time, which other work on the machine disturbs less; the wall time stands beside it. A library's global optimizer \
-hooks are in place during its own blocks only."""
+"raw torch, again" is the same loop as "raw torch" once more: what it shows is noise. ± is half the 95 % interval of a \
+median. The targets are held against cpu \
+time, which other work on the machine disturbs less; the wall time stands beside it. What a library changes for the \
+whole process (optimizer hooks, for example) is in place during its own blocks only."""
 STEPS = """zero_grad, forward, loss, backward and step in fp32, by each library's own loop (`accelerator.backward`, \
 `fabric.backward`); times in microseconds per step."""
 SETTINGS = """Raw `DistributedDataParallel` on the 500-tensor model at 2 ranks over gloo, in microseconds per step; the first \
@@ -72,7 +72,7 @@ def _steps(rows: list[Row]) -> str:
                 f"{r.wall_ratio:.3f}",
                 f"{r.cpu_ratio:.3f}",
                 f"{r.wall_over:+.1f}" if i else "",
-                f"{r.cpu_over:+.1f}" if i else "",
+                f"{r.cpu_over:+.1f} ± {r.noise:.1f}" if i else "",
                 str(r.rounds),
             ]
             for i, r in enumerate(rows)
@@ -87,9 +87,10 @@ def _all_steps(title: str, tables: dict[str, list[Row]]) -> list[str]:
     return parts
 
 
-def _effect(rows: dict[str, Row], change: str, on: Callable[[str], bool], off: Callable[[str], str]) -> list[str]:
-    """What a change gives in the mean over the rows that differ in it alone."""
-    pairs = [(rows[name], rows[off(name)]) for name in rows if on(name) and off(name) in rows]
+def _effect(rows: dict[str, Row], change: str, on: str, off: str) -> list[str]:
+    """What a change gives in the mean over the pairs of rows that differ in it alone."""
+    others = {name: name.replace(on, off) for name in rows if f"{name},".count(f"{on},")}
+    pairs = [(rows[name], rows[other]) for name, other in others.items() if other in rows]
     cpu = fmean(a.cpu_ratio - b.cpu_ratio for a, b in pairs)
     wall = fmean(a.wall_ratio - b.wall_ratio for a, b in pairs)
     return [change, f"{100 * cpu:+.1f} %", f"{100 * wall:+.1f} %", str(len(pairs))]
@@ -97,32 +98,21 @@ def _effect(rows: dict[str, Row], change: str, on: Callable[[str], bool], off: C
 
 def _all_settings(rows: list[Row]) -> list[str]:
     named = {r.name: r for r in rows}
-    changes = [
-        ("gradient_as_bucket_view", "gradient_as_bucket_view=True", "gradient_as_bucket_view=False"),
-        ("bucket_cap_mb: 25 for None", "bucket_cap_mb=25", "bucket_cap_mb=None"),
-        ("bucket_cap_mb: 5 for None", "bucket_cap_mb=5", "bucket_cap_mb=None"),
-        ("bucket_cap_mb: 1 for None", "bucket_cap_mb=1", "bucket_cap_mb=None"),
-        ("static_graph", ", static_graph=True", ""),
-        ("batched_grad_copy", ", batched_grad_copy=True", ""),
+    changes = [("`gradient_as_bucket_view=True`", "gradient_as_bucket_view=True", "gradient_as_bucket_view=False")]
+    changes += [
+        (f"`bucket_cap_mb={cap}` for None", f"bucket_cap_mb={cap}", "bucket_cap_mb=None") for cap in (1, 5, 25, 100)
     ]
-    effects = []
-    for title, on, off in changes:
-        if any(on in name for name in named):
-            effects.append(
-                _effect(
-                    named, title, lambda n, on=on: on in n.split(", ") or on in n and on[0] == ",",
-                    lambda n, on=on, off=off: n.replace(on, off),
-                )
-            )  # fmt: skip
+    changes += [(f"`{k}=True`", f", {k}=True", "") for k in ("static_graph", "batched_grad_copy")]
+    effects = [_effect(named, *change) for change in changes if any(change[1] in name for name in named)]
     best = min(rows, key=lambda r: r.cpu_ratio)
-    head = ["change", "cpu of torch's defaults", "wall of torch's defaults", "pairs of rows"]
     chosen = ", ".join(f"`{k}={v}`" for k, v in accel_settings().items())
     return [
         "## Settings of DDP",
         SETTINGS,
         _steps(rows),
-        "What one setting gives, in the mean over the pairs of rows that differ in it alone:",
-        _table(head, effects),
+        "What one setting gives, in the mean over the pairs of rows that differ in it alone, in percent of the step with "
+        "torch's defaults:",
+        _table(["change", "cpu", "wall", "pairs"], effects),
         f"The least cpu: `{best.name}`, {best.cpu_ratio:.3f} of torch's defaults. accel's defaults are {chosen}.",
     ]
 
@@ -147,7 +137,8 @@ def _all_costs(costs: dict[str, list[Row]]) -> list[str]:
         f"parameters with and without it, the dataloader the difference of epochs of {NUM_BATCHES} shuffled batches that "
         f"cost almost nothing themselves (the raw one takes {loader[0].wall:.1f} a batch), their start included.",
         _table(["", "wall", "cpu"], figures),
-        f"Imports in milliseconds, each in {NUM_IMPORTS} or more fresh processes that had imported torch before, in turns:",
+        f"Imports in milliseconds, in {NUM_IMPORTS} or more fresh processes each, which take turns and import torch first; all "
+        "bytecode exists already:",
         _table(["", "wall", "cpu"], imports),
     ]
 
