@@ -30,7 +30,7 @@ class Verdict:
 
 def _answer(value: float, limit: float, noise: float, cause: str) -> str:
     if value <= limit:
-        return "met"
+        return "met" if limit - value >= noise else f"met, within this run's noise of {noise:.3g}"
     if value - limit <= noise:
         return f"not decided: the excess of {value - limit:.3g} is within this run's noise of {noise:.3g}"
     return f"**missed**: {cause}"
