@@ -57,7 +57,7 @@ class ModelHandle(nn.Module):
         _set(self, "_accel_raw", engine.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _engine(self).forward(*args, **kwargs)
+        return (_get(self, "_accel_engine") or _engine(self)).forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The same as calling the handle."""
@@ -175,7 +175,7 @@ class OptimizerHandle(Optimizer):
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Make the gradients final, then step the raw optimizer with the same arguments."""
-        return _engine(self).step(_get(self, "_accel_raw"), args, kwargs)
+        return (_get(self, "_accel_engine") or _engine(self)).step(_get(self, "_accel_raw"), args, kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) the gradients, wherever the engine keeps them."""

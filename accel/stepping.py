@@ -68,12 +68,13 @@ class Stepper:
         engine = self._engine()
         if engine is None:
             return None
-        if _shape(optimizer) != self._shape:
+        shape = _shape(optimizer)
+        if shape != self._shape:
             engine.check_optimizer(optimizer)
-            self._shape = _shape(optimizer)
+            self._shape = shape
         if (len(args) > 1 or kwargs) and (replaced := self._with_global_closure(engine, args, kwargs)):
             return replaced
-        found_inf = getattr(optimizer, "found_inf", None)
+        found_inf = optimizer.__dict__.get("found_inf")
         if found_inf is not None:
             self._refuse_double_scaling(engine)
         engine.prepare_step(optimizer, by_grad_scaler=found_inf is not None)
@@ -120,9 +121,10 @@ class Stepper:
         return not found_inf.item()
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for parameter, grad in self._hidden:
-            parameter.grad = grad
-        self._hidden.clear()
+        if self._hidden:
+            for parameter, grad in self._hidden:
+                parameter.grad = grad
+            self._hidden.clear()
         # By this mark a scheduler built on the other object knows that a step came before its own.
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
