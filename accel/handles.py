@@ -145,21 +145,19 @@ def _through_engine(bound: MethodType) -> Callable[..., Any]:
     return call
 
 
-_OPTIMIZER_OWN = frozenset({"step", "zero_grad", "add_param_group"})
-
-
 class OptimizerHandle(Optimizer):
     """The user's optimizer as seen through the engine of its model; ``param_groups`` and state are the raw optimizer's."""
+
+    _accel_engine: Owner | None
+    _accel_raw: Optimizer
 
     def __init__(self, engine: Owner, optimizer: Optimizer) -> None:
         _set(self, "_accel_engine", engine)
         _set(self, "_accel_raw", optimizer)
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in _OPTIMIZER_OWN or name[:2] == "__" or name[:7] == "_accel_":
-            return _get(self, name)
+    def __getattr__(self, name: str) -> Any:
         _engine(self)
-        return getattr(_get(self, "_accel_raw"), name)
+        return getattr(self._accel_raw, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         _engine(self)
@@ -167,23 +165,23 @@ class OptimizerHandle(Optimizer):
         if name in _OPTIMIZER_OWN:
             _set(self, name, value)
         else:
-            setattr(_get(self, "_accel_raw"), name, value)
+            setattr(self._accel_raw, name, value)
 
     def __delattr__(self, name: str) -> None:
         _engine(self)
-        delattr(_get(self, "_accel_raw"), name)
+        delattr(self._accel_raw, name)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Make the gradients final, then step the raw optimizer with the same arguments."""
-        return (_get(self, "_accel_engine") or _engine(self)).step(_get(self, "_accel_raw"), args, kwargs)
+        return (self._accel_engine or _engine(self)).step(self._accel_raw, args, kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) the gradients, wherever the engine keeps them."""
-        _engine(self).zero_grad(_get(self, "_accel_raw"), set_to_none)
+        (self._accel_engine or _engine(self)).zero_grad(self._accel_raw, set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of this model's parameters."""
-        _engine(self).add_param_group(_get(self, "_accel_raw"), param_group)
+        _engine(self).add_param_group(self._accel_raw, param_group)
 
     def __repr__(self) -> str:
         return f"OptimizerHandle({_get(self, '_accel_raw')!r})"
@@ -199,6 +197,22 @@ class OptimizerHandle(Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
         raise OptimizerError("an OptimizerHandle cannot be deep-copied: build a new optimizer on the copied model")
+
+
+_OPTIMIZER_OWN = frozenset({"step", "zero_grad", "add_param_group"})
+
+
+def _forwarded(name: str) -> property:
+    def get(handle: OptimizerHandle) -> Any:
+        return handle.__getattr__(name)
+
+    return property(get)
+
+
+# What Optimizer itself defines is the raw optimizer's too. Not by __getattribute__, which every step would pay for.
+for _name in vars(Optimizer).keys() - _OPTIMIZER_OWN:
+    if not _name.startswith("__"):
+        setattr(OptimizerHandle, _name, _forwarded(_name))
 
 
 def end(handle: ModelHandle | OptimizerHandle) -> None:

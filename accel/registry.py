@@ -37,6 +37,7 @@ class Registry:
         self.loader_numbers = itertools.count()
         self._owners: Any = WeakIdKeyDictionary()
         self._hooks: list[RemovableHandle] = []
+        self._watched: list[RemovableHandle] = []
         self._clipping = ClipPatch(self._finalize_clipped)
 
     def add(self, engine: Engine) -> None:
@@ -50,9 +51,9 @@ class Registry:
             self._hooks = [
                 register_module_parameter_registration_hook(self._registered),
                 register_module_module_registration_hook(self._registered),
-                register_optimizer_step_pre_hook(self._before_any_step),
             ]
-        if engine.log.active:
+        if engine.log.active and not self._watched:
+            self._watched = [register_optimizer_step_pre_hook(self._before_any_step)]
             self._clipping.install()
         weakref.finalize(engine, self._prune).atexit = False
 
@@ -67,11 +68,10 @@ class Registry:
     def _prune(self) -> None:
         engines = list(self.engines)
         if not engines:
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = []
+            _remove(self._hooks)
             self.loss_scale = LossScale()
         if not any(engine.log.active for engine in engines):
+            _remove(self._watched)
             self._clipping.remove()
 
     # -- look-up --------------------------------------------------------------------------------------------------
@@ -171,6 +171,12 @@ class Registry:
                     raise BackendError(
                         "gradients were missing when torch.nn.utils clipped: use accel.clip_grad_norm_(model)"
                     )
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
 
 
 def _walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

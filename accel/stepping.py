@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from .errors import OptimizerError, PrecisionError, RankMismatchError
 from .handles import Owner
@@ -44,7 +45,7 @@ class Stepper:
     def __init__(self, engine: Stepped, optimizer: Optimizer) -> None:
         self._engine = weakref.ref(engine)
         self.optimizer = optimizer
-        self._shape = _shape(optimizer)
+        self._num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
         self._serial = engine.loss_scale.serial
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         names = list(inspect.signature(type(optimizer).step).parameters)
@@ -52,15 +53,14 @@ class Stepper:
         self._fused = hasattr(optimizer, _PROTOCOL)
         if not self._fused:
             setattr(optimizer, _PROTOCOL, True)
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
-        ]
+        self._prepare = optimizer.register_step_pre_hook(self._before)
+        self._restore: RemovableHandle | None = None
 
     def close(self) -> None:
         """Give the optimizer back to its user."""
-        for hook in self._hooks:
-            hook.remove()
+        self._prepare.remove()
+        if self._restore is not None:
+            self._restore.remove()
         if not self._fused:
             delattr(self.optimizer, _PROTOCOL)
 
@@ -68,10 +68,12 @@ class Stepper:
         engine = self._engine()
         if engine is None:
             return None
-        shape = _shape(optimizer)
-        if shape != self._shape:
+        num_parameters = 0
+        for group in optimizer.param_groups:
+            num_parameters += len(group["params"])
+        if num_parameters != self._num_parameters:
             engine.check_optimizer(optimizer)
-            self._shape = shape
+            self._num_parameters = num_parameters
         if (len(args) > 1 or kwargs) and (replaced := self._with_global_closure(engine, args, kwargs)):
             return replaced
         found_inf = optimizer.__dict__.get("found_inf")
@@ -84,6 +86,8 @@ class Stepper:
             safe = self._serial == engine.loss_scale.serial or self._judge(engine)
         if not safe:
             self._hide_gradients()
+        # By this mark a scheduler built on the other object knows that a step came before its own.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
         return None
 
     def _with_global_closure(self, engine: Stepped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -120,21 +124,20 @@ class Stepper:
             torch._foreach_mul_(grads, scale.double().reciprocal().float().to(grads[0].device))
         return not found_inf.item()
 
-    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._hidden:
-            for parameter, grad in self._hidden:
-                parameter.grad = grad
-            self._hidden.clear()
-        # By this mark a scheduler built on the other object knows that a step came before its own.
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-
     def _hide_gradients(self) -> None:
-        # Optimizers skip a parameter without gradient, state included: so the overflowed step changes nothing.
+        """Let the overflowed step find no gradient: optimizers then skip the parameter, its state included."""
+        if self._restore is None:
+            self._restore = self.optimizer.register_step_post_hook(self._show_gradients)
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._hidden.append((parameter, parameter.grad))
                     parameter.grad = None
+
+    def _show_gradients(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for parameter, grad in self._hidden:
+            parameter.grad = grad
+        self._hidden.clear()
 
     def _global(self, engine: Stepped, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure as it would be in one process: final gradients, and the ranks' mean loss."""
@@ -160,10 +163,6 @@ class Stepper:
             return total[0] / world if num_losses else None
 
         return global_closure
-
-
-def _shape(optimizer: Optimizer) -> list[int]:
-    return [len(group["params"]) for group in optimizer.param_groups]
 
 
 def check_parameters(optimizer: Optimizer, known: Container[int], module: nn.Module, path: str) -> None:
