@@ -108,8 +108,9 @@ def execute(plan: Plan) -> Handles:
         except Exception as caught:
             error = caught
         _raise_together(error, agree("accel.setup (building)", _text(error)))
+        if plan.engine is None or plan.new_optimizers:
+            engine.start(plan.new_optimizers)
         if plan.engine is None:
-            engine.synchronize()
             registry.add(engine)
         undo.pop_all()
     return Handles(

@@ -26,6 +26,8 @@ class Owner(Protocol):
     def step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None: ...
     def add_param_group(self, optimizer: Optimizer, group: dict[str, Any]) -> None: ...
+    def state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def load_state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
 class Handles(NamedTuple):
@@ -139,6 +141,8 @@ def _through_engine(bound: MethodType) -> Callable[..., Any]:
     @functools.wraps(bound)
     def call(handle: ModelHandle, *args: Any, **kwargs: Any) -> Any:
         engine = _engine(handle)
+        if name in ("state_dict", "load_state_dict"):
+            return getattr(engine, name)(None, args, kwargs)
         out = bound(*args, **kwargs) if name in _TORCH_NAMES else engine.method(bound, *args, **kwargs)
         return handle if out is engine.module else out
 
@@ -183,6 +187,15 @@ class OptimizerHandle(Optimizer):
         """Add a group of this model's parameters."""
         _engine(self).add_param_group(self._accel_raw, param_group)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The raw optimizer's, where this rank holds it all."""
+        state: dict[str, Any] = _engine(self).state_dict(self._accel_raw, args, kwargs)
+        return state
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Take a full state, the same on every rank."""
+        _engine(self).load_state_dict(self._accel_raw, args, kwargs)
+
     def __repr__(self) -> str:
         return f"OptimizerHandle({_get(self, '_accel_raw')!r})"
 
@@ -199,7 +212,7 @@ class OptimizerHandle(Optimizer):
         raise OptimizerError("an OptimizerHandle cannot be deep-copied: build a new optimizer on the copied model")
 
 
-_OPTIMIZER_OWN = frozenset({"step", "zero_grad", "add_param_group"})
+_OPTIMIZER_OWN = frozenset({"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"})
 
 
 def _forwarded(name: str) -> property:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Container
-from typing import Any, Final, Protocol, final
+from typing import Any, ClassVar, Final, Protocol, final
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,10 @@ class Stepped(Owner, Protocol):
     loss_scale: LossScale
 
     def prepare_step(self, optimizer: Optimizer | None, *, by_grad_scaler: bool = False) -> None: ...
+
+    hears_steps: ClassVar[bool]
+
+    def after_step(self, optimizer: Optimizer) -> None: ...
     def unsettled(self) -> bool: ...
     def check_optimizer(self, optimizer: Optimizer) -> None: ...
 
@@ -55,12 +59,15 @@ class Stepper:
             setattr(optimizer, _PROTOCOL, True)
         self._prepare = optimizer.register_step_pre_hook(self._before)
         self._restore: RemovableHandle | None = None
+        self._finish: RemovableHandle | None = None
+        if engine.hears_steps:
+            self._finish = optimizer.register_step_post_hook(self._after)
 
     def close(self) -> None:
         """Give the optimizer back to its user."""
-        self._prepare.remove()
-        if self._restore is not None:
-            self._restore.remove()
+        for hook in (self._prepare, self._restore, self._finish):
+            if hook is not None:
+                hook.remove()
         if not self._fused:
             delattr(self.optimizer, _PROTOCOL)
 
@@ -123,6 +130,11 @@ class Stepper:
         if scale is not None and (grads := gradients_of(self.optimizer)):
             torch._foreach_mul_(grads, scale.double().reciprocal().float().to(grads[0].device))
         return not found_inf.item()
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.after_step(optimizer)
 
     def _hide_gradients(self) -> None:
         """Let the overflowed step find no gradient: optimizers then skip the parameter, its state included."""

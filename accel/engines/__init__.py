@@ -1,4 +1,4 @@
-"""The backends: every module of this package but ``base`` is one, named as its file."""
+"""The backends: every module of this package is one, named as its file; but ``base``, and what has an underscore."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FOREIGN = frozenset(
 def _find() -> dict[str, type[Engine]]:
     found = {}
     for info in pkgutil.iter_modules(__path__):
-        if info.name == "base":
+        if info.name == "base" or info.name.startswith("_"):
             continue
         module = importlib.import_module(f"{__name__}.{info.name}")
         found[info.name] = next(

@@ -7,8 +7,7 @@ import itertools
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Sequence
 from types import MethodType
 from typing import Any, ClassVar, final
 
@@ -19,35 +18,21 @@ from torch.optim import Optimizer
 from ..consensus import require_equal
 from ..conversion import Dtypes, restore_dtypes
 from ..errors import AccelError, BackendError, OptimizerError, PrecisionError
-from ..flat import broadcast_
 from ..gradients import GradientLog
 from ..handles import ModelHandle, OptimizerHandle, end
-from ..precision import LossScale, Precision
 from ..process import Process
 from ..slot import Slot
 from ..stepping import Stepper, check_parameters
 from ..trainable import TrainableMask, explain
+from ._context import Context as Context
+from ._context import Options as Options
+from ._state import StateVerbs
 
 logger = logging.getLogger("accel")
 _serials = itertools.count()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Base of the backends' options."""
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What an engine is built with beside its module."""
-
-    process: Process
-    precision: Precision
-    loss_scale: LossScale
-    options: Any
-
-
-class Engine(ABC):
+class Engine(StateVerbs, ABC):
     """One model's engine. Subclasses are final; docs/design.md says what each verb must mean.
 
     Args:
@@ -64,6 +49,8 @@ class Engine(ABC):
     synchronizes: ClassVar[bool] = True
     #: Needs ``rebuild`` when ``requires_grad`` changes, and the log of gradients.
     reduces: ClassVar[bool] = False
+    #: ``after_step`` has something to do.
+    hears_steps: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         self.module = module
@@ -78,17 +65,25 @@ class Engine(ABC):
         self.steppers: dict[int, Stepper] = {}
         self.optimizer_handles: dict[int, OptimizerHandle] = {}
         self.dtypes: Dtypes = []
-        named = dict(module.named_parameters())
-        self.names = list(named)
-        self.parameters = list(named.values())
-        self.known = {id(p) for p in self.parameters}
         self.distributed = context.process.place.world_size > 1
-        self.mask = TrainableMask(self.parameters)
+        self.log = GradientLog(())
+        self.read_parameters()
         self._watching = self.reduces and self.distributed and getattr(self.options, "auto_refresh", True)
         self._restructured = False
         self._ended = ""
+        self._started = False
         context.process.dependents.add(self)
+
+    def read_parameters(self) -> None:
+        """Take the module's parameters as they are: at first, and where ``start`` put others in their place."""
+        named = dict(self.module.named_parameters())
+        self.names = list(named)
+        self.parameters = list(named.values())
+        #: Identities of all parameter objects that are this engine's.
+        self.known: Container[int] = {id(p) for p in self.parameters}
+        self.mask = TrainableMask(self.parameters)
         logged = self.precision.scaled or (self.reduces and self.distributed)
+        self.log.close()
         self.log = GradientLog(self.parameters if logged else ())
 
     @classmethod
@@ -100,13 +95,19 @@ class Engine(ABC):
     def wrap(self) -> None:
         """Build the backend's object around the module. Local."""
 
+    def start(self, optimizers: Sequence[Optimizer]) -> None:
+        """What all ranks do together once each has wrapped and attached. Collective; again where optimizers are added."""
+        if not self._started:
+            self.synchronize()
+            self._started = True
+
     @abstractmethod
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass through the backend."""
 
     @abstractmethod
-    def unwrap(self) -> None:
-        """Undo ``wrap``: the raw module as its author made it, with its trained values."""
+    def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
+        """Undo ``wrap`` and ``start``: module and optimizers as their author made them, with their trained values."""
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Skip the reduction of gradients in the backward passes of the forwards inside."""
@@ -197,7 +198,7 @@ class Engine(ABC):
         require_equal(f"{what} ({type(self.module).__name__})", value, explain)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Add an optimizer of this model's parameters. Local."""
+        """Add an optimizer of this model's parameters; ``start`` follows. Local."""
         self.steppers[id(optimizer)] = Stepper(self, optimizer)
         handle = self.optimizer_handles[id(optimizer)] = OptimizerHandle(self, optimizer)
         Slot.put(optimizer, weakref.ref(handle))
@@ -260,22 +261,14 @@ class Engine(ABC):
         """Hear that ``optimizer`` is about to step. Local."""
         return
 
-    @final
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Hear that ``optimizer`` has stepped, where ``hears_steps``."""
+        return
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the global norm of the model's gradients; returns the norm before."""
         self.settle()
         return nn.utils.clip_grad_norm_(self.parameters, max_norm, norm_type)
-
-    def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
-        """The full state of the module (None) or of an optimizer, on every rank. Collective."""
-        state: dict[str, Any] = (self.module if optimizer is None else optimizer).state_dict()
-        return state
-
-    def synchronize(self, source: int = 0) -> None:
-        """Give every rank rank ``source``'s weights and buffers. Collective."""
-        if self.distributed:
-            tensors = [p.data for p in self.parameters] + [b.data for b in self.module.buffers()]
-            broadcast_(tensors, self.process.group, source)
 
     @final
     def teardown(self) -> None:
@@ -292,7 +285,7 @@ class Engine(ABC):
             for optimizer in optimizers:
                 self.detach(optimizer)
             self.log.close()
-            self.unwrap()
+            self.unwrap(optimizers)
             restore_dtypes(self.dtypes, optimizers)
             self.process.dependents.discard(self)
             end(self.handle)

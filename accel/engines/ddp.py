@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -139,7 +139,7 @@ class DDPEngine(Engine):
         noting.__annotations__.clear()  # of which torch accepts only its own
         ddp.register_comm_hook(None, noting)
 
-    def unwrap(self) -> None:
+    def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Let go of the reducer and of its buckets."""
         for parameter in self.parameters:
             if self._ddp is not None and self.options.gradient_as_bucket_view and parameter.grad is not None:

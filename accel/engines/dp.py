@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 from torch import nn
+from torch.optim import Optimizer
 
 from .base import Engine, Options
 
@@ -40,7 +42,7 @@ class DPEngine(Engine):
         """Split, run the replicas, gather."""
         return self._parallel(*args, **kwargs)
 
-    def unwrap(self) -> None:
+    def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Let go of the DataParallel."""
         self._parallel = self.entry
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
+
+from torch.optim import Optimizer
 
 from .base import Engine, Options
 
@@ -28,5 +31,5 @@ class SingleEngine(Engine):
         """Call the module."""
         return self.entry(*args, **kwargs)
 
-    def unwrap(self) -> None:
+    def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Nothing to undo."""

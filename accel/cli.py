@@ -1,0 +1,30 @@
+"""The command line: finds the commands, and runs the one that is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import sys
+from collections.abc import Sequence
+
+from . import commands
+from .errors import AccelError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit status: 0, or 1 after an error of accel's, which is printed."""
+    parser = argparse.ArgumentParser(prog="python -m accel", description="Tools beside the library.")
+    parsers = parser.add_subparsers(dest="command", required=True)
+    modules = {}
+    for info in pkgutil.iter_modules(commands.__path__):
+        module = modules[info.name] = importlib.import_module(f"{commands.__name__}.{info.name}")
+        text = (module.__doc__ or "").strip()
+        module.add_arguments(parsers.add_parser(info.name, help=text.partition("\n")[0], description=text))
+    args = parser.parse_args(argv)
+    try:
+        status: int = modules[args.command].run(args)
+    except AccelError as error:
+        print(f"accel {args.command}: {error}", file=sys.stderr)
+        return 1
+    return status
