@@ -38,9 +38,11 @@ class Reduction:
 
     def arm(self) -> None:
         """A synchronised forward: the next backward will be reduced, with all that was accumulated before it."""
-        local = self.local()
-        self.settled = bool(self.log.entries) and not local
-        self.log.fold(pending=local)
+        self.settled = False
+        if self.log.entries or self.log.pending:
+            local = self.local()
+            self.settled = bool(self.log.entries) and not local
+            self.log.fold(pending=local)
         self.armed = True
 
     def opened(self, graph: bool) -> None:
@@ -60,6 +62,17 @@ class Reduction:
         """Whether the armed reduction has run."""
         entries = self.log.entries
         return None in entries if self.noted else self._expected.issubset(entries)
+
+    def exact(self) -> bool:
+        """Whether each expected gradient came once after the reducer was armed, and nothing else: the usual step."""
+        entries = self.log.entries
+        return (
+            self.armed
+            and not self.noted
+            and len(entries) == len(self._expected)
+            and self._expected.issuperset(entries)
+            and bool(entries)
+        )
 
     def local(self) -> bool:
         """Whether a gradient came that no reduction since has covered."""

@@ -127,7 +127,6 @@ class DDPEngine(Engine):
 
     def _register_comm_hook(self, ddp: DistributedDataParallel) -> None:
         state, hook = comm_hook(self.options.comm_hook, self.process.group, self.options.powersgd_rank)
-
         entries = self.log.entries  # not self: the reducer keeps the hook, where no garbage collector looks
 
         def noting(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -161,7 +160,8 @@ class DDPEngine(Engine):
         if self._ddp is None:
             out = self.entry(*args, **kwargs)
         else:
-            self._ddp.require_backward_grad_sync = self._sync
+            if self._ddp.require_backward_grad_sync is not self._sync:  # nn.Module is slow to assign to
+                self._ddp.require_backward_grad_sync = self._sync
             self._num_joined += 1
             out = self._ddp(*args, **kwargs)
             if grad and self._sync:
@@ -206,17 +206,20 @@ class DDPEngine(Engine):
 
     def _assigned(self) -> bool:
         """Whether gradients exist that neither a backward nor an earlier ``settle`` explains: assigned by hand."""
-        unexplained = not self._reduction.settled and not self.log.entries
-        return unexplained and any(p.grad is not None for p in self.parameters)
+        known = self._reduction.settled or self.log.entries
+        return not known and any(p.grad is not None for p in self.parameters)
 
     def _reduced(self) -> bool:
         """Whether the armed backward came to its end: every gradient, and the reducer's own last act."""
-        if self._ddp is not None:
-            try:
+        return self._finalized() and self._reduction.complete()
+
+    def _finalized(self) -> bool:
+        try:
+            if self._ddp is not None:
                 self._ddp.reducer._check_reducer_finalized()
-            except RuntimeError:
-                return False
-        return self._reduction.complete()
+            return True
+        except RuntimeError:
+            return False
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Notice gradients that were assigned by hand since this optimizer's last step."""
@@ -228,12 +231,13 @@ class DDPEngine(Engine):
             super().settle()
             return
         came = bool(self.log.entries)
-        if self._reduction.started():
-            self._refuse_changed()
-            if not self._reduced():
-                self._raise_missing()
-        if self.unsettled():
-            self._average()
+        if not (self._reduction.exact() and self._finalized()):
+            if self._reduction.started():
+                self._refuse_changed()
+                if not self._reduced():
+                    self._raise_missing()
+            if self.unsettled():
+                self._average()
         self._reduction.finish()
         if (self._stale_buffers or (came and self._has_buffers)) and not self._joining:
             self._synchronize_buffers()
@@ -256,12 +260,8 @@ class DDPEngine(Engine):
         average_gradients_(self.parameters, self.process.group)
 
     def _raise_missing(self) -> None:
-        missing = [
-            name
-            if self.parameters[i].requires_grad
-            else f"{name} (frozen since: accel.refresh_trainable was not called)"
-            for i, name in ((i, self.names[i]) for i in self._reduction.missing())
-        ]
+        late = {True: "", False: " (frozen since: accel.refresh_trainable was not called)"}
+        missing = [self.names[i] + late[self.parameters[i].requires_grad] for i in self._reduction.missing()]
         if missing:
             message = (
                 f"{len(missing)} parameters got no gradient in the last backward, so that its reduction never ended: "
