@@ -167,4 +167,5 @@ def imports(rivals: bool) -> list[Row]:
                 if name == package or package == "accel":
                     times[name].wall.append(float(wall))
                     times[name].cpu.append(float(cpu))
+                    times[name].thread.append(float(cpu))
     return summarise(times)

@@ -16,15 +16,17 @@ from .targets import verdicts
 from .timing import Row
 from .workloads import WORKLOADS
 
-METHOD = """Every comparison comes from one run in which the contenders take turns in the same processes: a round is one short \
-block of steps of each, and each round begins with another. A ratio or an overhead is the median over the rounds of what \
-is computed within one round, so that a disturbance hits both sides; *best* is the shortest block. Times of 2 ranks are \
-their mean, a barrier starts each block. *cpu* is the process's own time with all its threads (`time.process_time`), \
-*wall* is what the clock says. All with `OMP_NUM_THREADS=1` and without garbage collection inside a block. \
-"raw torch, again" is the same loop as "raw torch" once more: what it shows is noise. ± is half the 95 % interval of a \
-median. The targets are held against cpu \
-time, which other work on the machine disturbs less; the wall time stands beside it. What a library changes for the \
-whole process (optimizer hooks, for example) is in place during its own blocks only."""
+METHOD = """Every comparison comes from one run in which the contenders take turns in the same processes: a round is one \
+short block of steps of each, and each round begins with another. A ratio or an overhead is the median over the \
+rounds of what is computed within one round, so that a disturbance hits both sides; *best* is the shortest \
+block. Times of 2 ranks are their mean, a barrier starts each block. *cpu* is the process's own time with all \
+its threads (`time.process_time`), *thread* is that of the thread that runs the loop (`time.thread_time`), \
+without the threads of gloo; *wall* is what the clock says. All with `OMP_NUM_THREADS=1` and without garbage \
+collection inside a block. "raw torch, again" is the same loop as "raw torch" once more: what it shows is noise. \
+± is half the 95 % interval of a median. Overheads of a step are held against their targets in *thread* time: \
+all that a library adds to a step in Python runs there, and gloo's waiting threads, whose cpu time varies by \
+more than any overhead, do not; ratios are held in *cpu* time. What a library changes for the whole process \
+(optimizer hooks, for example) is in place during its own blocks only."""
 STEPS = """zero_grad, forward, loss, backward and step in fp32, by each library's own loop (`accelerator.backward`, \
 `fabric.backward`); times in microseconds per step."""
 SETTINGS = """Raw `DistributedDataParallel` on the 500-tensor model at 2 ranks over gloo, in microseconds per step; the first \
@@ -60,7 +62,18 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def _steps(rows: list[Row]) -> str:
-    head = ["", "wall", "wall, best", "cpu", "wall ratio", "cpu ratio", "wall over raw", "cpu over raw", "rounds"]
+    head = [
+        "",
+        "wall",
+        "wall, best",
+        "cpu",
+        "wall ratio",
+        "cpu ratio",
+        "wall over raw",
+        "cpu over raw",
+        "thread over raw",
+        "rounds",
+    ]
     return _table(
         head,
         [
@@ -73,6 +86,7 @@ def _steps(rows: list[Row]) -> str:
                 f"{r.cpu_ratio:.3f}",
                 f"{r.wall_over:+.1f}" if i else "",
                 f"{r.cpu_over:+.1f} ± {r.noise:.1f}" if i else "",
+                f"{r.thread_over:+.1f} ± {r.thread_noise:.1f}" if i else "",
                 str(r.rounds),
             ]
             for i, r in enumerate(rows)

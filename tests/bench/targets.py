@@ -45,31 +45,31 @@ def _steps(world: int, tables: dict[str, list[Row]]) -> Iterator[Verdict]:
     for workload in WORKLOADS:
         rows = tables[workload.name]
         own, again = _row(rows, ACCEL), _row(rows, RAW_AGAIN)
-        noise = max(own.noise, abs(again.cpu_over), again.noise)
+        noise = max(own.thread_noise, abs(again.thread_over), again.thread_noise)
         limit = 10.0 if world == 1 else max(20.0, rows[0].cpu / 100)
         cause = STEP_CAUSE if world == 1 else DDP_CAUSE
         yield Verdict(
             f"step over raw torch, {place}, {workload.name}",
             f"{limit:.0f} us",
-            f"{own.cpu_over:+.1f} us",
-            _answer(own.cpu_over, limit, noise, cause),
+            f"{own.thread_over:+.1f} us",
+            _answer(own.thread_over, limit, noise, cause),
         )
         if world > 1:
-            same = own.cpu_over - _row(rows, RAW_TUNED).cpu_over
+            same = own.thread_over - _row(rows, RAW_TUNED).thread_over
             yield Verdict(
                 f"the same over raw torch with accel's settings, {workload.name}",
                 f"{limit:.0f} us",
                 f"{same:+.1f} us",
                 _answer(same, limit, noise, cause),
             )
-        others = {r.name: r.cpu_over for r in rows if r.name in RIVALS.values()}
+        others = {r.name: r.thread_over for r in rows if r.name in RIVALS.values()}
         if others:
             best = min(others.values())
             yield Verdict(
                 f"step overhead below the rivals', {place}, {workload.name}",
                 ", ".join(f"{k} {v:+.1f} us" for k, v in others.items()),
-                f"{own.cpu_over:+.1f} us",
-                _answer(own.cpu_over, best, noise, cause),
+                f"{own.thread_over:+.1f} us",
+                _answer(own.thread_over, best, noise, cause),
             )
 
 

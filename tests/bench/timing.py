@@ -26,16 +26,16 @@ class Contender:
     hooks: dict[Any, Any] = field(default_factory=dict)
     backward: Any = None
 
-    def block(self, repeat: int) -> tuple[float, float]:
-        """Wall and cpu seconds of some runs, with what its library changed in place."""
+    def block(self, repeat: int) -> tuple[float, float, float]:
+        """Seconds of some runs, with what its library changed in place: wall, cpu of the process, cpu of this thread."""
         run, backward = self.run, getattr(torch.autograd, _PATCHED)
         _GLOBAL_HOOKS.update(self.hooks)
         setattr(torch.autograd, _PATCHED, self.backward or backward)
         try:
-            cpu, wall = time.process_time(), time.perf_counter()
+            thread, cpu, wall = time.thread_time(), time.process_time(), time.perf_counter()
             for _ in range(repeat):
                 run()
-            return time.perf_counter() - wall, time.process_time() - cpu
+            return time.perf_counter() - wall, time.process_time() - cpu, time.thread_time() - thread
         finally:
             setattr(torch.autograd, _PATCHED, backward)
             for key in self.hooks:
@@ -61,6 +61,7 @@ class Times:
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
+    thread: list[float] = field(default_factory=list)
 
 
 def interleave(
@@ -93,9 +94,10 @@ def interleave(
         turn = number % len(contenders)
         for contender in (*contenders[turn:], *contenders[:turn]):
             meet()
-            wall, cpu = contender.block(repeat)
+            wall, cpu, thread = contender.block(repeat)
             times[contender.name].wall.append(wall / (repeat * units))
             times[contender.name].cpu.append(cpu / (repeat * units))
+            times[contender.name].thread.append(thread / (repeat * units))
         gc.enable()
     return times
 
@@ -106,14 +108,14 @@ def over_ranks(results: Sequence[dict[str, Times]]) -> dict[str, Times]:
     def mean(name: str, clock: str) -> list[float]:
         return [fmean(values) for values in zip(*(getattr(r[name], clock) for r in results), strict=True)]
 
-    return {name: Times(mean(name, "wall"), mean(name, "cpu")) for name in results[0]}
+    return {name: Times(mean(name, "wall"), mean(name, "cpu"), mean(name, "thread")) for name in results[0]}
 
 
 @dataclass(frozen=True)
 class Row:
     """A contender's figures, in microseconds; ratios and overheads are medians of those of each round.
 
-    ``noise`` is what ``cpu_over`` may be off by, in 95 of 100 such runs.
+    ``noise`` and ``thread_noise`` are what ``cpu_over`` and ``thread_over`` may be off by, in 95 of 100 such runs.
     """
 
     name: str
@@ -127,6 +129,8 @@ class Row:
     wall_over: float
     cpu_over: float
     noise: float
+    thread_over: float
+    thread_noise: float
 
 
 def _uncertainty(values: Sequence[float]) -> float:
@@ -143,6 +147,7 @@ def summarise(times: dict[str, Times]) -> list[Row]:
     for name, own in times.items():
         walls = list(zip(own.wall, base.wall, strict=True))
         cpus = list(zip(own.cpu, base.cpu, strict=True))
+        threads = [a - b for a, b in zip(own.thread, base.thread, strict=True)]
         rows.append(
             Row(
                 name=name,
@@ -156,6 +161,8 @@ def summarise(times: dict[str, Times]) -> list[Row]:
                 wall_over=median(a - b for a, b in walls) * 1e6,
                 cpu_over=median(a - b for a, b in cpus) * 1e6,
                 noise=_uncertainty([a - b for a, b in cpus]) * 1e6,
+                thread_over=median(threads) * 1e6,
+                thread_noise=_uncertainty(threads) * 1e6,
             )
         )
     return rows
