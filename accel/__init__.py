@@ -32,6 +32,8 @@ from .errors import (
     TimeoutError,
 )
 from .handles import Handles
+from .launch import launch
+from .pickling import check_picklable
 from .process import device, init, is_main, local_rank, print, rank, world_size
 from .rng import seed
 
@@ -65,6 +67,7 @@ __all__ = [
     "backward",
     "barrier",
     "broadcast",
+    "check_picklable",
     "clip_grad_norm_",
     "device",
     "full_state_dict",
@@ -72,6 +75,7 @@ __all__ = [
     "init",
     "is_main",
     "join",
+    "launch",
     "local_rank",
     "main_first",
     "no_sync",
