@@ -14,8 +14,8 @@ from .api import (
     unwrap,
 )
 from .collectives import all_gather, all_reduce, broadcast
-from .control import barrier, main_first
-from .data import LoaderOptions, gather_for_metrics
+from .control import any_rank, barrier, main_first
+from .data import LoaderOptions, effective_batch_size, gather_for_metrics
 from .engines import OPTIONS
 from .errors import (
     AccelError,
@@ -36,6 +36,7 @@ from .launch import launch
 from .pickling import check_picklable
 from .process import device, init, is_main, local_rank, print, rank, world_size
 from .rng import seed
+from .summary import summary
 
 __version__ = "0.1.0"
 
@@ -64,12 +65,14 @@ __all__ = [
     "TimeoutError",
     "all_gather",
     "all_reduce",
+    "any_rank",
     "backward",
     "barrier",
     "broadcast",
     "check_picklable",
     "clip_grad_norm_",
     "device",
+    "effective_batch_size",
     "full_state_dict",
     "gather_for_metrics",
     "init",
@@ -84,6 +87,7 @@ __all__ = [
     "refresh_trainable",
     "seed",
     "setup",
+    "summary",
     "teardown",
     "unwrap",
     "world_size",

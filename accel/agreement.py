@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from .control import agree
 from .conversion import convert_module, convert_optimizer
 from .data import LoaderHandle, LoaderOptions
 from .engines import Context, Engine
-from .errors import RankMismatchError
+from .errors import LoaderError, RankMismatchError
 from .handles import Handles
 from .planning import Plan, known_loader, known_optimizer, map_leaves
 from .process import Process, current
 from .registry import registry
 from .slot import Slot
+
+logger = logging.getLogger("accel")
 
 
 def describe(plan: Plan) -> dict[str, str]:
@@ -113,13 +116,28 @@ def execute(plan: Plan) -> Handles:
         if plan.engine is None:
             registry.add(engine)
         undo.pop_all()
-    return Handles(
+    handles = Handles(
         engine.handle,
         map_leaves(plan.optimizers, lambda o, path: known_optimizer(o, engine), "optimizers"),
         map_leaves(
             plan.dataloaders, lambda d, path: _loader_handle(d, plan.loader_options, process, seed), "dataloaders"
         ),
     )
+    if process.place.rank == 0:
+        _tell(plan, engine, process)
+    return handles
+
+
+def _tell(plan: Plan, engine: Engine, process: Process) -> None:
+    """Once, on one rank: what was set up."""
+    world = process.place.world_size
+    if plan.engine is None:
+        kind, precision = type(engine.module).__name__, engine.precision.name
+        logger.info("%s: backend %s, %s, %d x %s", kind, engine.name, precision, world, process.device.type)
+    for loader in plan.new_loaders:
+        with contextlib.suppress(LoaderError):
+            size = data.effective_batch_size(loader)
+            logger.info("effective batch size: %d x %d ranks = %d", size // world, world, size)
 
 
 def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:

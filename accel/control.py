@@ -133,6 +133,20 @@ def barrier() -> None:
     agree("barrier", None)
 
 
+def any_rank(flag: bool) -> bool:
+    """Whether any rank gives True: a stop that one rank decides on, and all see. Collective.
+
+    Args:
+        flag: what this rank says, as ``loss.isnan().item()`` or ``time.time() > end``.
+
+    Raises:
+        AccelError: ``flag`` is no bool; or, as in ``barrier``, a rank did not come, ended, or is at another call.
+    """
+    if not isinstance(flag, bool):
+        raise AccelError(f"accel.any_rank expects a bool, got a {type(flag).__name__}: any_rank(bool(condition))")
+    return any(agree("any_rank", flag))
+
+
 @contextlib.contextmanager
 def main_first(*, local: bool = False) -> Iterator[None]:
     """Runs the body on rank 0 first, then on the others; with ``local`` on the first rank of each host. Collective.

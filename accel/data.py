@@ -21,7 +21,15 @@ from .process import world_size
 from .sampling import digest
 from .trees import map_tensors
 
-__all__ = ["LoaderHandle", "LoaderOptions", "check", "describe", "distribute", "gather_for_metrics"]
+__all__ = [
+    "LoaderHandle",
+    "LoaderOptions",
+    "check",
+    "describe",
+    "distribute",
+    "effective_batch_size",
+    "gather_for_metrics",
+]
 
 T = TypeVar("T")
 
@@ -180,6 +188,27 @@ def _read(state: Any) -> _Saved:
                 state["epoch"], state["next"], state["seed"], streams, state.get("checksum"), state.get("length")
             )
     raise LoaderError(f"expected what LoaderHandle.state_dict() returns, found {state!r}")
+
+
+def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
+    """The samples of one step of all ranks together: the loader's batch size times the number of ranks. Local.
+
+    Args:
+        loader: a loader's handle; a raw ``DataLoader`` counts for all ranks that run now.
+
+    Raises:
+        LoaderError: the loader does not say how large its batches are.
+    """
+    raw = loader._accel.raw if isinstance(loader, LoaderHandle) else loader
+    if not isinstance(raw, DataLoader):
+        raise LoaderError(f"effective_batch_size: expected a DataLoader or its handle, found a {type(loader).__name__}")
+    size = raw.batch_size if raw.batch_size is not None else getattr(raw.batch_sampler, "batch_size", None)
+    if type(size) is not int:
+        raise LoaderError(
+            "effective_batch_size: neither the loader nor its batch sampler has a batch_size: multiply what each rank's "
+            "batches hold by accel.world_size()"
+        )
+    return size * (loader._accel.world if isinstance(loader, LoaderHandle) else world_size())
 
 
 def gather_for_metrics(data: T, loader: LoaderHandle | None = None) -> T:

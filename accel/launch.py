@@ -30,7 +30,9 @@ from .worker import Failure, Memory
 logger = logging.getLogger("accel")
 
 # The path first, since it may be where accel is.
-_START = "import json, sys; o = json.loads(sys.argv[1]); sys.path[:] = o.pop('path'); import accel.worker as w; w.main(**o)"
+_START = (
+    "import json, sys; o = json.loads(sys.argv[1]); sys.path[:] = o.pop('path'); import accel.worker as w; w.main(**o)"
+)
 _GRACE = 0.5  # seconds in which the failures of one cause arrive
 _PATIENCE = 3.0  # seconds from the request to end to the end
 
@@ -59,7 +61,7 @@ def launch(fn: Callable[..., Any], *args: Any, num_processes: int | None = None)
         payload, states, result = (_memory(stack) for _ in range(3))
         payload.write((fn, args, found), "the arguments")
         # A store of this process: a free port is found and taken at once.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         files = {"payload": payload.fd, "states": states.fd, "result": result.fd}
         job = _Job(name_of(fn), number, store.port, files)
         with contextlib.closing(job):

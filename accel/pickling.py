@@ -59,7 +59,7 @@ def _by_value(obj: object) -> list[Any]:
 
 
 def stateful(parts: dict[str, object]) -> list[Any]:
-    """What ``parts`` reach that has ``state_dict`` and ``load_state_dict``: modules (not those inside others), optimizers, schedulers.
+    """What ``parts`` reach that has a state to load: modules (not those inside others), optimizers, schedulers.
 
     Raises:
         LaunchError: names the paths of what cannot be sent; the keys of ``parts`` are their roots.

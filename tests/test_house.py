@@ -24,7 +24,7 @@ LAYERS = [
     ["commands"],
     ["launch"],
     ["worker"],
-    ["api"],
+    ["api", "summary"],
     ["agreement"],
     ["planning"],
     ["registry"],

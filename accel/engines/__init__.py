@@ -36,7 +36,9 @@ def _find() -> dict[str, type[Engine]]:
             continue
         module = importlib.import_module(f"{__name__}.{info.name}")
         found[info.name] = next(
-            v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Engine) and v is not Engine
+            v
+            for v in vars(module).values()
+            if isinstance(v, type) and issubclass(v, Engine) and v.__module__ == module.__name__
         )
     return found
 

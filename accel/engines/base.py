@@ -68,6 +68,8 @@ class Engine(StateVerbs, ABC):
         self.distributed = context.process.place.world_size > 1
         self.log = GradientLog(())
         self.read_parameters()
+        #: Elements of each parameter, whole, whatever becomes of it on this rank.
+        self.numels = [p.numel() for p in self.parameters]
         self._watching = self.reduces and self.distributed and getattr(self.options, "auto_refresh", True)
         self._restructured = False
         self._ended = ""

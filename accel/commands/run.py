@@ -1,0 +1,71 @@
+"""Start a script in several processes, on this host or on several; a thin front of torchrun.
+
+On several hosts give the same command on each of them. Where a process fails, all are ended, and started again as often
+as --max-restarts says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+
+from ..devices import available
+from ..errors import LaunchError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command understands; all that follows the script is the script's."""
+    parser.add_argument(
+        "-n", "--processes", type=int, help="processes on each host; by default one for each accelerator, or one"
+    )
+    parser.add_argument("--hosts", help="all hosts, with commas; the ranks meet at the first of them")
+    parser.add_argument("--port", type=int, default=29400, help="a port that is free there (%(default)s)")
+    parser.add_argument("--max-restarts", type=int, default=0, help="starts after a failure (%(default)s)")
+    parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as in python -m")
+    parser.add_argument("script", help="a Python file")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run it; 0 where every process ended well.
+
+    Raises:
+        LaunchError: the arguments cannot work.
+    """
+    processes = args.processes if args.processes is not None else max(1, available()[1])
+    if processes < 1:
+        raise LaunchError(f"--processes {processes}: expected at least 1")
+    if not args.module and not os.path.isfile(args.script):
+        raise LaunchError(f"there is no file {args.script} in {os.getcwd()}")
+    # A threaded library in each process would otherwise take all cores, or torchrun would leave it one.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    # torchrun's own store keeps the addresses of processes that have ended, which restarted ones would try.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    torchrun = importlib.import_module("torch.distributed.run")
+    errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
+    try:
+        torchrun.run(torchrun.get_args_parser().parse_args(_arguments(args, processes)))
+    except errors.ChildFailedError as error:
+        raise LaunchError(_explain(error)) from error
+    return 0
+
+
+def _arguments(args: argparse.Namespace, processes: int) -> list[str]:
+    hosts = [host.strip() for host in args.hosts.split(",")] if args.hosts else []
+    if hosts and (not all(hosts) or len(set(hosts)) < len(hosts)):
+        raise LaunchError(f"--hosts {args.hosts}: expected different names with commas between them, as node1,node2")
+    meeting = ["--standalone"]
+    if len(hosts) > 1:
+        endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0]}:{args.port}", "--rdzv-id", "accel"]
+        meeting = ["--nnodes", str(len(hosts)), *endpoint]
+    module = ["--module"] if args.module else []
+    counts = ["--nproc-per-node", str(processes), "--max-restarts", str(args.max_restarts)]
+    return [*meeting, *counts, *module, args.script, *args.args]
+
+
+def _explain(error: BaseException) -> str:
+    rank, failure = error.get_first_failure()  # type: ignore[attr-defined]
+    status = failure.exitcode
+    how = f"was ended by {failure.signal_name()}" if status < 0 else f"ended with exit status {status}"
+    return f"rank {rank} {how}; its own error is above. The others were ended"

@@ -1,0 +1,289 @@
+"""Engines around ``torch.nn.parallel.DistributedDataParallel``, made right where its reducer alone is not."""
+
+import contextlib
+import inspect
+from abc import ABC
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..compression import comm_hook
+from ..control import agree
+from ..conversion import Replaced, convert_batchnorms, restore_batchnorms
+from ..errors import BackendError
+from ..flat import average_gradients_, broadcast_, broadcast_state
+from ..process import Process
+from ..reduction import Reduction
+from .base import Context, Engine, Options
+
+CommHook = Literal["fp16", "bf16", "powersgd"]
+_KNOWN = inspect.signature(DistributedDataParallel).parameters
+# torch 2.13 renamed the switch; the engine broadcasts buffers by itself, once a step.
+_NO_BUFFERS: Any = {"forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReducingOptions(Options):
+    """What the reducer and the engine around it can be told; ``accel.DDP`` explains it."""
+
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = True
+    batched_grad_copy: bool = True
+    bucket_cap_mb: float | None = None
+    broadcast_buffers: bool = True
+    sync_batchnorm: bool = False
+    comm_hook: CommHook | None = None
+    powersgd_rank: int = 1
+    auto_refresh: bool = True
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if self.comm_hook not in (None, "fp16", "bf16", "powersgd"):
+            raise BackendError(f"{name}(comm_hook={self.comm_hook!r}): expected 'fp16', 'bf16', 'powersgd' or None")
+        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
+            raise BackendError(f"{name}(bucket_cap_mb={self.bucket_cap_mb!r}): expected a positive number of MiB")
+        if self.powersgd_rank < 1:
+            raise BackendError(f"{name}(powersgd_rank={self.powersgd_rank!r}): expected at least 1")
+
+
+class ReducingEngine(Engine, ABC):
+    """Reduces in the reducer's hooks while backward runs, and in ``settle`` whatever these hooks missed."""
+
+    reduces = True
+    options: ReducingOptions
+
+    def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
+        super().__init__(module, entry, context)
+        self._ddp: DistributedDataParallel | None = None
+        #: What a forward calls where there is no reducer, and what the reducer is built around.
+        self._core = entry
+        self._sync = True
+        self._num_joined = 0
+        self._stale_buffers = False
+        self._joining = False
+        self._batchnorms: Replaced = []
+        self._has_buffers = False
+        # Where the parameters of a step are not known beforehand, the last bucket's reduction is noted in the log.
+        options = self.options
+        noted = options.find_unused_parameters or options.static_graph or options.comm_hook is not None
+        self._reduction = Reduction(self.log, noted)
+
+    @classmethod
+    def check(cls, module: nn.Module, options: Any, process: Process) -> None:
+        """Refuse a synchronised BatchNorm where torch has none."""
+        if options.sync_batchnorm and process.device.type == "cpu":
+            raise BackendError(
+                f"{type(options).__name__}(sync_batchnorm=True) needs an accelerator: torch's SyncBatchNorm does not run on CPU"
+            )
+
+    def wrap(self) -> None:
+        """Build the reducer, unless there is one process."""
+        if not self.distributed:
+            return
+        if self.options.sync_batchnorm:
+            self._batchnorms = convert_batchnorms(self.module, self.process.group)
+        self._has_buffers = self.options.broadcast_buffers and any(True for _ in self.module.buffers())
+        self._build()
+
+    def _build(self) -> None:
+        self._ddp = None
+        trainable = [i for i, p in enumerate(self.parameters) if p.requires_grad]
+        self._reduction.reset(trainable)
+        if not trainable:
+            return
+        options = self.options
+        batched: Any = {"batched_grad_copy": options.batched_grad_copy} if "batched_grad_copy" in _KNOWN else {}
+        self._ddp = DistributedDataParallel(
+            self._core,
+            process_group=self.process.group,
+            init_sync=False,
+            **_NO_BUFFERS,
+            **batched,
+            find_unused_parameters=options.find_unused_parameters,
+            static_graph=options.static_graph,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            bucket_cap_mb=options.bucket_cap_mb,
+        )
+        if self._reduction.noted:
+            self._register_comm_hook(self._ddp)
+
+    def _register_comm_hook(self, ddp: DistributedDataParallel) -> None:
+        state, hook = comm_hook(self.options.comm_hook, self.process.group, self.options.powersgd_rank)
+        entries = self.log.entries  # not self: the reducer keeps the hook, where no garbage collector looks
+
+        def noting(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+            future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
+            if bucket.is_last():
+                entries.append(None)
+            return future
+
+        noting.__annotations__.clear()  # of which torch accepts only its own
+        ddp.register_comm_hook(None, noting)
+
+    def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let go of the reducer and of its buckets."""
+        for parameter in self.parameters:
+            if self._ddp is not None and self.options.gradient_as_bucket_view and parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+        self._ddp = None
+        restore_batchnorms(self._batchnorms)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward through the reducer, which is armed for the next backward."""
+        if not self.distributed:
+            return self._core(*args, **kwargs)
+        grad = torch.is_grad_enabled()
+        reduction = self._reduction
+        # Not while a graph may hold the buffers: between a forward and its backward.
+        if grad and self._stale_buffers and self._sync and not self._joining and not reduction.graph_open:
+            self._synchronize_buffers()
+        if reduction.started() and not self._reduced():
+            self._recover()
+        if self._ddp is None:
+            out = self._core(*args, **kwargs)
+        else:
+            if self._ddp.require_backward_grad_sync is not self._sync:  # nn.Module is slow to assign to
+                self._ddp.require_backward_grad_sync = self._sync
+            self._num_joined += 1
+            out = self._ddp(*args, **kwargs)
+            if grad and self._sync:
+                reduction.arm()
+        reduction.opened(grad)
+        # Forwards without a graph may be one rank's alone: their changes wait for the next step.
+        self._stale_buffers = self._stale_buffers or (grad and self._has_buffers)
+        return out
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave the reducer unarmed in the forwards inside."""
+        if self.options.static_graph and self.distributed:
+            raise BackendError("accel.no_sync cannot be used with static_graph=True: the graph would change")
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """``DistributedDataParallel.join``: ranks that ran out of inputs mirror the others' reductions."""
+        if self._ddp is None:
+            yield
+            return
+        self._joining, self._num_joined = True, 0
+        try:
+            with self._ddp.join():
+                yield
+        finally:
+            self._joining = False
+        counts = agree("the end of accel.join", self._num_joined)
+        source = counts.index(max(counts))
+        self.synchronize(source)
+        for stepper in self.steppers.values():
+            broadcast_state(stepper.optimizer, source, self.process.group)
+
+    def unsettled(self) -> bool:
+        """Whether local gradients exist."""
+        return self.distributed and (self._reduction.local() or self._assigned())
+
+    def _assigned(self) -> bool:
+        """Whether gradients exist that neither a backward nor an earlier ``settle`` explains: assigned by hand."""
+        known = self._reduction.settled or self.log.entries
+        return not known and any(p.grad is not None for p in self.parameters)
+
+    def _reduced(self) -> bool:
+        """Whether the armed backward came to its end: every gradient, and the reducer's own last act."""
+        return self._finalized() and self._reduction.complete()
+
+    def _finalized(self) -> bool:
+        try:
+            if self._ddp is not None:
+                self._ddp.reducer._check_reducer_finalized()
+            return True
+        except RuntimeError:
+            return False
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Notice gradients that were assigned by hand since this optimizer's last step."""
+        self._reduction.stepping(id(optimizer))
+
+    def settle(self) -> None:
+        """Average once more where gradients came without the reducer; on all ranks, or none."""
+        if not self.distributed:
+            super().settle()
+            return
+        came = bool(self.log.entries)
+        if not (self._reduction.exact() and self._finalized()):
+            if self._reduction.started():
+                self._refuse_changed()
+                if not self._reduced():
+                    self._raise_missing()
+            if self.unsettled():
+                self._average()
+        self._reduction.finish()
+        if (self._stale_buffers or (came and self._has_buffers)) and not self._joining:
+            self._synchronize_buffers()
+
+    def _refuse_changed(self) -> None:
+        if changed := self._reduction.changed():
+            raise BackendError(
+                f"{', '.join(self.names[i] for i in changed[:5])} was frozen or got another dtype between a forward and its "
+                "backward, where the reducer waits for its gradient: change requires_grad before the forward, and a dtype "
+                "only after accel.teardown"
+            )
+
+    def _average(self) -> None:
+        if self._joining:
+            raise BackendError(
+                "gradients were accumulated without the reducer (accel.no_sync, a second backward, or a call of the raw "
+                "module) inside accel.join, where the ranks cannot reduce them together"
+            )
+        self.compare("a reduction of gradients accumulated without the reducer", True)
+        average_gradients_(self.parameters, self.process.group)
+
+    def _raise_missing(self) -> None:
+        late = {True: "", False: " (frozen since: accel.refresh_trainable was not called)"}
+        missing = [self.names[i] + late[self.parameters[i].requires_grad] for i in self._reduction.missing()]
+        if missing:
+            message = (
+                f"{len(missing)} parameters got no gradient in the last backward, so that its reduction never ended: "
+                f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; use them in the loss, freeze them "
+                "(requires_grad_(False)), or pass "
+                f"backend=accel.{type(self.options).__name__}(find_unused_parameters=True)"
+            )
+        else:
+            message = (
+                "every parameter got a gradient, but the reduction did not end: an exception ended the backward (then call "
+                "zero_grad() and go on), or static_graph=True was given for a graph that changes or that "
+                "torch.autograd.grad goes through"
+            )
+        self.compare("a step after an unfinished reduction", message)
+        raise BackendError(message)
+
+    def _recover(self) -> None:
+        """Start afresh after a backward that ended half-way, once its gradients are dropped."""
+        if any(p.grad is not None and bool(p.grad.any()) for p in self.parameters):
+            self._raise_missing()
+        self.compare("a new start after an unfinished backward", True)
+        self.log.fold(pending=False)
+        self._build()
+
+    def abandon(self, reason: str) -> None:
+        """Free the reducer too: peers that wait in it wake only when nothing here holds the group any more."""
+        super().abandon(reason)
+        self._ddp = None
+
+    def rebuild(self) -> None:
+        """A new reducer for the parameters that are trainable now."""
+        self._build()
+
+    def _synchronize_buffers(self) -> None:
+        # Found anew each time: a forward may put another tensor in a buffer's place.
+        broadcast_([b.data for b in self.module.buffers()], self.process.group)
+        self._stale_buffers = False
