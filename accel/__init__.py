@@ -32,6 +32,7 @@ from .errors import (
     TimeoutError,
 )
 from .handles import Handles
+from .memory import memory_report
 from .process import device, init, is_main, local_rank, print, rank, world_size
 from .rng import seed
 
@@ -74,6 +75,7 @@ __all__ = [
     "join",
     "local_rank",
     "main_first",
+    "memory_report",
     "no_sync",
     "print",
     "rank",
