@@ -229,18 +229,17 @@ def _stand_in(optimizer: Optimizer, shapes: Sequence[Sequence[int]]) -> tuple[Op
 
 def human(nbytes: float) -> str:
     """Bytes in binary units with three digits: ``1.50 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(nbytes) < 1023.5 or unit == "TiB":
-            break
-        nbytes /= 1024
-    if unit == "B":
-        return f"{nbytes:.0f} B"
-    return f"{nbytes:.{2 if abs(nbytes) < 9.995 else 1 if abs(nbytes) < 99.95 else 0}f} {unit}"
+    return _scaled(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
-def count(number: int) -> str:
+def count(number: float) -> str:
     """A number of parameters in thousands, millions or billions: ``70.6 B``."""
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return str(number)
+    return _scaled(number, 1000, ("", "k", "M", "B", "T"))
+
+
+def _scaled(number: float, base: int, units: Sequence[str]) -> str:
+    power = 0
+    while number >= base - 0.5 and power < len(units) - 1:
+        number, power = number / base, power + 1
+    digits = 0 if power == 0 or number >= 99.95 else 1 if number >= 9.995 else 2
+    return f"{number:.{digits}f} {units[power]}".rstrip()

@@ -93,7 +93,8 @@ class MemoryReport:
             ).rstrip()
             for line in lines
         ]
-        return "\n".join([self.title, *text, f"less: than {BASELINE.name} on as many ranks"])
+        legend = [f"less: than {BASELINE.name} on as many ranks"] if any(map(self._less, self.rows)) else []
+        return "\n".join([self.title, *text, *legend])
 
     def _less(self, row: MemoryRow) -> str:
         """By how much a total is smaller than the baseline's."""
