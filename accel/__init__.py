@@ -33,6 +33,7 @@ from .errors import (
 )
 from .handles import Handles
 from .launch import launch
+from .memory import memory_report
 from .pickling import check_picklable
 from .process import device, init, is_main, local_rank, print, rank, world_size
 from .rng import seed
@@ -81,6 +82,7 @@ __all__ = [
     "launch",
     "local_rank",
     "main_first",
+    "memory_report",
     "no_sync",
     "print",
     "rank",

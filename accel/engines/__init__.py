@@ -46,6 +46,9 @@ def _find() -> dict[str, type[Engine]]:
 ENGINES: dict[str, type[Engine]] = _find()
 OPTIONS: dict[str, type[Options]] = {e.options_type.__name__: e.options_type for e in ENGINES.values()}
 
+#: The backend that the others are compared with: one model on all ranks, and nothing divided.
+BASELINE = ENGINES["ddp"]
+
 
 def resolve(backend: object) -> tuple[type[Engine], Any]:
     """The engine class and options that a ``backend=`` value asks for.

@@ -12,13 +12,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..compression import comm_hook
+from ..compression import kept, predict_kept
 from ..control import agree
 from ..conversion import Replaced, convert_batchnorms, restore_batchnorms
 from ..errors import BackendError
 from ..flat import average_gradients_, broadcast_, broadcast_state
+from ..footprint import Footprint, MemoryUse
 from ..process import Process
 from ..reduction import Reduction
+from ._memory import whole
+from ._reducer import bucket_bytes, explain_missing, register
 from .base import Context, Engine, Options
 
 CommHook = Literal["fp16", "bf16", "powersgd"]
@@ -69,6 +72,7 @@ class ReducingEngine(Engine, ABC):
         self._joining = False
         self._batchnorms: Replaced = []
         self._has_buffers = False
+        self._hook_state: Any = None
         # Where the parameters of a step are not known beforehand, the last bucket's reduction is noted in the log.
         options = self.options
         noted = options.find_unused_parameters or options.static_graph or options.comm_hook is not None
@@ -82,6 +86,27 @@ class ReducingEngine(Engine, ABC):
                 f"{type(options).__name__}(sync_batchnorm=True) needs an accelerator: torch's SyncBatchNorm does not run on CPU"
             )
 
+    @classmethod
+    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
+        """Everything on every rank; the gradients once more in buckets, unless they are views of them."""
+        buckets = 0
+        if world_size > 1:
+            buckets = predict_kept(options.comm_hook, options.powersgd_rank, footprint.trainable)
+            buckets += 0 if options.gradient_as_bucket_view else sum(p.nbytes for p in footprint.trainable)
+        return whole(footprint, world_size, buckets)
+
+    def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a compression keeps, beside the rest."""
+        yield from super().storages()
+        yield from (("buckets", tensor) for tensor in kept(self._hook_state))
+
+    def hidden_buckets(self) -> int:
+        """The reducer's buckets, as far as no gradient is a view of them."""
+        if self._ddp is None:
+            return 0
+        seen = sum(p.nbytes for p in self.parameters if p.requires_grad and p.grad is not None)
+        return max(bucket_bytes(self._ddp) - (seen if self.options.gradient_as_bucket_view else 0), 0)
+
     def wrap(self) -> None:
         """Build the reducer, unless there is one process."""
         if not self.distributed:
@@ -92,7 +117,7 @@ class ReducingEngine(Engine, ABC):
         self._build()
 
     def _build(self) -> None:
-        self._ddp = None
+        self._ddp = self._hook_state = None
         trainable = [i for i, p in enumerate(self.parameters) if p.requires_grad]
         self._reduction.reset(trainable)
         if not trainable:
@@ -111,27 +136,16 @@ class ReducingEngine(Engine, ABC):
             bucket_cap_mb=options.bucket_cap_mb,
         )
         if self._reduction.noted:
-            self._register_comm_hook(self._ddp)
-
-    def _register_comm_hook(self, ddp: DistributedDataParallel) -> None:
-        state, hook = comm_hook(self.options.comm_hook, self.process.group, self.options.powersgd_rank)
-        entries = self.log.entries  # not self: the reducer keeps the hook, where no garbage collector looks
-
-        def noting(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-            future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
-            if bucket.is_last():
-                entries.append(None)
-            return future
-
-        noting.__annotations__.clear()  # of which torch accepts only its own
-        ddp.register_comm_hook(None, noting)
+            self._hook_state = register(
+                self._ddp, options.comm_hook, self.process.group, options.powersgd_rank, self.log.entries
+            )
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Let go of the reducer and of its buckets."""
         for parameter in self.parameters:
             if self._ddp is not None and self.options.gradient_as_bucket_view and parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()
-        self._ddp = None
+        self._ddp = self._hook_state = None
         restore_batchnorms(self._batchnorms)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -248,21 +262,7 @@ class ReducingEngine(Engine, ABC):
         average_gradients_(self.parameters, self.process.group)
 
     def _raise_missing(self) -> None:
-        late = {True: "", False: " (frozen since: accel.refresh_trainable was not called)"}
-        missing = [self.names[i] + late[self.parameters[i].requires_grad] for i in self._reduction.missing()]
-        if missing:
-            message = (
-                f"{len(missing)} parameters got no gradient in the last backward, so that its reduction never ended: "
-                f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; use them in the loss, freeze them "
-                "(requires_grad_(False)), or pass "
-                f"backend=accel.{type(self.options).__name__}(find_unused_parameters=True)"
-            )
-        else:
-            message = (
-                "every parameter got a gradient, but the reduction did not end: an exception ended the backward (then call "
-                "zero_grad() and go on), or static_graph=True was given for a graph that changes or that "
-                "torch.autograd.grad goes through"
-            )
+        message = explain_missing(self.names, self.parameters, self._reduction.missing())
         self.compare("a step after an unfinished reduction", message)
         raise BackendError(message)
 
@@ -277,7 +277,7 @@ class ReducingEngine(Engine, ABC):
     def abandon(self, reason: str) -> None:
         """Free the reducer too: peers that wait in it wake only when nothing here holds the group any more."""
         super().abandon(reason)
-        self._ddp = None
+        self._ddp = self._hook_state = None
 
     def rebuild(self) -> None:
         """A new reducer for the parameters that are trainable now."""

@@ -26,13 +26,14 @@ from ..stepping import Stepper, check_parameters
 from ..trainable import TrainableMask, explain
 from ._context import Context as Context
 from ._context import Options as Options
+from ._memory import MemoryVerbs
 from ._state import StateVerbs
 
 logger = logging.getLogger("accel")
 _serials = itertools.count()
 
 
-class Engine(StateVerbs, ABC):
+class Engine(StateVerbs, MemoryVerbs, ABC):
     """One model's engine. Subclasses are final; docs/design.md says what each verb must mean.
 
     Args:

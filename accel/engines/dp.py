@@ -11,6 +11,8 @@ from typing import Any, final
 from torch import nn
 from torch.optim import Optimizer
 
+from ..footprint import Footprint, MemoryUse
+from ._memory import whole
 from .base import Engine, Options
 
 logger = logging.getLogger("accel")
@@ -28,6 +30,11 @@ class DPEngine(Engine):
     name = "dp"
     options_type = DP
     synchronizes = False
+
+    @classmethod
+    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
+        """Everything on the first device; the others hold copies during a step."""
+        return whole(footprint, world_size)
 
     def wrap(self) -> None:
         """Build the DataParallel where there are devices for it."""

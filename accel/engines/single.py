@@ -8,6 +8,8 @@ from typing import Any, final
 
 from torch.optim import Optimizer
 
+from ..footprint import Footprint, MemoryUse
+from ._memory import whole
 from .base import Engine, Options
 
 
@@ -23,6 +25,11 @@ class SingleEngine(Engine):
     name = "single"
     options_type = Single
     synchronizes = False
+
+    @classmethod
+    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
+        """Everything on one device."""
+        return whole(footprint, world_size)
 
     def wrap(self) -> None:
         """Nothing to build."""

@@ -1,0 +1,219 @@
+"""Memory of an engine: predicted from a model's sizes, and measured on what lives."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, final
+
+import torch
+from torch import nn
+
+from ..footprint import Footprint, MemoryUse, ParameterSize
+from ..stepping import Stepper
+from ._context import Options
+
+# -- predictions: pure functions of sizes, by rank --------------------------------------------------------------------
+
+
+def whole(footprint: Footprint, world_size: int, buckets: int = 0) -> tuple[MemoryUse, ...]:
+    """Everything on every rank, and ``buckets`` beside it."""
+    return (_use(footprint, footprint.parameters, buckets=buckets),) * world_size
+
+
+def owners(footprint: Footprint, world_size: int) -> tuple[MemoryUse, ...]:
+    """All parameters on every rank; gradients and state of a parameter on the one rank that owns it.
+
+    Each optimizer's parameters are dealt out whole, each to the rank that has least so far; a gradient that no
+    optimizer steps stays everywhere. Until a step's reduction all gradients are there, and one owner's once more.
+    """
+    owned: list[list[int]] = [[] for _ in range(world_size)]
+    for indices in footprint.optimizers:
+        loads = [0] * world_size
+        for index in indices:
+            parameter = footprint.parameters[index]
+            rank = loads.index(min(loads))
+            owned[rank].append(index)
+            # A frozen one counts too, so that equal shares of a fine-tuned model stay equal.
+            loads[rank] += parameter.numel if parameter.trainable else 1
+    dealt = {index for indices in footprint.optimizers for index in indices}
+    rest = [p for i, p in enumerate(footprint.parameters) if i not in dealt]
+    shares = [[*(footprint.parameters[i] for i in indices), *rest] for indices in owned]
+    uses = [_use(footprint, share) for share in shares]
+    gradients = _gradients(footprint.parameters)
+    piece = max(use.gradients for use in uses) if world_size > 1 else 0
+    return tuple(replace(use, transient=gradients - use.gradients + piece) for use in uses)
+
+
+def even_shards(footprint: Footprint, world_size: int) -> tuple[MemoryUse, ...]:
+    """Every parameter, gradient and state cut along the first dimension into equal pieces, the last of them padded.
+
+    While a block computes, it and the one fetched ahead are there whole, and its gradients until they are reduced.
+    """
+    parameters = sum(_rows(p, world_size) * _row_bytes(p) for p in footprint.parameters)
+    gradients = sum(_rows(p, world_size) * _row_bytes(p) for p in footprint.trainable)
+    use = MemoryUse(
+        parameters=parameters,
+        gradients=gradients,
+        buffers=footprint.buffers,
+        transient=_gathered(footprint, world_size),
+    )
+    stateful = [p for p in footprint.parameters if p.state_bytes]
+    return tuple(
+        replace(use, optimizer_state=sum(_state_share(p, rank, world_size) for p in stateful))
+        for rank in range(world_size)
+    )
+
+
+def zero(footprint: Footprint, world_size: int, stage: int, *, half: bool = False) -> tuple[MemoryUse, ...]:
+    """The stages of ZeRO (Rajbhandari et al., arXiv 1910.02054): 1 cuts optimizer state, 2 gradients too, 3 parameters too.
+
+    From stage 1 on the optimizer steps fp32 copies, which count as its state, and once reduced only a rank's own
+    gradients are left. Measured so on DeepSpeed 0.19.8.
+
+    Args:
+        footprint: the model as its user made it.
+        world_size: number of ranks.
+        stage: 0 to 3.
+        half: the engine computes with parameters and gradients of two bytes, whatever the user's have.
+    """
+    sizes = {p.name: p.numel * min(p.itemsize, 2 if half else p.itemsize) for p in footprint.parameters}
+    stepped = {index for indices in footprint.optimizers for index in indices}
+    state = 0
+    for parameter in (p for i, p in enumerate(footprint.parameters) if i in stepped and p.trainable):
+        copied = stage >= 1 or sizes[parameter.name] < 4 * parameter.numel
+        state += parameter.state_bytes * 4 // min(parameter.itemsize, 4) if copied else parameter.state_bytes
+        state += 4 * parameter.numel if copied else 0
+    gradients = sum(sizes[p.name] for p in footprint.trainable)
+    block = max((sum(sizes[p.name] for p in block) for block in _blocks(footprint).values()), default=0)
+    mine = _share(gradients, world_size if stage >= 1 else 1)
+    # Stage 1 keeps all gradients until they are reduced, 2 a block's; 3 has a block's parameters too.
+    transient = {0: 0, 1: gradients - mine, 2: block, 3: 2 * block}[stage] if world_size > 1 else 0
+    use = MemoryUse(
+        parameters=_share(sum(sizes.values()), world_size if stage >= 3 else 1),
+        gradients=mine,
+        optimizer_state=_share(state, world_size if stage >= 1 else 1),
+        buffers=footprint.buffers,
+        transient=transient,
+    )
+    return (use,) * world_size
+
+
+def _use(footprint: Footprint, mine: Iterable[ParameterSize], buckets: int = 0) -> MemoryUse:
+    """All parameters, and gradients and state of some."""
+    mine = list(mine)
+    return MemoryUse(
+        parameters=sum(p.nbytes for p in footprint.parameters),
+        gradients=_gradients(mine),
+        optimizer_state=sum(p.state_bytes for p in mine),
+        buffers=footprint.buffers,
+        buckets=buckets,
+    )
+
+
+def _gradients(parameters: Iterable[ParameterSize]) -> int:
+    return sum(p.nbytes for p in parameters if p.trainable)
+
+
+def _share(total: int, parts: int) -> int:
+    return -(-total // parts)
+
+
+def _first(parameter: ParameterSize) -> int:
+    return parameter.shape[0] if parameter.shape else 1
+
+
+def _rows(parameter: ParameterSize, world_size: int) -> int:
+    """Rows of a piece; on the last ranks some of them are padding."""
+    return _share(_first(parameter), world_size)
+
+
+def _row_bytes(parameter: ParameterSize) -> int:
+    return parameter.nbytes // max(_first(parameter), 1)
+
+
+def _state_share(parameter: ParameterSize, rank: int, world_size: int) -> int:
+    """State of the rows that ``rank`` has, which are no padding."""
+    rows = _rows(parameter, world_size)
+    mine = min(max(_first(parameter) - rank * rows, 0), rows)
+    return parameter.state_bytes * mine // max(_first(parameter), 1)
+
+
+def _blocks(footprint: Footprint) -> Mapping[str, list[ParameterSize]]:
+    blocks: dict[str, list[ParameterSize]] = {}
+    for parameter in footprint.parameters:
+        blocks.setdefault(parameter.block, []).append(parameter)
+    return blocks
+
+
+def _gathered(footprint: Footprint, world_size: int) -> int:
+    """The largest block's parameters twice, and its gradients, whole."""
+    if world_size == 1:
+        return 0
+    blocks = _blocks(footprint).values()
+    return max((2 * sum(p.nbytes for p in block) + _gradients(block) for block in blocks), default=0)
+
+
+# -- the verbs --------------------------------------------------------------------------------------------------------
+
+
+class MemoryVerbs(ABC):
+    """What the memory report reaches. As written here ``measure`` serves engines whose state hangs on the user's objects."""
+
+    module: nn.Module
+    parameters: list[nn.Parameter]
+    steppers: dict[int, Stepper]
+    options_type: ClassVar[type[Options]]
+
+    @classmethod
+    def variants(cls) -> tuple[Options, ...]:
+        """The options that are worth a line of their own in a comparison of backends; the first are the defaults."""
+        return (cls.options_type(),)
+
+    @classmethod
+    @abstractmethod
+    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
+        """What each rank will hold, by rank. Pure; needs neither the backend's package nor a process group."""
+
+    def full_shape(self, parameter: torch.Tensor) -> Sequence[int]:
+        """The shape that a parameter has in one process."""
+        return parameter.shape
+
+    def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What lives on this rank: tensors, each with the field of ``MemoryUse`` that it counts for. Local."""
+        for parameter in self.parameters:
+            yield "parameters", parameter
+        for buffer in self.module.buffers():
+            yield "buffers", buffer
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                yield "gradients", parameter.grad
+        for stepper in self.steppers.values():
+            for state in stepper.optimizer.state.values():
+                yield from (("optimizer_state", value) for value in state.values() if isinstance(value, torch.Tensor))
+
+    def hidden_buckets(self) -> int:
+        """Bytes of buckets that no tensor of ``storages`` lies in. Local."""
+        return 0
+
+    @final
+    def measure(self) -> MemoryUse:
+        """Bytes of the distinct storages of ``storages``, each counted once, for the first field that names it. Local."""
+        seen: set[int] = set()
+        sizes = {"buckets": self.hidden_buckets()}
+        for field, tensor in self.storages():
+            for part in _parts(tensor.detach()):
+                storage = part.untyped_storage()
+                if storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    sizes[field] = sizes.get(field, 0) + storage.nbytes()
+        return MemoryUse(**sizes)
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors with memory of their own that lie on this rank."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    local = getattr(tensor, "to_local", None)
+    return (tensor if local is None else local(),)

@@ -1,0 +1,245 @@
+"""What a model and its optimizers need room for, without needing that room: the input of every prediction of memory."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .errors import OptimizerError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes on one rank.
+
+    Args:
+        parameters: of the model, frozen ones included.
+        gradients: as they are when the optimizer steps.
+        optimizer_state: once every trainable parameter was stepped; with master copies of parameters.
+        buffers: the module's buffers, such as BatchNorm's statistics.
+        buckets: memory to communicate with that is kept from step to step.
+        transient: about what a step needs for a while beside all that; without activations and an optimizer's temporaries.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0
+    buffers: int = 0
+    buckets: int = 0
+    transient: int = 0
+
+    @property
+    def total(self) -> int:
+        """What stays from step to step: all but ``transient``."""
+        return self.parameters + self.gradients + self.optimizer_state + self.buffers + self.buckets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSize:
+    """One parameter.
+
+    Args:
+        name: as in ``named_parameters()``.
+        shape: of the whole parameter.
+        itemsize: bytes of an element.
+        trainable: whether it gets gradients.
+        state_bytes: what its optimizer keeps for it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    trainable: bool = True
+    state_bytes: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameter, and of its gradient where it has one."""
+        return self.numel * self.itemsize
+
+    @property
+    def block(self) -> str:
+        """The repeated part of the model that it lies in: its name up to the first number; empty outside of any."""
+        parts = self.name.split(".")
+        first = next((i for i, part in enumerate(parts[:-1]) if part.isdigit()), -1)
+        return ".".join(parts[: first + 1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """A model with its optimizers.
+
+    Args:
+        parameters: in the model's order.
+        buffers: bytes of the module's buffers.
+        optimizers: for each optimizer the indices of its parameters, in the order of its groups.
+    """
+
+    parameters: tuple[ParameterSize, ...]
+    buffers: int = 0
+    optimizers: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def trainable(self) -> tuple[ParameterSize, ...]:
+        """The parameters that get gradients."""
+        return tuple(p for p in self.parameters if p.trainable)
+
+
+def take(
+    named: Mapping[str, torch.Tensor],
+    optimizers: Sequence[Optimizer],
+    buffers: Iterable[torch.Tensor],
+    *,
+    names: Mapping[int, str] | None = None,
+    shape_of: Callable[[torch.Tensor], Sequence[int]] = lambda tensor: tensor.shape,
+) -> Footprint:
+    """The footprint of parameters on any device, also the meta device; nothing is allocated or changed.
+
+    Args:
+        named: the parameters by name.
+        optimizers: over them.
+        buffers: the module's.
+        names: the names by the identity of what the optimizers' groups hold; by default that of ``named``.
+        shape_of: the whole shape of a parameter of which this rank may hold a part.
+
+    Raises:
+        OptimizerError: an optimizer holds other tensors, or its state cannot be told without real tensors.
+    """
+    shapes = {name: tuple(shape_of(p)) for name, p in named.items()}
+    names = {id(p): name for name, p in named.items()} if names is None else names
+    place = {name: i for i, name in enumerate(named)}
+    state_bytes: dict[str, int] = {}
+    held = []
+    for optimizer in optimizers:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        strangers = [tuple(p.shape) for p in parameters if id(p) not in names]
+        if strangers:
+            raise OptimizerError(
+                f"this {type(optimizer).__name__} holds {len(strangers)} tensors that are not parameters of the model "
+                f"(the first of shape {strangers[0]}): build it from the parameters of the module that is measured"
+            )
+        held.append(tuple(place[names[id(p)]] for p in parameters))
+        sizes = _state_bytes(optimizer, [shapes[names[id(p)]] for p in parameters])
+        for parameter, size in zip(parameters, sizes, strict=True):
+            name = names[id(parameter)]
+            state_bytes[name] = state_bytes.get(name, 0) + size
+    return Footprint(
+        parameters=tuple(
+            ParameterSize(
+                name=name,
+                shape=shapes[name],
+                itemsize=p.dtype.itemsize,
+                trainable=p.requires_grad,
+                state_bytes=state_bytes.get(name, 0),
+            )
+            for name, p in named.items()
+        ),
+        buffers=sum(b.nbytes for b in buffers),
+        optimizers=tuple(held),
+    )
+
+
+# -- the state that an optimizer will have ----------------------------------------------------------------------------
+
+
+@final
+class _ScalarsOfNothing(TorchDispatchMode):
+    """Gives 1 where an optimizer asks a tensor without data for its value: sizes do not depend on it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return True if args[0].dtype is torch.bool else 1.0 if args[0].is_floating_point() else 1
+        return func(*args, **(kwargs or {}))
+
+
+def _state_bytes(optimizer: Optimizer, shapes: Sequence[Sequence[int]]) -> list[int]:
+    """Bytes of state per parameter after a step, found by stepping a copy of the optimizer on the meta device."""
+    stand_in, parameters = _stand_in(optimizer, shapes)
+    # The class's own step: not what a scheduler put before it, and without the hooks that registered optimizers have.
+    step = type(optimizer).step
+    try:
+        with torch.no_grad(), _ScalarsOfNothing():
+            getattr(step, "__wrapped__", step)(stand_in)
+    except Exception as error:
+        raise OptimizerError(
+            f"the memory of {type(optimizer).__name__} cannot be told without real tensors: its step on the meta device "
+            f"raised {type(error).__name__}: {error}"
+        ) from error
+    return [sum(_tensor_bytes(value) for value in stand_in.state.get(p, {}).values()) for p in parameters]
+
+
+def _tensor_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(map(_tensor_bytes, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def _stand_in(optimizer: Optimizer, shapes: Sequence[Sequence[int]]) -> tuple[Optimizer, list[torch.nn.Parameter]]:
+    """A copy of the optimizer over meta parameters with gradients, and these parameters; it shares nothing with the original."""
+    memo: dict[int, Any] = {}
+    parameters = []
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter, shape in zip(held, shapes, strict=True):
+        other = torch.nn.Parameter(torch.empty(tuple(shape), dtype=parameter.dtype, device="meta"), requires_grad=False)
+        if parameter.requires_grad:
+            other.requires_grad_()
+            other.grad = torch.empty_like(other)
+        memo[id(parameter)] = other
+        parameters.append(other)
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                memo[id(value)] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    copied = {k: v for k, v in vars(optimizer).items() if k != "step" and not k.startswith("_optimizer_")}
+    stand_in = type(optimizer).__new__(type(optimizer))
+    try:
+        stand_in.__dict__.update(copy.deepcopy(copied, memo))
+    except Exception as error:
+        raise OptimizerError(
+            f"the memory of {type(optimizer).__name__} cannot be told: it cannot be copied "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    for kind in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre"):
+        setattr(stand_in, f"_optimizer_{kind}_hooks", {})
+    for group in stand_in.param_groups:
+        # Ways to compute the same that exist for some devices only.
+        group.update({key: False for key in ("foreach", "fused", "capturable", "differentiable") if key in group})
+    return stand_in, parameters
+
+
+# -- units ------------------------------------------------------------------------------------------------------------
+
+
+def human(nbytes: float) -> str:
+    """Bytes in binary units with three digits: ``1.50 GiB``."""
+    return _scaled(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def count(number: float) -> str:
+    """A number of parameters in thousands, millions or billions: ``70.6 B``."""
+    return _scaled(number, 1000, ("", "k", "M", "B", "T"))
+
+
+def _scaled(number: float, base: int, units: Sequence[str]) -> str:
+    power = 0
+    while number >= base - 0.5 and power < len(units) - 1:
+        number, power = number / base, power + 1
+    digits = 0 if power == 0 or number >= 99.95 else 1 if number >= 9.995 else 2
+    return f"{number:.{digits}f} {units[power]}".rstrip()

@@ -1,0 +1,263 @@
+"""What each backend needs of a rank's memory: predicted without that memory, and measured on a live engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from .engines import BASELINE, ENGINES, Engine, Options
+from .errors import AccelError, OptimizerError
+from .footprint import Footprint, MemoryUse, count, human, take
+from .handles import OptimizerHandle, raw
+from .planning import map_leaves
+from .registry import registry, resolve_module
+
+#: The parts of a total, as the table and the picture name them.
+PARTS: Final = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer",
+    "buffers": "buffers",
+    "buckets": "buckets",
+}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """One line of a report.
+
+    Args:
+        backend: its name, with the options that are not the defaults.
+        ranks: number of processes.
+        kind: "predicted", for the rank that needs most; or for this rank "predicted here" and "measured here".
+        use: bytes.
+    """
+
+    backend: str
+    ranks: int
+    kind: Literal["predicted", "predicted here", "measured here"]
+    use: MemoryUse
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """What ``accel.memory_report`` gives; ``print(report)`` shows it as a table.
+
+    Attributes:
+        title: the model and its optimizers.
+        rows: for each number of ranks each backend; last, what was measured.
+    """
+
+    title: str
+    rows: tuple[MemoryRow, ...]
+
+    def predicted(self, backend: str, ranks: int) -> MemoryUse:
+        """The prediction of one backend, by its name in the table.
+
+        Raises:
+            AccelError: there is no such line.
+        """
+        for row in self.rows:
+            if (row.backend, row.ranks, row.kind) == (backend, ranks, "predicted"):
+                return row.use
+        known = sorted({(r.ranks, r.backend) for r in self.rows if r.kind == "predicted"})
+        raise AccelError(
+            f"the report has no line {backend!r} at {ranks} ranks; it has {', '.join(f'{b} at {n}' for n, b in known)}"
+        )
+
+    def __str__(self) -> str:
+        parts = [field for field in PARTS if any(getattr(row.use, field) for row in self.rows)]
+        header = ["ranks", "backend", "", *(PARTS[field] for field in parts), "total", "less", "+ in a step"]
+        lines = [header]
+        for row in self.rows:
+            sizes = [human(getattr(row.use, field)) for field in parts]
+            kind = "" if row.kind == "predicted" else row.kind
+            passing = f"~{human(row.use.transient)}" if row.use.transient else ""
+            lines.append([str(row.ranks), row.backend, kind, *sizes, human(row.use.total), self._less(row), passing])
+        drop = {i for i in range(len(header)) if not any(line[i] for line in lines[1:])}
+        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+        text = [
+            "  ".join(
+                cell.ljust(widths[i]) if i in (1, 2) else cell.rjust(widths[i])
+                for i, cell in enumerate(line)
+                if i not in drop
+            ).rstrip()
+            for line in lines
+        ]
+        legend = [f"less: than {BASELINE.name} on as many ranks"] if any(map(self._less, self.rows)) else []
+        return "\n".join([self.title, *text, *legend])
+
+    def _less(self, row: MemoryRow) -> str:
+        """By how much a total is smaller than the baseline's."""
+        if row.backend == BASELINE.name or row.kind != "predicted":
+            return ""
+        base = self.predicted(BASELINE.name, row.ranks).total
+        percent = 100 * (1 - row.use.total / base) if base else 0.0
+        return f"{percent:.0f} %" if round(percent) else ""
+
+    def save_plot(self, path: str | os.PathLike[str]) -> Path:
+        """Draw the predictions: a panel for each backend, a bar for each number of ranks; the form is by the suffix.
+
+        Raises:
+            AccelError: matplotlib is missing, or cannot write such a file.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise AccelError(
+                f"the picture {os.fspath(path)} needs matplotlib, which is not installed: pip install 'accel[plot]'"
+            ) from error
+        rows = [row for row in self.rows if row.kind == "predicted"]
+        # A bar at one rank alone says what the baseline's says.
+        backends = [
+            b for b in dict.fromkeys(r.backend for r in rows) if len({r.ranks for r in rows if r.backend == b}) > 1
+        ]
+        backends = backends or list(dict.fromkeys(row.backend for row in rows))
+        figure = Figure(figsize=(1.2 + 2.6 * len(backends), 3.8), layout="constrained")
+        panels = figure.subplots(1, len(backends), sharey=True, squeeze=False)[0]
+        for axes, backend in zip(panels, backends, strict=True):
+            _draw(axes, backend, [row for row in rows if row.backend == backend])
+        gib = 2**30
+        panels[0].set_ylabel("GiB per rank")
+        panels[0].yaxis.set_major_formatter(lambda value, _: f"{value / gib:g}")
+        figure.suptitle(self.title, fontsize=11)
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+        path = Path(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=130)
+        except (OSError, ValueError) as error:
+            raise AccelError(f"the picture {path} cannot be written: {error}") from error
+        return path
+
+
+_COLOURS: Final = {
+    "parameters": "#334155",
+    "gradients": "#c2410c",
+    "optimizer_state": "#eab308",
+    "buffers": "#94a3b8",
+    "buckets": "#7c3aed",
+}
+
+
+def _draw(axes: Any, backend: str, rows: Sequence[MemoryRow]) -> None:
+    bottoms = [0] * len(rows)
+    places = range(len(rows))
+    for field, label in PARTS.items():
+        heights = [getattr(row.use, field) for row in rows]
+        axes.bar(places, heights, 0.7, bottom=bottoms, color=_COLOURS[field], label=label)
+        bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
+    passing = [row.use.transient for row in rows]
+    axes.bar(places, passing, 0.7, bottom=bottoms, fill=False, edgecolor="#64748b", linestyle=":", label="in a step")
+    for place, row in zip(places, rows, strict=True):
+        axes.annotate(
+            human(row.use.total), (place, row.use.total + row.use.transient), (0, 2), ha="center", fontsize=7,
+            textcoords="offset points",
+        )  # fmt: skip
+    axes.set_xticks(places, [str(row.ranks) for row in rows])
+    axes.set_xlabel("ranks")
+    axes.set_title(backend, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.margins(y=0.08)
+
+
+# -- making one -------------------------------------------------------------------------------------------------------
+
+
+def memory_report(
+    model_or_handle: nn.Module,
+    optimizer: Any = None,
+    *,
+    ranks: Sequence[int] = (1, 2, 4, 8, 64),
+    measured: bool = False,
+) -> MemoryReport:
+    """What every backend would need of each rank's memory for this model, and what the live engine has taken. Local.
+
+    Bytes of parameters, gradients, optimizer state, buffers and buckets, as they are when the optimizer has stepped and
+    the gradients are still there. Activations are not counted. Nothing is allocated: the model may be on the meta device.
+
+    Args:
+        model_or_handle: a module on any device, or the handle of one.
+        optimizer: over its parameters, or a list, tuple or dict of them; None is the handle's own, else none.
+        ranks: numbers of processes to predict for.
+        measured: add what this rank's live engine holds now, and its prediction with the engine's own options.
+
+    Raises:
+        OptimizerError: not an optimizer of this model, or one whose state depends on more than sizes.
+        AccelError: ``ranks`` are not positive numbers, or ``measured`` without a live engine.
+    """
+    worlds = list(dict.fromkeys(ranks))
+    if not worlds or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in worlds):
+        raise AccelError(f"ranks={ranks!r}: expected numbers of processes above 0, such as (1, 2, 8)")
+    module, _ = resolve_module(model_or_handle)
+    engine = registry.of_handle(model_or_handle) if measured else registry.engine(module)
+    optimizers = _optimizers(optimizer)
+    if optimizer is None and engine is not None:
+        optimizers = [stepper.optimizer for stepper in engine.steppers.values()]
+    footprint = _footprint(module, engine, optimizers)
+    rows = [
+        MemoryRow(label(options), world, "predicted", max(uses, key=lambda use: use.total))
+        for world in worlds
+        for backend in ENGINES.values()
+        # Without synchronisation there is no training on several ranks.
+        if world == 1 or backend.synchronizes
+        for options in backend.variants()
+        for uses in [backend.predict(footprint, options, world)]
+    ]
+    if measured and engine is not None:
+        place = engine.process.place
+        expected = engine.predict(footprint, engine.options, place.world_size)[place.rank]
+        rows.append(MemoryRow(label(engine.options), place.world_size, "predicted here", expected))
+        rows.append(MemoryRow(label(engine.options), place.world_size, "measured here", engine.measure()))
+    return MemoryReport(_title(module, footprint, optimizers), tuple(rows))
+
+
+def label(options: Options) -> str:
+    """A backend's name, and its options that are not the defaults."""
+    name = next(name for name, engine in ENGINES.items() if engine.options_type is type(options))
+    usual = type(options)()
+    fields = [f.name for f in dataclasses.fields(options) if getattr(options, f.name) != getattr(usual, f.name)]
+    return f"{name}({', '.join(f'{f}={getattr(options, f)!r}' for f in fields)})" if fields else name
+
+
+def _optimizers(tree: Any) -> list[Optimizer]:
+    found: list[Optimizer] = []
+
+    def add(optimizer: Any, path: str) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise OptimizerError(f"{path} is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
+        own = raw(optimizer) if type(optimizer) is OptimizerHandle else optimizer
+        if not any(own is other for other in found):
+            found.append(own)
+
+    map_leaves(tree, add, "optimizer")
+    return found
+
+
+def _footprint(module: nn.Module, engine: Engine | None, optimizers: Sequence[Optimizer]) -> Footprint:
+    if engine is None:
+        return take(dict(module.named_parameters()), optimizers, module.buffers())
+    named = dict(zip(engine.names, engine.parameters, strict=True))
+    names = engine.parameter_names
+    return take(named, optimizers, module.buffers(), names=names, shape_of=engine.full_shape)
+
+
+def _title(module: nn.Module, footprint: Footprint, optimizers: Sequence[Optimizer]) -> str:
+    total = sum(p.numel for p in footprint.parameters)
+    trainable = sum(p.numel for p in footprint.trainable)
+    text = f"{type(module).__name__}, {count(total)} parameters"
+    if trainable < total:
+        text += f" of which {count(trainable)} trainable"
+    names = " and ".join(dict.fromkeys(type(o).__name__ for o in optimizers))
+    return f"{text}, {names or 'no optimizer'}: bytes per rank"
