@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch.optim import Optimizer
@@ -250,9 +250,12 @@ def _stand_in(optimizer: Optimizer, shapes: Sequence[Sequence[int]]) -> tuple[Op
 # -- units ------------------------------------------------------------------------------------------------------------
 
 
+UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
 def human(nbytes: float) -> str:
     """Bytes in binary units with three digits: ``1.50 GiB``."""
-    return _scaled(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    return _scaled(nbytes, 1024, UNITS)
 
 
 def count(number: float) -> str:

@@ -21,6 +21,7 @@ from accel.engines._memory import even_shards, owners, whole, zero
 from accel.errors import AccelError, OptimizerError
 from accel.footprint import Footprint, MemoryUse, ParameterSize, count, human, take
 from accel.memory import MemoryReport, label
+from examples.big import gpt_70b
 from tests.distributed import refusals, run
 
 MIB = 2**20
@@ -137,12 +138,12 @@ N = 4 * 64 * 16
         (even_shards, 2, (1 / 2, 1 / 2, 1)),
         (even_shards, 4, (1 / 4, 1 / 4, 1 / 2)),
         (even_shards, 64, (1 / 64, 1 / 64, 1 / 32)),
-        (lambda f, w: zero(f, w, 0), 4, (1, 1, 2)),
-        (lambda f, w: zero(f, w, 1), 4, (1, 1 / 4, 3 / 4)),
-        (lambda f, w: zero(f, w, 2), 4, (1, 1 / 4, 3 / 4)),
-        (lambda f, w: zero(f, w, 3), 4, (1 / 4, 1 / 4, 3 / 4)),
-        (lambda f, w: zero(f, w, 3, half=True), 4, (1 / 8, 1 / 8, 3 / 4)),
-        (lambda f, w: zero(f, w, 0, half=True), 4, (1 / 2, 1 / 2, 3)),
+        (lambda f, w: zero(f, w, 1), 4, (1, 1 / 4, 1 / 2)),
+        (lambda f, w: zero(f, w, 2), 4, (1, 1 / 4, 1 / 2)),
+        (lambda f, w: zero(f, w, 3), 4, (1 / 4, 1 / 4, 1 / 2)),
+        (lambda f, w: zero(f, w, 3), 1, (1, 1, 2)),
+        (lambda f, w: zero(f, w, 1, masters=True), 4, (1 / 2, 1 / 4, 3 / 4)),
+        (lambda f, w: zero(f, w, 3, masters=True), 4, (1 / 8, 1 / 4, 3 / 4)),
     ],
 )
 def test_rules_in_units_of_the_parameters(rule: Any, world: int, units: tuple[float, ...]) -> None:
@@ -159,10 +160,10 @@ def test_what_a_step_needs_for_a_while() -> None:
     names = [f"layers.{i}.part.weight" for i in range(16)] + ["head.weight"]
     sizes = tuple(ParameterSize(name=name, shape=(64,), itemsize=4) for name in names)
     net = Footprint(parameters=sizes, optimizers=(tuple(range(17)),))
-    rules = [whole, owners, even_shards, *((lambda f, w, s=s: zero(f, w, s)) for s in range(4))]
+    rules = [whole, owners, even_shards, *((lambda f, w, s=s: zero(f, w, s)) for s in (1, 2, 3))]
     assert {rule(net, 1)[0].transient for rule in rules} == {0}
     # In units of a layer; the first rank owns 5 of 17.
-    assert [rule(net, 4)[0].transient / 256 for rule in rules] == [0, 12 + 5, 2 + 3, 0, 17 - 4.25, 1, 2]
+    assert [rule(net, 4)[0].transient / 256 for rule in rules] == [0, 12 + 5, 2 + 3, 17, 1, 2]
 
 
 def test_owners_get_whole_parameters_by_size() -> None:
@@ -316,34 +317,25 @@ def test_measuring_needs_an_engine_and_counts_a_storage_once() -> None:
 # -- a model that does not fit ----------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, kv: int, hidden: int) -> None:
-        super().__init__()
-        shapes = [(width, width), (width, kv), (width, kv), (width, width), (width, hidden), (width, hidden)]
-        self.matrices = nn.ModuleList(nn.Linear(*shape, bias=False) for shape in [*shapes, (hidden, width)])
-        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
-
-
-class Seventy(nn.Module):
-    """The shapes of a language model of 70 billion parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(128256, 8192), nn.Linear(8192, 128256, bias=False)
-        self.blocks = nn.ModuleList(Block(8192, 1024, 28672) for _ in range(80))
-
-
 def test_seventy_billion_parameters_need_no_memory() -> None:
     process = psutil.Process()
     before = process.memory_info().rss
     with torch.device("meta"):
-        model = Seventy()
+        model = gpt_70b()
     report = accel.memory_report(model, torch.optim.AdamW(model.parameters()))
     assert process.memory_info().rss - before < 150 * MIB
     number = sum(p.numel() for p in model.parameters())
     assert 70e9 < number < 71e9
     assert report.predicted("ddp", 64).total == pytest.approx(16 * number, rel=1e-6)
-    assert "Seventy, 70.6 B parameters, AdamW" in str(report)
+    assert "GPT, 70.6 B parameters, AdamW" in str(report)
+
+
+def test_the_page_shows_what_the_command_prints() -> None:
+    with torch.device("meta"):
+        model = gpt_70b()
+    table = str(accel.memory_report(model, torch.optim.AdamW(model.parameters()), ranks=(1, 8, 16, 64)))
+    page = (Path(__file__).parent.parent / "docs" / "memory.md").read_text(encoding="utf-8")
+    assert table in page, f"copy this into docs/memory.md, with the picture that the page's command makes:\n{table}"
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
@@ -390,6 +382,7 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = tiny()
     path = report.save_plot(tmp_path / "new" / "memory.png")
     assert path.read_bytes().startswith(b"\x89PNG")
+    accel.memory_report(nn.Identity()).save_plot(tmp_path / "empty.png")
     with pytest.raises(AccelError, match=r"memory\.nothing cannot be written"):
         report.save_plot(tmp_path / "memory.nothing")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

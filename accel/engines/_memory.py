@@ -71,34 +71,38 @@ def even_shards(footprint: Footprint, world_size: int) -> tuple[MemoryUse, ...]:
     )
 
 
-def zero(footprint: Footprint, world_size: int, stage: int, *, half: bool = False) -> tuple[MemoryUse, ...]:
+def zero(footprint: Footprint, world_size: int, stage: int, *, masters: bool = False) -> tuple[MemoryUse, ...]:
     """The stages of ZeRO (Rajbhandari et al., arXiv 1910.02054): 1 cuts optimizer state, 2 gradients too, 3 parameters too.
 
-    From stage 1 on the optimizer steps fp32 copies, which count as its state, and once reduced only a rank's own
-    gradients are left. Measured so on DeepSpeed 0.19.8.
+    Once they are reduced, stage 1 as well keeps only the gradients of what a rank steps. Stage 0 is ``whole``.
 
     Args:
-        footprint: the model as its user made it.
+        footprint: the model.
         world_size: number of ranks.
-        stage: 0 to 3.
-        half: the engine computes with parameters and gradients of two bytes, whatever the user's have.
+        stage: 1 to 3.
+        masters: the optimizer steps fp32 copies, which count as its state; its other state and the gradients that it
+            sees are fp32 too, and the model's own parameters have two bytes.
     """
-    sizes = {p.name: p.numel * min(p.itemsize, 2 if half else p.itemsize) for p in footprint.parameters}
+    if world_size == 1:
+        return whole(footprint, 1)
+    sizes = {p.name: p.numel * (2 if masters else p.itemsize) for p in footprint.parameters}
     stepped = {index for indices in footprint.optimizers for index in indices}
-    state = 0
-    for parameter in (p for i, p in enumerate(footprint.parameters) if i in stepped and p.trainable):
-        copied = stage >= 1 or sizes[parameter.name] < 4 * parameter.numel
-        state += parameter.state_bytes * 4 // min(parameter.itemsize, 4) if copied else parameter.state_bytes
-        state += 4 * parameter.numel if copied else 0
-    gradients = sum(sizes[p.name] for p in footprint.trainable)
+    state = gradients = 0
+    for index, parameter in enumerate(footprint.parameters):
+        if parameter.trainable:
+            gradients += parameter.numel * (4 if masters else parameter.itemsize)
+        if not masters:
+            state += parameter.state_bytes
+        elif index in stepped and parameter.trainable:
+            state += 4 * parameter.numel + parameter.state_bytes * 4 // parameter.itemsize
     block = max((sum(sizes[p.name] for p in block) for block in footprint.blocks.values()), default=0)
-    mine = _share(gradients, world_size if stage >= 1 else 1)
+    mine = _share(gradients, world_size)
     # Stage 1 keeps all gradients until they are reduced, 2 a block's; 3 has a block's parameters too.
-    transient = {0: 0, 1: gradients - mine, 2: block, 3: 2 * block}[stage] if world_size > 1 else 0
+    transient = {1: sum(sizes[p.name] for p in footprint.trainable), 2: block, 3: 2 * block}[stage]
     use = MemoryUse(
-        parameters=_share(sum(sizes.values()), world_size if stage >= 3 else 1),
+        parameters=_share(sum(sizes.values()), world_size if stage == 3 else 1),
         gradients=mine,
-        optimizer_state=_share(state, world_size if stage >= 1 else 1),
+        optimizer_state=_share(state, world_size),
         buffers=footprint.buffers,
         transient=transient,
     )
