@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch.optim import Optimizer
@@ -69,13 +70,6 @@ class ParameterSize:
         """Bytes of the parameter, and of its gradient where it has one."""
         return self.numel * self.itemsize
 
-    @property
-    def block(self) -> str:
-        """The repeated part of the model that it lies in: its name up to the first number; empty outside of any."""
-        parts = self.name.split(".")
-        first = next((i for i, part in enumerate(parts[:-1]) if part.isdigit()), -1)
-        return ".".join(parts[: first + 1])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
@@ -95,6 +89,35 @@ class Footprint:
     def trainable(self) -> tuple[ParameterSize, ...]:
         """The parameters that get gradients."""
         return tuple(p for p in self.parameters if p.trainable)
+
+    @property
+    def blocks(self) -> dict[str, list[ParameterSize]]:
+        """The parameters by the repeated part of the model that they lie in, as ``layers.3``; "" is outside of any.
+
+        A part that has submodules of its own and a sibling with the same names is repeated; the innermost one counts.
+        """
+        inside: dict[str, list[str]] = {}
+        for parameter in self.parameters:
+            for prefix, rest in _numbered(parameter.name):
+                inside.setdefault(prefix, []).append(rest)
+        alike = Counter((prefix.rpartition(".")[0], *names) for prefix, names in inside.items())
+        blocks: dict[str, list[ParameterSize]] = {}
+        for parameter in self.parameters:
+            block = ""
+            for prefix, _ in _numbered(parameter.name):
+                names = inside[prefix]
+                if any("." in name for name in names) and alike[(prefix.rpartition(".")[0], *names)] > 1:
+                    block = prefix
+            blocks.setdefault(block, []).append(parameter)
+        return blocks
+
+
+def _numbered(name: str) -> Iterator[tuple[str, str]]:
+    """The prefixes of a name that end in a number, from short to long, each with what follows."""
+    parts = name.split(".")
+    for i, part in enumerate(parts[:-1]):
+        if part.isdigit():
+            yield ".".join(parts[: i + 1]), ".".join(parts[i + 1 :])
 
 
 def take(
@@ -227,9 +250,12 @@ def _stand_in(optimizer: Optimizer, shapes: Sequence[Sequence[int]]) -> tuple[Op
 # -- units ------------------------------------------------------------------------------------------------------------
 
 
+UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
 def human(nbytes: float) -> str:
     """Bytes in binary units with three digits: ``1.50 GiB``."""
-    return _scaled(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    return _scaled(nbytes, 1024, UNITS)
 
 
 def count(number: float) -> str:

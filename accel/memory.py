@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from .engines import BASELINE, ENGINES, Engine, Options
 from .errors import AccelError, OptimizerError
-from .footprint import Footprint, MemoryUse, count, human, take
+from .footprint import UNITS, Footprint, MemoryUse, count, human, take
 from .handles import OptimizerHandle, raw
 from .planning import map_leaves
 from .registry import registry, resolve_module
@@ -117,20 +117,25 @@ class MemoryReport:
                 f"the picture {os.fspath(path)} needs matplotlib, which is not installed: pip install 'accel[plot]'"
             ) from error
         rows = [row for row in self.rows if row.kind == "predicted"]
-        # A bar at one rank alone says what the baseline's says.
-        backends = [
-            b for b in dict.fromkeys(r.backend for r in rows) if len({r.ranks for r in rows if r.backend == b}) > 1
-        ]
-        backends = backends or list(dict.fromkeys(row.backend for row in rows))
-        figure = Figure(figsize=(1.2 + 2.6 * len(backends), 3.8), layout="constrained")
+        # Where there are several numbers of ranks, a backend for one process alone says nothing that the others do not.
+        numbers = {
+            backend: sum(row.backend == backend for row in rows) for backend in dict.fromkeys(r.backend for r in rows)
+        }
+        backends = [backend for backend, number in numbers.items() if number > 1] or list(numbers)
+        highest = max(row.use.total + row.use.transient for row in rows)
+        unit = human(highest).partition(" ")[2]
+        size = 1024 ** UNITS.index(unit)
+        figure = Figure(figsize=(max(1 + 2.4 * len(backends), 6.5), 3.8), layout="constrained")
         panels = figure.subplots(1, len(backends), sharey=True, squeeze=False)[0]
         for axes, backend in zip(panels, backends, strict=True):
-            _draw(axes, backend, [row for row in rows if row.backend == backend])
-        gib = 2**30
-        panels[0].set_ylabel("GiB per rank")
-        panels[0].yaxis.set_major_formatter(lambda value, _: f"{value / gib:g}")
+            _draw(axes, backend, [row for row in rows if row.backend == backend], size)
+        panels[0].set_ylim(0, 1.1 * highest / size or 1)
+        panels[0].set_ylabel(f"{unit} per rank")
         figure.suptitle(self.title, fontsize=11)
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+        handles = {
+            label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
         path = Path(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,27 +154,28 @@ _COLOURS: Final = {
 }
 
 
-def _draw(axes: Any, backend: str, rows: Sequence[MemoryRow]) -> None:
-    bottoms = [0] * len(rows)
+def _draw(axes: Any, backend: str, rows: Sequence[MemoryRow], size: int) -> None:
+    """One backend's bars, in units of ``size`` bytes."""
     places = range(len(rows))
+    bottoms = [0.0] * len(rows)
     for field, label in PARTS.items():
-        heights = [getattr(row.use, field) for row in rows]
-        axes.bar(places, heights, 0.7, bottom=bottoms, color=_COLOURS[field], label=label)
+        heights = [getattr(row.use, field) / size for row in rows]
+        if any(heights):
+            axes.bar(places, heights, 0.7, bottom=bottoms, color=_COLOURS[field], label=label)
         bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
-    passing = [row.use.transient for row in rows]
-    axes.bar(places, passing, 0.7, bottom=bottoms, fill=False, edgecolor="#64748b", linestyle=":", label="in a step")
+    passing = [row.use.transient / size for row in rows]
+    if any(passing):
+        style = {"edgecolor": "#64748b", "linestyle": ":", "label": "for a while in a step"}
+        axes.bar(places, passing, 0.7, bottom=bottoms, fill=False, **style)
     for place, row in zip(places, rows, strict=True):
-        axes.annotate(
-            human(row.use.total), (place, row.use.total + row.use.transient), (0, 2), ha="center", fontsize=7,
-            textcoords="offset points",
-        )  # fmt: skip
+        top = (row.use.total + row.use.transient) / size
+        axes.annotate(human(row.use.total), (place, top), (0, 2), ha="center", fontsize=7, textcoords="offset points")
     axes.set_xticks(places, [str(row.ranks) for row in rows])
     axes.set_xlabel("ranks")
     axes.set_title(backend, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
     axes.set_axisbelow(True)
-    axes.margins(y=0.08)
 
 
 # -- making one -------------------------------------------------------------------------------------------------------
@@ -212,7 +218,7 @@ def memory_report(
         for backend in ENGINES.values()
         # Without synchronisation there is no training on several ranks.
         if world == 1 or backend.synchronizes
-        for options in backend.variants()
+        for options in (backend.options_type(), *backend.variants)
         for uses in [backend.predict(footprint, options, world)]
     ]
     if measured and engine is not None:

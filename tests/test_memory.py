@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from accel.engines._memory import even_shards, owners, whole, zero
 from accel.errors import AccelError, OptimizerError
 from accel.footprint import Footprint, MemoryUse, ParameterSize, count, human, take
 from accel.memory import MemoryReport, label
+from examples.big import gpt_70b
 from tests.distributed import refusals, run
 
 MIB = 2**20
@@ -137,12 +138,12 @@ N = 4 * 64 * 16
         (even_shards, 2, (1 / 2, 1 / 2, 1)),
         (even_shards, 4, (1 / 4, 1 / 4, 1 / 2)),
         (even_shards, 64, (1 / 64, 1 / 64, 1 / 32)),
-        (lambda f, w: zero(f, w, 0), 4, (1, 1, 2)),
-        (lambda f, w: zero(f, w, 1), 4, (1, 1 / 4, 3 / 4)),
-        (lambda f, w: zero(f, w, 2), 4, (1, 1 / 4, 3 / 4)),
-        (lambda f, w: zero(f, w, 3), 4, (1 / 4, 1 / 4, 3 / 4)),
-        (lambda f, w: zero(f, w, 3, half=True), 4, (1 / 8, 1 / 8, 3 / 4)),
-        (lambda f, w: zero(f, w, 0, half=True), 4, (1 / 2, 1 / 2, 3)),
+        (lambda f, w: zero(f, w, 1), 4, (1, 1 / 4, 1 / 2)),
+        (lambda f, w: zero(f, w, 2), 4, (1, 1 / 4, 1 / 2)),
+        (lambda f, w: zero(f, w, 3), 4, (1 / 4, 1 / 4, 1 / 2)),
+        (lambda f, w: zero(f, w, 3), 1, (1, 1, 2)),
+        (lambda f, w: zero(f, w, 1, masters=True), 4, (1 / 2, 1 / 4, 3 / 4)),
+        (lambda f, w: zero(f, w, 3, masters=True), 4, (1 / 8, 1 / 4, 3 / 4)),
     ],
 )
 def test_rules_in_units_of_the_parameters(rule: Any, world: int, units: tuple[float, ...]) -> None:
@@ -156,20 +157,25 @@ def test_rules_in_units_of_the_parameters(rule: Any, world: int, units: tuple[fl
 
 
 def test_what_a_step_needs_for_a_while() -> None:
-    layer = N // 16
-    assert {r(EVEN, 1)[0].transient for r in (whole, owners, even_shards, lambda f, w: zero(f, w, 3))} == {0}
-    assert owners(EVEN, 4)[0].transient == N - N // 4 + N // 4
-    assert even_shards(EVEN, 4)[0].transient == 3 * layer
-    assert [zero(EVEN, 4, stage)[0].transient for stage in range(4)] == [0, N - N // 4, layer, 2 * layer]
+    names = [f"layers.{i}.part.weight" for i in range(16)] + ["head.weight"]
+    sizes = tuple(ParameterSize(name=name, shape=(64,), itemsize=4) for name in names)
+    net = Footprint(parameters=sizes, optimizers=(tuple(range(17)),))
+    rules = [whole, owners, even_shards, *((lambda f, w, s=s: zero(f, w, s)) for s in (1, 2, 3))]
+    assert {rule(net, 1)[0].transient for rule in rules} == {0}
+    # In units of a layer; the first rank owns 5 of 17.
+    assert [rule(net, 4)[0].transient / 256 for rule in rules] == [0, 12 + 5, 2 + 3, 17, 1, 2]
 
 
 def test_owners_get_whole_parameters_by_size() -> None:
-    uses = owners(layers([100, 10, 20, 30, 40, 1]), 2)
+    uses = owners(layers([10, 100, 20, 30, 40, 1]), 2)
     assert [u.gradients // 4 for u in uses] == [101, 100]
     assert [u.optimizer_state // 8 for u in uses] == [101, 100]
-    uses = owners(layers([100, 100, 7, 9], frozen=2), 2)  # the frozen ones weigh one each
-    assert [u.gradients // 4 for u in uses] == [7, 9]
-    assert max(u.transient for u in uses) == 4 * (16 - 7 + 9)
+    uses = owners(layers([100, 99, 7, 9, 7], frozen=2), 2)  # the frozen ones are dealt out last
+    assert [u.gradients // 4 for u in uses] == [9, 14]
+    assert max(u.transient for u in uses) == 4 * (23 - 9 + 14)
+    two = layers([50, 30, 20, 5])
+    two = replace(two, optimizers=((0, 3), (1, 0)))
+    assert [u.gradients // 4 for u in owners(two, 2)] == [50 + 20, 5 + 30 + 20]  # nobody steps the third
 
 
 def test_uneven_shards_are_padded_and_their_state_is_not() -> None:
@@ -180,9 +186,17 @@ def test_uneven_shards_are_padded_and_their_state_is_not() -> None:
     assert [u.optimizer_state for u in uses] == [28, 24, 12, 0]
 
 
-def test_a_block_is_a_name_up_to_its_first_number() -> None:
-    names = {"blocks.3.mlp.0.weight": "blocks.3", "embed.weight": "", "0.weight": "0", "list.2": ""}
-    assert {n: ParameterSize(name=n, shape=(), itemsize=4).block for n in names} == names
+def test_blocks_are_what_repeats() -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)))
+
+    net = nn.Sequential(nn.Embedding(9, 4), nn.ModuleList([block(), block()]), nn.Linear(4, 9))
+    found = {name: len(ps) for name, ps in take(dict(net.named_parameters()), [], []).blocks.items()}
+    assert found == {"": 3, "1.0": 6, "1.1": 6}
+    assert set(EVEN.blocks) == {""}  # single layers
+    two = nn.ModuleDict({"a": nn.ModuleList(nn.ModuleList([block(), block()]) for _ in range(2)), "b": block()})
+    found = {name: len(ps) for name, ps in take(dict(two.named_parameters()), [], []).blocks.items()}
+    assert found == {"a.0.0": 6, "a.0.1": 6, "a.1.0": 6, "a.1.1": 6, "": 6}
 
 
 # -- predicted and measured -------------------------------------------------------------------------------------------
@@ -229,7 +243,7 @@ VARIANTS = [
         marks=pytest.mark.skipif(not all(map(find_spec, engine.requires)), reason="its package is not installed"),
     )
     for engine in ENGINES.values()
-    for options in engine.variants()
+    for options in (engine.options_type(), *engine.variants)
     for world in ((1, 2, 4) if engine.synchronizes else (1,))
 ]
 
@@ -303,34 +317,25 @@ def test_measuring_needs_an_engine_and_counts_a_storage_once() -> None:
 # -- a model that does not fit ----------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, kv: int, hidden: int) -> None:
-        super().__init__()
-        shapes = [(width, width), (width, kv), (width, kv), (width, width), (width, hidden), (width, hidden)]
-        self.matrices = nn.ModuleList(nn.Linear(*shape, bias=False) for shape in [*shapes, (hidden, width)])
-        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
-
-
-class Seventy(nn.Module):
-    """The shapes of a language model of 70 billion parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(128256, 8192), nn.Linear(8192, 128256, bias=False)
-        self.blocks = nn.ModuleList(Block(8192, 1024, 28672) for _ in range(80))
-
-
 def test_seventy_billion_parameters_need_no_memory() -> None:
     process = psutil.Process()
     before = process.memory_info().rss
     with torch.device("meta"):
-        model = Seventy()
+        model = gpt_70b()
     report = accel.memory_report(model, torch.optim.AdamW(model.parameters()))
     assert process.memory_info().rss - before < 150 * MIB
     number = sum(p.numel() for p in model.parameters())
     assert 70e9 < number < 71e9
     assert report.predicted("ddp", 64).total == pytest.approx(16 * number, rel=1e-6)
-    assert "Seventy, 70.6 B parameters, AdamW" in str(report)
+    assert "GPT, 70.6 B parameters, AdamW" in str(report)
+
+
+def test_the_page_shows_what_the_command_prints() -> None:
+    with torch.device("meta"):
+        model = gpt_70b()
+    table = str(accel.memory_report(model, torch.optim.AdamW(model.parameters()), ranks=(1, 8, 16, 64)))
+    page = (Path(__file__).parent.parent / "docs" / "memory.md").read_text(encoding="utf-8")
+    assert table in page, f"copy this into docs/memory.md, with the picture that the page's command makes:\n{table}"
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
@@ -346,15 +351,7 @@ def test_the_table() -> None:
     assert {row.ranks for row in report.rows if row.backend == "single"} == {1}
     assert {row.ranks for row in report.rows if row.backend == "ddp"} == {1, 8}
     lines = str(report).splitlines()
-    assert lines[1].split() == [
-        "ranks",
-        "backend",
-        "parameters",
-        "gradients",
-        "optimizer",
-        "total",
-        *lines[1].split()[6:],
-    ]
+    assert lines[1].split()[:6] == ["ranks", "backend", "parameters", "gradients", "optimizer", "total"]
     row = next(line.split() for line in lines if line.split()[:2] == ["8", "ddp"])
     assert row == ["8", "ddp", "3.82", "MiB", "3.82", "MiB", "7.64", "MiB", "15.3", "MiB"]
     expected = MemoryUse(parameters=4_004_000, gradients=4_004_000, optimizer_state=8_008_008)
@@ -385,6 +382,7 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = tiny()
     path = report.save_plot(tmp_path / "new" / "memory.png")
     assert path.read_bytes().startswith(b"\x89PNG")
+    accel.memory_report(nn.Identity()).save_plot(tmp_path / "empty.png")
     with pytest.raises(AccelError, match=r"memory\.nothing cannot be written"):
         report.save_plot(tmp_path / "memory.nothing")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import torch
 from torch import nn
 
 from ..footprint import Footprint, MemoryUse, ParameterSize
 from ..stepping import Stepper
-from ._context import Options
 
 # -- predictions: pure functions of sizes, by rank --------------------------------------------------------------------
 
@@ -25,22 +24,23 @@ def whole(footprint: Footprint, world_size: int, buckets: int = 0) -> tuple[Memo
 def owners(footprint: Footprint, world_size: int) -> tuple[MemoryUse, ...]:
     """All parameters on every rank; gradients and state of a parameter on the one rank that owns it.
 
-    Each optimizer's parameters are dealt out whole, each to the rank that has least so far; a gradient that no
-    optimizer steps stays everywhere. Until a step's reduction all gradients are there, and one owner's once more.
+    One optimizer after the other deals its parameters out whole, trainable ones first, from large to small, each to the
+    rank that has least so far. A gradient that no optimizer steps stays everywhere. Until a step's reduction all
+    gradients are there, and those of one owner once more.
     """
-    owned: list[list[int]] = [[] for _ in range(world_size)]
+    owned: list[list[ParameterSize]] = [[] for _ in range(world_size)]
+    loads = [0] * world_size
+    dealt: set[int] = set()
     for indices in footprint.optimizers:
-        loads = [0] * world_size
-        for index in indices:
-            parameter = footprint.parameters[index]
+        new = [i for i in dict.fromkeys(indices) if i not in dealt]
+        dealt.update(new)
+        parameters = sorted((footprint.parameters[i] for i in new), key=lambda p: (not p.trainable, -p.numel))
+        for parameter in parameters:
             rank = loads.index(min(loads))
-            owned[rank].append(index)
-            # A frozen one counts too, so that equal shares of a fine-tuned model stay equal.
-            loads[rank] += parameter.numel if parameter.trainable else 1
-    dealt = {index for indices in footprint.optimizers for index in indices}
+            owned[rank].append(parameter)
+            loads[rank] += parameter.numel
     rest = [p for i, p in enumerate(footprint.parameters) if i not in dealt]
-    shares = [[*(footprint.parameters[i] for i in indices), *rest] for indices in owned]
-    uses = [_use(footprint, share) for share in shares]
+    uses = [_use(footprint, [*mine, *rest]) for mine in owned]
     gradients = _gradients(footprint.parameters)
     piece = max(use.gradients for use in uses) if world_size > 1 else 0
     return tuple(replace(use, transient=gradients - use.gradients + piece) for use in uses)
@@ -49,15 +49,20 @@ def owners(footprint: Footprint, world_size: int) -> tuple[MemoryUse, ...]:
 def even_shards(footprint: Footprint, world_size: int) -> tuple[MemoryUse, ...]:
     """Every parameter, gradient and state cut along the first dimension into equal pieces, the last of them padded.
 
-    While a block computes, it and the one fetched ahead are there whole, and its gradients until they are reduced.
+    In backward a block and the next one are there whole, with a block's gradients until they are reduced; and so is
+    from first to last what lies in no block.
     """
     parameters = sum(_rows(p, world_size) * _row_bytes(p) for p in footprint.parameters)
     gradients = sum(_rows(p, world_size) * _row_bytes(p) for p in footprint.trainable)
+    blocks = dict(footprint.blocks)
+    rest = blocks.pop("", [])
+    gathered = sum(p.nbytes for p in rest) + _gradients(rest)
+    gathered += max((2 * sum(p.nbytes for p in block) + _gradients(block) for block in blocks.values()), default=0)
     use = MemoryUse(
         parameters=parameters,
         gradients=gradients,
         buffers=footprint.buffers,
-        transient=_gathered(footprint, world_size),
+        transient=gathered if world_size > 1 else 0,
     )
     stateful = [p for p in footprint.parameters if p.state_bytes]
     return tuple(
@@ -66,34 +71,38 @@ def even_shards(footprint: Footprint, world_size: int) -> tuple[MemoryUse, ...]:
     )
 
 
-def zero(footprint: Footprint, world_size: int, stage: int, *, half: bool = False) -> tuple[MemoryUse, ...]:
+def zero(footprint: Footprint, world_size: int, stage: int, *, masters: bool = False) -> tuple[MemoryUse, ...]:
     """The stages of ZeRO (Rajbhandari et al., arXiv 1910.02054): 1 cuts optimizer state, 2 gradients too, 3 parameters too.
 
-    From stage 1 on the optimizer steps fp32 copies, which count as its state, and once reduced only a rank's own
-    gradients are left. Measured so on DeepSpeed 0.19.8.
+    Once they are reduced, stage 1 as well keeps only the gradients of what a rank steps. Stage 0 is ``whole``.
 
     Args:
-        footprint: the model as its user made it.
+        footprint: the model.
         world_size: number of ranks.
-        stage: 0 to 3.
-        half: the engine computes with parameters and gradients of two bytes, whatever the user's have.
+        stage: 1 to 3.
+        masters: the optimizer steps fp32 copies, which count as its state; its other state and the gradients that it
+            sees are fp32 too, and the model's own parameters have two bytes.
     """
-    sizes = {p.name: p.numel * min(p.itemsize, 2 if half else p.itemsize) for p in footprint.parameters}
+    if world_size == 1:
+        return whole(footprint, 1)
+    sizes = {p.name: p.numel * (2 if masters else p.itemsize) for p in footprint.parameters}
     stepped = {index for indices in footprint.optimizers for index in indices}
-    state = 0
-    for parameter in (p for i, p in enumerate(footprint.parameters) if i in stepped and p.trainable):
-        copied = stage >= 1 or sizes[parameter.name] < 4 * parameter.numel
-        state += parameter.state_bytes * 4 // min(parameter.itemsize, 4) if copied else parameter.state_bytes
-        state += 4 * parameter.numel if copied else 0
-    gradients = sum(sizes[p.name] for p in footprint.trainable)
-    block = max((sum(sizes[p.name] for p in block) for block in _blocks(footprint).values()), default=0)
-    mine = _share(gradients, world_size if stage >= 1 else 1)
+    state = gradients = 0
+    for index, parameter in enumerate(footprint.parameters):
+        if parameter.trainable:
+            gradients += parameter.numel * (4 if masters else parameter.itemsize)
+        if not masters:
+            state += parameter.state_bytes
+        elif index in stepped and parameter.trainable:
+            state += 4 * parameter.numel + parameter.state_bytes * 4 // parameter.itemsize
+    block = max((sum(sizes[p.name] for p in block) for block in footprint.blocks.values()), default=0)
+    mine = _share(gradients, world_size)
     # Stage 1 keeps all gradients until they are reduced, 2 a block's; 3 has a block's parameters too.
-    transient = {0: 0, 1: gradients - mine, 2: block, 3: 2 * block}[stage] if world_size > 1 else 0
+    transient = {1: sum(sizes[p.name] for p in footprint.trainable), 2: block, 3: 2 * block}[stage]
     use = MemoryUse(
-        parameters=_share(sum(sizes.values()), world_size if stage >= 3 else 1),
+        parameters=_share(sum(sizes.values()), world_size if stage == 3 else 1),
         gradients=mine,
-        optimizer_state=_share(state, world_size if stage >= 1 else 1),
+        optimizer_state=_share(state, world_size),
         buffers=footprint.buffers,
         transient=transient,
     )
@@ -140,21 +149,6 @@ def _state_share(parameter: ParameterSize, rank: int, world_size: int) -> int:
     return parameter.state_bytes * mine // max(_first(parameter), 1)
 
 
-def _blocks(footprint: Footprint) -> Mapping[str, list[ParameterSize]]:
-    blocks: dict[str, list[ParameterSize]] = {}
-    for parameter in footprint.parameters:
-        blocks.setdefault(parameter.block, []).append(parameter)
-    return blocks
-
-
-def _gathered(footprint: Footprint, world_size: int) -> int:
-    """The largest block's parameters twice, and its gradients, whole."""
-    if world_size == 1:
-        return 0
-    blocks = _blocks(footprint).values()
-    return max((2 * sum(p.nbytes for p in block) + _gradients(block) for block in blocks), default=0)
-
-
 # -- the verbs --------------------------------------------------------------------------------------------------------
 
 
@@ -164,12 +158,6 @@ class MemoryVerbs(ABC):
     module: nn.Module
     parameters: list[nn.Parameter]
     steppers: dict[int, Stepper]
-    options_type: ClassVar[type[Options]]
-
-    @classmethod
-    def variants(cls) -> tuple[Options, ...]:
-        """The options that are worth a line of their own in a comparison of backends; the first are the defaults."""
-        return (cls.options_type(),)
 
     @classmethod
     @abstractmethod
