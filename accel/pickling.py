@@ -169,7 +169,7 @@ def _names(code: CodeType) -> set[str]:
 def _describe(obj: Any, error: Exception | None) -> str:
     if type(obj) in (ModelHandle, OptimizerHandle):
         kind = type(raw_of(obj)).__name__
-        return f"a {type(obj).__name__}; send the raw {kind}, and call accel.setup in the function that runs there"
+        return f"{type(obj).__name__}; send the raw {kind}, and call accel.setup in the function that runs there"
     if isinstance(obj, FunctionType):
         where = f"{os.path.basename(obj.__code__.co_filename)}:{obj.__code__.co_firstlineno}"
         return f"lambda at {where}" if obj.__name__ == "<lambda>" else f"function {obj.__qualname__} at {where}"
