@@ -60,10 +60,8 @@ def launch(fn: Callable[..., Any], *args: Any, num_processes: int | None = None)
     with contextlib.ExitStack() as stack:
         payload, states, result = (_memory(stack) for _ in range(3))
         payload.write((fn, args, found), "the arguments")
-        # A store of this process: a free port is found and taken at once.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         files = {"payload": payload.fd, "states": states.fd, "result": result.fd}
-        job = _Job(name_of(fn), number, store.port, files)
+        job = _Job(name_of(fn), number, files)
         with contextlib.closing(job):
             job.run()
         value, returned = result.read(mmap=False), states.read(mmap=True)
@@ -155,8 +153,10 @@ class _Worker:
 class _Job:
     """The workers of one launch."""
 
-    def __init__(self, name: str, number: int, port: int, files: dict[str, int]) -> None:
-        self._name, self._number, self._port, self._files = name, number, port, files
+    def __init__(self, name: str, number: int, files: dict[str, int]) -> None:
+        self._name, self._number, self._files = name, number, files
+        # Where the ranks meet: in this process, where a free port is found and taken at once.
+        self._store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self._alive: dict[int, _Worker] = {}
         self._stack = contextlib.ExitStack()
 
@@ -182,6 +182,7 @@ class _Job:
         while self._alive:
             self._alive.popitem()[1].end()
         self._stack.close()
+        self._store = None  # here, and not when the last traceback that knows this job is forgotten
 
     def _start(self, rank: int) -> None:
         report = _memory(self._stack)
@@ -201,7 +202,7 @@ class _Job:
         threads = max(1, len(os.sched_getaffinity(0)) // self._number)
         size = str(self._number)
         place = {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": size}
-        store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port)}
+        store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
         # This process has the store, as torchrun's agent would.
         agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         return {"OMP_NUM_THREADS": str(threads), **os.environ, **place, **store, **agent}

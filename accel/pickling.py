@@ -66,8 +66,7 @@ def stateful(parts: dict[str, object]) -> list[Any]:
     """
     found: dict[int, Any] = {}
     for name, part in parts.items():
-        require(part, name, _by_value)
-        found.update({id(item): item for item in _by_value(part)})
+        found.update({id(item): item for item in require(part, name)})
     modules = [item for item in found.values() if isinstance(item, nn.Module)]
     inside = {id(child) for module in modules for child in module.modules() if child is not module}
     return [item for key, item in found.items() if key not in inside]
@@ -88,10 +87,10 @@ def check_picklable(obj: object, name: str = "obj") -> None:
     require(obj, name, _plainly)
 
 
-def require(obj: object, name: str, attempt: _Attempt = _by_value) -> None:
-    """Raise a LaunchError that names what in ``obj`` cannot be pickled."""
+def require(obj: object, name: str, attempt: _Attempt = _by_value) -> list[Any]:
+    """What ``attempt`` finds in ``obj``; a LaunchError names what cannot be pickled."""
     try:
-        attempt(obj)
+        return attempt(obj)
     except Exception as error:
         culprits = list(dict.fromkeys(_culprits(obj, name, attempt, set())))
         more = f" and {len(culprits) - _MOST} more" if len(culprits) > _MOST else ""
@@ -169,7 +168,7 @@ def _names(code: CodeType) -> set[str]:
 def _describe(obj: Any, error: Exception | None) -> str:
     if type(obj) in (ModelHandle, OptimizerHandle):
         kind = type(raw_of(obj)).__name__
-        return f"a {type(obj).__name__}; send the raw {kind}, and call accel.setup in the function that runs there"
+        return f"{type(obj).__name__}; send the raw {kind}, and call accel.setup in the function that runs there"
     if isinstance(obj, FunctionType):
         where = f"{os.path.basename(obj.__code__.co_filename)}:{obj.__code__.co_firstlineno}"
         return f"lambda at {where}" if obj.__name__ == "<lambda>" else f"function {obj.__qualname__} at {where}"

@@ -1,0 +1,145 @@
+"""What accel says about itself: accel.summary, accel.effective_batch_size, the lines of setup; and accel.any_rank."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+
+import accel
+from tests.distributed import outcomes, refusals, run
+
+
+def loader(batch_size: int | None = 8, **arguments: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.zeros(64, 2)), batch_size, **arguments)
+
+
+def summarise() -> str:
+    model = nn.Sequential(nn.Linear(100, 1000), nn.BatchNorm1d(1000))
+    model[0].bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, _ = accel.setup(model, optimizer)
+    model(torch.ones(4, 100).to(accel.device())).sum().backward()
+    optimizer.step()
+    return accel.summary(model)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_summary(world: int) -> None:
+    for rank, text in enumerate(run(world, summarise)):
+        lines = text.split("\n")
+        assert lines[0] == "Sequential"
+        rows = {key: value for key, _, value in (line.strip().partition("  ") for line in lines[1:])}
+        rows = {key: value.strip() for key, value in rows.items()}
+        name = "ddp on 2 ranks" if world == 2 else "single on 1 rank"
+        assert rows["backend"].startswith(f"{name} (")
+        assert rows["backend"].endswith(", 32-true")
+        assert rows["options"].startswith("DDP(" if world == 2 else "Single(")
+        # 100 * 1000 weights, 1000 of the bias, twice 1000 of the norm
+        assert rows["parameters"] == "103,000: 102,000 trainable, 1,000 frozen"
+        assert rows["optimizers"] == "AdamW"
+        # with 2 * 1000 + 1 buffers, of which one is int64; two moments of what is trainable
+        weights, state = (103_000 + 2000) * 4 + 8, 2 * 102_000 * 4
+        assert rows[f"on rank {rank}"] == (
+            f"weights and buffers {weights / 1e6:.2f} MB, optimizer state {state / 1e6:.2f} MB"
+        )
+
+
+def test_summary_needs_an_engine() -> None:
+    with pytest.raises(accel.AccelError, match=r"no live engine: call accel.setup"):
+        accel.summary(nn.Linear(2, 2))
+
+
+def sizes() -> tuple[int, ...]:
+    batches = BatchSampler(SequentialSampler(range(64)), 5, drop_last=False)
+    own = DataLoader(TensorDataset(torch.zeros(64, 2)), batch_sampler=batches)
+    raw = loader()
+    handle = accel.setup(nn.Linear(2, 2), None, raw)[2]
+    seen = accel.all_reduce(torch.tensor([len(next(iter(handle))[0])]), "sum").item()
+    return int(seen), *(accel.effective_batch_size(one) for one in (handle, raw, own))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_effective_batch_size(world: int) -> None:
+    for found in run(world, sizes):
+        assert found == (8 * world, 8 * world, 8 * world, 5 * world)
+
+
+def test_effective_batch_size_refuses_what_does_not_say() -> None:
+    with pytest.raises(accel.LoaderError, match="neither the loader nor its batch sampler has a batch_size"):
+        accel.effective_batch_size(loader(None))
+    with pytest.raises(accel.LoaderError, match="expected a DataLoader or its handle, found a list"):
+        accel.effective_batch_size([1, 2])  # type: ignore[arg-type]
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def lines_of_setup() -> list[str]:
+    lines, logger = Lines(), logging.getLogger("accel")
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    try:
+        model, data = nn.Linear(2, 2), loader()
+        for _ in range(2):
+            accel.setup(model, None, [data, loader(None)])
+        accel.setup(model, torch.optim.SGD(model.parameters(), 0.1), data)
+    finally:
+        logger.removeHandler(lines)
+        logger.setLevel(logging.NOTSET)
+    return lines.lines
+
+
+def test_setup_tells_once_and_on_rank_0() -> None:
+    first, second = run(2, lines_of_setup)
+    kind = accel.device().type
+    assert first == [f"Linear: backend ddp, 32-true, 2 x {kind}", "effective batch size: 8 x 2 ranks = 16"]
+    assert second == []
+
+
+def stop_when(rank: int, last: int) -> tuple[int, bool]:
+    steps = 0
+    while not accel.any_rank(accel.rank() == rank and steps == last):
+        steps += 1
+    return steps, accel.any_rank(False)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_one_rank_stops_all(world: int) -> None:
+    assert run(world, stop_when, world - 1, 3) == [(3, False)] * world
+
+
+def flag_of_a_tensor() -> None:
+    accel.any_rank(torch.tensor(True))  # type: ignore[arg-type]
+
+
+def test_any_rank_wants_a_bool() -> None:
+    assert all("bool(condition)" in text for text in refusals(1, flag_of_a_tensor, error="AccelError"))
+
+
+def missing_rank() -> None:
+    accel.init(timeout=2)
+    if accel.rank() != 1:
+        accel.any_rank(False)
+    else:
+        time.sleep(6)
+
+
+def test_a_hang_says_where_and_for_whom() -> None:
+    first, _, third = outcomes(3, missing_rank, breaks=True)
+    for outcome in (first, third):
+        assert "AccelError" in outcome.error
+        assert "any_rank" in outcome.message
+        assert outcome.seconds < 6
+    assert any("waited 2 s in 'any_rank', but rank 1 did not come" in o.message for o in (first, third))
