@@ -13,6 +13,7 @@ from .api import (
     teardown,
     unwrap,
 )
+from .checkpoint import latest, link, load, save, verify
 from .collectives import all_gather, all_reduce, broadcast
 from .control import barrier, main_first
 from .data import LoaderOptions, gather_for_metrics
@@ -33,7 +34,7 @@ from .errors import (
 )
 from .handles import Handles
 from .process import device, init, is_main, local_rank, print, rank, world_size
-from .rng import seed
+from .rng import rng_state, seed
 
 __version__ = "0.1.0"
 
@@ -72,16 +73,22 @@ __all__ = [
     "init",
     "is_main",
     "join",
+    "latest",
+    "link",
+    "load",
     "local_rank",
     "main_first",
     "no_sync",
     "print",
     "rank",
     "refresh_trainable",
+    "rng_state",
+    "save",
     "seed",
     "setup",
     "teardown",
     "unwrap",
+    "verify",
     "world_size",
 ]
 __all__ += sorted(OPTIONS)

@@ -23,6 +23,7 @@ LAYERS = [
     ["cli"],
     ["commands"],
     ["api"],
+    ["checkpoint"],
     ["agreement"],
     ["planning"],
     ["registry"],
