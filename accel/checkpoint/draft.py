@@ -11,10 +11,11 @@ import torch
 from ..errors import CheckpointError
 from .header import Entry
 from .layout import parts
-from .leaves import Leaf, Listed, OptimizerLeaf, RankLeaf
+from .leaves import Leaf, Listed, RankLeaf
 from .listing import Listing, Plan, digest, make_listing, make_plan, sources
 from .record import Record, Stored
 from .shards import Source, Written
+from .trained import OptimizerLeaf
 from .trees import State, kept_shard, listings
 from .values import Encoder, Json
 

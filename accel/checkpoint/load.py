@@ -17,11 +17,12 @@ from ..process import current
 from ..shard import Manifest
 from . import record
 from .dtypes import BY_NAME
-from .leaves import Leaf, ModuleLeaf, OptimizerLeaf, RankLeaf, StatefulLeaf, TensorLeaf
+from .leaves import Leaf, RankLeaf, StatefulLeaf, TensorLeaf
 from .meeting import Meeting, kept_names, plain
 from .reader import Reader
 from .record import Record
 from .together import explain, together
+from .trained import ModuleLeaf, OptimizerLeaf
 from .trees import State
 from .values import Decoder, Json
 from .verify import verify_needed

@@ -59,38 +59,51 @@ def save(
 
     draft, told = together("accel.save", prepare)
     _check_equal(told)
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as resources:
         job = Job(os.path.abspath(os.fspath(dir)), rank, world, keep)
+        _begin(job, draft, told, resources, wait)
+        if wait:
+            _finish(job)
+            return None
+        return background.start(
+            functools.partial(job.finish_alone, process.timeout.total_seconds()), resources.pop_all()
+        )
 
-        def begin() -> tuple[None, tuple[str, Any]]:
-            differ = [len({summary[i] for _, summary in told}) > 1 for i in (1, 2)]
-            return None, (job.begin(stack) if rank == 0 else "", draft.message(differ[0], differ[1]))
 
-        _, messages = together("accel.save (the directory)", begin)
-        job.save = messages[0][0]
+_Told = list[tuple[str, tuple[str, str, str]]]
 
-        def take() -> tuple[None, None]:
-            draft.complete([message for _, message in messages])
-            job.take(draft)
-            if not wait:
-                job.snapshot()
-            return None, None
 
-        together("accel.save (the plan)", take)
+def _begin(job: Job, draft: Draft, told: _Told, resources: contextlib.ExitStack, wait: bool) -> None:
+    """Rank 0 takes the directory; all learn what each of them writes. Collective."""
+
+    def begin() -> tuple[None, tuple[str, Any]]:
+        differ = [len({summary[i] for _, summary in told}) > 1 for i in (1, 2)]
+        return None, (job.begin(resources) if job.rank == 0 else "", draft.message(differ[0], differ[1]))
+
+    _, messages = together("accel.save (the directory)", begin)
+    job.save = messages[0][0]
+
+    def take() -> tuple[None, None]:
+        draft.complete([message for _, message in messages])
+        job.take(draft)
         if not wait:
-            return background.start(
-                functools.partial(job.finish_alone, process.timeout.total_seconds()), stack.pop_all()
-            )
-        try:
-            _, written = together("accel.save (writing)", lambda: (None, job.write()))
-        except CheckpointError:
-            job.discard()  # on all ranks; after another error some may think that all is written
-            raise
-        together("accel.save (the record)", lambda: job.conclude(written))
-    return None
+            job.snapshot()
+        return None, None
+
+    together("accel.save (the plan)", take)
 
 
-def _check_equal(told: list[tuple[str, tuple[str, str, str]]]) -> None:
+def _finish(job: Job) -> None:
+    """Write, and commit once all ranks have. Collective."""
+    try:
+        _, written = together("accel.save (writing)", lambda: (None, job.write()))
+    except CheckpointError:
+        job.discard()  # on all ranks; after another error some may think that all is written
+        raise
+    together("accel.save (the record)", lambda: job.conclude(written))
+
+
+def _check_equal(told: _Told) -> None:
     for rank, (directory, summary) in enumerate(told):
         if directory != told[0][0]:
             raise CheckpointError(f"accel.save: rank 0 saves into {told[0][0]!r}, and rank {rank} into {directory!r}")

@@ -15,7 +15,8 @@ from ..errors import AccelError, CheckpointError
 from ..handles import ModelHandle, OptimizerHandle
 from ..registry import Registry, registry, resolve_module
 from ..rng import RngState
-from .leaves import Leaf, Listed, ModuleLeaf, OptimizerLeaf, RankLeaf, StatefulLeaf, TensorLeaf
+from .leaves import Leaf, Listed, RankLeaf, StatefulLeaf, TensorLeaf
+from .trained import ModuleLeaf, OptimizerLeaf
 from .values import DEPTH, TAG, Encoder, Json, check_tensor, place
 
 #: Names of tensors that values hold begin with it.
