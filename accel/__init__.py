@@ -13,6 +13,7 @@ from .api import (
     teardown,
     unwrap,
 )
+from .checkpoint import latest, link, load, save, verify
 from .collectives import all_gather, all_reduce, broadcast
 from .control import any_rank, barrier, main_first
 from .data import LoaderOptions, effective_batch_size, gather_for_metrics
@@ -36,7 +37,7 @@ from .launch import launch
 from .memory import memory_report
 from .pickling import check_picklable
 from .process import device, init, is_main, local_rank, print, rank, world_size
-from .rng import seed
+from .rng import rng_state, seed
 from .summary import summary
 
 __version__ = "0.1.0"
@@ -80,6 +81,9 @@ __all__ = [
     "is_main",
     "join",
     "launch",
+    "latest",
+    "link",
+    "load",
     "local_rank",
     "main_first",
     "memory_report",
@@ -87,11 +91,14 @@ __all__ = [
     "print",
     "rank",
     "refresh_trainable",
+    "rng_state",
+    "save",
     "seed",
     "setup",
     "summary",
     "teardown",
     "unwrap",
+    "verify",
     "world_size",
 ]
 __all__ += sorted(OPTIONS)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from .errors import CheckpointError
+
+_EXTRA: Final = "_extra_state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +43,51 @@ def whole(name: str, tensor: torch.Tensor) -> Shard:
 
 
 def module_shards(module: nn.Module) -> list[Shard]:
-    """Parameters and persistent buffers under the names of ``state_dict``; what is tied has the first of its names."""
+    """Parameters and persistent buffers under the names of ``state_dict``; what is tied has the first of its names.
+
+    Raises:
+        CheckpointError: ``state_dict`` makes tensors of its own, which could not be filled in place.
+    """
     found: dict[int, Shard] = {}
+    own = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
     for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not _is_extra(name):
+            if id(value) not in own:
+                raise CheckpointError(
+                    f"the state_dict() of this {type(module).__name__} has a tensor {name!r} that is not one of its parameters "
+                    "or buffers, so that it cannot be filled in place; save model.state_dict() as a value instead"
+                )
             found.setdefault(id(value), whole(name, value))
     return list(found.values())
+
+
+def _is_extra(name: str) -> bool:
+    """Whether an entry of a module's ``state_dict`` is what ``get_extra_state`` returned."""
+    return name.rpartition(".")[2] == _EXTRA
+
+
+def module_values(module: nn.Module) -> dict[str, Any]:
+    """What ``state_dict`` holds beside tensors: the results of ``get_extra_state``.
+
+    Raises:
+        CheckpointError: there is something else.
+    """
+    values = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if _is_extra(name):
+            values[name] = value
+        elif not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"the state_dict() of this {type(module).__name__} has {name!r}, a {type(value).__name__}; give the module "
+                "get_extra_state and set_extra_state instead"
+            )
+    return values
+
+
+def fill_module_values(module: nn.Module, values: Mapping[str, Any]) -> None:
+    """Give each submodule the extra state that ``module_values`` found in it."""
+    for name, value in values.items():
+        module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 
 def _entries(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
@@ -102,10 +146,24 @@ def optimizer_slots(optimizer: Optimizer, names: Mapping[int, str], manifest: Ma
 def fill_optimizer_values(optimizer: Optimizer, names: Mapping[int, str], values: Mapping[str, Any]) -> None:
     """Take over group values and plain state; parameters without an entry in ``values["state"]`` lose their state."""
     for group, saved in zip(optimizer.param_groups, values["groups"], strict=True):
-        group.update({key: value for key, value in saved.items() if key != "params"})
-    for name, parameter, _ in _entries(optimizer, names):
-        if name not in values["state"]:
-            optimizer.state.pop(parameter, None)
-        else:
+        for key, value in saved.items():
+            if key != "params":
+                group[key] = _placed(value, group.get(key), None)
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        for parameter in group["params"]:
+            saved_state = values["state"].get(names[id(parameter)])
+            if saved_state is None:
+                optimizer.state.pop(parameter, None)
+                continue
             state = optimizer.state[parameter]
-            state.update({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values["state"][name].items()})
+            device = parameter.device if on_device else None
+            state.update({key: _placed(value, state.get(key), device) for key, value in saved_state.items()})
+
+
+def _placed(value: Any, before: Any, device: torch.device | None) -> Any:
+    """A saved value in the place of the one before: a copy, on ``device``, else where that one was."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if device is None and isinstance(before, torch.Tensor):
+        device = before.device
+    return value.clone() if device is None else value.to(device, copy=True)

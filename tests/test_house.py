@@ -25,6 +25,7 @@ LAYERS = [
     ["launch"],
     ["worker"],
     ["api", "summary", "memory"],
+    ["checkpoint"],
     ["agreement"],
     ["planning"],
     ["registry"],

@@ -1,0 +1,12 @@
+"""Checkpoints: per-rank shards, one record that is the commit, any world size and backend to any other.
+
+save > job > draft (what all ranks have) > listing, layout (who writes what) > shards (bytes) > record (the commit)
+load > meeting (state and checkpoint) > verify > reader (bytes)
+"""
+
+from .load import load
+from .manage import latest, link
+from .save import save
+from .verify import verify
+
+__all__ = ["latest", "link", "load", "save", "verify"]

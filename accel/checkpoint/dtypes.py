@@ -1,0 +1,55 @@
+"""Dtypes by their names in a checkpoint, and tensors as bytes."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Final
+
+import torch
+
+#: As safetensors names them. Where it has no name for a dtype, the file's entry has another one: see ``STORED``.
+BY_NAME: Final[dict[str, torch.dtype]] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "C128": torch.complex128,
+}
+NAMES: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in BY_NAME.items()}
+#: The dtype of a file's entry, and how many of it make one element.
+STORED: Final[dict[str, tuple[str, int]]] = {**{n: (n, 1) for n in BY_NAME}, "C64": ("F32", 2), "C128": ("F64", 2)}
+
+
+def element_bytes(name: str) -> int:
+    """The size of one element."""
+    return BY_NAME[name].itemsize
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy; they are valid while the tensor lives."""
+    array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else bytearray()
+    return memoryview(array).cast("B")
+
+
+def to_bytes(tensor: torch.Tensor) -> bytes:
+    """A copy of the bytes of a contiguous CPU tensor."""
+    return bytes(memory(tensor.resolve_conj().resolve_neg()))
+
+
+def from_bytes(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of these bytes."""
+    tensor = torch.empty(shape, dtype=dtype)
+    memory(tensor)[:] = content
+    return tensor

@@ -1,0 +1,147 @@
+"""The directory of a checkpoint: the names in it, the lock of the job that saves, and what dead saves left."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterable
+from typing import Final, final
+
+from ..errors import CheckpointError
+from .record import NAME, Record, is_record, read, sync
+
+_LOCK: Final = ".accel.lock"
+#: Only names of this form are ever removed: shards, records on their way, and what background saves tell each other.
+_OURS: Final = re.compile(
+    r"accel-[0-9a-f]{12}-\d{5,}(-still)?\.safetensors|\.accel-[0-9a-f]{12}(-\d{5,})?\.(record|done)(\.tmp)?"
+)
+
+
+def new_id() -> str:
+    """The id of a new save."""
+    return secrets.token_hex(6)
+
+
+def shard_name(save: str, rank: int, *, still: bool = False) -> str:
+    """The file of one rank."""
+    return f"accel-{save}-{rank:05d}{'-still' if still else ''}.safetensors"
+
+
+def record_name(save: str) -> str:
+    """The record until it is the record."""
+    return f".accel-{save}.record"
+
+
+def mark_name(save: str, rank: int) -> str:
+    """What a rank of a background save leaves when it has written."""
+    return f".accel-{save}-{rank:05d}.done"
+
+
+def make(directory: str) -> None:
+    """Make a directory and what is above it, durably.
+
+    Raises:
+        OSError: it cannot be made, or is something else.
+    """
+    missing = []
+    path = os.path.abspath(directory)
+    while not os.path.lexists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    os.makedirs(directory, exist_ok=True)
+    for made in missing:
+        sync(os.path.dirname(made))
+
+
+@final
+class Lock:
+    """Held by the job that saves into a directory; it ends with its process at the latest.
+
+    Raises:
+        CheckpointError: another job holds it.
+        OSError: the directory cannot be written.
+    """
+
+    def __init__(self, directory: str) -> None:
+        path = os.path.join(directory, _LOCK)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            self._take(path)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _take(self, path: str) -> None:
+        # A process that has just died may hold it for another moment.
+        for wait in (0.0, 0.1, 0.4):
+            time.sleep(wait)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+        raise CheckpointError(
+            f"{path} is held by another job that saves here now; give each job a directory of its own, or end the other"
+        )
+
+    def release(self) -> None:
+        """Let the next job in; again is harmless."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def sweep(directory: str, keep: Iterable[str]) -> None:
+    """Remove what accel has written into a directory, except the files named. The lock is held."""
+    kept = set(keep)
+    for name in os.listdir(directory):
+        if _OURS.fullmatch(name) and name not in kept:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(directory, name))
+
+
+def present(directory: str) -> Record | None:
+    """The record of a directory that is to be replaced; None if there is none, or a damaged one.
+
+    Raises:
+        CheckpointError: another program wrote a file of that name.
+    """
+    path = os.path.join(directory, NAME)
+    if not os.path.lexists(path):
+        return None
+    try:
+        return read(directory)[0]
+    except CheckpointError:
+        if is_record(path):
+            return None
+        raise
+
+
+def complete(directory: str) -> Record | None:
+    """The record of a checkpoint whose files are there; None if it is none."""
+    try:
+        record = read(directory)[0]
+        sizes = [os.lstat(os.path.join(directory, file.name)).st_size for file in record.files]
+    except (CheckpointError, OSError):
+        return None
+    return record if sizes == [file.size for file in record.files] else None
+
+
+def remove(directory: str) -> None:
+    """Remove the checkpoint in a directory, and the directory if nothing else is in it.
+
+    Raises:
+        CheckpointError: a job saves there.
+    """
+    lock = Lock(directory)
+    try:
+        os.unlink(os.path.join(directory, NAME))  # first: from here on it is no checkpoint
+        sync(directory)
+        sweep(directory, ())
+        os.unlink(os.path.join(directory, _LOCK))
+    finally:
+        lock.release()
+    with contextlib.suppress(OSError):
+        os.rmdir(directory)

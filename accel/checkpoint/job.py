@@ -1,0 +1,186 @@
+"""One rank's part of one save, once it is agreed on: files are written, and rank 0 commits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import final
+
+from ..errors import CheckpointError
+from . import folder, manage, record, shards
+from .background import background
+from .draft import Draft
+from .shards import Source, Written
+from .still import known
+from .together import explain
+
+logger = logging.getLogger("accel")
+
+#: A rank's two files: what moves, and what may be as it was.
+Pair = tuple[Written | None, Written | None]
+
+
+@final
+class Job:
+    """A save on one rank.
+
+    Args:
+        directory: where to, absolute.
+        rank: this one.
+        world: of how many.
+        keep: how many checkpoints are left.
+    """
+
+    def __init__(self, directory: str, rank: int, world: int, keep: int | None) -> None:
+        self.directory = directory
+        self.rank = rank
+        self.world = world
+        self.keep = keep
+        self.save = ""
+        self._draft: Draft | None = None
+        self._moving: Sequence[Source] = ()
+        self._still: Sequence[Source] = ()
+        self._linked: Written | None = None
+
+    def begin(self, stack: contextlib.ExitStack) -> str:
+        """Rank 0: take the directory, and clean what dead saves left. Returns the id of this save."""
+        folder.make(self.directory)
+        lock = folder.Lock(self.directory)
+        stack.callback(lock.release)
+        old = folder.present(self.directory)
+        folder.sweep(self.directory, {file.name for file in old.files} if old else ())
+        return folder.new_id()
+
+    def take(self, draft: Draft) -> None:
+        """Learn what to write, and link what is on disk already."""
+        self._draft = draft
+        self._moving, self._still = draft.sources(self.rank)
+        self._linked = known.link(self.directory, self._name(still=True), self._still)
+        if self._linked is not None:
+            self._still = ()
+
+    def _name(self, *, still: bool = False) -> str:
+        return folder.shard_name(self.save, self.rank, still=still)
+
+    def snapshot(self) -> None:
+        """Copy what is to be written, so that training may go on."""
+        self._moving, self._still = background.snapshot(self._moving, self._still)
+
+    def write(self) -> Pair:
+        """Write this rank's files, durably."""
+        moving = shards.write(self.directory, self._name(), self._moving) if self._moving else None
+        still = self._linked
+        if self._still:
+            still = shards.write(self.directory, self._name(still=True), self._still)
+        if still is not None:
+            known.remember(self.directory, still)
+        record.sync(self.directory)
+        return moving, still
+
+    def discard(self) -> None:
+        """Remove this rank's files, which no record names."""
+        for still in (False, True):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(self.directory, self._name(still=still)))
+
+    def commit(self, written: Sequence[Pair]) -> None:
+        """Rank 0: make it the checkpoint of the directory, then remove the one before.
+
+        Raises:
+            CheckpointError: a rank wrote to another place.
+            OSError: the record cannot be written.
+        """
+        assert self._draft is not None
+        try:
+            new = self._draft.record(self.save, time.time(), written)
+            for file in new.files:
+                self._check_visible(file)
+            record.commit(self.directory, record.encode(new), folder.record_name(self.save))
+        except BaseException:
+            self._drop_all()
+            raise
+        # It is done; what fails from here on is no failure of the save.
+        try:
+            folder.sweep(self.directory, {file.name for file in new.files})
+            if self.keep is not None:
+                manage.prune(self.directory, self.keep)
+        except (OSError, CheckpointError) as error:
+            logger.warning("%s is saved, but older files could not be removed: %s", self.directory, explain(error))
+
+    def conclude(self, written: Sequence[Pair]) -> tuple[None, None]:
+        """Commit on rank 0."""
+        if self.rank == 0:
+            self.commit(written)
+        return None, None
+
+    def _drop_all(self) -> None:
+        with contextlib.suppress(OSError, CheckpointError):
+            old = folder.present(self.directory)
+            folder.sweep(self.directory, {file.name for file in old.files} if old else ())
+
+    def _check_visible(self, file: Written) -> None:
+        path = os.path.join(self.directory, file.name)
+        try:
+            size = os.stat(path).st_size
+        except FileNotFoundError:
+            size = -1
+        if size != file.size:
+            raise CheckpointError(
+                f"{path}: a rank wrote it, but rank 0 does not see it {'whole' if size >= 0 else 'at all'}: save into a "
+                "directory on a file system that all hosts share"
+            )
+
+    # -- in the background: without collectives, through small files ----------------------------------------------
+
+    def finish_alone(self, timeout: float) -> None:
+        """Write, and commit once all ranks have written. In a thread, on every rank.
+
+        Raises:
+            CheckpointError: it failed on this rank or on another.
+        """
+        try:
+            pair = self.write()
+        except Exception as error:
+            self._tell(error=f"rank {self.rank}: {explain(error)}")
+            raise
+        if self.rank != 0:
+            self._tell(pair)
+            self._wait(0, timeout)
+            return
+        try:
+            pairs = [pair, *(self._wait(rank, timeout) for rank in range(1, self.world))]
+            self.commit(pairs)
+        except Exception as error:
+            self._drop_all()
+            self._tell(error=explain(error))
+            raise
+        self._tell(pair)
+
+    def _tell(self, pair: Pair = (None, None), error: str = "") -> None:
+        if self.world == 1:
+            return
+        facts = [None if w is None else [w.name, w.size, list(w.header)] for w in pair]
+        path = os.path.join(self.directory, folder.mark_name(self.save, self.rank))
+        with open(f"{path}.tmp", "w", encoding="ascii") as file:
+            json.dump({"error": error, "files": facts}, file)
+        os.replace(f"{path}.tmp", path)
+
+    def _wait(self, rank: int, timeout: float) -> Pair:
+        """What another rank told."""
+        path = os.path.join(self.directory, folder.mark_name(self.save, rank))
+        limit, pause = time.monotonic() + timeout, 0.005
+        while not os.path.exists(path):
+            if time.monotonic() > limit:
+                raise CheckpointError(f"rank {rank} did not finish its part of {self.directory} within {timeout:g} s")
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.5)
+        with open(path, encoding="ascii") as file:
+            told = json.load(file)
+        if told["error"]:
+            raise CheckpointError(told["error"])
+        moving, still = (None if f is None else Written(f[0], f[1], tuple(f[2])) for f in told["files"])
+        return moving, still

@@ -1,0 +1,254 @@
+"""Loading: find what each rank needs, compare its checksums, agree, and fill it in place."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, final
+
+import torch
+
+from ..data import LoaderHandle
+from ..errors import CheckpointError
+from ..process import current
+from ..shard import Manifest
+from . import record
+from .dtypes import BY_NAME
+from .leaves import Leaf, RankLeaf, StatefulLeaf, TensorLeaf
+from .meeting import Meeting, kept_names, plain
+from .reader import Reader
+from .record import Record
+from .together import explain, together
+from .trained import ModuleLeaf, OptimizerLeaf
+from .trees import State
+from .values import Decoder, Json
+from .verify import verify_needed
+
+logger = logging.getLogger("accel")
+
+_FIRST = 10  # differences that a message lists
+
+
+def load(
+    dir: str | os.PathLike[str],
+    state: dict[Any, Any] | None = None,
+    *,
+    strict: bool = True,
+    check: Literal["first", "stream"] = "first",
+    convert: bool = False,
+) -> dict[Any, Any]:
+    """Fill ``state`` in place from the checkpoint in ``dir``, whatever world size and backend saved it. Collective.
+
+    Args:
+        dir: the checkpoint's directory.
+        state: as for ``save``: handles, modules, optimizers, objects with a state dict and tensors are filled in place, plain
+            values in its dicts are replaced. What the checkpoint has beside is left alone. None: only the plain values are
+            returned.
+        strict: raise where the checkpoint lacks something that ``state`` has, or a module lacks something that the
+            checkpoint has of it; else what does not fit is skipped, with a warning that lists it.
+        check: "first" compares all checksums before anything is changed; "stream" while it fills, in one pass, so that
+            after an error the state may be partly filled.
+        convert: convert tensors that were saved with another dtype; else they are differences.
+
+    Returns:
+        ``state``.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged or of another format, or does not fit; on every rank.
+    """
+    process = current()
+    rank = process.place.rank
+    if check not in ("first", "stream"):
+        raise CheckpointError(f"check={check!r}: expected 'first' or 'stream'")
+    with contextlib.ExitStack() as undo:
+
+        def prepare() -> tuple[_Loading, tuple[str, str, _Differences]]:
+            directory = os.path.abspath(os.fspath(dir))
+            found, digits = record.read(directory)
+            loading = _Loading(directory, found, rank, stream=check == "stream")
+            loading.meet(state, undo, convert)
+            return loading, (directory, digits, loading.differences)
+
+        loading, told = together("accel.load", prepare)
+        if any(digits != told[0][1] for _, digits, _ in told):
+            raise CheckpointError(
+                f"{told[0][0]}: the ranks see different checkpoints there; load after the save is done, from a file system "
+                "that all of them see"
+            )
+        _report(told[0][0], [differences for _, _, differences in told], strict, rank)
+        if check == "first":
+            verify_needed(loading.reader, loading.found, loading.needs(), process.place)
+        together("accel.load (the values)", loading.decode)
+        undo.pop_all()
+    result, _ = together("accel.load", lambda: (loading.apply(), None))
+    loading.filled()
+    return result if state is None else state
+
+
+@dataclass(frozen=True, slots=True)
+class _Differences:
+    """Between the state and the checkpoint, as this rank sees them.
+
+    Args:
+        missing: in the checkpoint.
+        unfit: with both sides.
+        untouched: tensors that the checkpoint has of the state's modules, and this rank does not need.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unfit: list[str] = field(default_factory=list)
+    untouched: set[str] = field(default_factory=set)
+
+
+def _report(directory: str, differences: Sequence[_Differences], strict: bool, rank: int) -> None:
+    """Raise, or warn of, what does not fit on any rank."""
+    lines = []
+    missing = dict.fromkeys(name for d in differences for name in d.missing)
+    untouched = set.intersection(*(d.untouched for d in differences))
+    for what, names in (
+        ("in the state, not in the checkpoint", list(missing)),
+        ("in the checkpoint, not in the state", sorted(untouched)),
+    ):
+        if names:
+            more = f", and {len(names) - _FIRST} more" if len(names) > _FIRST else ""
+            lines.append(f"{what}: {', '.join(names[:_FIRST])}{more}")
+    unfit = list(dict.fromkeys(text for d in differences for text in d.unfit))
+    lines += unfit[:_FIRST]
+    if len(unfit) > _FIRST:
+        lines.append(f"and {len(unfit) - _FIRST} more")
+    if lines and strict:
+        raise CheckpointError(
+            f"{directory} does not fit the state, and nothing was changed (strict=False loads what fits):\n  "
+            + "\n  ".join(lines)
+        )
+    if lines and rank == 0:
+        logger.warning("%s does not fit the state; skipped:\n  %s", directory, "\n  ".join(lines))
+
+
+@final
+class _Loading:
+    """One rank's part of a load."""
+
+    def __init__(self, directory: str, found: Record, rank: int, *, stream: bool) -> None:
+        self.found = found
+        self.rank = rank
+        self.stream = stream
+        self.path = os.path.join(directory, record.NAME)
+        self.reader = Reader(directory, found, stream=stream)
+        self.differences = _Differences()
+        self._kept: dict[str, torch.Tensor] = {}
+        self._decoder = Decoder(self.path, self._fetch)
+        self._meeting = Meeting()
+        self._wanted: list[tuple[str, int, torch.Tensor]] = []
+        self._apply: Callable[[], Any] = dict
+
+    def _fetch(self, name: str) -> torch.Tensor:
+        if name not in self.found.tensors:
+            raise CheckpointError(f"{self.path}: a value names the tensor {name!r}, which is not in the checkpoint")
+        if name not in self._kept:
+            self._kept[name] = self.reader.read(name)
+        return self._kept[name].clone()
+
+    def meet(self, state: Any, undo: contextlib.ExitStack, convert: bool) -> None:
+        """Find what is to be filled."""
+        if state is None:
+            self._meeting.plain.append(self.found.values)
+            self._apply = lambda: plain(self.found.values, self._decoder)
+            return
+        taken = State(state)
+        self._apply = self._meeting.visit(taken, state, self.found.values, "", "state", self._decoder)
+        self.differences.missing.extend(self._meeting.missing)
+        self.differences.unfit.extend(self._meeting.unfit)
+        for leaf, node in self._meeting.leaves:
+            self._find_slots(leaf, node, undo, convert)
+
+    def _find_slots(self, leaf: Leaf, node: Json, undo: contextlib.ExitStack, convert: bool) -> None:
+        if not isinstance(leaf, ModuleLeaf | OptimizerLeaf | TensorLeaf):
+            return
+        own = f"{leaf.name}/" if not isinstance(leaf, TensorLeaf) else leaf.name
+        tensors = {name[len(own) :]: t for name, t in self.found.tensors.items() if name.startswith(own)}
+        manifest: Manifest = {name: (t.shape, BY_NAME[t.dtype]) for name, t in tensors.items()}
+        undo.callback(leaf.undo())
+        touched = set()
+        for name, slot in leaf.slots(manifest, node):
+            stored = tensors.get(name)
+            touched.add(name)
+            here = f"{leaf.path}{f', {name}' if name else ''}"
+            if stored is None:
+                self.differences.missing.append(here)
+            elif stored.shape != tuple(slot.shape):
+                self.differences.unfit.append(
+                    f"{here}: {list(stored.shape)} in the checkpoint, {list(slot.shape)} here"
+                )
+            elif BY_NAME[stored.dtype] is not slot.tensor.dtype and not convert:
+                self.differences.unfit.append(
+                    f"{here}: {BY_NAME[stored.dtype]} in the checkpoint, {slot.tensor.dtype} here (convert=True converts)"
+                )
+            else:
+                self._wanted.append((f"{own}{name}", slot.start, slot.tensor))
+        if not isinstance(leaf, TensorLeaf):
+            self.differences.untouched.update(f"{leaf.path}, {name}" for name in tensors.keys() - touched)
+
+    def _nodes(self) -> list[Json]:
+        return [*self._meeting.plain, *(node for leaf, node in self._meeting.leaves)]
+
+    def needs(self) -> list[tuple[str, int, int]]:
+        """The elements of tensors that this rank reads: (name, first, after the last)."""
+        needs = [(name, start, start + tensor.numel()) for name, start, tensor in self._wanted]
+        for node in self._nodes():
+            for name in kept_names(node):
+                if name in self.found.tensors:
+                    needs.append((name, 0, self.found.tensors[name].numel))
+        return needs
+
+    def decode(self) -> tuple[None, None]:
+        """Make sure that all values can be decoded, before anything is changed."""
+        for node in self._meeting.plain:
+            plain(node, self._decoder)
+        for _, node in self._meeting.leaves:
+            for key in ("extra", "state", "groups"):
+                if key in node:
+                    self._decoder.decode(node[key])
+        return None, None
+
+    def apply(self) -> Any:
+        """Change the state.
+
+        Raises:
+            CheckpointError: it failed half-way, and says so.
+        """
+        try:
+            leaves = sorted(self._meeting.leaves, key=lambda pair: _order(pair[0]))
+            for leaf, node in leaves:
+                if isinstance(leaf, StatefulLeaf):
+                    leaf.fill(node, self._decoder)
+            with torch.no_grad():
+                self.reader.fill(self._wanted)
+                for leaf, node in leaves:
+                    if not isinstance(leaf, StatefulLeaf | RankLeaf):
+                        leaf.fill(node, self._decoder)
+            result = self._apply()
+            for leaf, node in leaves:
+                if isinstance(leaf, RankLeaf):
+                    leaf.fill_own([own[str(node["name"])] for own in self.found.ranks], self._decoder, self.rank)
+        except Exception as error:
+            raise CheckpointError(
+                f"{explain(error) if not isinstance(error, CheckpointError) else error}; the state may be partly filled: load "
+                "a whole checkpoint before going on"
+            ) from error
+        return result
+
+    def filled(self) -> None:
+        """Tell the engines. Collective."""
+        engines = {id(leaf.engine): leaf.engine for leaf, _ in self._meeting.leaves if leaf.engine is not None}
+        for engine in sorted(engines.values(), key=lambda e: e.serial):
+            engine.filled()
+            engine.refresh()
+
+
+def _order(leaf: Leaf) -> bool:
+    """Loaders come first: they refuse a state that is not theirs, and nothing is changed by then."""
+    return not (isinstance(leaf, StatefulLeaf) and isinstance(leaf.value_object, LoaderHandle))

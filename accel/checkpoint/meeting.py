@@ -1,0 +1,154 @@
+"""A user's state met with a saved one: what is filled, what is replaced, and where they do not fit. Local."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from .leaves import Leaf
+from .trees import KEPT, State, component, holds_object, is_object, items_of
+from .values import TAG, Decoder, Json, place
+
+_MAPPINGS: Final = frozenset({"dict", "OrderedDict", "defaultdict", "Counter"})
+_OBJECTS: Final = frozenset({"module", "optimizer", "stateful", "ranks"})
+#: Gives a value of the state its new content, and returns what takes its place.
+Apply = Callable[[], Any]
+
+
+@dataclass(slots=True)
+class Meeting:
+    """What a load will do.
+
+    Args:
+        leaves: objects of the state with their saved nodes.
+        apply: puts the plain values in their places, once they are decoded.
+        missing: paths that the checkpoint lacks.
+        unfit: why something cannot be taken.
+    """
+
+    leaves: list[tuple[Leaf, Mapping[str, Json]]] = field(default_factory=list)
+    apply: list[Apply] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unfit: list[str] = field(default_factory=list)
+    plain: list[Json] = field(default_factory=list)
+
+    def visit(self, state: State, value: Any, node: Json, name: str, path: str, decoder: Decoder) -> Apply:
+        """Meet ``value`` with its saved node; returns what gives its replacement once everything is decoded."""
+        if is_object(value):
+            self._meet(state.leaf(value, name, path), node)
+            return lambda: value
+        if isinstance(value, dict) or holds_object(value):
+            children = children_of(node, decoder)
+            if children is None or (not isinstance(value, dict) and len(children) != len(value)):
+                here = f"a {type(value).__name__} of {len(value)}"
+                self.unfit.append(f"{path} is {here}, and in the checkpoint {_describe(node)}")
+                return lambda: value
+            return self._walk(state, value, children, name, path, decoder)
+        if holds_saved_object(node):
+            self.unfit.append(f"{path} is a {type(value).__name__}, and in the checkpoint {_describe(node)}")
+            return lambda: value
+        self.plain.append(node)
+        return lambda: decoder.decode(node)
+
+    def _meet(self, leaf: Leaf, node: Json) -> None:
+        if not isinstance(node, dict) or node.get(TAG) != leaf.kind:
+            self.unfit.append(f"{leaf.path} is a {leaf.kind}, and in the checkpoint {_describe(node)}")
+            return
+        problem = leaf.problem(node)
+        if problem:
+            self.unfit.append(f"{leaf.path}: {problem}")
+        else:
+            self.leaves.append((leaf, node))
+
+    def _walk(
+        self, state: State, value: Any, children: Mapping[Any, Json], name: str, path: str, decoder: Decoder
+    ) -> Apply:
+        applies: dict[Any, Apply] = {}
+        for key, item in items_of(value):
+            where = place(path, key)
+            if key in children:
+                below = f"{name}/{component(key)}" if name else component(key)
+                applies[key] = self.visit(state, item, children[key], below, where, decoder)
+            else:
+                self.missing.append(where)
+
+        def apply() -> Any:
+            new = {key: one() for key, one in applies.items()}
+            if isinstance(value, tuple):
+                items = [new.get(i, item) for i, item in enumerate(value)]
+                changed = any(a is not b for a, b in zip(items, value, strict=True))
+                make = getattr(value, "_make", type(value))
+                return make(items) if changed else value
+            for key, item in new.items():
+                value[key] = item
+            return value
+
+        return apply
+
+
+def children_of(node: Json, decoder: Decoder) -> dict[Any, Json] | None:
+    """Keys and nodes of a saved container; None if it is none."""
+    if isinstance(node, list):
+        return dict(enumerate(node))
+    if not isinstance(node, dict):
+        return None
+    tag = node.get(TAG)
+    if tag is None:
+        return dict(node)
+    if tag == "tuple":
+        return dict(enumerate(node["items"]))
+    if tag in _MAPPINGS:
+        return {decoder.decode(key): item for key, item in node["items"]}
+    return None
+
+
+def _nodes(node: Json) -> Iterator[dict[str, Json]]:
+    """All JSON objects in a node."""
+    todo = [node]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, dict):
+            yield one
+            todo += one.values()
+        elif isinstance(one, list):
+            todo += one
+
+
+def holds_saved_object(node: Json) -> bool:
+    """Whether a node is, or holds, something that can only be filled into an object of the state."""
+    return any(_is_saved_object(one) for one in _nodes(node))
+
+
+def _is_saved_object(node: dict[str, Json]) -> bool:
+    return node.get(TAG) in _OBJECTS or (node.get(TAG) == "tensor" and not str(node.get("name", KEPT)).startswith(KEPT))
+
+
+def kept_names(node: Json) -> Iterator[str]:
+    """The tensors that the values in a node consist of."""
+    return (
+        str(one["name"]) for one in _nodes(node) if one.get(TAG) in ("tensor", "numpy", "ndarray") and "name" in one
+    )
+
+
+def plain(node: Json, decoder: Decoder) -> Any:
+    """The plain values of a saved state, without its objects: in dicts they are left out, in lists None."""
+    if not holds_saved_object(node):
+        return decoder.decode(node)
+    children = children_of(node, decoder)
+    if children is None:
+        return None
+    if isinstance(node, list) or node.get(TAG) == "tuple":
+        items = [plain(child, decoder) for child in children.values()]
+        return items if isinstance(node, list) else tuple(items)
+    return {
+        key: plain(child, decoder)
+        for key, child in children.items()
+        if not (isinstance(child, dict) and _is_saved_object(child))
+    }
+
+
+def _describe(node: Json) -> str:
+    if isinstance(node, dict):
+        return f"a {node[TAG]}" if TAG in node else f"a dict of {len(node)}"
+    return f"a list of {len(node)}" if isinstance(node, list) else f"the value {node!r}"

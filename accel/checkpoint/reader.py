@@ -1,0 +1,232 @@
+"""Reading ranges of tensors out of shard files, with or without comparing their checksums on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final, final
+
+import torch
+
+from ..errors import CheckpointError
+from .dtypes import BY_NAME, element_bytes, memory
+from .header import CHUNK, MAX_HEADER, Entry, Header, chunks_of, parse
+from .record import NAME, Record, Stored
+from .shards import checksum, checksums_of, open_file, read_into
+
+_STAGE: Final = 16 << 20  # bytes of a copy on the way to what is not plain memory
+_ADVICE: Final = "load another checkpoint (accel.latest), or copy this one again from where it is whole"
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Bytes of a file, and the memory that they belong into."""
+
+    offset: int
+    into: memoryview
+
+
+@final
+class Reader:
+    """The files of one checkpoint.
+
+    Args:
+        directory: of the checkpoint.
+        record: what it holds.
+        stream: compare the checksums of all chunks that are read.
+    """
+
+    def __init__(self, directory: str, record: Record, *, stream: bool) -> None:
+        self._directory = directory
+        self._record = record
+        self._stream = stream
+        self._headers: dict[int, Header] = {}
+        self._pieces: dict[str, list[tuple[int, int, int]]] = {}
+        self._buffer = memoryview(bytearray(CHUNK))
+
+    def path(self, file: int) -> str:
+        """The path of a file."""
+        return os.path.join(self._directory, self._record.files[file].name)
+
+    @contextlib.contextmanager
+    def _open(self, file: int) -> Iterator[int]:
+        fd = open_file(self.path(file), self._record.files[file].size)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def header(self, file: int) -> Header:
+        """A file's header, whose checksums are the record's.
+
+        Raises:
+            CheckpointError: the file is missing, cut or changed.
+        """
+        if file not in self._headers:
+            path, written = self.path(file), self._record.files[file]
+            with self._open(file) as fd:
+                length = int.from_bytes(os.pread(fd, 8, 0), "little") + 8
+                content = bytearray(length if length <= min(written.size, MAX_HEADER + 8) else 0)
+                read_into(fd, path, [memoryview(content)] if content else [], 0)
+            if checksums_of(memoryview(content)) != written.header:
+                raise CheckpointError(f"{path}: its header is damaged, or it is of another save; {_ADVICE}")
+            try:
+                self._headers[file] = parse(bytes(content), written.size)
+            except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+                raise CheckpointError(f"{path}: its header is not as {NAME} needs it ({error})") from error
+        return self._headers[file]
+
+    def _overlaps(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The pieces of a tensor from ``start`` to ``stop``: (file, first element, number of elements)."""
+        if name not in self._pieces:
+            self._pieces[name] = self._record.tensors[name].pieces()
+        pieces = self._pieces[name]
+        first = bisect_right(pieces, start, key=lambda piece: piece[1]) - 1
+        for piece in islice(pieces, max(first, 0), None):
+            if piece[1] >= stop:
+                break
+            yield piece
+
+    def locate(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        """Where elements of a tensor are: (file, byte in it, first element, number of elements).
+
+        Raises:
+            CheckpointError: a file does not hold what the record says.
+        """
+        stored: Stored = self._record.tensors[name]
+        size = element_bytes(stored.dtype)
+        for file, first, count in self._overlaps(name, start, stop):
+            entry = Entry(name, stored.dtype, stored.shape, first, count)
+            header = self.header(file)
+            where = header.offsets.get(entry.key)
+            if where is None or header.described[entry.key] != entry.described(where[0] - header.size):
+                raise CheckpointError(f"{self.path(file)}: does not hold {entry.key!r} as {NAME} says; {_ADVICE}")
+            low, high = max(start, first), min(stop, first + count)
+            yield file, where[0] + (low - first) * size, low, high - low
+
+    def chunks(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The chunks that elements of a tensor are in: (file, first chunk, chunk after the last)."""
+        size = element_bytes(self._record.tensors[name].dtype)
+        for file, offset, _, count in self.locate(name, start, stop):
+            begin = offset - self.header(file).size
+            yield file, begin // CHUNK, chunks_of(begin + count * size)
+
+    def verify(self, file: int, chunks: Sequence[int]) -> None:
+        """Compare the checksums of chunks of a file.
+
+        Raises:
+            CheckpointError: names the file, and a tensor in the first damaged chunk.
+        """
+        with self._open(file) as fd:
+            for chunk in chunks:
+                self._read_chunk(fd, file, chunk, self._buffer)
+
+    def _read_chunk(self, fd: int, file: int, chunk: int, into: memoryview) -> memoryview:
+        header, size = self.header(file), self._record.files[file].size
+        begin = header.size + chunk * CHUNK
+        data = into[: min(CHUNK, size - begin)]
+        read_into(fd, self.path(file), [data], begin)
+        if checksum(data) != header.checksums[chunk]:
+            end = begin + len(data)
+            inside = [key for key, (low, high) in header.offsets.items() if low < end and high > begin]
+            raise CheckpointError(
+                f"{self.path(file)} is damaged between bytes {begin} and {end}, in {', '.join(inside[:3])}"
+                f"{', ...' if len(inside) > 3 else ''}; {_ADVICE}"
+            )
+        return data
+
+    def fill(self, wanted: Sequence[tuple[str, int, torch.Tensor]]) -> None:
+        """Read elements of tensors, from the given one on, into tensors of any device, layout and dtype.
+
+        Raises:
+            CheckpointError: a file is missing, cut or (where it is compared) damaged.
+        """
+        by_file: dict[int, list[Fetch]] = {}
+        rest = []
+        for name, start, tensor in wanted:
+            dtype = BY_NAME[self._record.tensors[name].dtype]
+            if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype is dtype and not _lazy(tensor):
+                self._plan(name, start, tensor, by_file)
+            else:
+                rest.append((name, start, tensor))
+        for file in sorted(by_file):
+            self._run(file, by_file[file])
+        for name, start, tensor in rest:
+            self._fill_staged(name, start, tensor)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor, new and on the CPU."""
+        stored = self._record.tensors[name]
+        for _ in self.locate(name, 0, stored.numel):
+            pass  # all of it is in the files: so much memory may be taken
+        tensor = torch.empty(stored.shape, dtype=BY_NAME[stored.dtype])
+        self.fill([(name, 0, tensor)])
+        return tensor
+
+    def _plan(self, name: str, start: int, tensor: torch.Tensor, by_file: dict[int, list[Fetch]]) -> None:
+        view, size = memory(tensor), tensor.element_size()
+        for file, offset, low, count in self.locate(name, start, start + tensor.numel()):
+            at = (low - start) * size
+            by_file.setdefault(file, []).append(Fetch(offset, view[at : at + count * size]))
+
+    def _fill_staged(self, name: str, start: int, tensor: torch.Tensor) -> None:
+        dtype = BY_NAME[self._record.tensors[name].dtype]
+        step = max(1, _STAGE // dtype.itemsize) if tensor.is_contiguous() else max(1, tensor.numel())
+        for at in range(0, tensor.numel(), step):
+            stage = torch.empty(min(step, tensor.numel() - at), dtype=dtype)
+            self.fill([(name, start + at, stage)])
+            if tensor.is_contiguous():
+                tensor.view(-1)[at : at + step].copy_(stage)
+            else:
+                tensor.copy_(stage.view(tensor.shape))
+
+    def _run(self, file: int, fetches: list[Fetch]) -> None:
+        fetches.sort(key=lambda fetch: fetch.offset)
+        with self._open(file) as fd:
+            if self._stream:
+                self._run_compared(fd, file, fetches)
+                return
+            at = 0
+            while at < len(fetches):
+                begin = end = fetches[at].offset
+                views = []
+                while at < len(fetches) and fetches[at].offset == end:
+                    views.append(fetches[at].into)
+                    end += len(fetches[at].into)
+                    at += 1
+                read_into(fd, self.path(file), views, begin)
+
+    def _run_compared(self, fd: int, file: int, fetches: list[Fetch]) -> None:
+        """Each chunk is read once: into its place where it has one, else by way of a buffer."""
+        base, size = self.header(file).size, self._record.files[file].size
+        at, chunk = 0, -1
+        while at < len(fetches):
+            chunk = max(chunk + 1, (fetches[at].offset - base) // CHUNK)
+            begin = base + chunk * CHUNK
+            end = min(begin + CHUNK, size)
+            fetch = fetches[at]
+            if fetch.offset <= begin and fetch.offset + len(fetch.into) >= end:
+                self._read_chunk(fd, file, chunk, fetch.into[begin - fetch.offset :])
+            else:
+                data = self._read_chunk(fd, file, chunk, self._buffer)
+                self._scatter(data, begin, end, fetches, at)
+            while at < len(fetches) and fetches[at].offset + len(fetches[at].into) <= end:
+                at += 1
+
+    @staticmethod
+    def _scatter(data: memoryview, begin: int, end: int, fetches: list[Fetch], at: int) -> None:
+        for fetch in islice(fetches, at, None):
+            if fetch.offset >= end:
+                break
+            low, high = max(begin, fetch.offset), min(end, fetch.offset + len(fetch.into))
+            if low < high:
+                fetch.into[low - fetch.offset : high - fetch.offset] = data[low - begin : high - begin]
+
+
+def _lazy(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory does not hold its values as they are."""
+    return tensor.is_conj() or tensor.is_neg()

@@ -1,0 +1,258 @@
+"""The record: one JSON file that names everything in a checkpoint. A checkpoint exists once its record does."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ..errors import CheckpointError
+from .dtypes import BY_NAME, element_bytes
+from .header import no_duplicates
+from .layout import Part
+from .shards import Written, checksum, open_file, read_into
+
+NAME: Final = "accel.json"
+FORMAT: Final = "accel-checkpoint"
+VERSION: Final = 1
+#: Names that a record may give to shard files: of this folder, and hidden to nobody.
+FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
+_START: Final = b'{"xxh3":"'
+_ZEROS: Final = b"0" * 16
+_LARGEST: Final = 2**62
+_MAX_BYTES: Final = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor: its dtype and shape, and where its elements are."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """(file, first element, number of elements) in order."""
+        return [(f + i, start + i * count, count) for f, start, count, files in self.parts for i in range(files)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What ``accel.json`` says.
+
+    Args:
+        id: of the save, in the names of its files.
+        time: of the commit, in seconds since 1970.
+        world_size: how many ranks saved.
+        files: the shard files.
+        tensors: by name.
+        values: the state with what is no tensor, as ``values.py`` writes it.
+        ranks: what each rank has of its own, by path.
+    """
+
+    id: str
+    time: float
+    world_size: int
+    files: Sequence[Written]
+    tensors: Mapping[str, Stored]
+    values: Any
+    ranks: Sequence[Mapping[str, Any]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all files."""
+        return sum(file.size for file in self.files)
+
+
+def encode(record: Record) -> bytes:
+    """The content of the file."""
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "id": record.id,
+        "time": record.time,
+        "world_size": record.world_size,
+        "files": [{"name": f.name, "size": f.size, "header": list(f.header)} for f in record.files],
+        "tensors": {
+            name: {"dtype": t.dtype, "shape": list(t.shape), "parts": [list(p) for p in t.parts]}
+            for name, t in record.tensors.items()
+        },
+        "values": record.values,
+        "ranks": list(record.ranks),
+    }
+    text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
+    content = _START + _ZEROS + b'",' + text[1:]
+    return _START + checksum(content).encode("ascii") + content[len(_START) + 16 :]
+
+
+def commit(directory: str, content: bytes, temporary: str) -> None:
+    """Make ``content`` the record of ``directory``: from one moment to the next, also through a power failure."""
+    path = os.path.join(directory, temporary)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+        os.replace(path, os.path.join(directory, NAME))
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+    sync(directory)
+
+
+def sync(directory: str) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read(directory: str) -> tuple[Record, str]:
+    """The record of a checkpoint, and its checksum.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, of another format or of a newer version.
+    """
+    path = os.path.join(directory, NAME)
+    if not os.path.lexists(path):
+        raise CheckpointError(_absent(directory))
+    fd = open_file(path, None)
+    try:
+        size = os.fstat(fd).st_size
+        if size > _MAX_BYTES:
+            raise CheckpointError(f"{path}: {size} bytes are too many for a record")
+        content = bytearray(size)
+        read_into(fd, path, [memoryview(content)] if size else [], 0)
+    finally:
+        os.close(fd)
+    return parse(bytes(content), path)
+
+
+def is_record(path: str) -> bool:
+    """Whether a file begins as accel's records do, whole or damaged."""
+    fd = open_file(path, None)
+    try:
+        return os.pread(fd, len(_START), 0) == _START
+    finally:
+        os.close(fd)
+
+
+def _absent(directory: str) -> str:
+    if not os.path.isdir(directory):
+        what = "is a file" if os.path.exists(directory) else "does not exist"
+        return f"{directory} {what}; expected the directory of a checkpoint that accel.save wrote"
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError as error:
+        return f"{directory}: {error.strerror}"
+    inside = [name for name in names if os.path.lexists(os.path.join(directory, name, NAME))]
+    if inside:
+        return f"{directory} holds checkpoints ({', '.join(inside[-5:])}) but is none: name one, or accel.latest({directory!r})"
+    return (
+        f"{directory} has no {NAME}, so that it is no complete checkpoint of accel: the save did not finish, or another "
+        f"library wrote it; it holds {', '.join(names[:5]) or 'nothing'}"
+    )
+
+
+def parse(content: bytes, path: str) -> tuple[Record, str]:
+    """Check the content of a record.
+
+    Raises:
+        CheckpointError: as ``read``.
+    """
+    begin, end = len(_START), len(_START) + 16
+    ours = content.startswith(_START)
+    digits = content[begin:end].decode("ascii", "replace")
+    if ours and checksum(content[:begin] + _ZEROS + content[end:]) != digits:
+        raise CheckpointError(f"{path} is damaged: its checksum does not fit; load another checkpoint")
+    try:
+        body = json.loads(content, object_pairs_hook=no_duplicates, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not the record of a checkpoint of accel ({error})") from error
+    if not ours or not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not the record of a checkpoint of accel: it has another format")
+    if body.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has version {body.get('version')!r} of the format, and this accel knows version {VERSION}: "
+            "update accel"
+        )
+    try:
+        return _build(body), digits
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CheckpointError(
+            f"{path} does not keep to the format of accel's checkpoints ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _build(body: dict[str, Any]) -> Record:
+    files = []
+    for file in body["files"]:
+        if not FILE_NAME.fullmatch(file["name"]):
+            raise ValueError(f"{file['name']!r} is not a name of a shard file of this directory")
+        files.append(Written(file["name"], _number(file["size"]), tuple(_digits(d) for d in file["header"])))
+    if len({file.name for file in files}) != len(files):
+        raise ValueError("a file is named twice")
+    tensors = {name: _stored(name, value, files) for name, value in body["tensors"].items()}
+    if not isinstance(body["values"], dict) or not isinstance(body["time"], float | int):
+        raise ValueError("the values or the time of the save are missing")
+    if not all(isinstance(values, dict) for values in body["ranks"]):
+        raise ValueError("the values of a rank are no object")
+    return Record(
+        id=_digits(body["id"]),
+        time=body["time"],
+        world_size=_number(body["world_size"]),
+        files=files,
+        tensors=tensors,
+        values=body["values"],
+        ranks=body["ranks"],
+    )
+
+
+def _stored(name: str, value: dict[str, Any], files: Sequence[Written]) -> Stored:
+    """A tensor whose parts follow one another and fit into their files, so that nothing larger is ever allocated."""
+    dtype, shape = value["dtype"], tuple(_number(n) for n in value["shape"])
+    if dtype not in BY_NAME or len(shape) > 64:
+        raise ValueError(f"tensor {name!r} has dtype {dtype!r} and {len(shape)} dimensions")
+    numel, at = math.prod(shape), 0
+    parts = []
+    for part in value["parts"]:
+        file, start, count, repeat = (_number(n) for n in part)
+        if start != at or count < 1 or repeat < 1 or file + repeat > len(files):
+            raise ValueError(f"the parts of tensor {name!r} overlap, leave a hole, or name a file that is not there")
+        if any(count * element_bytes(dtype) > f.size for f in files[file : file + repeat]):
+            raise ValueError(f"a part of tensor {name!r} is larger than its file")
+        at += count * repeat
+        parts.append((file, start, count, repeat))
+    if at != numel:
+        raise ValueError(f"tensor {name!r} has {numel} elements, and its parts have {at}")
+    return Stored(dtype, shape, tuple(parts))
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _LARGEST:
+        raise ValueError(f"expected a number from 0 on, found {value!r}")
+    return value
+
+
+def _digits(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{12,16}", value):
+        raise ValueError(f"expected hexadecimal digits, found {value!r}")
+    return value

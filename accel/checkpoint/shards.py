@@ -1,0 +1,261 @@
+"""The bytes of shard files: written with checksums and started write-out, read by ranges."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import torch
+
+from ..errors import CheckpointError
+from .dtypes import memory
+from .header import CHUNK, Entry, arrange, build, chunks_of
+
+_WRITE: Final = 8 << 20  # bytes of one write, after which the kernel is asked to begin writing out
+_PIECE: Final = 16 << 20  # bytes of a copy where a tensor is not in plain memory
+_MAX_VECTORS: Final = 512
+_START_WRITING: Final = 2  # SYNC_FILE_RANGE_WRITE
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An entry, and the tensor that holds it from element ``offset`` on."""
+
+    entry: Entry
+    tensor: torch.Tensor
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What the record says of a file: its name, its size, and the checksums of its header's chunks."""
+
+    name: str
+    size: int
+    header: tuple[str, ...]
+
+
+@cache
+def _hashing() -> Any:
+    import xxhash
+
+    return xxhash
+
+
+def checksum(data: Any) -> str:
+    """XXH3-64 of some bytes, as 16 hexadecimal digits."""
+    digest: str = _hashing().xxh3_64_hexdigest(data)
+    return digest
+
+
+def checksums_of(data: bytes | memoryview) -> tuple[str, ...]:
+    """Of each chunk."""
+    view = memoryview(data)
+    return tuple(checksum(view[at : at + CHUNK]) for at in range(0, len(view), CHUNK))
+
+
+@cache
+def _libc() -> Any:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _reserve(fd: int, size: int) -> None:
+    """Take the space at once, where the file system can; one that is full says so before anything is written."""
+    if not hasattr(_libc(), "fallocate") or not size:
+        return
+    if _libc().fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(size)) != 0:
+        number = ctypes.get_errno()
+        if number in _FULL:
+            raise OSError(number, os.strerror(number))
+
+
+_FULL: Final = frozenset({errno.EFBIG, errno.ENOSPC, errno.EDQUOT})
+
+
+def _begin_write_out(fd: int, offset: int, size: int) -> None:
+    # Waiting for the disk only at the end would leave it idle until then.
+    if hasattr(_libc(), "sync_file_range"):
+        _libc().sync_file_range(fd, ctypes.c_longlong(offset), ctypes.c_longlong(size), _START_WRITING)
+
+
+def pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """Elements ``start`` to ``stop`` in row-major order, as flat contiguous CPU tensors; copies are small."""
+    if start >= stop:
+        return
+    size = tensor.element_size()
+    step = max(1, _PIECE // size)
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        flat = tensor.view(-1)
+        if tensor.device.type == "cpu":
+            yield flat[start:stop]
+            return
+        for at in range(start, stop, step):
+            yield flat[at : min(at + step, stop)].cpu()
+    elif tensor.numel() <= step:
+        yield tensor.resolve_conj().resolve_neg().reshape(-1)[start:stop].cpu()
+    else:
+        row = tensor.numel() // tensor.shape[0]
+        rows = max(1, step // row)
+        for at in range(start // row, -(-stop // row), rows):
+            block = tensor[at : at + rows] if rows > 1 else tensor[at]
+            first = at * row
+            yield from pieces(block, max(start - first, 0), min(stop - first, block.numel()))
+
+
+class _Stream:
+    """Bytes on their way into a file, hashed by chunk."""
+
+    def __init__(self, fd: int, offset: int) -> None:
+        self._fd = fd
+        self._offset = offset
+        self._pending: list[memoryview] = []
+        self._size = 0
+        self._hash = _hashing().xxh3_64()
+        self._room = CHUNK
+        self.checksums: list[str] = []
+
+    def add(self, data: memoryview) -> None:
+        """Take bytes, which must stay until ``flush``."""
+        for at in range(0, len(data), _WRITE):
+            part = data[at : at + _WRITE]
+            self._checksum(part)
+            self._pending.append(part)
+            self._size += len(part)
+            if self._size >= _WRITE or len(self._pending) == _MAX_VECTORS:
+                self.flush()
+
+    def _checksum(self, part: memoryview) -> None:
+        while len(part) >= self._room:
+            self._hash.update(part[: self._room])
+            self.checksums.append(self._hash.hexdigest())
+            self._hash.reset()
+            part, self._room = part[self._room :], CHUNK
+        if len(part):
+            self._hash.update(part)
+            self._room -= len(part)
+
+    def flush(self) -> None:
+        """Write what is pending."""
+        begin, pending = self._offset, self._pending
+        while pending:
+            count = os.pwritev(self._fd, pending, self._offset)
+            self._offset += count
+            while pending and count >= len(pending[0]):
+                count -= len(pending.pop(0))
+            if count:
+                pending[0] = pending[0][count:]
+        if self._size:
+            _begin_write_out(self._fd, begin, self._size)
+        self._size = 0
+
+    def close(self) -> None:
+        """Write the rest; the last chunk ends here."""
+        self.flush()
+        if self._room < CHUNK:
+            self.checksums.append(self._hash.hexdigest())
+
+
+def write(directory: str, name: str, sources: Sequence[Source]) -> Written:
+    """Write and fsync a new file of ``sources``. A file that could not be written is removed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    sources = [sources[i] for i in arrange([s.entry for s in sources])]
+    entries = [s.entry for s in sources]
+    size = sum(entry.nbytes for entry in entries)
+    length = len(build(entries, "0" * (16 * chunks_of(size))))
+    path = os.path.join(directory, name)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        _reserve(fd, length + size)
+        stream = _Stream(fd, length)
+        for source in sources:
+            _stream_source(stream, source)
+        stream.close()
+        header = build(entries, "".join(stream.checksums))
+        if os.pwrite(fd, header, 0) != len(header):
+            raise OSError(errno.ENOSPC, "the header was written only in part")
+        os.fsync(fd)
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+    return Written(name, length + size, checksums_of(header))
+
+
+def _stream_source(stream: _Stream, source: Source) -> None:
+    for piece in pieces(source.tensor, source.offset, source.offset + source.entry.count):
+        stream.add(memory(piece))
+        if piece.untyped_storage().data_ptr() != source.tensor.untyped_storage().data_ptr():
+            stream.flush()  # a copy, which ends with this piece
+
+
+def data_checksums(sources: Sequence[Source]) -> str:
+    """The checksums that a file of these sources would carry."""
+    stream = _Hashing()
+    for i in arrange([s.entry for s in sources]):
+        source = sources[i]
+        for piece in pieces(source.tensor, source.offset, source.offset + source.entry.count):
+            stream.add(memory(piece))
+    stream.close()
+    return "".join(stream.checksums)
+
+
+class _Hashing(_Stream):
+    """The checksums alone."""
+
+    def __init__(self) -> None:
+        super().__init__(-1, 0)
+
+    def add(self, data: memoryview) -> None:
+        self._checksum(data)
+
+
+def open_file(path: str, size: int | None) -> int:
+    """Open a regular file for reading, not through a link.
+
+    Raises:
+        CheckpointError: it is missing, another kind of file, or of another size than the record says.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}; the checkpoint is not complete, load another one") from error
+    status = os.fstat(fd)
+    problem = ""
+    if not stat.S_ISREG(status.st_mode):
+        problem = "is not a regular file"
+    elif size is not None and status.st_size != size:
+        problem = f"has {status.st_size} bytes, and {size} were written; it was cut or changed, load another checkpoint"
+    if problem:
+        os.close(fd)
+        raise CheckpointError(f"{path}: {problem}")
+    return fd
+
+
+def read_into(fd: int, path: str, views: list[memoryview], offset: int) -> None:
+    """Fill ``views`` with the bytes from ``offset`` on.
+
+    Raises:
+        CheckpointError: the file ends before.
+    """
+    while views:
+        count = os.preadv(fd, views[:_MAX_VECTORS], offset)
+        if count == 0:
+            raise CheckpointError(f"{path}: ends at byte {offset}, in the middle of a tensor; load another checkpoint")
+        offset += count
+        done = 0
+        while done < len(views) and count >= len(views[done]):
+            count -= len(views[done])
+            done += 1
+        views = views[done:]
+        if count:
+            views[0] = views[0][count:]

@@ -1,0 +1,187 @@
+"""Modules and optimizers in a state: raw ones, those of an engine, and parts of an engine's module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from .. import shard
+from ..engines import Engine
+from ..shard import Manifest, Shard
+from .leaves import Leaf, Listed, full_names
+from .values import Decoder, Encoder, Json, place
+
+
+@final
+class ModuleLeaf(Leaf):
+    """A module: raw, of an engine, or a part of an engine's module."""
+
+    kind = "module"
+
+    def __init__(self, name: str, path: str, module: nn.Module, engine: Engine | None, prefix: str) -> None:
+        super().__init__(name, path)
+        self.module = module
+        self._engine = engine
+        self._prefix = prefix
+
+    def _parts(self, shards: Sequence[Shard]) -> list[Shard]:
+        prefix = self._prefix
+        return [replace(s, name=s.name[len(prefix) :]) for s in shards if s.name.startswith(prefix)]
+
+    def listed(self) -> Iterator[Listed]:
+        engine = self._engine
+        shards = self._parts(engine.shards(None)) if engine else shard.module_shards(self.module)
+        sure = {n[len(self._prefix) :] for n in engine.names} if engine and engine.synchronizes else set()
+        still = {n for n, p in self.module.named_parameters() if not p.requires_grad}
+        for mine, listed in zip(shards, full_names(self, shards), strict=True):
+            yield Listed(listed, mine.name in sure, mine.name in still)
+
+    def value(self, encoder: Encoder) -> dict[str, Json]:
+        extra = shard.module_values(self.module)
+        return {"extra": encoder.encode(extra, f"{self.path}.state_dict()")}
+
+    def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
+        engine = self._engine
+        if engine is None:
+            return [(s.name, s) for s in shard.module_shards(self.module)]
+        whole = {f"{self._prefix}{name}": value for name, value in manifest.items()}
+        return [(s.name, s) for s in self._parts(engine.slots(None, whole))]
+
+    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
+        shard.fill_module_values(self.module, decoder.decode(node["extra"]))
+
+    @property
+    def engine(self) -> Engine | None:
+        return self._engine
+
+
+@final
+class OptimizerLeaf(Leaf):
+    """An optimizer, raw or of an engine."""
+
+    kind = "optimizer"
+
+    def __init__(
+        self,
+        name: str,
+        path: str,
+        optimizer: Optimizer,
+        engine: Engine | None,
+        parameters: dict[str, nn.Parameter] | None,
+    ) -> None:
+        super().__init__(name, path)
+        self.optimizer = optimizer
+        self._engine = engine
+        self._named = parameters is not None
+        if parameters is None:
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            parameters = {str(i): p for i, p in enumerate(held)}
+        self._parameters = parameters
+        self._names = engine.parameter_names if engine else {id(p): n for n, p in parameters.items()}
+
+    def listed(self) -> Iterator[Listed]:
+        engine, optimizer = self._engine, self.optimizer
+        shards = engine.shards(optimizer) if engine else shard.optimizer_shards(optimizer, self._names)
+        frozen = self._frozen()
+        for mine, listed in zip(shards, full_names(self, shards), strict=True):
+            sure = engine is not None and engine.synchronizes
+            yield Listed(listed, sure, mine.name.rpartition("/")[0] in frozen)
+
+    def _frozen(self) -> set[str]:
+        return {n for n, p in self._parameters.items() if not p.requires_grad}
+
+    def _values(self) -> dict[str, Any]:
+        if self._engine is not None:
+            return self._engine.values(self.optimizer)
+        return shard.optimizer_values(self.optimizer, self._names)
+
+    def value(self, encoder: Encoder) -> dict[str, Json]:
+        values = self._values()
+        return {
+            "class": type(self.optimizer).__name__,
+            "named": self._named,
+            "groups": [
+                encoder.encode(group, place(f"{self.path}.param_groups", i)) for i, group in enumerate(values["groups"])
+            ],
+            "state": {
+                name: encoder.encode(state, place(f"{self.path}.state", name))
+                for name, state in values["state"].items()
+            },
+            "frozen": sorted(self._frozen()),
+        }
+
+    def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
+        merged = dict(values[0])
+        merged["state"] = {name: state for value in reversed(values) for name, state in value["state"].items()}
+        return merged
+
+    def _renamed(self, node: Mapping[str, Json]) -> dict[str, str]:
+        """Saved names to those of this optimizer: by name where both have some, else by position."""
+        saved = [name for group in node["groups"] for name in group["params"]]
+        mine = [name for group in self._values()["groups"] for name in group["params"]]
+        return {name: name for name in saved} if node["named"] and self._named else dict(zip(saved, mine, strict=True))
+
+    def problem(self, node: Mapping[str, Json]) -> str:
+        mine = [group["params"] for group in self._values()["groups"]]
+        saved = [group["params"] for group in node["groups"]]
+        kind = type(self.optimizer).__name__
+        if node["class"] != kind:
+            return f"the checkpoint has the state of a {node['class']}, and this is a {kind}"
+        if [len(g) for g in mine] != [len(g) for g in saved]:
+            return (
+                f"the checkpoint has parameter groups of {[len(g) for g in saved]} parameters, and this optimizer has "
+                f"{[len(g) for g in mine]}"
+            )
+        if node["named"] and self._named:
+            for i, (ours, theirs) in enumerate(zip(mine, saved, strict=True)):
+                if ours != theirs:
+                    first = next(k for k, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
+                    return f"parameter {first} of group {i} is {theirs[first]} in the checkpoint and {ours[first]} here"
+        return ""
+
+    def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
+        renamed = self._renamed(node)
+        saved_names = {}
+        mine = {}
+        for name, value in manifest.items():
+            parameter, _, key = name.rpartition("/")
+            if parameter in renamed:
+                mine[f"{renamed[parameter]}/{key}"] = value
+                saved_names[f"{renamed[parameter]}/{key}"] = name
+        if self._engine is not None:
+            slots = self._engine.slots(self.optimizer, mine)
+        else:
+            slots = shard.optimizer_slots(self.optimizer, self._names, mine)
+        return [(saved_names[s.name], s) for s in slots]
+
+    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
+        renamed = self._renamed(node)
+        groups = [decoder.decode(group) for group in node["groups"]]
+        values = {
+            "groups": [{**group, "params": [renamed[name] for name in group["params"]]} for group in groups],
+            "state": {renamed[name]: decoder.decode(state) for name, state in node["state"].items()},
+        }
+        self._fill_values(values)
+        frozen = {renamed[name] for name in node["frozen"]}
+        for name in renamed.values():
+            parameter = self._parameters[name]
+            if parameter.requires_grad == (name in frozen):
+                parameter.requires_grad_(name not in frozen)
+
+    def _fill_values(self, values: dict[str, Any]) -> None:
+        if self._engine is not None:
+            self._engine.fill_values(self.optimizer, values)
+        else:
+            shard.fill_optimizer_values(self.optimizer, self._names, values)
+
+    def undo(self) -> Callable[[], None]:
+        before = self._values()
+        return lambda: self._fill_values(before)
+
+    @property
+    def engine(self) -> Engine | None:
+        return self._engine

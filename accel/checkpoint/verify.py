@@ -1,0 +1,95 @@
+"""Comparing checksums: the chunks that the ranks of a host need are shared among them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from ..environments import Place
+from ..errors import CheckpointError
+from ..process import running
+from . import record
+from .header import chunks_of
+from .reader import Reader
+from .record import Record
+from .together import together
+
+
+def verify_needed(reader: Reader, found: Record, needs: Sequence[tuple[str, int, int]], place: Place) -> None:
+    """Compare the checksums of all chunks that some rank needs, each on one rank of each host. Collective.
+
+    Raises:
+        CheckpointError: a file is missing, cut or damaged; on every rank.
+    """
+    sizes = torch.tensor([chunks_of(file.size) for file in found.files], dtype=torch.int64)
+    bases = (sizes.cumsum(0) - sizes).tolist()
+
+    def mark() -> tuple[torch.Tensor, tuple[str, bytes]]:
+        needed = torch.zeros(int(sizes.sum()), dtype=torch.bool)
+        for need in needs:
+            for file, first, last in reader.chunks(*need):
+                needed[bases[file] + first : bases[file] + last] = True
+        return needed, (socket.gethostname(), zlib.compress(bytes(needed.tolist()), 1))
+
+    needed, told = together("accel.load (the files)", mark)
+    neighbours = [rank for rank, (host, _) in enumerate(told) if host == told[place.rank][0]]
+    everyone = torch.stack([_mask(told[rank][1], len(needed)) for rank in neighbours])
+    mine = _share(everyone, neighbours.index(place.rank))
+
+    def compare() -> tuple[None, None]:
+        for file, base in enumerate(bases):
+            chunks = torch.nonzero(mine[base : base + int(sizes[file])]).squeeze(1).tolist()
+            if chunks:
+                reader.verify(file, chunks)
+        return None, None
+
+    together("accel.load (the checksums)", compare)
+
+
+def _mask(packed: bytes, length: int) -> torch.Tensor:
+    content = bytearray(zlib.decompress(packed))
+    return torch.frombuffer(content, dtype=torch.uint8).bool() if length else torch.empty(0, dtype=torch.bool)
+
+
+def _share(everyone: torch.Tensor, me: int) -> torch.Tensor:
+    """The chunks that fall to one of several ranks; each falls to one that needs it, in turn."""
+    order = everyone.cumsum(0)
+    turn = torch.arange(everyone.shape[1]) % order[-1].clamp(min=1)
+    return everyone[me] & (order[me] - 1 == turn)
+
+
+def verify(dir: str | os.PathLike[str]) -> None:
+    """Compare every byte of a checkpoint with its checksums. Collective where accel runs on several ranks.
+
+    Raises:
+        CheckpointError: names what is missing or damaged.
+    """
+    directory = os.path.abspath(os.fspath(dir))
+    process = running()
+    rank, world = (0, 1) if process is None else (process.place.rank, process.place.world_size)
+
+    def act() -> tuple[None, None]:
+        found = record.read(directory)[0]
+        reader = Reader(directory, found, stream=False)
+        for name, stored in found.tensors.items():
+            for _ in reader.locate(name, 0, stored.numel):
+                pass
+        for file in range(len(found.files)):
+            reader.verify(file, range(rank, len(reader.header(file).checksums), world))
+        return None, None
+
+    if world > 1:
+        together("accel.verify", act)
+    else:
+        _alone(act)
+
+
+def _alone(act: object) -> None:
+    try:
+        act()  # type: ignore[operator]
+    except OSError as error:
+        raise CheckpointError(f"{error.strerror}: {error.filename}") from error

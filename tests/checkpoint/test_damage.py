@@ -1,0 +1,307 @@
+"""Damaged, crafted and foreign checkpoints are refused by name, and nothing is changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel.checkpoint.shards import checksum
+from accel.errors import CheckpointError
+from tests.distributed import refusals, run
+
+
+def make_state(value: float) -> dict[str, Any]:
+    net = nn.Linear(40, 7)
+    for p in net.parameters():
+        nn.init.constant_(p, value)
+    optimizer = torch.optim.SGD(net.parameters(), lr=value, momentum=0.9)
+    if value:
+        net(torch.ones(1, 40)).sum().backward()
+        optimizer.step()
+    return {"net": net, "opt": optimizer, "x": torch.full((30,), value), "n": value, "s": {"deep": [value]}}
+
+
+def flat(state: dict[str, Any]) -> Any:
+    optimizer = state["opt"].state_dict()
+    kept = [*state["net"].state_dict().values(), *(v["momentum_buffer"] for v in optimizer["state"].values())]
+    return [[t.tolist() for t in kept], optimizer["param_groups"], state["x"].tolist(), state["n"], state["s"]]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("good") / "c"
+    accel.save(make_state(1.0), path)
+    return path
+
+
+@pytest.fixture
+def copy(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "c"))
+
+
+def shard_of(directory: Path) -> Path:
+    return next(directory.glob("*.safetensors"))
+
+
+def refused(directory: Path, message: str, check: str = "first") -> str:
+    state = make_state(0.0)
+    before = flat(state)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        accel.load(directory, state, check=check)  # type: ignore[arg-type]
+    if check == "first":
+        assert flat(state) == before
+        assert not state["opt"].state
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("check", ["first", "stream"])
+def test_every_flipped_byte_is_found(good: Path, tmp_path: Path, check: str) -> None:
+    """In the record and in the shard, wherever it is."""
+    for file in (good / "accel.json", shard_of(good)):
+        size = file.stat().st_size
+        for at in sorted({*range(0, size, 131), *range(12), size - 1}):
+            copy = Path(shutil.copytree(good, tmp_path / f"{file.name}-{at}"))
+            content = bytearray((copy / file.name).read_bytes())
+            content[at] ^= 1 << at % 8
+            (copy / file.name).write_bytes(content)
+            assert file.name in refused(copy, "accel.json|safetensors", check)
+            with pytest.raises(CheckpointError):
+                accel.verify(copy)
+            shutil.rmtree(copy)
+
+
+def test_the_tensor_is_named(copy: Path) -> None:
+    path = shard_of(copy)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 128
+    path.write_bytes(content)
+    assert re.search(r"damaged between bytes \d+ and \d+, in .*net/weight", refused(copy, "damaged"))
+    state = make_state(0.0)
+    with pytest.raises(CheckpointError, match="the state may be partly filled"):
+        accel.load(copy, state, check="stream")
+
+
+@pytest.mark.parametrize("how", ["cut", "longer", "missing", "link", "folder", "pipe", "unreadable"])
+def test_files_that_are_not_there_whole(how: str, copy: Path, tmp_path: Path) -> None:
+    path = shard_of(copy)
+    whole = path.read_bytes()
+    if how in ("cut", "longer"):
+        path.write_bytes(whole[:-10] if how == "cut" else whole + b"x")
+    else:
+        path.unlink()
+        if how == "link":
+            (tmp_path / "elsewhere").write_bytes(whole)
+            path.symlink_to(tmp_path / "elsewhere")
+        elif how == "folder":
+            path.mkdir()
+        elif how == "pipe":
+            os.mkfifo(path)
+        elif how == "unreadable":
+            path.symlink_to(path.name)
+    assert path.name in refused(copy, "safetensors")
+    with pytest.raises(CheckpointError, match="safetensors"):
+        accel.verify(copy)
+    assert accel.latest(tmp_path) is None or how in ("link", "folder", "pipe", "unreadable")
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the record and give it the checksum that it should have."""
+    body = json.loads((directory / "accel.json").read_bytes())
+    del body["xxh3"]
+    text = change(body)
+    text = text if isinstance(text, str) else json.dumps(body)
+    content = b'{"xxh3":"' + b"0" * 16 + b'",' + text.encode()[1:]
+    content = content[:9] + checksum(content).encode() + content[25:]
+    (directory / "accel.json").write_bytes(content)
+
+
+def tensor(body: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = body["tensors"]["net/weight"]
+    return found
+
+
+CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "traversal": lambda b: b["files"][0].update(name="../c/" + b["files"][0]["name"]),
+    "absolute": lambda b: b["files"][0].update(name="/etc/passwd.safetensors"),
+    "hidden": lambda b: b["files"][0].update(name=".x.safetensors"),
+    "no string": lambda b: b["files"][0].update(name=["a"]),
+    "twice": lambda b: b["files"].append(b["files"][0]),
+    "huge shape": lambda b: tensor(b).update(shape=[2**61, 2**61]),
+    "huge part": lambda b: tensor(b).update(shape=[10**12], parts=[[0, 0, 10**12, 1]]),
+    "many parts": lambda b: tensor(b).update(shape=[10**12], parts=[[0, 0, 1, 10**12]]),
+    "negative": lambda b: tensor(b).update(shape=[-1, -280]),
+    "overlap": lambda b: tensor(b).update(parts=[[0, 0, 280, 1], [0, 0, 280, 1]]),
+    "hole": lambda b: tensor(b).update(parts=[[0, 10, 270, 1]]),
+    "other range": lambda b: tensor(b).update(parts=[[0, 0, 100, 1], [0, 100, 180, 1]]),
+    "other file": lambda b: tensor(b).update(parts=[[7, 0, 280, 1]]),
+    "other dtype": lambda b: tensor(b).update(dtype="I32"),
+    "no dtype": lambda b: tensor(b).update(dtype="eval"),
+    "bool": lambda b: tensor(b).update(shape=[True, 280]),
+    "float": lambda b: tensor(b).update(shape=[7.0, 40]),
+    "many dimensions": lambda b: tensor(b).update(shape=[1] * 10**6),
+    "duplicate key": lambda b: json.dumps(b)[:-1] + ', "values": {}}',
+    "nan": lambda b: json.dumps(b).replace('"n": 1.0', '"n": NaN'),
+    "deep": lambda b: json.dumps(b).replace('"n": 1.0', '"n": ' + "[" * 10**5 + "]" * 10**5),
+    "huge number": lambda b: json.dumps(b).replace('"n": 1.0', '"n": ' + "9" * 5000),
+    "no values": lambda b: b.pop("values"),
+    "values are a list": lambda b: b.update(values=[1]),
+    "a list": lambda b: "[1]",
+    "newer": lambda b: b.update(version=2),
+    "unknown tag": lambda b: b["values"].update(n={"!": "os.system", "items": ["true"]}),
+    "kept tensor that is not there": lambda b: b["values"].update(n={"!": "tensor", "name": "~9"}),
+    "module for a value": lambda b: b["values"].update(n=b["values"]["net"]),
+    "value for a module": lambda b: b["values"].update(net=1),
+    "groups": lambda b: b["values"]["opt"].update(groups=[{"params": ["weight"]}]),
+    "no groups": lambda b: b["values"]["opt"].pop("groups"),
+    "groups are numbers": lambda b: b["values"]["opt"].update(groups=[1]),
+    "other optimizer": lambda b: b["values"]["opt"].update({"class": "Adam"}),
+    "other parameters": lambda b: b["values"]["opt"]["groups"][0].update(params=["bias", "weight"]),
+    "state of nobody": lambda b: b["values"]["opt"]["state"].update(nobody={}),
+    "state is a list": lambda b: b["values"]["opt"].update(state=[]),
+}
+
+
+@pytest.mark.parametrize("how", CRAFTED)
+def test_crafted_records(how: str, copy: Path) -> None:
+    rewrite(copy, CRAFTED[how])
+    message = refused(copy, ".")
+    assert "accel.json" in message or "safetensors" in message or "does not fit" in message, message
+    if how == "newer":
+        assert "update accel" in message
+
+
+def test_a_record_that_is_put_right_loads(copy: Path) -> None:
+    """So that the tests above are refused for what they change."""
+    rewrite(copy, lambda body: None)
+    state = make_state(0.0)
+    accel.load(copy, state)
+    assert flat(state) == flat(make_state(1.0))
+
+
+def shard_header(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a shard's header, and the record's checksum of it."""
+    path = shard_of(directory)
+    content = path.read_bytes()
+    length = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:length])
+    change(header)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (length - 8 - len(text))
+    assert len(text) == length - 8
+    path.write_bytes(content[:8] + text + content[length:])
+    rewrite(directory, lambda b: b["files"][0].update(header=[checksum(content[:8] + text)]))
+
+
+HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "swapped": lambda h: h["net/weight"].update(data_offsets=h["opt/weight/momentum_buffer"]["data_offsets"]),
+    "other shape": lambda h: h["net/weight"].update(shape=[40, 7]),
+    "other dtype": lambda h: h["net/weight"].update(dtype="I32"),
+    "outside": lambda h: h["x"].update(data_offsets=[9, 9**9]),
+    "missing": lambda h: h.pop("x"),
+    "no checksums": lambda h: h["__metadata__"].update(xxh3=""),
+    "no metadata": lambda h: h.pop("__metadata__"),
+    "a number": lambda h: h.update(x=1),
+}
+
+
+@pytest.mark.parametrize("how", HEADERS)
+def test_crafted_headers(how: str, copy: Path) -> None:
+    shard_header(copy, HEADERS[how])
+    assert shard_of(copy).name in refused(copy, "safetensors")
+
+
+@pytest.mark.parametrize("names", [[], ["model.safetensors"], [".metadata", "__0_0.distcp"]])
+def test_what_is_no_checkpoint(names: list[str], tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).write_text("x")
+    with pytest.raises(CheckpointError, match=re.escape("has no accel.json")) as caught:
+        accel.load(tmp_path)
+    assert not names or names[0] in str(caught.value)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        accel.load(tmp_path / "no")
+    accel.save({"n": 1}, tmp_path / "step-1")
+    with pytest.raises(CheckpointError, match=re.escape("holds checkpoints (step-1) but is none")):
+        accel.load(tmp_path)
+
+
+def load_damaged(directory: str) -> Any:
+    state = make_state(0.0)
+    before = flat(state)
+    model, optimizer, _ = accel.setup(state["net"], state["opt"], backend="ddp")
+    try:
+        accel.load(directory, {**state, "net": model, "opt": optimizer})
+    except CheckpointError:
+        after = flat(state)
+        assert after == before
+        assert not state["opt"].state
+        raise
+
+
+def test_damage_is_an_error_on_all_ranks(copy: Path) -> None:
+    path = shard_of(copy)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    messages = refusals(2, load_damaged, str(copy), error="CheckpointError")
+    assert all(path.name in message for message in messages)
+
+
+class Other(nn.Linear):
+    pass
+
+
+def test_mismatches_name_both_sides(good: Path) -> None:
+    state = make_state(0.0)
+    state["net"] = nn.Sequential(nn.Linear(40, 9))
+    state["more"] = 3
+    del state["opt"]
+    state["x"] = torch.zeros(31, dtype=torch.int64)
+    before = [p.clone() for p in state["net"].parameters()]
+    with pytest.raises(CheckpointError, match="nothing was changed") as caught:
+        accel.load(good, state)
+    text = str(caught.value)
+    assert 'in the state, not in the checkpoint: state["more"], state["net"], 0.weight, state["net"], 0.bias' in text
+    assert 'in the checkpoint, not in the state: state["net"], bias, state["net"], weight' in text
+    assert 'state["x"]: [30] in the checkpoint, [31] here' in text
+    assert all(torch.equal(a, b) for a, b in zip(before, state["net"].parameters(), strict=True))
+
+
+def test_not_strict_loads_what_fits_and_says_what_not(good: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = make_state(0.0)
+    state["net"] = nn.Linear(40, 7, bias=False)
+    state["more"] = 3
+    del state["opt"]
+    accel.load(good, state, strict=False)
+    assert state["net"].weight.unique().tolist() == make_state(1.0)["net"].weight.unique().tolist()
+    assert state["more"] == 3
+    assert state["n"] == 1.0
+    assert 'state["more"]' in caplog.text
+    assert "bias" in caplog.text
+
+
+def test_dtypes_are_converted_when_asked(good: Path) -> None:
+    state: dict[str, Any] = {"net": nn.Linear(40, 7).to(torch.bfloat16), "x": torch.zeros(30, dtype=torch.float64)}
+    with pytest.raises(CheckpointError, match=r"torch.float32 in the checkpoint, torch.bfloat16 here \(convert=True"):
+        accel.load(good, state)
+    accel.load(good, state, convert=True)
+    assert torch.equal(state["net"].weight, make_state(1.0)["net"].weight.to(torch.bfloat16))
+    assert state["x"].tolist() == [1.0] * 30
+
+
+def seven(directory: str) -> Any:
+    return accel.load(directory)["n"]
+
+
+def test_only_values(good: Path) -> None:
+    assert accel.load(good) == {"n": 1.0, "s": {"deep": [1.0]}}
+    assert run(2, seven, str(good)) == [1.0, 1.0]

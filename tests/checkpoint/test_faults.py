@@ -1,0 +1,249 @@
+"""Whatever ends a save, at whatever moment: a directory holds the old checkpoint or the new one, whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import accel
+from accel.checkpoint import folder
+from accel.errors import CheckpointError
+from tests.distributed import _context, _initialise, refusals, run
+
+KILLS = int(os.environ.get("ACCEL_TEST_KILLS", "6"))
+
+
+def tensors(value: float) -> dict[str, Any]:
+    return {"n": value, "x": {str(i): torch.full((100_000 + i,), value) for i in range(6)}}
+
+
+def read(directory: Any) -> float:
+    """The value of a checkpoint all of whose tensors must have it."""
+    state = tensors(-1.0)
+    accel.load(directory, state)
+    found = {state["n"], *(float(v) for x in state["x"].values() for v in (x.min(), x.max()))}
+    assert len(found) == 1, f"a mixture: {found}"
+    return float(state["n"])
+
+
+def save_for_ever(rank: int, world: int, store: str, directory: str, wait: bool, ready: Any) -> None:
+    _initialise(rank, world, store)
+    value = 1.0
+    while True:
+        accel.save(tensors(value), directory, wait=wait)
+        if value == 2.0 and rank == 0:
+            ready.set()
+        value += 1
+
+
+@pytest.mark.parametrize(("world", "wait"), [(1, True), (2, True), (2, False)])
+def test_killed_at_any_moment(world: int, wait: bool, tmp_path: Path) -> None:
+    """All ranks die by SIGKILL: the checkpoint is whole, the next save works and leaves nothing of the dead ones."""
+    directory = tmp_path / "checkpoint"
+    numbers = random.Random(world)
+    last = 0.0
+    for _ in range(max(1, KILLS // 3)):
+        ready = _context.Event()
+        with tempfile.TemporaryDirectory() as store:
+            arguments = [(r, world, f"{store}/s", str(directory), wait, ready) for r in range(world)]
+            processes = [_context.Process(target=save_for_ever, args=a, daemon=True) for a in arguments]
+            for process in processes:
+                process.start()
+            assert ready.wait(60)
+            time.sleep(numbers.uniform(0, 0.05))
+            for process in numbers.sample(processes, world):
+                assert process.pid is not None
+                os.kill(process.pid, signal.SIGKILL)
+                process.join(10)
+                assert process.exitcode == -signal.SIGKILL
+        accel.verify(directory)
+        assert read(directory) >= 1
+        last -= 1
+        accel.save(tensors(last), directory)
+        assert read(directory) == last
+        assert sorted(p.suffix for p in directory.iterdir()) == [".json", ".lock", ".safetensors"]
+
+
+@contextlib.contextmanager
+def file_limit(size: int) -> Iterator[None]:
+    """No file may grow beyond ``size``: the disk is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in directory.iterdir()}
+
+
+@pytest.mark.parametrize("limit", [0, 1_000_000, 2_400_000])
+def test_a_full_disk_changes_nothing(limit: int, tmp_path: Path) -> None:
+    accel.save(tensors(1.0), tmp_path / "c")
+    before = content(tmp_path / "c")
+    with file_limit(limit), pytest.raises(CheckpointError, match="File too large"):
+        accel.save(tensors(2.0), tmp_path / "c")
+    assert content(tmp_path / "c") == before
+    assert read(tmp_path / "c") == 1
+    accel.save(tensors(3.0), tmp_path / "c")
+    assert read(tmp_path / "c") == 3
+
+
+def save_on_a_full_disk(directory: str, wait: bool) -> None:
+    accel.save(tensors(1.0), directory)
+    try:
+        with file_limit(10_000 if accel.rank() == 1 else 10**9):
+            pending = accel.save(tensors(2.0), directory, wait=wait)
+            if pending is not None:
+                pending.exception(60)
+        accel.save(tensors(3.0), directory)
+    except CheckpointError:
+        assert read(directory) == 1
+        assert len(os.listdir(directory)) <= 2 + 2 + 1
+        accel.save(tensors(4.0), directory)
+        assert read(directory) == 4
+        raise
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_full_disk_of_one_rank_is_an_error_on_all(wait: bool, tmp_path: Path) -> None:
+    messages = refusals(2, save_on_a_full_disk, str(tmp_path / "c"), wait, error="CheckpointError")
+    assert "File too large" in messages[1]
+    assert "rank 1" in messages[0]
+    assert "File too large" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [("/proc/no-such/c", "No such file"), ("file", "File exists|Not a directory"), ("file/below", "Not a directory")],
+)
+def test_where_nothing_can_be_written(where: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match=message):
+        accel.save({"n": 1}, tmp_path / where)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_two_jobs_at_once(tmp_path: Path) -> None:
+    """The second is refused while the first holds the directory, and let in when it is gone."""
+    accel.save(tensors(1.0), tmp_path)
+    lock = folder.Lock(str(tmp_path))
+    with pytest.raises(CheckpointError, match="held by another job"):
+        accel.save(tensors(2.0), tmp_path)
+    assert read(tmp_path) == 1
+    lock.release()
+    accel.save(tensors(3.0), tmp_path)
+    assert read(tmp_path) == 3
+
+
+def hold(directory: str, ready: Any) -> None:
+    lock = folder.Lock(directory)
+    ready.set()
+    time.sleep(60)
+    lock.release()
+
+
+def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
+    ready = _context.Event()
+    process = _context.Process(target=hold, args=(str(tmp_path), ready), daemon=True)
+    process.start()
+    assert ready.wait(60)
+    with pytest.raises(CheckpointError, match="held by another job"):
+        accel.save({"n": 1}, tmp_path)
+    process.kill()
+    process.join(10)
+    accel.save({"n": 1}, tmp_path)
+
+
+def test_other_files_are_never_touched(tmp_path: Path) -> None:
+    """Not even those that look much like accel's; what looks exactly like a dead save's is removed."""
+    mine = [
+        "model.safetensors",
+        "accel-notes.safetensors",
+        "accel-123.safetensors",
+        ".accel-x.record",
+        "log",
+        "old.json",
+    ]
+    dead = [
+        "accel-0123456789ab-00000.safetensors",
+        "accel-0123456789ab-00003-still.safetensors",
+        ".accel-0123456789ab.record",
+    ]
+    for name in mine + dead:
+        (tmp_path / name).write_text(name)
+    (tmp_path / "folder").mkdir()
+    accel.save({"n": 1}, tmp_path)
+    accel.save({"n": 2}, tmp_path)
+    assert all((tmp_path / name).read_text() == name for name in mine)
+    assert not [name for name in dead if (tmp_path / name).exists()]
+    assert (tmp_path / "folder").is_dir()
+
+
+def test_a_foreign_record_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "accel.json").write_text('{"mine": 1}')
+    with pytest.raises(CheckpointError, match="another format"):
+        accel.save({"n": 1}, tmp_path)
+    assert (tmp_path / "accel.json").read_text() == '{"mine": 1}'
+    with pytest.raises(CheckpointError, match="another format"):
+        accel.load(tmp_path)
+
+
+def different(directory: str, what: str) -> None:
+    rank = accel.rank()
+    state: dict[str, Any] = {"x": torch.zeros(10), "n": 1}
+    if what == "directory" and rank == 1:
+        directory += "x"
+    if what == "keys" and rank == 1:
+        state["y"] = torch.zeros(3)
+    if what == "shape":
+        state["x"] = torch.zeros(10 + rank)
+    if what == "value" and rank == 1:
+        state["bad"] = object()
+    accel.save(state, directory)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("directory", "rank 0 saves into .* rank 1 into"),
+        ("keys", "the state of rank 1 has other objects"),
+        ("shape", r"x is F32 \[10\] on one rank and F32 \[11\] on rank 1"),
+        ("value", r'state\["bad"\] is a object'),
+    ],
+)
+def test_ranks_that_differ(what: str, message: str, tmp_path: Path) -> None:
+    import re
+
+    for text in refusals(2, different, str(tmp_path / "c"), what, error="CheckpointError"):
+        assert re.search(message, text), text
+    assert not (tmp_path / "c" / "accel.json").exists()
+
+
+def different_values(directory: str) -> Any:
+    rank = accel.rank()
+    net = torch.nn.Linear(300, 300)
+    torch.nn.init.constant_(net.weight, float(rank))
+    state = {"n": rank, "net": net, "x": torch.full((5000,), float(rank)), "same": torch.arange(5000.0)}
+    accel.save(state, directory)
+    accel.load(directory, state)
+    return state["n"], net.weight.unique().tolist(), state["x"].unique().tolist(), float(state["same"].sum())
+
+
+def test_where_ranks_have_other_values_those_of_rank_0_are_saved(tmp_path: Path) -> None:
+    """Never a mixture of them."""
+    expected = (0, [0.0], [0.0], float(torch.arange(5000.0).sum()))
+    assert run(2, different_values, str(tmp_path / "c")) == [expected, expected]

@@ -1,0 +1,211 @@
+"""Values keep their types through JSON; what cannot be stored is named by its path."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accel
+from accel.checkpoint.values import Decoder, Encoder
+from accel.errors import CheckpointError
+
+
+def there_and_back(value: Any) -> Any:
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor, path: str) -> str:
+        kept[f"~{len(kept)}"] = tensor.clone()
+        return f"~{len(kept) - 1}"
+
+    text = json.dumps(Encoder(keep).encode(value, "state"), allow_nan=False)
+    return Decoder("test", kept.__getitem__).decode(json.loads(text))
+
+
+VALUES: list[Any] = [
+    {1: "a", "1": "b", (2, 3): None, 2.5: [], b"k": True, None: 0, "!": "tag"},
+    (1, [2, (3,)], {4, "x", (5, 6)}, frozenset({7})),
+    b"\x00\xff", bytearray(b"abc"), complex(1, -2), range(3, 9, 2),
+    2**63, -(2**100), 1e308, 5e-324, -0.0, "\ud800 \u2028 \x00",
+    torch.float32, torch.bfloat16, torch.device("cpu"), torch.Size([2, 3]), Path("a/b"),
+    collections.OrderedDict(b=1, a=2), collections.Counter({5: 2}), collections.deque([1, 2], maxlen=7),
+    collections.defaultdict(list, {1: [2]}), collections.defaultdict(None, a=1),
+    SimpleNamespace(a=1, b=(2,)), argparse.Namespace(lr=0.1, names=["x"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda v: type(v).__name__)
+def test_types_are_kept(value: Any) -> None:
+    found = there_and_back(value)
+    assert type(found) is type(value)
+    assert found == value
+    assert repr(found) == repr(value) or isinstance(value, set | frozenset | tuple)
+    if isinstance(value, collections.deque):
+        assert found.maxlen == value.maxlen
+    if isinstance(value, collections.defaultdict):
+        assert found.default_factory is value.default_factory
+
+
+NUMBERS = st.one_of(st.integers(), st.floats(allow_nan=False), st.complex_numbers(allow_nan=False))
+LEAVES = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(), st.binary())
+KEYS = st.one_of(st.text(), st.integers(), st.tuples(st.integers(), st.text()), st.booleans(), st.none())
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner),
+        st.tuples(inner, inner),
+        st.dictionaries(KEYS, inner),
+        st.dictionaries(st.text(), inner),
+    ),
+    max_leaves=20,
+)
+
+
+@given(TREES)
+def test_any_tree(value: Any) -> None:
+    found = there_and_back(value)
+    assert found == value
+    assert repr(found) == repr(value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_floats_that_json_has_not(value: float) -> None:
+    assert repr(there_and_back([value])) == repr([value])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        numpy.float32(1.5), numpy.int64(-3), numpy.bool_(True), numpy.float64("nan"), numpy.datetime64("2020-01-01"),
+        numpy.arange(6, dtype=numpy.int16).reshape(2, 3), numpy.array(["ab", "c"]), numpy.zeros((0, 3)), numpy.array(5.0),
+        numpy.arange(5000, dtype=numpy.complex64), numpy.asfortranarray(numpy.arange(12.0).reshape(3, 4)),
+    ],
+    ids=lambda v: f"{v.dtype}{v.shape}",
+)  # fmt: skip
+def test_numpy(value: Any) -> None:
+    found = there_and_back({"x": value})["x"]
+    assert type(found) is type(value)
+    assert found.dtype == value.dtype
+    numpy.testing.assert_array_equal(found, value)
+    if isinstance(found, numpy.ndarray):
+        assert found.flags.writeable
+
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.complex64, torch.complex128,
+]  # fmt: skip
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.reshape(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0, 3), (3, 2), (40, 50)])
+def test_tensors(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """As a value, and as a leaf of its own that is filled in place."""
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    accel.save({"x": tensor}, tmp_path / "c")
+    into = torch.zeros(shape).to(dtype)
+    accel.load(tmp_path / "c", {"x": into})
+    for found in (there_and_back([tensor])[0], into):
+        assert found.dtype is dtype
+        assert found.shape == tensor.shape
+        assert raw_bytes(found) == raw_bytes(tensor)
+
+
+def test_random_states_are_values() -> None:
+    import random
+
+    state = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
+    found = there_and_back(state)
+    assert found[0] == state[0]
+    assert [type(x) for x in found[1]] == [type(x) for x in state[1]]
+    random.setstate(found[0])
+    numpy.random.set_state(found[1])
+    torch.set_rng_state(found[2])
+
+
+class Odd:
+    pass
+
+
+class Colour(int):
+    pass
+
+
+CYCLE: list[Any] = []
+CYCLE.append({"a": CYCLE})
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": [1, 2, {"b": Odd()}]}, r'state\["a"\]\[2\]\["b"\] is a .*Odd'),
+        ({"a": {1: (0, lambda: 1)}}, r'state\["a"\]\[1\]\[1\] is a function'),
+        ({"a": Colour(3)}, r'state\["a"\] is a .*Colour'),
+        ({"a": {Odd(): 1}}, r'the key .* of state\["a"\] is a .*Odd'),
+        ({"a": collections.defaultdict(lambda: 1)}, r'state\["a"\]: a defaultdict'),
+        ({"a": numpy.array([object()])}, r'state\["a"\]: a numpy array of dtype object'),
+        ({"a": [torch.zeros(3).to_sparse()]}, r'state\["a"\]\[0\]: a tensor of layout torch.sparse_coo'),
+        ({"a": torch.zeros(3, device="meta")}, r'state\["a"\]: a tensor on the meta device'),
+        ({"a": CYCLE}, "nested more than 100 levels"),
+        ({"a": collections.namedtuple("Point", "x")(1)}, r'state\["a"\] is a .*Point'),
+        ({"a": torch.Generator()}, r'state\["a"\] is a .*Generator'),
+        ([1], "expected the state as a dict, found a list"),
+    ],
+)
+def test_what_cannot_be_stored_is_named_before_anything_is_written(value: Any, message: str, tmp_path: Path) -> None:
+    accel.save({"n": 1}, tmp_path / "c")
+    before = sorted((p.name, p.stat().st_mtime_ns) for p in (tmp_path / "c").iterdir())
+    with pytest.raises(CheckpointError, match=message):
+        accel.save(value, tmp_path / "c")
+    with pytest.raises(CheckpointError, match=message):
+        accel.save(value, tmp_path / "other")
+    assert sorted((p.name, p.stat().st_mtime_ns) for p in (tmp_path / "c").iterdir()) == before
+    assert not (tmp_path / "other").exists()
+    assert accel.load(tmp_path / "c") == {"n": 1}
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(), lambda i: st.lists(i) | st.dictionaries(st.text() | st.just("!"), i)
+    )
+)
+def test_foreign_json_is_refused_or_read(data: Any) -> None:
+    """Whatever a file says, the answer is a value or a CheckpointError."""
+    with contextlib.suppress(CheckpointError):
+        Decoder("file", lambda name: torch.zeros(1)).decode(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"!": "tensor", "dtype": "F32", "shape": [2**40], "data": ""},
+        {"!": "tensor", "dtype": "F32", "shape": [-1], "data": ""},
+        {"!": "tensor", "dtype": "F33", "shape": [1], "data": "AAAAAA=="},
+        {"!": "ndarray", "dtype": "O", "shape": [1], "data": "AAAAAAAAAAA="},
+        {"!": "ndarray", "dtype": "<f8", "shape": [10**9], "data": ""},
+        {"!": "dtype", "value": "load"},
+        {"!": "no such type"},
+        {"!": ["list"]},
+        {"!": "set", "items": [[1]]},
+        {"!": "namespace", "items": 3},
+    ],
+)
+def test_crafted_values_are_refused(data: Any) -> None:
+    with pytest.raises(CheckpointError, match="file"):
+        Decoder("file", lambda name: torch.zeros(1)).decode(data)
