@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, final
@@ -29,18 +30,24 @@ class Owners:
     """Gives each parameter to one rank by fairscale's partition: the next parameter to the rank that has the least.
 
     Asked again with more parameters, it leaves those where they are that have an owner. All ranks must ask alike.
+
+    Attributes:
+        rank_of: the owner's rank, by ``id`` of the parameter.
+        digest: differs where ranks did not ask alike.
     """
 
-    def __init__(self, world: int) -> None:
-        self._world = world
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
         self._order: list[SimpleNamespace] = []
+        self._hooks: list[RemovableHandle] = []
         self.rank_of: dict[int, int] = {}
+        self.digest = 0
 
-    def take(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Give an owner to those that have none, and return them."""
+    def take(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give an owner to those that have none."""
         new = list({id(p): p for p in parameters if id(p) not in self.rank_of}.values())
         if not new:
-            return new
+            return
         from fairscale.optim.oss import OSS  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
         # Trainable ones first: these have gradients and state. From large to small, which balances best.
@@ -52,10 +59,22 @@ class Owners:
         )
         for rank, groups in enumerate(OSS.partition_parameters(request)):
             self.rank_of.update((parameter.key, rank) for parameter in groups[0]["params"])
-        return new
+        self.digest = zlib.crc32(str([self.digest, *(p.shape for p in new)]).encode())
+        self._hooks += [spread_before_accumulation(p, self._world) for p in new if self.owns(p) and _has_gradients(p)]
 
-    def __getitem__(self, parameter: torch.Tensor) -> int:
-        return self.rank_of[id(parameter)]
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter is this rank's."""
+        return self.rank_of.get(id(parameter)) == self._rank
+
+    def close(self) -> None:
+        """Remove the hooks on the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+def _has_gradients(parameter: torch.Tensor) -> bool:
+    return parameter.is_floating_point() or parameter.is_complex()
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -112,14 +131,10 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 @final
 class SplitState:
-    """Hooks on an optimizer that has the state of this rank's parameters only: it is never taken for the whole.
+    """Hooks on an optimizer that has the state of this rank's parameters only: it is never taken for the whole."""
 
-    Args:
-        owned: whether a parameter is this rank's.
-    """
-
-    def __init__(self, optimizer: Optimizer, owned: Callable[[torch.Tensor], bool]) -> None:
-        self._owned = owned
+    def __init__(self, optimizer: Optimizer, owners: Owners) -> None:
+        self._owners = owners
         self._whole = False
         self._hooks = [
             optimizer.register_state_dict_pre_hook(self._refuse),
@@ -133,9 +148,18 @@ class SplitState:
 
     def drop(self, optimizer: Optimizer) -> None:
         """Let go of the state of other ranks' parameters."""
-        for parameter in parameters_of(optimizer):
-            if not self._owned(parameter):
+        for parameter in self._parameters(optimizer):
+            if not self._owners.owns(parameter):
                 optimizer.state.pop(parameter, None)
+
+    def own(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """The optimizer's parameters that are this rank's."""
+        return list(filter(self._owners.owns, self._parameters(optimizer)))
+
+    def _parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        parameters = parameters_of(optimizer)
+        self._owners.take(parameters)
+        return parameters
 
     def full_state_dict(self, optimizer: Optimizer, gather: Callable[[Optimizer], None]) -> dict[str, Any]:
         """The whole ``state_dict``, for which ``gather`` brings the state of all ranks."""
@@ -155,7 +179,7 @@ class SplitState:
             )
 
     def _keep_own(self, optimizer: Optimizer, full: Mapping[str, Any]) -> dict[str, Any]:
-        owned = [self._owned(parameter) for parameter in parameters_of(optimizer)]
+        owned = map(self._owners.owns, self._parameters(optimizer))
         numbers = itertools.chain.from_iterable(group["params"] for group in full["param_groups"])
         # Where the numbers of parameters differ, torch's own check raises.
         mine = {number for number, own in zip(numbers, owned, strict=False) if own}
@@ -165,22 +189,39 @@ class SplitState:
 def gather_state(optimizer: Optimizer, owners: Owners, rank: int, group: dist.ProcessGroup | None) -> None:
     """Give every rank the state of all parameters. Collective."""
     parameters = parameters_of(optimizer)
+    owners.take(parameters)
+    # Shapes and plain values by pickle, tensors' contents in flat pieces.
     mine = {
-        i: {k: v.to("meta") if is_sharded(v) else v for k, v in optimizer.state[p].items()}
+        i: {k: _described(v) for k, v in optimizer.state[p].items()}
         for i, p in enumerate(parameters)
-        if owners[p] == rank and p in optimizer.state
+        if owners.owns(p) and p in optimizer.state
     }
     everyone = agree("gathering the state of an optimizer", mine)
     tensors: list[list[torch.Tensor]] = [[] for _ in everyone]
     for owner, theirs in enumerate(everyone):
         for i, entries in theirs.items():
-            parameter = parameters[i]
+            p = parameters[i]
             if owner != rank:
-                optimizer.state[parameter] = {
-                    k: torch.empty_like(v, device=parameter.device) if is_sharded(v) else v for k, v in entries.items()
-                }
-            tensors[owner] += [v for v in optimizer.state[parameter].values() if is_sharded(v)]
+                optimizer.state[p] = {k: _made(v, there, p.device) for k, (v, there) in entries.items()}
+            tensors[owner] += filter(is_sharded, optimizer.state[p].values())
     broadcast_from_owners(tensors, rank, group)
+    # In the same order on all ranks.
+    whole: dict[torch.Tensor, Any] = {p: optimizer.state.pop(p) for p in parameters if p in optimizer.state}
+    optimizer.state.update(whole)
+
+
+def _described(value: Any) -> tuple[Any, bool]:
+    """What other ranks make the same entry of, and whether it lies beside the parameter."""
+    if not isinstance(value, torch.Tensor):
+        return value, False
+    return value.to("meta" if is_sharded(value) else "cpu"), value.device.type != "cpu"
+
+
+def _made(value: Any, there: bool, device: torch.device) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    place = device if there else torch.device("cpu")
+    return torch.empty_like(value, device=place) if value.is_meta else value.to(place)
 
 
 def refuse_steps(optimizer: Optimizer, reason: str) -> None:

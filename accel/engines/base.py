@@ -133,6 +133,12 @@ class Engine(StateVerbs, ABC):
         """``settle`` for a step; an engine may leave to each rank the gradients that it steps. Collective."""
         self.settle()
 
+    def settle_clipped(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """``settle`` where torch clips these gradients of the model; True where it cannot, as it does not see them all."""
+        before = sum(p.grad is not None for p in self.parameters)
+        self.settle()
+        return sum(p.grad is not None for p in self.parameters) > before
+
     def finite(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer``'s settled gradients are finite; the same on all ranks."""
         return all_finite(optimizer)
@@ -184,12 +190,7 @@ class Engine(StateVerbs, ABC):
 
     @final
     def refresh(self) -> None:
-        """Apply a change of ``requires_grad``. Collective.
-
-        Raises:
-            RankMismatchError: the ranks changed different parameters; the process groups are ended.
-            BackendError: unreduced gradients are pending and would be lost.
-        """
+        """Apply a change of ``requires_grad``, or refuse it (``accel.refresh_trainable``). Collective."""
         mask = self.mask.now()
         if self.reduces and self.distributed and mask != self.mask.known:
             self.compare("a change of requires_grad", mask, lambda masks: explain(masks, self.names))
@@ -242,11 +243,7 @@ class Engine(StateVerbs, ABC):
 
     @final
     def refuse_plain_gradients(self, *, zeros: bool) -> None:
-        """Refuse gradients of an unscaled loss where accel scales it; ``zeros`` refuses zero gradients too.
-
-        Raises:
-            PrecisionError: says what to call instead.
-        """
+        """Refuse gradients of an unscaled loss where accel scales it; ``zeros`` refuses zero gradients too."""
         if self.log.plain and any(p.grad is not None and (zeros or bool(p.grad.any())) for p in self.parameters):
             raise PrecisionError(
                 f"gradients of this '16-mixed' {type(self.module).__name__} came from a plain loss.backward(), so that the "

@@ -10,10 +10,9 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from ..control import agree
-from ..errors import BackendError
+from ..errors import BackendError, RankMismatchError
 from ..flat import average_, broadcast_
 from ..shard import Manifest, Shard
 from ..slot import Slot
@@ -59,9 +58,8 @@ class ShardedEngine(Engine):
         super().__init__(module, entry, context)
         self._rank, self._world = context.process.place.rank, context.process.place.world_size
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
-        self._owners = Owners(self._world)
+        self._owners = Owners(self._rank, self._world)
         self._splits: dict[int, SplitState] = {}
-        self._hooks: list[RemovableHandle] = []
         self._has_buffers = self._stale_buffers = False
         # Parameters that their owners have stepped, or may have, and the other ranks do not have yet.
         self._unpublished: set[int] = set()
@@ -70,14 +68,14 @@ class ShardedEngine(Engine):
 
     def wrap(self) -> None:
         """Nothing to build: the module runs as it is."""
-        self._has_buffers = self.distributed and self.options.broadcast_buffers and any(self.module.buffers())
+        buffers = any(True for _ in self.module.buffers())
+        self._has_buffers = self.distributed and self.options.broadcast_buffers and buffers
 
     def attach(self, optimizer: Optimizer) -> None:
         """Add an optimizer, whose state is split if its kind allows."""
         super().attach(optimizer)
         if self._splittable(optimizer):
-            owners, rank = self._owners.rank_of, self._rank
-            self._splits[id(optimizer)] = SplitState(optimizer, lambda p: owners.get(id(p)) == rank)
+            self._splits[id(optimizer)] = SplitState(optimizer, self._owners)
 
     def detach(self, optimizer: Optimizer) -> None:
         """Remove the hooks too."""
@@ -94,21 +92,11 @@ class ShardedEngine(Engine):
         super().start(optimizers)
         for optimizer in optimizers:
             if split := self._splits.get(id(optimizer)):
-                self._take(parts.parameters_of(optimizer))
                 split.drop(optimizer)
-
-    def _take(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Give owners to parameters that have none; every rank does it with the same ones."""
-        for parameter in self._owners.take(parameters):
-            differentiable = parameter.is_floating_point() or parameter.is_complex()
-            if differentiable and self._owners[parameter] == self._rank:
-                self._hooks.append(parts.spread_before_accumulation(parameter, self._world))
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Give every rank the whole state of the optimizers."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._owners.close()
         for parameter in self.parameters:
             if parameter.grad is not None:
                 Slot.clear(parameter.grad)
@@ -119,7 +107,6 @@ class ShardedEngine(Engine):
                 self._gather(optimizer)
 
     def _gather(self, optimizer: Optimizer) -> None:
-        self._take(parts.parameters_of(optimizer))
         parts.gather_state(optimizer, self._owners, self._rank, self.process.group)
 
     # -- the loop -------------------------------------------------------------------------------------------------
@@ -139,7 +126,7 @@ class ShardedEngine(Engine):
     def settle(self) -> None:
         """Make every gradient final on every rank, for code that looks at ``p.grad`` itself."""
         if self.distributed:
-            self._settle("the gradients", range(len(self.parameters)), everywhere=True)
+            self._settle("the gradients", range(len(self.parameters)), everywhere=True, weakest=OWNED)
         else:
             super().settle()
 
@@ -152,12 +139,22 @@ class ShardedEngine(Engine):
         indices = [self._index[id(p)] for p in parts.parameters_of(optimizer) if id(p) in self._index]
         number = [*self.steppers, id(optimizer)].index(id(optimizer))
         what = f"a step of {type(optimizer).__name__} (optimizer {number}, {len(indices)} parameters)"
-        live = self._settle(what, indices, everywhere=not split)
+        live = self._settle(what, indices, everywhere=not split, weakest=LOCAL if split else OWNED)
         if split:
             self._unpublished.update(live)
 
-    def _settle(self, what: str, indices: Sequence[int], *, everywhere: bool) -> list[int]:
-        """Returns the parameters that have a gradient on any rank."""
+    def settle_clipped(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Gradients that only their owners still have cannot be clipped by a function that sees this rank's alone."""
+        before = sum(p.grad is not None for p in self.parameters)
+        self._settle("clipping by torch.nn.utils", range(len(self.parameters)), everywhere=True, weakest=LOCAL)
+        grown = sum(p.grad is not None for p in self.parameters) > before
+        return grown or any(Slot.get(gradient) == OWNED for gradient in gradients)
+
+    def _settle(self, what: str, indices: Sequence[int], *, everywhere: bool, weakest: int) -> list[int]:
+        """Bring the gradients that are known as ``weakest`` or less to their owners, or everywhere.
+
+        Returns the parameters that have a gradient on any rank.
+        """
         codes = self._agree(what, indices)
         if SPARSE in codes:
             names = [self.names[i] for i, code in zip(indices, codes, strict=True) if code == SPARSE]
@@ -166,8 +163,7 @@ class ShardedEngine(Engine):
                 "(nn.Embedding(sparse=False))"
             )
         live = [i for i, code in zip(indices, codes, strict=True) if code != NONE]
-        self._take([self.parameters[i] for i in live])
-        weakest = OWNED if everywhere else LOCAL
+        self._owners.take(self.parameters[i] for i in live)
         pending = [self.parameters[i] for i, code in zip(indices, codes, strict=True) if code >= weakest]
         for parameter in pending:
             parts.complete(parameter, self._world)
@@ -179,35 +175,41 @@ class ShardedEngine(Engine):
         else:
             reduce_to_owners(self._by_owner(pending, gradients), self._rank, self.process.group)
             self._leave_to_owners(live)
+        if self.log.entries:  # only now: what raises before leaves all as it was
+            self.log.fold(pending=False)
         return live
 
     def _agree(self, what: str, indices: Sequence[int]) -> bytes:
         """What is known of each gradient on all ranks together; brings stale buffers up to date."""
         touched = {i if i >= 0 else ~i for i in self.log.entries if i is not None}
-        if touched:
-            self.log.fold(pending=False)
         # Those that are not looked at now must not pass for final later.
         for i in touched.difference(indices):
             if (grad := self.parameters[i].grad) is not None:
                 Slot.clear(grad)
         mine = bytes([parts.knowledge(self.parameters[i].grad, i in touched) for i in indices])
-        told = agree(f"{what} of {type(self.module).__name__}", (zlib.compress(mine, 1), self._stale_buffers))
-        if any(stale for _, stale in told):
+        stale = self._stale_buffers or (self._has_buffers and bool(touched))
+        what = f"{what} of {type(self.module).__name__}"
+        told = agree(what, (zlib.compress(mine, 1), stale, self._owners.digest))
+        if len({digest for *_, digest in told}) > 1:
+            raise RankMismatchError(f"{what}: the ranks gave owners to different parameters; add groups on every rank")
+        if any(stale for _, stale, _ in told):
             broadcast_([b.data for b in self.module.buffers()], self.process.group)
             self._stale_buffers = False
-        codes = {code for code, _ in told}
+        codes = {code for code, *_ in told}
         return mine if len(codes) == 1 else bytes(map(max, *map(zlib.decompress, codes)))
 
     def _by_owner(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Any]) -> list[list[torch.Tensor]]:
         by_owner: list[list[torch.Tensor]] = [[] for _ in range(self._world)]
+        rank_of = self._owners.rank_of
         for parameter, tensor in zip(parameters, tensors, strict=True):
-            by_owner[self._owners[parameter]].append(tensor)
+            by_owner[rank_of[id(parameter)]].append(tensor)
         return by_owner
 
     def _leave_to_owners(self, live: Sequence[int]) -> None:
         """Drop final gradients that are not this rank's: an optimizer skips what has none, and makes no state for it."""
+        rank_of, rank = self._owners.rank_of, self._rank
         for parameter in (self.parameters[i] for i in live):
-            if self._owners[parameter] != self._rank:
+            if rank_of[id(parameter)] != rank:
                 parameter.grad = None
             elif parameter.grad is not None:
                 Slot.put(parameter.grad, OWNED)
@@ -231,7 +233,7 @@ class ShardedEngine(Engine):
         """Clip each owner's part by the norm of all parts."""
         if not self.distributed:
             return super().clip_grad_norm_(max_norm, norm_type)
-        self._settle("clipping by accel.clip_grad_norm_", range(len(self.parameters)), everywhere=False)
+        self._settle("clipping by accel.clip_grad_norm_", range(len(self.parameters)), everywhere=False, weakest=LOCAL)
         grads = [p.grad for p in self.parameters if p.grad is not None]
         return clip_parts_(grads, max_norm, norm_type, self.process.device, self.process.group)
 
@@ -249,19 +251,17 @@ class ShardedEngine(Engine):
         split = self._splits.get(id(optimizer))
         if optimizer is None or split is None:
             return super().slots(optimizer, manifest)
-        own = self._own_names(optimizer)
+        own = self._own_names(optimizer, split)
         slots = super().slots(optimizer, {k: v for k, v in manifest.items() if k.rpartition("/")[0] in own})
         split.drop(optimizer)
         return slots
 
     def fill_values(self, optimizer: Optimizer, values: Mapping[str, Any]) -> None:
         """Group values, and the plain state of this rank's parameters."""
-        if id(optimizer) in self._splits:
-            own = self._own_names(optimizer)
+        if split := self._splits.get(id(optimizer)):
+            own = self._own_names(optimizer, split)
             values = {**values, "state": {k: v for k, v in values["state"].items() if k in own}}
         super().fill_values(optimizer, values)
 
-    def _own_names(self, optimizer: Optimizer) -> set[str]:
-        parameters = parts.parameters_of(optimizer)
-        self._take(parameters)
-        return {self.names[self._index[id(p)]] for p in parameters if self._owners[p] == self._rank}
+    def _own_names(self, optimizer: Optimizer, split: SplitState) -> set[str]:
+        return {self.names[self._index[id(p)]] for p in split.own(optimizer)}
