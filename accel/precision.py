@@ -134,9 +134,8 @@ class LossScale:
             _multiply(tensors, 1.0 / self.value)
             self.serial += 1
 
-    def judge(self, optimizer: Optimizer) -> bool:
-        """Whether ``optimizer``'s gradients are finite; adapts the scale once for each scaled backward."""
-        finite = all_finite(optimizer)
+    def judge(self, finite: bool) -> bool:
+        """Adapt the scale, once for each scaled backward, to gradients that are finite or not. Returns ``finite``."""
         if self._counted != self.serial:
             self._counted = self.serial
             self._good_steps += 1

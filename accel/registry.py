@@ -160,14 +160,13 @@ class Registry:
         """Make final the gradients that one of torch's clipping functions was given."""
         for engine in [e for e in self.engines if e.unsettled()]:
             own = {id(p.grad) for p in engine.parameters if p.grad is not None}
-            if any(id(g) in own for g in gradients):
-                engine.settle()
-                grown = sum(p.grad is not None for p in engine.parameters) > len(own)
+            if given := [g for g in gradients if id(g) in own]:
+                missing = engine.settle_clipped(given)
                 if engine.distributed:
                     engine.compare(
-                        "clipping by torch.nn.utils", grown, lambda _: "a rank had no gradient where others had"
+                        "clipping by torch.nn.utils", missing, lambda _: "a rank had no gradient where others had"
                     )
-                if grown:
+                if missing:
                     raise BackendError(
                         "gradients were missing when torch.nn.utils clipped: use accel.clip_grad_norm_(model)"
                     )

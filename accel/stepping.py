@@ -28,12 +28,15 @@ class Stepped(Owner, Protocol):
     precision: Precision
     loss_scale: LossScale
 
-    def prepare_step(self, optimizer: Optimizer | None, *, by_grad_scaler: bool = False) -> None: ...
+    def prepare_step(
+        self, optimizer: Optimizer, *, by_grad_scaler: bool = False, in_closure: bool = False
+    ) -> None: ...
 
     hears_steps: ClassVar[bool]
 
     def after_step(self, optimizer: Optimizer) -> None: ...
     def unsettled(self) -> bool: ...
+    def finite(self, optimizer: Optimizer) -> bool: ...
     def check_optimizer(self, optimizer: Optimizer) -> None: ...
 
 
@@ -109,7 +112,7 @@ class Stepper:
     def _judge(self, engine: Stepped) -> bool:
         """Whether the gradients may be stepped with, where a scaled loss has made them."""
         self._serial = engine.loss_scale.serial
-        return engine.loss_scale.judge(self.optimizer)
+        return engine.loss_scale.judge(engine.finite(self.optimizer))
 
     def _refuse_double_scaling(self, engine: Stepped) -> None:
         if self._serial != engine.loss_scale.serial:
@@ -119,7 +122,8 @@ class Stepper:
         if engine.unsettled():
             raise PrecisionError(
                 "a GradScaler looked for overflow in gradients that were not reduced yet (accel.no_sync, a second backward, "
-                "or a call around the handle), where each rank sees its own: use accel.backward and optimizer.step()"
+                "a call around the handle, or an engine that reduces at the step), where each rank sees its own: use "
+                "accel.backward and optimizer.step()"
             )
 
     def _unscale_for_user(self, found_inf: torch.Tensor) -> bool:
@@ -159,7 +163,7 @@ class Stepper:
 
         def global_closure() -> Any:
             loss = closure()
-            engine.prepare_step(None)
+            engine.prepare_step(self.optimizer, in_closure=True)
             world = process.place.world_size
             if world == 1:
                 return loss

@@ -192,6 +192,53 @@ def clip_by_hand_after_total_norm(s: Setting, x: torch.Tensor, y: torch.Tensor) 
     nn.utils.clip_grads_with_norm_(s.raw.parameters(), 0.1, norm)
 
 
+def clip(s: Setting) -> None:
+    if s.distributed:
+        accel.clip_grad_norm_(s.model, 0.1)
+    else:
+        nn.utils.clip_grad_norm_(s.raw.parameters(), 0.1)
+
+
+def clip_between_backwards(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
+    for k in range(3):
+        F.mse_loss(s.model(x * (k + 1)), y).backward()
+        clip(s)
+
+
+def raw_clip_between_backwards(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
+    for k in range(3):
+        F.mse_loss(s.raw(x * (k + 1)), y).backward()
+        nn.utils.clip_grad_norm_(s.raw.parameters(), 0.1)
+
+
+def clip_before_another_optimizer(s: Setting) -> None:
+    optimizer = torch.optim.SGD(s.model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        plain(s, *s.batch(step))
+        clip(s)
+        optimizer.step()
+
+
+def never_zeroed(s: Setting) -> None:
+    for step in range(STEPS):
+        plain(s, *s.batch(step))
+        s.optimizer.step()
+
+
+def zeroed_by_turns(s: Setting) -> None:
+    for step in range(8):
+        if step % 4 == 1:
+            s.optimizer.zero_grad(set_to_none=False)
+        elif step % 4 == 2:
+            s.model.zero_grad()
+        elif step % 4 == 3:
+            s.raw.zero_grad(set_to_none=False)
+            s.optimizer.step()
+        plain(s, *s.batch(step))
+        s.optimizer.step()
+
+
 def outputs(kind: str, pick: Callable[[Any], torch.Tensor]) -> Pattern:
     def body(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
         s.model.output = kind
@@ -304,6 +351,8 @@ PATTERNS: dict[str, Pattern] = {
             raw_clip_by_norm,
             raw_clip_by_value,
             clip_by_hand_after_total_norm,
+            clip_between_backwards,
+            raw_clip_between_backwards,
         )
     },
     "zeroed_gradients": each_step(plain, set_to_none=False),
@@ -316,6 +365,9 @@ PATTERNS: dict[str, Pattern] = {
     "hidden_state": hidden_state,
     "raw_optimizer": raw_optimizer,
     "optimizer_not_given_to_setup": optimizer_not_given_to_setup,
+    "clip_before_another_optimizer": clip_before_another_optimizer,
+    "never_zeroed": never_zeroed,
+    "zeroed_by_turns": zeroed_by_turns,
     "closure": closure,
     "lbfgs": lbfgs,
     "frozen_half_way": frozen_half_way,
@@ -328,6 +380,7 @@ BACKENDS = {
     "unused": accel.DDP(find_unused_parameters=True),
     "copied": accel.DDP(gradient_as_bucket_view=False),
     "static": accel.DDP(static_graph=True),
+    "sharded": accel.Sharded(),
 }
 
 # With a static graph a step is one forward and one backward, always the same.

@@ -20,6 +20,7 @@ from ..conversion import Dtypes, restore_dtypes
 from ..errors import AccelError, BackendError, OptimizerError, PrecisionError
 from ..gradients import GradientLog
 from ..handles import ModelHandle, OptimizerHandle, end
+from ..precision import all_finite
 from ..process import Process
 from ..slot import Slot
 from ..stepping import Stepper, check_parameters
@@ -54,14 +55,14 @@ class Engine(StateVerbs, MemoryVerbs, ABC):
     hears_steps: ClassVar[bool] = False
     #: Options with which the engine works in another way than with the default ones; the contract's tests run them too.
     variants: ClassVar[tuple[Options, ...]] = ()
+    #: Gradients stay this rank's own until a step or clipping: a rebuild loses none, and their overflow is not seen before.
+    defers: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         self.module = module
         self.entry = entry
-        self.process = context.process
-        self.precision = context.precision
-        self.loss_scale = context.loss_scale
-        self.options = context.options
+        self.process, self.options = context.process, context.options
+        self.precision, self.loss_scale = context.precision, context.loss_scale
         # The order of making is the same on all ranks.
         self.serial = next(_serials)
         self.handle = ModelHandle(self)
@@ -133,6 +134,20 @@ class Engine(StateVerbs, MemoryVerbs, ABC):
         if self.log.entries:
             self.log.fold(pending=False)
 
+    def settle_for(self, optimizer: Optimizer) -> None:
+        """``settle`` for a step; an engine may leave to each rank the gradients that it steps. Collective."""
+        self.settle()
+
+    def settle_clipped(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """``settle`` where torch clips these gradients of the model; True where it cannot, as it does not see them all."""
+        before = sum(p.grad is not None for p in self.parameters)
+        self.settle()
+        return sum(p.grad is not None for p in self.parameters) > before
+
+    def finite(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer``'s settled gradients are finite; the same on all ranks."""
+        return all_finite(optimizer)
+
     def rebuild(self) -> None:
         """Make the changed trainable mask take effect; the ranks have agreed on it."""
         return
@@ -180,19 +195,14 @@ class Engine(StateVerbs, MemoryVerbs, ABC):
 
     @final
     def refresh(self) -> None:
-        """Apply a change of ``requires_grad``. Collective.
-
-        Raises:
-            RankMismatchError: the ranks changed different parameters; the process groups are ended.
-            BackendError: unreduced gradients are pending and would be lost.
-        """
+        """Apply a change of ``requires_grad``, or refuse it (``accel.refresh_trainable``). Collective."""
         mask = self.mask.now()
         if self.reduces and self.distributed and mask != self.mask.known:
             self.compare("a change of requires_grad", mask, lambda masks: explain(masks, self.names))
-            if self.unsettled():
+            if self.unsettled() and not self.defers:
                 raise BackendError(
-                    "requires_grad changed while gradients are pending that were accumulated without reduction "
-                    "(accel.no_sync): end the accumulation with optimizer.step() before freezing or unfreezing"
+                    "requires_grad changed while gradients are pending that were accumulated without reduction (accel."
+                    "no_sync): end the accumulation with optimizer.step() before freezing or unfreezing"
                 )
             self.rebuild()
         self.mask.known = mask
@@ -238,11 +248,7 @@ class Engine(StateVerbs, MemoryVerbs, ABC):
 
     @final
     def refuse_plain_gradients(self, *, zeros: bool) -> None:
-        """Refuse gradients of an unscaled loss where accel scales it; ``zeros`` refuses zero gradients too.
-
-        Raises:
-            PrecisionError: says what to call instead.
-        """
+        """Refuse gradients of an unscaled loss where accel scales it; ``zeros`` refuses zero gradients too."""
         if self.log.plain and any(p.grad is not None and (zeros or bool(p.grad.any())) for p in self.parameters):
             raise PrecisionError(
                 f"gradients of this '16-mixed' {type(self.module).__name__} came from a plain loss.backward(), so that the "
@@ -250,15 +256,15 @@ class Engine(StateVerbs, MemoryVerbs, ABC):
             )
 
     @final
-    def prepare_step(self, optimizer: Optimizer | None, *, by_grad_scaler: bool = False) -> None:
-        """Make the gradients final before ``optimizer`` steps (None: before a closure's result), or refuse it."""
+    def prepare_step(self, optimizer: Optimizer, *, by_grad_scaler: bool = False, in_closure: bool = False) -> None:
+        """Make the gradients final before ``optimizer`` steps, or before a closure in its step returns, or refuse it."""
         if self._restructured:
             self._verify()
         if self.precision.scaled and not by_grad_scaler:
             self.refuse_plain_gradients(zeros=True)
-        if optimizer is not None:
+        if not in_closure:
             self.before_step(optimizer)
-        self.settle()
+        self.settle_for(optimizer)
         if self.precision.scaled:
             self.log.accept()
 
