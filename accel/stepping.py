@@ -34,6 +34,7 @@ class Stepped(Owner, Protocol):
 
     def after_step(self, optimizer: Optimizer) -> None: ...
     def unsettled(self) -> bool: ...
+    def finite(self, optimizer: Optimizer) -> bool: ...
     def check_optimizer(self, optimizer: Optimizer) -> None: ...
 
 
@@ -109,7 +110,7 @@ class Stepper:
     def _judge(self, engine: Stepped) -> bool:
         """Whether the gradients may be stepped with, where a scaled loss has made them."""
         self._serial = engine.loss_scale.serial
-        return engine.loss_scale.judge(self.optimizer)
+        return engine.loss_scale.judge(engine.finite(self.optimizer))
 
     def _refuse_double_scaling(self, engine: Stepped) -> None:
         if self._serial != engine.loss_scale.serial:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..consensus import require_equal
 from ..conversion import Dtypes, restore_dtypes
-from ..errors import AccelError, BackendError, OptimizerError, PrecisionError
+from ..errors import AccelError, BackendError, OptimizerError
 from ..gradients import GradientLog
 from ..handles import ModelHandle, OptimizerHandle, end
 from ..process import Process
@@ -26,13 +26,14 @@ from ..stepping import Stepper, check_parameters
 from ..trainable import TrainableMask, explain
 from ._context import Context as Context
 from ._context import Options as Options
+from ._gradients import GradientVerbs
 from ._state import StateVerbs
 
 logger = logging.getLogger("accel")
 _serials = itertools.count()
 
 
-class Engine(StateVerbs, ABC):
+class Engine(StateVerbs, GradientVerbs, ABC):
     """One model's engine. Subclasses are final; docs/design.md says what each verb must mean.
 
     Args:
@@ -51,6 +52,12 @@ class Engine(StateVerbs, ABC):
     reduces: ClassVar[bool] = False
     #: ``after_step`` has something to do.
     hears_steps: ClassVar[bool] = False
+    #: Tells by the log which gradients are reduced; else by other means.
+    logs: ClassVar[bool] = True
+    #: Must prepare the steps of optimizers too that were never given to ``setup``.
+    hears_strangers: ClassVar[bool] = False
+    #: Gives values to parameters on the meta device by itself, in ``start``.
+    materializes: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         self.module = module
@@ -82,7 +89,8 @@ class Engine(StateVerbs, ABC):
         #: Identities of all parameter objects that are this engine's.
         self.known: Container[int] = {id(p) for p in self.parameters}
         self.mask = TrainableMask(self.parameters)
-        logged = self.precision.scaled or (self.reduces and self.distributed)
+        self.watched = self.precision.scaled or (self.reduces and self.distributed)
+        logged = self.watched and (self.logs or self.precision.scaled)
         self.log.close()
         self.log = GradientLog(self.parameters if logged else ())
 
@@ -153,17 +161,25 @@ class Engine(StateVerbs, ABC):
         """A method of the user's, in the engine's precision; ``settle`` reduces the gradients that it makes."""
         if self._restructured:
             self._verify()
-        return self.precision.call(bound, args, kwargs)
+        return self.precision.call(self.compute, (bound, *args), kwargs)
+
+    def compute(self, bound: MethodType, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the user's that may use parameters."""
+        return bound(*args, **kwargs)
 
     @final
     def restructured(self) -> None:
         """Note that a parameter or submodule was registered somewhere in the module."""
         self._restructured = True
 
+    def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The one of ``parameters`` that a parameter of the module stands for."""
+        return parameter
+
     def _verify(self) -> None:
         if self._ended:
             raise AccelError(f"the process groups were ended, this engine cannot go on: {self._ended}")
-        found = {n: id(p) for n, p in self.module.named_parameters()}
+        found = {n: id(self.canonical(p)) for n, p in self.module.named_parameters()}
         known = {n: id(p) for n, p in zip(self.names, self.parameters, strict=True)}
         changed = sorted(n for n in found.keys() | known.keys() if found.get(n) != known.get(n))
         if changed:
@@ -230,19 +246,6 @@ class Engine(StateVerbs, ABC):
         except OptimizerError:
             optimizer.param_groups.pop()
             raise
-
-    @final
-    def refuse_plain_gradients(self, *, zeros: bool) -> None:
-        """Refuse gradients of an unscaled loss where accel scales it; ``zeros`` refuses zero gradients too.
-
-        Raises:
-            PrecisionError: says what to call instead.
-        """
-        if self.log.plain and any(p.grad is not None and (zeros or bool(p.grad.any())) for p in self.parameters):
-            raise PrecisionError(
-                f"gradients of this '16-mixed' {type(self.module).__name__} came from a plain loss.backward(), so that the "
-                "loss was not scaled: call accel.backward(loss), or use torch.amp.GradScaler as in raw PyTorch"
-            )
 
     @final
     def prepare_step(self, optimizer: Optimizer | None, *, by_grad_scaler: bool = False) -> None:

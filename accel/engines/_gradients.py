@@ -1,0 +1,43 @@
+"""What an engine says of its gradients to loss scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import PrecisionError
+from ..gradients import GradientLog
+from ..precision import all_finite
+
+
+class GradientVerbs:
+    """As written here they serve engines that keep whole gradients in ``p.grad``."""
+
+    module: nn.Module
+    parameters: list[nn.Parameter]
+    log: GradientLog
+
+    def accumulators(self) -> Sequence[torch.Tensor]:
+        """Every leaf in whose ``grad`` a backward may leave gradients of this model."""
+        return self.parameters
+
+    def finite(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer``'s final gradients hold neither inf nor nan, judged alike on all ranks."""
+        return all_finite(optimizer)
+
+    @final
+    def refuse_plain_gradients(self, *, zeros: bool) -> None:
+        """Refuse gradients of an unscaled loss where accel scales it; ``zeros`` refuses zero gradients too.
+
+        Raises:
+            PrecisionError: says what to call instead.
+        """
+        if self.log.plain and any(p.grad is not None and (zeros or bool(p.grad.any())) for p in self.parameters):
+            raise PrecisionError(
+                f"gradients of this '16-mixed' {type(self.module).__name__} came from a plain loss.backward(), so that the "
+                "loss was not scaled: call accel.backward(loss), or use torch.amp.GradScaler as in raw PyTorch"
+            )
