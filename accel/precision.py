@@ -156,7 +156,7 @@ def _multiply(tensors: Iterable[torch.Tensor], factor: float) -> None:
 def _here(tensor: torch.Tensor) -> torch.Tensor:
     """What of a sharded tensor lies on this rank; any other is here as a whole."""
     to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()  # type: ignore[no-any-return]
+    return tensor if to_local is None else to_local()
 
 
 def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:

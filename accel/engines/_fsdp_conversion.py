@@ -9,7 +9,6 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..control import agree
@@ -20,7 +19,8 @@ from ..process import Process
 from ..shard import Manifest, Shard
 from . import _fsdp_shards, _fsdp_standin
 from ._fsdp_module import ShardedModule
-from ._fsdp_pending import Markers, drop
+from ._fsdp_pending import drop
+from ._fsdp_shards import here
 
 logger = logging.getLogger("accel")
 
@@ -35,7 +35,6 @@ class Conversion:
         self.options = options
         assert process.group is not None
         self.group: dist.ProcessGroup = process.group
-        self.markers = Markers(self.group, process.device)
         self.scalars = [p for p in module.parameters() if not p.dim()]
         self.scalar_log = GradientLog(())
         #: By identity: the shard of every parameter object, old, gathered or the shard itself.
@@ -47,7 +46,7 @@ class Conversion:
     def shard(self, blocks: Sequence[str]) -> None:
         """Put shards in the parameters' places. Collective where there are gradients."""
         old = dict(self.module.named_parameters())
-        for name, parameter in old.items():
+        for parameter in old.values():
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
         grads = self._mean_gradients(list(old.values()))
@@ -86,7 +85,7 @@ class Conversion:
         for group in optimizer.param_groups:
             group["params"][:] = [self.canonical(p) for p in group["params"]]
         for parameter in [p for p in optimizer.state if isinstance(p, torch.Tensor)]:
-            shard = self.canonical(parameter)
+            shard = self.known.get(id(parameter), parameter)
             state = optimizer.state.pop(parameter)
             optimizer.state[shard] = _fsdp_shards.cut_state(state, shard)
 
@@ -102,10 +101,6 @@ class Conversion:
             drop(param)
         self.scalar_log.fold(pending=False)
 
-    def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What of a tensor lies on this rank."""
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
     def age(self, optimizer: Optimizer) -> None:
         """Mark gathered parameters as changed where the optimizer will change their shards."""
         stepped = {id(p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None}
@@ -115,12 +110,13 @@ class Conversion:
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip final gradients by their global norm; returns the norm before, on this process's device."""
-        norm_type = float(norm_type)
+        norm_type, device = float(norm_type), self.process.device
         scalars = set(map(id, self.scalars))
-        found = [p for p in self.known_shards() if p.grad is not None]
-        mine = [self.local(p.grad) for p in found if id(p) not in scalars or self.process.place.rank == 0]
-        norms = [n.to(self.process.device) for n in torch._foreach_norm([g for g in mine if g.numel()], norm_type)]
-        stacked = torch.stack(norms).float() if norms else torch.zeros(1, device=self.process.device)
+        gradients = [(p, here(p.grad)) for p in self.known_shards() if p.grad is not None]
+        # A scalar is on every rank: the first one counts it. An empty shard has no norm.
+        mine = [g for p, g in gradients if g.numel() and (id(p) not in scalars or self.process.place.rank == 0)]
+        norms = torch._foreach_norm(mine, norm_type) if mine else [torch.zeros((), device=device)]
+        stacked = torch.stack([n.to(device) for n in norms]).float()
         if norm_type == float("inf"):
             total = stacked.max()
             dist.all_reduce(total, dist.ReduceOp.MAX, group=self.group)
@@ -129,9 +125,8 @@ class Conversion:
             dist.all_reduce(total, group=self.group)
             total = total.pow(1.0 / norm_type)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for p in found:
-            grad = self.local(p.grad)
-            grad.mul_(factor.to(grad.device))
+        for _, gradient in gradients:
+            gradient.mul_(factor.to(gradient.device))
         return total
 
     def known_shards(self) -> Iterable[nn.Parameter]:
@@ -146,8 +141,7 @@ class Conversion:
 
     def cut(self, value: Any, parameter: nn.Parameter | None) -> Any:
         """This rank's part of a whole parameter's value; what does not fit is left for torch to refuse."""
-        fits = isinstance(value, torch.Tensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape
-        return _fsdp_shards.cut(value, parameter) if fits and not isinstance(value, DTensor) else value
+        return _fsdp_shards.cut_if_fits(value, parameter) if isinstance(value, torch.Tensor) else value
 
     def cut_optimizer_state(self, optimizer: Optimizer, full: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of a whole optimizer's ``state_dict()``."""
@@ -186,9 +180,9 @@ class Conversion:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"][:] = [back.get(id(p), p) for p in group["params"]]
-            for shard in list(optimizer.state):
-                state = optimizer.state.pop(shard)
-                optimizer.state[back.get(id(shard), shard)] = _fsdp_shards.full_state(state, whole)
+            for held in list(optimizer.state):
+                state = optimizer.state.pop(held)
+                optimizer.state[back.get(id(held), held)] = _fsdp_shards.full_state(state, whole)
         if whole.lost:
             text = (
                 f"the weights and optimizer state of this {type(self.module).__name__} are lost (nan now): they lay in shards on "

@@ -30,7 +30,7 @@ class ShardedModule:
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device, options: Any) -> None:
-        self.module = module
+        self.module: Any = module
         self.groups: list[Any] = []
         self.params: list[Any] = []
         self._group = group
@@ -93,8 +93,9 @@ class ShardedModule:
         """Give gathered parameters the class that keeps them and their shards alike; whether all have it."""
         for whole, shard in self.gathered():
             if type(whole) is nn.Parameter:
-                whole.__class__ = Gathered
-                whole.shard = shard
+                marked: Any = whole
+                marked.__class__ = Gathered
+                marked.shard = shard
         return all(hasattr(p, "_unsharded_param") for p in self.params)
 
     def reshard(self) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
 
 from ..errors import BackendError
-from ._fsdp_shards import wrap
+from ..gradients import GradientLog
+from ._fsdp_shards import here, wrap
+
+if TYPE_CHECKING:
+    from ._fsdp_conversion import Conversion
 
 _KEPT, _DROPPED, _ZEROED, _EDITED = range(4)
 
@@ -48,7 +52,7 @@ class Markers:
                 continue
             drop(param)
             if verdict == _ZEROED:
-                marker.to_local().zero_()
+                here(marker).zero_()
             elif verdict == _EDITED:
                 edited.append(names[id(param.sharded_param)])
         if edited:
@@ -73,7 +77,7 @@ def _verdict(param: Any, marker: torch.Tensor, version: int) -> int:
         return _DROPPED
     if grad is not marker:
         return _EDITED
-    local = marker.to_local()  # type: ignore[attr-defined]
+    local = here(marker)
     if local.numel() == 0 or bool(local.view(-1)[0].isnan()):
         return _KEPT if marker._version == version else _EDITED
     return _EDITED if bool(local.any()) else _ZEROED
@@ -84,3 +88,67 @@ def drop(param: Any) -> None:
     param.unsharded_accumulated_grad = None
     if hasattr(param, "_unsharded_param"):
         param._unsharded_param.grad = None
+
+
+@final
+class Backwards:
+    """What happens around each backward pass of a sharded module, and after one that an exception ended.
+
+    Args:
+        parts: the module's shards.
+        names: of the shards, by identity.
+        log: told of every backward where the loss must be scaled, else None.
+    """
+
+    def __init__(self, parts: Conversion, names: dict[int, str], log: GradientLog | None) -> None:
+        self._parts = parts
+        self._names = names
+        self._log = log
+        self._markers = Markers(parts.group, parts.process.device)
+        self._broken = False
+
+    def begin(self) -> None:
+        """Hear that a backward reached FSDP2."""
+        if torch.is_grad_enabled():
+            raise BackendError(
+                "this backend frees parameters in backward, so that a graph of the backward itself (create_graph=True) cannot "
+                "be differentiated: for gradient penalties choose a backend that keeps parameters whole"
+            )
+        if self._broken and self._any_gradient():
+            self.refuse_broken()
+        self._broken = False
+        self.take_markers()
+        if self._log is not None:
+            self._log.entries.append(None)
+
+    def end(self) -> None:
+        """Hear that it ended."""
+        if pending := self._parts.sharded.pending():
+            self._markers.place(pending)
+
+    def take_markers(self) -> None:
+        """Let the shards' ``grad`` be what it says."""
+        self._markers.take(self._names)
+
+    def notice_exception(self) -> None:
+        """Clear away what a backward left that did not come to its end. Local."""
+        if self._parts.sharded.broken():
+            self._parts.drop_pending()
+            self._parts.sharded.reset()
+            self._broken = True
+
+    def refuse_broken(self) -> None:
+        """Refuse gradients that such a backward left.
+
+        Raises:
+            BackendError: says what to do.
+        """
+        if self._broken:
+            raise BackendError(
+                "an exception ended a backward, so that its gradients are incomplete: call optimizer.zero_grad(), then forward "
+                "and backward again"
+            )
+
+    def _any_gradient(self) -> bool:
+        # Zeros are dropped gradients too.
+        return any(bool(here(p.grad).any()) for p in self._parts.known_shards() if p.grad is not None)

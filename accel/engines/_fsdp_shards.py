@@ -20,11 +20,23 @@ def rows(length: int, world: int, rank: int) -> tuple[int, int]:
     return min(rank * each, length), min((rank + 1) * each, length)
 
 
-def cut(full: torch.Tensor, like: DTensor) -> DTensor:
+def here(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor lies on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def cut(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a whole tensor, placed as ``like``."""
+    assert isinstance(like, DTensor)
     first, end = rows(full.shape[0], like.device_mesh.size(), like.device_mesh.get_local_rank())
     local = full.detach()[first:end].to(like.to_local().device, copy=True, memory_format=torch.contiguous_format)
     return wrap(local, full.shape, like)
+
+
+def cut_if_fits(value: torch.Tensor, like: object) -> torch.Tensor:
+    """As ``cut``; what is cut already, or has another shape than the shards' whole, is left as it is."""
+    fits = isinstance(like, DTensor) and not isinstance(value, DTensor) and value.shape == like.shape
+    return cut(value, like) if fits and isinstance(like, DTensor) else value
 
 
 def wrap(local: torch.Tensor, shape: torch.Size | tuple[int, ...], like: DTensor) -> DTensor:
@@ -82,12 +94,7 @@ def optimizer_slots(
 
 def cut_state(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     """The state of one parameter, what has its shape being cut."""
-
-    def one(tensor: torch.Tensor) -> torch.Tensor:
-        whole = not isinstance(tensor, DTensor) and isinstance(parameter, DTensor)
-        return cut(tensor, parameter) if whole and tensor.dim() and tensor.shape == parameter.shape else tensor
-
-    return {key: map_tensors(one, value, others=True) for key, value in state.items()}
+    return {key: map_tensors(lambda t: cut_if_fits(t, parameter), value, others=True) for key, value in state.items()}
 
 
 def full_state(state: Any, whole: Callable[[DTensor], torch.Tensor]) -> Any:

@@ -9,7 +9,8 @@ from torch import nn
 
 from ..errors import BackendError
 
-_T = torch.Tensor
+_T: Any = torch.Tensor
+_REQUIRES_GRAD: Any = _T.requires_grad.__get__
 _PLAIN = frozenset(
     f
     for f in [
@@ -28,7 +29,7 @@ class StandIn(nn.Parameter):
     kind: type[nn.Parameter]
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         """The shard's gradient."""
         return self.shard.grad
 
@@ -37,7 +38,7 @@ class StandIn(nn.Parameter):
         self.shard.grad = value
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether the shard is trainable."""
         return self.shard.requires_grad
 
@@ -50,7 +51,7 @@ class StandIn(nn.Parameter):
         self.shard.requires_grad_(requires_grad)
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"a parameter of shape {tuple(self.shape)} whose shard is in use"
 
     @classmethod
@@ -73,17 +74,17 @@ def put(old: nn.Parameter, shard: nn.Parameter) -> None:
     old.requires_grad_(False)
     blank = float("nan") if old.is_floating_point() or old.is_complex() else 0
     old.data = torch.full((), blank, dtype=old.dtype, device=old.device).expand(old.shape)
-    old.__class__ = StandIn
-    assert isinstance(old, StandIn)
-    old.shard, old.kind = shard, kind
+    stand_in: Any = old
+    stand_in.__class__ = StandIn
+    stand_in.shard, stand_in.kind = shard, kind
 
 
 def take(old: nn.Parameter, full: torch.Tensor, grad: torch.Tensor | None) -> None:
     """Make a stand-in the parameter again that it was, with these values."""
-    assert isinstance(old, StandIn)
-    trainable, kind = old.shard.requires_grad, old.kind
-    old.__class__ = kind
-    del old.__dict__["shard"], old.__dict__["kind"]
+    stand_in: Any = old
+    trainable = stand_in.shard.requires_grad
+    stand_in.__class__ = stand_in.kind
+    del stand_in.shard, stand_in.kind
     old.data = full
     old.grad = grad
     old.requires_grad_(trainable)
@@ -95,9 +96,9 @@ class Gathered(nn.Parameter):
     shard: nn.Parameter
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """As any tensor's."""
-        return bool(torch.Tensor.requires_grad.__get__(self))
+        return bool(_REQUIRES_GRAD(self))
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:

@@ -66,10 +66,8 @@ class FSDP(Options):
 
     def __repr__(self) -> str:
         # The same on every rank, which a function's own text is not.
-        names = [
-            getattr(w, "__qualname__", type(w).__name__)
-            for w in (self.wrap if isinstance(self.wrap, tuple) else [self.wrap])
-        ]
+        wrap = self.wrap if isinstance(self.wrap, tuple) else (self.wrap,)
+        names = [getattr(w, "__qualname__", type(w).__name__) for w in wrap]
         rest = {n: getattr(self, n) for n in self.__slots__ if n != "wrap"}
         return f"FSDP(wrap={names}, {', '.join(f'{n}={v}' for n, v in rest.items())})"
 
@@ -94,7 +92,6 @@ class FSDPEngine(ShardedState, Engine):
         self._sync = True
         self._stale_buffers = False
         self._all_marked = False
-        self._broken = ""
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
@@ -128,7 +125,8 @@ class FSDPEngine(ShardedState, Engine):
         if not self.distributed:
             return
         if self._parts is None:
-            from ._fsdp_conversion import Conversion  # a third of accel's import
+            from ._fsdp_conversion import Conversion  # heavy, as torch's own code for it is
+            from ._fsdp_pending import Backwards
 
             self.synchronize()
             names = [name for name, _ in _fsdp_wrap.blocks(self.module, self.options.wrap)]
@@ -137,8 +135,9 @@ class FSDPEngine(ShardedState, Engine):
             for child in self.module.modules():
                 self.guard.watch(child)
             self._parts.shard(names)
-            self._parts.sharded.begin(self._before_backward, self._after_backward)
             self.read_parameters()
+            self._backwards = Backwards(self._parts, self.parameter_names, self.log if self.precision.scaled else None)
+            self._parts.sharded.begin(self._backwards.begin, self._backwards.end)
             self.known = self._parts.known
             self._started = True
         for optimizer in optimizers:
@@ -170,7 +169,7 @@ class FSDPEngine(ShardedState, Engine):
     def _run(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._parts is not None
         sharded, grad = self._parts.sharded, torch.is_grad_enabled()
-        self._notice_broken()
+        self._backwards.notice_exception()
         try:
             out = fn(*args, **kwargs)
         except BaseException:
@@ -201,51 +200,12 @@ class FSDPEngine(ShardedState, Engine):
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
-    def _before_backward(self) -> None:
-        """The first that a backward does with FSDP2."""
-        if torch.is_grad_enabled():
-            raise BackendError(
-                "backend 'fsdp' frees parameters in backward, so that a graph of the backward itself (create_graph=True) "
-                "cannot be differentiated; use backend='ddp' for gradient penalties"
-            )
-        self._refuse_broken(self._any_gradient())
-        self._broken = ""
-        self._take_markers()
-        if self.precision.scaled:
-            self.log.entries.append(None)
-
-    def _after_backward(self) -> None:
-        assert self._parts is not None
-        if pending := self._parts.sharded.pending():
-            self._parts.markers.place(pending)
-
-    def _take_markers(self) -> None:
-        assert self._parts is not None
-        self._parts.markers.take(self.parameter_names)
-
     def accumulators(self) -> Sequence[torch.Tensor]:
         """Shards, and the gathered parameters that hold what was not reduced."""
         if self._parts is None:
             return self.parameters
-        self._take_markers()
+        self._backwards.take_markers()
         return [*self.parameters, *(whole for whole, _ in self._parts.sharded.gathered())]
-
-    def _any_gradient(self) -> bool:
-        # Zeros are dropped gradients too.
-        assert self._parts is not None
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        return bool(grads) and any(bool(self._parts.local(g).any()) for g in grads)
-
-    def _notice_broken(self) -> None:
-        assert self._parts is not None
-        if self._parts.sharded.broken():
-            self._parts.drop_pending()
-            self._parts.sharded.reset()
-            self._broken = "an exception ended a backward, so that its gradients are incomplete"
-
-    def _refuse_broken(self, condition: bool) -> None:
-        if self._broken and condition:
-            raise BackendError(f"{self._broken}: call optimizer.zero_grad(), then forward and backward again")
 
     def unsettled(self) -> bool:
         """Whether gradients were not reduced."""
@@ -258,9 +218,9 @@ class FSDPEngine(ShardedState, Engine):
         if self._parts is None:
             super().settle()
             return
-        self._notice_broken()
-        self._refuse_broken(True)
-        self._take_markers()
+        self._backwards.notice_exception()
+        self._backwards.refuse_broken()
+        self._backwards.take_markers()
         sharded = self._parts.sharded
         if pending := sharded.pending():
             self.compare(
