@@ -107,7 +107,7 @@ def backward(loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         return
     for engine in scaled:
         engine.refuse_plain_gradients(zeros=False)
-    parameters = [p for e in registry.engines for p in e.parameters]
+    parameters = [p for e in registry.engines for p in e.accumulators()]
     registry.loss_scale.backward(loss, parameters, retain_graph)
     for engine in scaled:
         engine.log.accept()

@@ -122,7 +122,7 @@ class LossScale:
         self._halved = 0
         self._good_steps = 0
 
-    def backward(self, loss: torch.Tensor, parameters: Iterable[nn.Parameter], retain_graph: bool) -> None:
+    def backward(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], retain_graph: bool) -> None:
         """``loss.backward()`` with the loss scaled on the way; ``parameters`` and all other leaves get true gradients."""
         leaves: dict[int, torch.Tensor] = {id(p): p for p in parameters}
         leaves.update((id(t), t) for t in _leaves(loss))
@@ -135,7 +135,7 @@ class LossScale:
             self.serial += 1
 
     def judge(self, finite: bool) -> bool:
-        """Adapt the scale, once for each scaled backward, to gradients that are finite or not. Returns ``finite``."""
+        """Whether an optimizer may step whose gradients are ``finite``; adapts the scale once for each scaled backward."""
         if self._counted != self.serial:
             self._counted = self.serial
             self._good_steps += 1
@@ -147,10 +147,16 @@ class LossScale:
 
 
 def _multiply(tensors: Iterable[torch.Tensor], factor: float) -> None:
-    grads = [t.grad for t in tensors if t.grad is not None]
+    grads = [_here(t.grad) for t in tensors if t.grad is not None]
     if grads:
         with torch.no_grad():
             torch._foreach_mul_(grads, factor)
+
+
+def _here(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a sharded tensor lies on this rank; any other is here as a whole."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
 
 
 def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -174,6 +180,6 @@ def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def all_finite(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer``'s gradients hold neither inf nor nan."""
-    grads = gradients_of(optimizer)
+    """Whether ``optimizer``'s gradients on this rank hold neither inf nor nan."""
+    grads = [g for g in map(_here, gradients_of(optimizer)) if g.numel()]
     return not grads or all(bool(norm.isfinite()) for norm in torch._foreach_norm(grads, float("inf")))

@@ -52,7 +52,7 @@ class Registry:
                 register_module_parameter_registration_hook(self._registered),
                 register_module_module_registration_hook(self._registered),
             ]
-        if engine.log.active and not self._watched:
+        if engine.watched and not self._watched:
             self._watched = [register_optimizer_step_pre_hook(self._before_any_step)]
             self._clipping.install()
         weakref.finalize(engine, self._prune).atexit = False
@@ -70,7 +70,7 @@ class Registry:
         if not engines:
             _remove(self._hooks)
             self.loss_scale = LossScale()
-        if not any(engine.log.active for engine in engines):
+        if not any(engine.watched for engine in engines):
             _remove(self._watched)
             self._clipping.remove()
 
@@ -142,7 +142,7 @@ class Registry:
         """An optimizer that was never given to ``setup`` must not step with unfinished gradients either."""
         if Slot.get(optimizer) is not None:
             return
-        for engine in [e for e in self.engines if e.log.active and (e.precision.scaled or e.unsettled())]:
+        for engine in [e for e in self.engines if e.watched and _concerned(e)]:
             if not any(id(p) in engine.known for g in optimizer.param_groups for p in g["params"]):
                 continue
             if engine.precision.scaled:
@@ -170,6 +170,10 @@ class Registry:
                     raise BackendError(
                         "gradients were missing when torch.nn.utils clipped: use accel.clip_grad_norm_(model)"
                     )
+
+
+def _concerned(engine: Engine) -> bool:
+    return engine.hears_strangers or engine.precision.scaled or engine.unsettled()
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

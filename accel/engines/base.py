@@ -17,16 +17,16 @@ from torch.optim import Optimizer
 
 from ..consensus import require_equal
 from ..conversion import Dtypes, restore_dtypes
-from ..errors import AccelError, BackendError, OptimizerError, PrecisionError
+from ..errors import AccelError, BackendError, OptimizerError
 from ..gradients import GradientLog
 from ..handles import ModelHandle, OptimizerHandle, end
-from ..precision import all_finite
 from ..process import Process
 from ..slot import Slot
 from ..stepping import Stepper, check_parameters
 from ..trainable import TrainableMask, explain
 from ._context import Context as Context
 from ._context import Options as Options
+from ._gradients import GradientVerbs
 from ._memory import MemoryVerbs
 from ._state import StateVerbs
 
@@ -34,7 +34,7 @@ logger = logging.getLogger("accel")
 _serials = itertools.count()
 
 
-class Engine(StateVerbs, MemoryVerbs, ABC):
+class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
     """One model's engine. Subclasses are final; docs/design.md says what each verb must mean.
 
     Args:
@@ -55,8 +55,12 @@ class Engine(StateVerbs, MemoryVerbs, ABC):
     hears_steps: ClassVar[bool] = False
     #: Options with which the engine works in another way than with the default ones; the contract's tests run them too.
     variants: ClassVar[tuple[Options, ...]] = ()
-    #: Gradients stay this rank's own until a step or clipping: a rebuild loses none, and their overflow is not seen before.
-    defers: ClassVar[bool] = False
+    #: Tells by the log which gradients are reduced; else by other means.
+    logs: ClassVar[bool] = True
+    #: Must prepare the steps of optimizers too that were never given to ``setup``.
+    hears_strangers: ClassVar[bool] = False
+    #: Gives values to parameters on the meta device by itself, in ``start``.
+    materializes: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         self.module = module
@@ -88,7 +92,8 @@ class Engine(StateVerbs, MemoryVerbs, ABC):
         #: Identities of all parameter objects that are this engine's.
         self.known: Container[int] = {id(p) for p in self.parameters}
         self.mask = TrainableMask(self.parameters)
-        logged = self.precision.scaled or (self.reduces and self.distributed)
+        self.watched = self.precision.scaled or (self.reduces and self.distributed)
+        logged = self.watched and (self.logs or self.precision.scaled)
         self.log.close()
         self.log = GradientLog(self.parameters if logged else ())
 
@@ -125,29 +130,6 @@ class Engine(StateVerbs, MemoryVerbs, ABC):
             raise BackendError(f"backend {self.name!r} does not support uneven inputs (accel.join)")
         return contextlib.nullcontext()
 
-    def unsettled(self) -> bool:
-        """Whether ``settle`` has something to do. Local."""
-        return False
-
-    def settle(self) -> None:
-        """Make every gradient final. A collective where there is something to reduce."""
-        if self.log.entries:
-            self.log.fold(pending=False)
-
-    def settle_for(self, optimizer: Optimizer) -> None:
-        """``settle`` for a step; an engine may leave to each rank the gradients that it steps. Collective."""
-        self.settle()
-
-    def settle_clipped(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """``settle`` where torch clips these gradients of the model; True where it cannot, as it does not see them all."""
-        before = sum(p.grad is not None for p in self.parameters)
-        self.settle()
-        return sum(p.grad is not None for p in self.parameters) > before
-
-    def finite(self, optimizer: Optimizer) -> bool:
-        """Whether ``optimizer``'s settled gradients are finite; the same on all ranks."""
-        return all_finite(optimizer)
-
     def rebuild(self) -> None:
         """Make the changed trainable mask take effect; the ranks have agreed on it."""
         return
@@ -173,17 +155,25 @@ class Engine(StateVerbs, MemoryVerbs, ABC):
         """A method of the user's, in the engine's precision; ``settle`` reduces the gradients that it makes."""
         if self._restructured:
             self._verify()
-        return self.precision.call(bound, args, kwargs)
+        return self.precision.call(self.compute, (bound, *args), kwargs)
+
+    def compute(self, bound: MethodType, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the user's that may use parameters."""
+        return bound(*args, **kwargs)
 
     @final
     def restructured(self) -> None:
         """Note that a parameter or submodule was registered somewhere in the module."""
         self._restructured = True
 
+    def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The one of ``parameters`` that a parameter of the module stands for."""
+        return parameter
+
     def _verify(self) -> None:
         if self._ended:
             raise AccelError(f"the process groups were ended, this engine cannot go on: {self._ended}")
-        found = {n: id(p) for n, p in self.module.named_parameters()}
+        found = {n: id(self.canonical(p)) for n, p in self.module.named_parameters()}
         known = {n: id(p) for n, p in zip(self.names, self.parameters, strict=True)}
         changed = sorted(n for n in found.keys() | known.keys() if found.get(n) != known.get(n))
         if changed:
@@ -245,15 +235,6 @@ class Engine(StateVerbs, MemoryVerbs, ABC):
         except OptimizerError:
             optimizer.param_groups.pop()
             raise
-
-    @final
-    def refuse_plain_gradients(self, *, zeros: bool) -> None:
-        """Refuse gradients of an unscaled loss where accel scales it; ``zeros`` refuses zero gradients too."""
-        if self.log.plain and any(p.grad is not None and (zeros or bool(p.grad.any())) for p in self.parameters):
-            raise PrecisionError(
-                f"gradients of this '16-mixed' {type(self.module).__name__} came from a plain loss.backward(), so that the "
-                "loss was not scaled: call accel.backward(loss), or use torch.amp.GradScaler as in raw PyTorch"
-            )
 
     @final
     def prepare_step(self, optimizer: Optimizer, *, by_grad_scaler: bool = False, in_closure: bool = False) -> None:

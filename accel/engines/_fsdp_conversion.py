@@ -1,0 +1,212 @@
+"""From whole parameters to shards and back, for a module and the optimizers of its parameters."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ..control import agree
+from ..errors import AccelError
+from ..flat import average_gradients_
+from ..gradients import GradientLog
+from ..process import Process
+from ..shard import Manifest, Shard
+from . import _fsdp_shards, _fsdp_standin
+from ._fsdp_module import ShardedModule
+from ._fsdp_pending import drop
+from ._fsdp_shards import here
+
+logger = logging.getLogger("accel")
+
+
+@final
+class Conversion:
+    """The module's shards, the parameter objects that they replaced, and which is which."""
+
+    def __init__(self, module: nn.Module, process: Process, options: Any) -> None:
+        self.module = module
+        self.process = process
+        self.options = options
+        assert process.group is not None
+        self.group: dist.ProcessGroup = process.group
+        self.scalars = [p for p in module.parameters() if not p.dim()]
+        self.scalar_log = GradientLog(())
+        #: By identity: the shard of every parameter object, old, gathered or the shard itself.
+        self.known: dict[int, nn.Parameter] = {}
+        self._replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._places = [(m, n, p) for m in module.modules() for n, p in m._parameters.items() if p is not None]
+        self.sharded = ShardedModule(module, self.group, process.device, options)
+
+    def shard(self, blocks: Sequence[str]) -> None:
+        """Put shards in the parameters' places. Collective where there are gradients."""
+        old = dict(self.module.named_parameters())
+        for parameter in old.values():
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
+        grads = self._mean_gradients(list(old.values()))
+        children = [self.module.get_submodule(name) for name in blocks]
+        self.sharded.apply(children)
+        new = dict(self.module.named_parameters())
+        for name, parameter in old.items():
+            shard = new[name]
+            self.known[id(shard)] = shard
+            if shard is not parameter:
+                self.known[id(parameter)] = shard
+                self._replaced.append((parameter, shard))
+                _fsdp_standin.put(parameter, shard)
+                if name in grads:
+                    shard.grad = _fsdp_shards.cut(grads[name], shard)
+        self.scalar_log = GradientLog(self.scalars)
+
+    def _mean_gradients(self, parameters: list[nn.Parameter]) -> dict[str, torch.Tensor]:
+        """Gradients that were there before, as their mean."""
+        if any(agree("gradients before accel.setup", any(p.grad is not None for p in parameters))):
+            average_gradients_(parameters, self.group)
+        return {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
+
+    def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The shard of a parameter object."""
+        return self.known.get(id(parameter), parameter)
+
+    def mark_gathered(self) -> bool:
+        """Know the gathered parameters; whether all were gathered by now."""
+        done = self.sharded.mark_gathered()
+        self.known.update((id(whole), shard) for whole, shard in self.sharded.gathered())
+        return done
+
+    def rebind(self, optimizer: Optimizer) -> None:
+        """Put shards into the optimizer's groups, and cut its state. In place."""
+        for group in optimizer.param_groups:
+            group["params"][:] = [self.canonical(p) for p in group["params"]]
+        for parameter in [p for p in optimizer.state if isinstance(p, torch.Tensor)]:
+            shard = self.known.get(id(parameter), parameter)
+            state = optimizer.state.pop(parameter)
+            optimizer.state[shard] = _fsdp_shards.cut_state(state, shard)
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def scalars_pending(self) -> bool:
+        """Whether scalar parameters, which every rank has whole, got gradients of this rank's own."""
+        return bool(self.scalar_log.entries)
+
+    def drop_pending(self) -> None:
+        """Drop what was not reduced."""
+        for param in self.sharded.pending():
+            drop(param)
+        self.scalar_log.fold(pending=False)
+
+    def age(self, optimizer: Optimizer) -> None:
+        """Mark gathered parameters as changed where the optimizer will change their shards."""
+        stepped = {id(p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None}
+        aged = [whole for whole, shard in self.sharded.gathered() if id(shard) in stepped]
+        if aged:
+            torch.autograd.graph.increment_version(aged)
+
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip final gradients by their global norm; returns the norm before, on this process's device."""
+        norm_type, device = float(norm_type), self.process.device
+        scalars = set(map(id, self.scalars))
+        gradients = [(p, here(p.grad)) for p in self.known_shards() if p.grad is not None]
+        # A scalar is on every rank: the first one counts it. An empty shard has no norm.
+        mine = [g for p, g in gradients if g.numel() and (id(p) not in scalars or self.process.place.rank == 0)]
+        norms = torch._foreach_norm(mine, norm_type) if mine else [torch.zeros((), device=device)]
+        stacked = torch.stack([n.to(device) for n in norms]).float()
+        if norm_type == float("inf"):
+            total = stacked.max()
+            dist.all_reduce(total, dist.ReduceOp.MAX, group=self.group)
+        else:
+            total = stacked.pow(norm_type).sum()
+            dist.all_reduce(total, group=self.group)
+            total = total.pow(1.0 / norm_type)
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for _, gradient in gradients:
+            gradient.mul_(factor.to(gradient.device))
+        return total
+
+    def known_shards(self) -> Iterable[nn.Parameter]:
+        """Every parameter of the module as it is between steps."""
+        return {id(p): p for p in self.known.values()}.values()
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def whole_state(self, state: Any) -> Any:
+        """Nested state with every shard gathered. Collective."""
+        return _fsdp_shards.full_state(state, lambda v: _fsdp_shards.gather(v, self.process.device, self.group))
+
+    def cut(self, value: Any, parameter: nn.Parameter | None) -> Any:
+        """This rank's part of a whole parameter's value; what does not fit is left for torch to refuse."""
+        return _fsdp_shards.cut_if_fits(value, parameter) if isinstance(value, torch.Tensor) else value
+
+    def cut_optimizer_state(self, optimizer: Optimizer, full: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of a whole optimizer's ``state_dict()``."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        numbers = [n for group in full["param_groups"] for n in group["params"]]
+        owners = dict(zip(numbers, parameters, strict=False))
+        state = {n: _fsdp_shards.cut_state(s, owners[n]) if n in owners else s for n, s in full["state"].items()}
+        return {**full, "state": state}
+
+    @staticmethod
+    def local_shards(shards: Iterable[Shard]) -> list[Shard]:
+        """What of these tensors lies here."""
+        found = [_fsdp_shards.local_shard(s.name, s.tensor) for s in shards]
+        return [s for s in found if s is not None]
+
+    def slots(self, optimizer: Optimizer, names: Mapping[int, str], manifest: Manifest) -> list[Shard]:
+        """State to fill of this rank's rows."""
+        return _fsdp_shards.optimizer_slots(optimizer, names, manifest)
+
+    # -- the way back ---------------------------------------------------------------------------------------------
+
+    def unshard(self, optimizers: Sequence[Optimizer], ended: str) -> None:
+        """Whole values into the parameter objects that held them before; collective, unless the groups ended.
+
+        Raises:
+            AccelError: other ranks could not be reached, so that values are lost.
+        """
+        self.scalar_log.close()
+        whole = _Whole(self.process.device, self.group, ended)
+        self.sharded.undo()
+        for old, shard in self._replaced:
+            _fsdp_standin.take(old, whole(shard), None if shard.grad is None else whole(shard.grad))
+        for module, name, old in self._places:
+            module._parameters[name] = old
+        back = {id(shard): old for old, shard in self._replaced}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"][:] = [back.get(id(p), p) for p in group["params"]]
+            for held in list(optimizer.state):
+                state = optimizer.state.pop(held)
+                optimizer.state[back.get(id(held), held)] = _fsdp_shards.full_state(state, whole)
+        if whole.lost:
+            text = (
+                f"the weights and optimizer state of this {type(self.module).__name__} are lost (nan now): they lay in shards on "
+                f"ranks that cannot be reached ({whole.lost}); load a checkpoint"
+            )
+            logger.error("%s", text)
+            if not ended:
+                raise AccelError(text)
+
+
+@final
+class _Whole:
+    """Gathers shards, until a rank cannot be reached; what then is asked for is nan."""
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup, lost: str) -> None:
+        self._device = device
+        self._group = group
+        self.lost = lost
+
+    def __call__(self, value: Any) -> torch.Tensor:
+        if not self.lost:
+            try:
+                return _fsdp_shards.gather(value, self._device, self._group)
+            except RuntimeError as error:
+                self.lost = str(error)
+        blank = float("nan") if value.is_floating_point() or value.is_complex() else 0
+        return torch.full(value.shape, blank, dtype=value.dtype, device=self._device)

@@ -1,0 +1,235 @@
+"""The one place that reaches into FSDP2's own objects: a module under ``fully_shard``, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _composable_state
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
+
+from ._fsdp_standin import Gathered
+
+
+@final
+class ShardedModule:
+    """A module whose parameters are shards, gathered block by block while forward and backward need them.
+
+    Args:
+        module: the user's module.
+        group: the process group.
+        device: where to compute.
+        options: of the engine.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device, options: Any) -> None:
+        self.module: Any = module
+        self.groups: list[Any] = []
+        self.params: list[Any] = []
+        self._group = group
+        self._device = device
+        self._options = options
+        self._hooks: list[Any] = []
+        self._modules: list[nn.Module] = []
+
+    def apply(self, blocks: Sequence[nn.Module]) -> None:
+        """Put shards in the parameters' places; scalars stay whole. ``blocks`` are gathered as one, inner ones come first."""
+        options = self._options
+        mesh = DeviceMesh.from_group(self._group, self._device.type)
+        offload = CPUOffloadPolicy(pin_memory=self._device.type != "cpu") if options.cpu_offload else OffloadPolicy()
+        scalars = {p for p in self.module.parameters() if not p.dim()}
+        for child in [*blocks, self.module]:
+            whole = child is self.module and options.param_dtype is not None
+            policy = MixedPrecisionPolicy(
+                param_dtype=options.param_dtype,
+                reduce_dtype=options.reduce_dtype,
+                output_dtype=torch.float32 if whole else None,
+            )
+            self._modules.append(child)
+            fully_shard(
+                child,
+                mesh=mesh,
+                reshard_after_forward=None if options.reshard_after_forward else False,
+                mp_policy=policy,
+                offload_policy=offload,
+                ignored_params=scalars,
+            )
+
+    def begin(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Take over, once every parameter has its values: ``before`` and ``after`` hear of each backward."""
+        self.root = self.module._get_fsdp_state()
+        self.root._lazy_init()
+        self.context = self.root._state_ctx
+        self.groups = [g for s in self.context.all_states for g in s._fsdp_param_groups]
+        self.params = [p for g in self.groups for p in g.fsdp_params]
+        for state in self.context.all_states:
+            _tell(state, self.context, before, after)
+        inside = {id(m) for child in self._modules if child is not self.module for m in child.modules()}
+        for child in self.module.modules():
+            if (
+                id(child) not in inside
+                and child is not self.module
+                and any(p is not None for p in child._parameters.values())
+            ):
+                self._hooks += _enter_by(child, self.root)
+
+    # -- parameters -----------------------------------------------------------------------------------------------
+
+    def gathered(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Each parameter that was gathered at least once, with its shard."""
+        for param in self.params:
+            whole = getattr(param, "_unsharded_param", None)
+            if whole is not None:
+                yield whole, param.sharded_param
+
+    def mark_gathered(self) -> bool:
+        """Give gathered parameters the class that keeps them and their shards alike; whether all have it."""
+        for whole, shard in self.gathered():
+            if type(whole) is nn.Parameter:
+                marked: Any = whole
+                marked.__class__ = Gathered
+                marked.shard = shard
+        return all(hasattr(p, "_unsharded_param") for p in self.params)
+
+    def reshard(self) -> None:
+        """Free what is gathered: the next use gathers again. Local."""
+        for group in self.groups:
+            if not group.is_sharded:
+                group._to_sharded()
+
+    def exposed_gradients(self) -> bool:
+        """Whether a shard has a gradient while its parameter is gathered."""
+        return any(p.sharded_param.grad is not None for g in self.groups if not g.is_sharded for p in g.fsdp_params)
+
+    def compute(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function that computes with the root's parameters, as a forward."""
+        if self.root._training_state is not TrainingState.IDLE:
+            return fn(*args, **kwargs)
+        args, kwargs = self.root._pre_forward(self.module, args, kwargs)
+        return self.root._post_forward(self.module, args, fn(*args, **kwargs))
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def pending(self) -> list[Any]:
+        """FSDP2's parameters with gradients that were not reduced."""
+        return [
+            p
+            for p in self.params
+            if p.unsharded_accumulated_grad is not None
+            or ((whole := getattr(p, "_unsharded_param", None)) is not None and whole.grad is not None)
+        ]
+
+    def reduce(self, synchronised: bool) -> None:
+        """Reduce every gradient that is pending. Collective."""
+        self.module.set_requires_gradient_sync(True)
+        self.context.is_last_backward = True
+        for group in self.groups:
+            group._training_state = TrainingState.IDLE
+        self.root._root_post_backward_final_callback()
+        self.module.set_requires_gradient_sync(synchronised)
+
+    def synchronise(self, value: bool) -> None:
+        """Whether backward passes reduce."""
+        self.module.set_requires_gradient_sync(value)
+
+    def broken(self) -> bool:
+        """Whether a backward began and did not come to its end."""
+        return self.context.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1
+
+    def reset(self) -> None:
+        """Forget a forward or backward that ended half-way."""
+        if torch._C._current_graph_task_id() == -1:  # inside a backward it is activation checkpointing that ends early
+            self.module.reset_iter_state()
+
+    # -- the way back ---------------------------------------------------------------------------------------------
+
+    def let_go(self) -> None:
+        """Drop the process groups. Local."""
+        for group in getattr(self, "groups", []):
+            for info in (group.mesh_info, group.post_forward_mesh_info):
+                if info is not None:
+                    info.shard_process_group = None
+
+    def undo(self) -> None:
+        """Make the modules plain again; whoever calls puts parameters in the shards' places. Local."""
+        for hook in self._hooks:
+            hook.remove()
+        for child in self._modules:
+            if isinstance(child, FSDPModule):
+                _undo(child)
+        for child in self.module.modules():
+            for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+                child.__dict__.pop(name, None)
+
+
+def _tell(state: Any, context: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call ``before`` where a backward reaches FSDP2 first and ``after`` at its end."""
+    register, finish = state._register_root_post_backward_final_callback, state._root_post_backward_final_callback
+
+    def begin() -> None:
+        if not context.post_backward_final_callback_queued:
+            before()
+        register()
+
+    def end() -> None:
+        finish()
+        after()
+
+    state._register_root_post_backward_final_callback = begin
+    state._root_post_backward_final_callback = end
+
+
+def _enter_by(child: nn.Module, root: Any) -> list[Any]:
+    """Gather the root's parameters when a submodule of it is called by itself."""
+    entered: list[nn.Module] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if root._training_state is not TrainingState.IDLE:
+            return None
+        args, kwargs = root._pre_forward(module, args, kwargs)
+        entered.append(module)
+        return args, kwargs
+
+    def leave(module: nn.Module, args: Any, out: Any) -> Any:
+        if not entered:
+            return None
+        entered.clear()
+        return root._post_forward(module, args, out)
+
+    return [
+        child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+        child.register_forward_hook(leave),
+    ]
+
+
+def _undo(child: Any) -> None:
+    state = child._get_fsdp_state()
+    for name in ("_register_root_post_backward_final_callback", "_root_post_backward_final_callback"):
+        state.__dict__.pop(name, None)
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    for group in state._fsdp_param_groups:
+        for handles in (
+            group._module_to_pre_save_state_dict_hook_handle,
+            group._module_to_pre_load_state_dict_hook_handle,
+        ):
+            for handle in handles.values():
+                handle.remove()
+        for param in group.fsdp_params:
+            param._post_load_hook_handle.remove()
+    child.__class__ = type(child).__mro__[2]
+    _composable_state._module_state_mapping.pop(child, None)
+    for key in (STATE_KEY, REGISTRY_KEY):
+        child.__dict__.pop(key, None)
+
+
+def is_shard(value: object) -> bool:
+    """Whether a value is a sharded tensor."""
+    return isinstance(value, DTensor)

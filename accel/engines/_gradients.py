@@ -1,0 +1,64 @@
+"""The verbs of an engine about gradients: whether they are final, and making them so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import PrecisionError
+from ..gradients import GradientLog
+from ..precision import all_finite
+
+
+class GradientVerbs:
+    """As written here they serve engines that keep whole gradients in ``p.grad``."""
+
+    module: nn.Module
+    parameters: list[nn.Parameter]
+    log: GradientLog
+    #: Gradients stay this rank's own until a step or clipping: a rebuild loses none, and their overflow is not seen before.
+    defers: ClassVar[bool] = False
+
+    def accumulators(self) -> Sequence[torch.Tensor]:
+        """Every leaf in whose ``grad`` a backward may leave gradients of this model."""
+        return self.parameters
+
+    def unsettled(self) -> bool:
+        """Whether ``settle`` has something to do. Local."""
+        return False
+
+    def settle(self) -> None:
+        """Make every gradient final. A collective where there is something to reduce."""
+        if self.log.entries:
+            self.log.fold(pending=False)
+
+    def settle_for(self, optimizer: Optimizer) -> None:
+        """``settle`` for a step; an engine may leave to each rank the gradients that it steps. Collective."""
+        self.settle()
+
+    def settle_clipped(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """``settle`` where torch clips these gradients of the model; True where it cannot, as it does not see them all."""
+        before = sum(p.grad is not None for p in self.parameters)
+        self.settle()
+        return sum(p.grad is not None for p in self.parameters) > before
+
+    def finite(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer``'s final gradients hold neither inf nor nan, judged alike on all ranks."""
+        return all_finite(optimizer)
+
+    @final
+    def refuse_plain_gradients(self, *, zeros: bool) -> None:
+        """Refuse gradients of an unscaled loss where accel scales it; ``zeros`` refuses zero gradients too.
+
+        Raises:
+            PrecisionError: says what to call instead.
+        """
+        if self.log.plain and any(p.grad is not None and (zeros or bool(p.grad.any())) for p in self.parameters):
+            raise PrecisionError(
+                f"gradients of this '16-mixed' {type(self.module).__name__} came from a plain loss.backward(), so that the "
+                "loss was not scaled: call accel.backward(loss), or use torch.amp.GradScaler as in raw PyTorch"
+            )

@@ -1,0 +1,284 @@
+"""``fsdp``: torch's ``fully_shard`` (FSDP2): parameters, gradients and optimizer state lie in shards on the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..control import agree
+from ..errors import BackendError, OptimizerError
+from ..flat import average_gradients_, broadcast_
+from ..footprint import Footprint, MemoryUse
+from ..process import Process
+from . import _fsdp_wrap
+from ._fsdp_checkpointing import Checkpointed
+from ._fsdp_state import Guard, ShardedState
+from ._fsdp_wrap import Wrap
+from ._memory import even_shards
+from .base import Context, Engine, Options
+
+if TYPE_CHECKING:
+    from ._fsdp_conversion import Conversion
+
+#: Optimizers of torch that do not compute with shards, or not what they would with whole tensors.
+_REFUSED = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FSDP(Options):
+    """Options of ``fsdp``; names and meanings are those of ``fully_shard`` where it has them.
+
+    Args:
+        wrap: what is gathered as one: classes of modules, or a function of a module that says so. None: blocks that
+            repeat in a ModuleList or Sequential and have submodules of their own.
+        reshard_after_forward: free a block's gathered parameters after its forward; False keeps them until backward.
+        cpu_offload: shards, their gradients and optimizer state lie in the host's memory.
+        activation_checkpointing: recompute each block's activations in backward.
+        param_dtype: FSDP2's own mixed precision: gather and compute in this dtype (torch.bfloat16).
+        reduce_dtype: reduce gradients in this dtype.
+        auto_refresh: look for a change of ``requires_grad`` before each forward.
+    """
+
+    wrap: Wrap = None
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+    activation_checkpointing: bool = False
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    auto_refresh: bool = True
+
+    def __post_init__(self) -> None:
+        classes = isinstance(self.wrap, tuple) and all(isinstance(c, type) for c in self.wrap)
+        if not (self.wrap is None or classes or callable(self.wrap)) or isinstance(self.wrap, type):
+            raise BackendError(
+                f"FSDP(wrap={self.wrap!r}): expected a tuple of module classes, or a function of a module"
+            )
+        for name, allowed in (("param_dtype", (torch.bfloat16,)), ("reduce_dtype", (torch.float32, torch.bfloat16))):
+            if getattr(self, name) not in (None, *allowed):
+                raise BackendError(
+                    f"FSDP({name}={getattr(self, name)}): expected None or {' or '.join(map(str, allowed))}"
+                )
+
+    def __repr__(self) -> str:
+        # The same on every rank, which a function's own text is not.
+        wrap = self.wrap if isinstance(self.wrap, tuple) else (self.wrap,)
+        names = [getattr(w, "__qualname__", type(w).__name__) for w in wrap]
+        rest = {n: getattr(self, n) for n in self.__slots__ if n != "wrap"}
+        return f"FSDP(wrap={names}, {', '.join(f'{n}={v}' for n, v in rest.items())})"
+
+
+@final
+class FSDPEngine(ShardedState, Engine):
+    """FSDP2 reduces in its hooks while backward runs; ``settle`` reduces what it left unreduced."""
+
+    name = "fsdp"
+    options_type = FSDP
+    reduces = True
+    logs = False
+    hears_strangers = True
+    materializes = True
+    options: FSDP
+
+    def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
+        super().__init__(module, entry, context)
+        self._parts: Conversion | None = None
+        self.guard = Guard()
+        self._checkpointed = Checkpointed()
+        self._sync = True
+        self._stale_buffers = False
+        self._all_marked = False
+
+    @classmethod
+    def check(cls, module: nn.Module, options: Any, process: Process) -> None:
+        """Refuse modules that FSDP2 cannot shard, or would change silently."""
+        if process.place.world_size > 1:
+            _fsdp_wrap.check_module(module, options)
+
+    @classmethod
+    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
+        """Everything cut along the first dimension."""
+        return even_shards(footprint, world_size)
+
+    def wrap(self) -> None:
+        """Checkpoint activations; shards come with ``start``, since they need rank 0's weights."""
+        if self.options.activation_checkpointing:
+            self._checkpointed.wrap([m for _, m in _fsdp_wrap.blocks(self.module, self.options.wrap)])
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Refuse what cannot step shards."""
+        if self.distributed and type(optimizer).__name__ in _REFUSED:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} cannot train sharded parameters (backend {self.name!r}): it needs whole "
+                "tensors; use an elementwise optimizer such as AdamW or SGD, or backend='ddp'"
+            )
+        super().attach(optimizer)
+        if self.distributed:
+            self.guard.watch(optimizer)
+
+    def detach(self, optimizer: Optimizer) -> None:
+        """Give the optimizer back to its user."""
+        self.guard.release(optimizer)
+        super().detach(optimizer)
+
+    def start(self, optimizers: Sequence[Optimizer]) -> None:
+        """Rank 0's weights, then shards in their place; the optimizers are rebound in place."""
+        if not self.distributed:
+            return
+        if self._parts is None:
+            from ._fsdp_conversion import Conversion  # heavy, as torch's own code for it is
+            from ._fsdp_pending import Backwards
+
+            self.synchronize()
+            names = [name for name, _ in _fsdp_wrap.blocks(self.module, self.options.wrap)]
+            self.compare("the choice of FSDP(wrap=...)", names)
+            self._parts = Conversion(self.module, self.process, self.options)
+            for child in self.module.modules():
+                self.guard.watch(child)
+            self._parts.shard(names)
+            self.read_parameters()
+            self._backwards = Backwards(self._parts, self.parameter_names, self.log if self.precision.scaled else None)
+            self._parts.sharded.begin(self._backwards.begin, self._backwards.end)
+            self.known = self._parts.known
+            self._started = True
+        for optimizer in optimizers:
+            self._parts.rebind(optimizer)
+
+    def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The shard that a gathered or replaced parameter stands for."""
+        return parameter if self._parts is None else self._parts.canonical(parameter)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse strangers; replaced parameters become their shards."""
+        super().check_optimizer(optimizer)
+        if self._parts is not None:
+            self._parts.rebind(optimizer)
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward; FSDP2 gathers and frees in its hooks."""
+        return self.entry(*args, **kwargs) if self._parts is None else self._run(self.entry, args, kwargs)
+
+    def compute(self, bound: MethodType, *args: Any, **kwargs: Any) -> Any:
+        """A method of the user's, with the root's parameters gathered."""
+        if self._parts is None:
+            return bound(*args, **kwargs)
+        sharded = self._parts.sharded
+        return self._run(lambda *a, **k: sharded.compute(bound, a, k), args, kwargs)
+
+    def _run(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._parts is not None
+        sharded, grad = self._parts.sharded, torch.is_grad_enabled()
+        self._backwards.notice_exception()
+        try:
+            out = fn(*args, **kwargs)
+        except BaseException:
+            sharded.reset()
+            raise
+        # Whoever asks for parameters must find shards: they have the gradients, and an edit of a gathered one is lost.
+        if torch._C._current_graph_task_id() == -1 and (not grad or sharded.exposed_gradients()):
+            sharded.reshard()
+        if not self._all_marked:
+            self._all_marked = self._parts.mark_gathered()
+        self._stale_buffers = self._stale_buffers or grad
+        return out
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes accumulate without reduction."""
+        before = self._sync
+        self._set_sync(False)
+        try:
+            yield
+        finally:
+            self._set_sync(before)
+
+    def _set_sync(self, value: bool) -> None:
+        self._sync = value
+        if self._parts is not None:
+            self._parts.sharded.synchronise(value)
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def accumulators(self) -> Sequence[torch.Tensor]:
+        """Shards, and the gathered parameters that hold what was not reduced."""
+        if self._parts is None:
+            return self.parameters
+        self._backwards.take_markers()
+        return [*self.parameters, *(whole for whole, _ in self._parts.sharded.gathered())]
+
+    def unsettled(self) -> bool:
+        """Whether gradients were not reduced."""
+        if self._parts is None:
+            return False
+        return bool(self._parts.sharded.pending()) or self._parts.scalars_pending()
+
+    def settle(self) -> None:
+        """Reduce what is pending; take rank 0's buffers."""
+        if self._parts is None:
+            super().settle()
+            return
+        self._backwards.notice_exception()
+        self._backwards.refuse_broken()
+        self._backwards.take_markers()
+        sharded = self._parts.sharded
+        if pending := sharded.pending():
+            self.compare(
+                "a reduction of accumulated gradients", [self.parameter_names[id(p.sharded_param)] for p in pending]
+            )
+            sharded.reduce(self._sync)
+        if self._parts.scalars_pending():
+            average_gradients_(self._parts.scalars, self.process.group)
+            self._parts.scalar_log.fold(pending=False)
+        sharded.reshard()
+        if self._stale_buffers:
+            broadcast_([b.data for b in self.module.buffers()], self.process.group)
+            self._stale_buffers = False
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Make a backward from an earlier forward an error, as a step in place does in one process."""
+        if self._parts is not None:
+            self._parts.age(optimizer)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip by the global norm; one all-reduce of local norms."""
+        if self._parts is None:
+            return super().clip_grad_norm_(max_norm, norm_type)
+        self.settle()
+        return self._parts.clip(max_norm, norm_type)
+
+    def finite(self, optimizer: Optimizer) -> bool:
+        """Whether the gradients are finite on all ranks."""
+        mine = super().finite(optimizer)
+        return mine if self._parts is None else all(agree("the gradients' finiteness", mine))
+
+    def rebuild(self) -> None:
+        """FSDP2 follows ``requires_grad`` by itself; only its dtypes are of those that were trainable first."""
+        if self._parts is not None:
+            for group in self._parts.sharded.groups:
+                group._init_mp_dtypes()
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def abandon(self, reason: str) -> None:
+        """Let go of the groups that FSDP2 holds."""
+        super().abandon(reason)
+        if self._parts is not None:
+            self._parts.sharded.let_go()
+
+    def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
+        """Whole parameters, in the objects that held them before. Collective."""
+        self._checkpointed.unwrap()
+        parts, self._parts = self._parts, None
+        for child in self.module.modules():
+            self.guard.release(child)
+        if parts is not None:
+            parts.unshard(optimizers, self._ended)
+            self.read_parameters()
