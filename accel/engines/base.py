@@ -51,6 +51,8 @@ class Engine(StateVerbs, ABC):
     reduces: ClassVar[bool] = False
     #: ``after_step`` has something to do.
     hears_steps: ClassVar[bool] = False
+    #: Options with which the engine works in another way than with the default ones; the contract's tests run them too.
+    variants: ClassVar[tuple[Options, ...]] = ()
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         self.module = module
