@@ -10,13 +10,16 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.distributed import distributed_c10d
 
 from ..errors import BackendError
+
+#: What torch says, in every step, about functions that DeepSpeed calls.
+_RENAMED: Final = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor`"
 
 
 def _quiet(record: logging.LogRecord) -> bool:
@@ -87,6 +90,7 @@ def initialise(
     module: nn.Module, groups: list[list[nn.Parameter]], config: dict[str, Any], device: torch.device
 ) -> Any:
     """``deepspeed.initialize`` of ``module``; the library divides ``groups`` and never steps. Collective."""
+    warnings.filterwarnings("ignore", message=_RENAMED, category=FutureWarning)
     with _undisturbed(device):
         deepspeed = _import(device)
         _forget_old_groups()

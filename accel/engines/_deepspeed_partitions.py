@@ -172,7 +172,7 @@ class Partitions(ABC):
                 if set_to_none:
                     holder.grad = None
                 else:
-                    holder.grad.detach_().zero_()
+                    holder.grad = holder.grad.detach().zero_()
 
     def norm(self, norm_type: float, group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
         """The global norm of all gradients. Collective."""

@@ -14,12 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..control import agree
+from ..conversion import convert_optimizer
 from ..errors import BackendError, OptimizerError, PrecisionError
 from ..flat import average_gradients_, broadcast_
 from ..process import Process
 from . import _deepspeed_config as configuration
 from . import _deepspeed_state as states
-from . import _deepspeed_verbs as verbs
+from . import _deepspeed_steps as steps
 from ._deepspeed_layouts import Flat, Sharded, refuse_mixed
 from ._deepspeed_library import forget_groups
 from .base import Context, Options
@@ -58,7 +59,7 @@ class DeepSpeed(Options):
 
 
 @final
-class DeepSpeedEngine(verbs.Divided):
+class DeepSpeedEngine(steps.Stepping):
     """ZeRO by fragments: the gradients of this rank's parts are kept until ``zero_grad``, and the user's optimizer steps them."""
 
     name = "deepspeed"
@@ -72,9 +73,9 @@ class DeepSpeedEngine(verbs.Divided):
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         super().__init__(module, entry, context)
         self._config = configuration.read(self.options.config)
+        self.max_norm = configuration.clipping(self._config)
         self.stage = configuration.stage_of(self._config, self.options.stage)
-        self._stepping: Optimizer | None = None
-        self._max_norm = configuration.clipping(self._config)
+        self._kept: set[int | None] = set()
         self._failed = False
         self._stale_buffers = False
 
@@ -93,8 +94,8 @@ class DeepSpeedEngine(verbs.Divided):
                 "DeepSpeed(offload_parameters=True) on one process: there is nothing to divide; use more"
             )
         if stage == 3 and process.place.world_size > 1:
-            names, parameters = zip(*module.named_parameters(), strict=True)
-            refuse_mixed(parameters, names)
+            named = dict(module.named_parameters())
+            refuse_mixed(list(named.values()), list(named))
 
     def wrap(self) -> None:
         """Refuse what needs the precision; DeepSpeed itself divides in ``start``."""
@@ -180,6 +181,10 @@ class DeepSpeedEngine(verbs.Divided):
         """Whether gradients came since the last ``settle``."""
         return self.distributed and bool(self.log.entries)
 
+    def hides_gradients(self) -> bool:
+        """Whether fragments have any."""
+        return self.zero is not None and (bool(self._kept) or self.unsettled())
+
     def settle(self) -> None:
         """Reduce what no hook has reduced; what the hooks did is compared over the ranks."""
         if not self.distributed:
@@ -195,12 +200,13 @@ class DeepSpeedEngine(verbs.Divided):
                 came = hash(tuple(self.log.entries)) if self.zero.eager else True
                 self.compare("the gradients of a step", came, lambda _: "other parameters, or in another order")
                 self.zero.flush(self.process.group)
+                self._kept.update(self.log.entries)
             self.log.fold(pending=False)
             if self._stale_buffers:
                 broadcast_([b.data for b in self.module.buffers()], self.process.group)
                 self._stale_buffers = False
-        if self._stepping is not None:
-            self._show(self._stepping)
+        if self.stepping is not None:
+            self.show(self.stepping)
 
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Drop gradients here and in ``p.grad``."""
@@ -219,19 +225,9 @@ class DeepSpeedEngine(verbs.Divided):
         self.zero.drop(indices, set_to_none)
         if set_to_none:
             dropped = set(indices)
-            self.log.entries[:] = [e for e in self.log.entries if e not in dropped]
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip by the norm over all ranks' parts."""
-        self.settle()
-        return self._clip(max_norm, norm_type)
-
-    def _clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        if self.zero is None:
-            return nn.utils.clip_grad_norm_(self.parameters, max_norm, norm_type)
-        norm = self.zero.norm(float(norm_type), self.process.group, self.process.device)
-        self.zero.scale((float(max_norm) / (norm + 1e-6)).clamp(max=1.0))
-        return norm
+            self._kept -= dropped
+            entries = [e if e is None or e >= 0 else ~e for e in self.log.entries]
+            self.log.entries[:] = [e for e in entries if e not in dropped]
 
     # -- step -----------------------------------------------------------------------------------------------------
 
@@ -254,51 +250,9 @@ class DeepSpeedEngine(verbs.Divided):
 
     def detach(self, optimizer: Optimizer) -> None:
         """Without the guards it is the user's own again."""
-        self._hide()
+        self.hide()
         self.guards.remove(optimizer)
         super().detach(optimizer)
-
-    def step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Step; an exception leaves the groups as they were."""
-        try:
-            return optimizer.step(*args, **kwargs)
-        finally:
-            self._hide()
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """From now on, what is final is shown to this optimizer."""
-        self._hide()
-        self._stepping = optimizer
-
-    def _show(self, optimizer: Optimizer) -> None:
-        """Clip as the configuration says, then put the fragments in the parameters' places in the groups."""
-        if self._max_norm > 0:
-            self._clip(self._max_norm, 2.0)
-        if self.zero is None:
-            return
-        numbers = self.zero.numbers
-        for group in optimizer.param_groups if not self.held else ():
-            self.held.append((group, group["params"]))
-            fragments = [self.zero.fragments.get(numbers[id(p)]) for p in group["params"]]
-            group["params"] = [f.weights for f in fragments if f is not None]
-        for fragment in self.zero.fragments.values():
-            fragment.weights.grad = fragment.grad
-
-    def _hide(self) -> None:
-        """Put the parameters back."""
-        self._stepping = None
-        for group, parameters in self.held:
-            group["params"] = parameters
-        if self.held and self.zero is not None:
-            for fragment in self.zero.fragments.values():
-                fragment.weights.grad = None
-        self.held.clear()
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Every rank sees the new weights."""
-        self._hide()
-        if self.zero is not None:
-            self.zero.spread()
 
     # -- state and end --------------------------------------------------------------------------------------------
 
@@ -317,11 +271,18 @@ class DeepSpeedEngine(verbs.Divided):
         pieces = states.of_fragments(zero, held, dtypes)
         grads = dict(zip(dtypes, states.assemble(pieces, self.process.group, self.process.device), strict=True))
         full = [(optimizer, self.release(optimizer, zero)) for optimizer in optimizers]
-        zero.end(self.whole_weights(zero, range(len(self.parameters))))
+        weights = self.whole_weights(zero, range(len(self.parameters)))
+        # What accel made half becomes whole again from its fp32 copy.
+        ours = {id(tensor) for tensor, _ in self.dtypes}
+        zero.end([w if id(p) in ours else w.to(p.dtype) for w, p in zip(weights, self.parameters, strict=True)])
         for optimizer, state in full:
             optimizer.state.update((self.parameters[index], entries) for index, entries in state.items())
         for index, grad in grads.items():
             self.parameters[index].grad = grad.to(self.parameters[index].dtype)
+        with contextlib.ExitStack() as for_good:
+            for optimizer in optimizers:
+                convert_optimizer(optimizer, for_good)
+            for_good.pop_all()
 
     def abandon(self, reason: str) -> None:
         """Let go of DeepSpeed's process groups too."""
