@@ -147,6 +147,12 @@ class Sharded(Partitions):
         self._stack = library("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
         self._stack[:] = [m for m in self._stack if m is not self.module]
 
+    def make_scalar(self, parameter: Any) -> None:
+        """In what the library remembers of it."""
+        parameter.ds_shape = torch.Size(())
+        if parameter.data.numel():
+            super().make_scalar(parameter)
+
     def weights_of(self, ds_id: int) -> torch.Tensor:
         """The weights that a gradient is for."""
         index = self.numbers[id(self.by_id[ds_id])]

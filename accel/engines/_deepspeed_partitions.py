@@ -88,10 +88,16 @@ class Partitions(ABC):
         try:
             for parameter in self.divided.values():
                 parameter.requires_grad_(True)
+            # It cannot broadcast what has no dimensions.
+            scalars = [p for p in self.parameters if p.dim() == 0]
+            for parameter in scalars:
+                parameter.data = parameter.data.view(1)
             # What is frozen now lies apart, so that it need not be gathered after a step.
             parts = [[p for i, p in self.divided.items() if trainable[i] is t] for t in (True, False)]
             self.library = initialise(self.module, [part for part in parts if part], config, device)
             self.zero = self.library.optimizer
+            for parameter in scalars:
+                self.make_scalar(parameter)
             self._snapshot.changed()
             self.arrange()
             for index, parameter in self.divided.items():
@@ -104,6 +110,10 @@ class Partitions(ABC):
             if (fragment := self.fragments.get(index)) is not None:
                 part = original.reshape(-1).narrow(0, fragment.start, fragment.home.numel())
                 fragment.weights.copy_(part)
+
+    def make_scalar(self, parameter: nn.Parameter) -> None:
+        """Give a parameter that was shown with one dimension its true shape again."""
+        parameter.data = parameter.data.view(())
 
     def own(self, index: int, start: int, home: torch.Tensor) -> None:
         """Note that ``home`` is this rank's part of a parameter."""
