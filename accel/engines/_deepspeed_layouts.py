@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -236,6 +236,18 @@ class Sharded(Partitions):
             del self._stack[depth:]
             for module in self.module.modules():
                 module._parameters._in_forward = False  # type: ignore[attr-defined]
+
+    def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """With the library's hooks of a forward around it, and none of the user's."""
+        with self.forward():
+            for hook in self.snapshot.hooks("_forward_pre_hooks"):
+                if (changed := hook(self.module, args)) is not None:
+                    args = changed if isinstance(changed, tuple) else (changed,)
+            out = method(*args, **kwargs)
+            for hook in self.snapshot.hooks("_forward_hooks"):
+                if (changed := hook(self.module, args, out)) is not None:
+                    out = changed
+            return out
 
     @contextlib.contextmanager
     def whole(self, full: Sequence[torch.Tensor]) -> Iterator[None]:

@@ -77,7 +77,7 @@ class Partitions(ABC):
         self._weights_on = weights_on
         self._hooks: list[RemovableHandle] = []
         self._open: set[int] = set()
-        self._snapshot = Snapshot(module)
+        self.snapshot = Snapshot(module)
 
     def start(self, config: dict[str, Any], device: torch.device) -> None:
         """Divide the model. Collective."""
@@ -98,7 +98,7 @@ class Partitions(ABC):
             self.zero = self.library.optimizer
             for parameter in scalars:
                 self.make_scalar(parameter)
-            self._snapshot.changed()
+            self.snapshot.changed()
             self.arrange()
             for index, parameter in self.divided.items():
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index)))
@@ -243,6 +243,10 @@ class Partitions(ABC):
         """Around each forward."""
         yield
 
+    def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A method of the root module."""
+        return method(*args, **kwargs)
+
     @contextlib.contextmanager
     def whole(self, full: Sequence[torch.Tensor]) -> Iterator[None]:
         """Inside, each parameter is ``full``'s tensor; afterwards this rank's part of it is kept. Collective."""
@@ -266,7 +270,7 @@ class Partitions(ABC):
             hook.remove()
         self._hooks.clear()
         self.library.destroy()
-        self._snapshot.restore()
+        self.snapshot.restore()
         for parameter, values in zip(self.parameters, full, strict=True):
             parameter.data = values
         self.fragments.clear()

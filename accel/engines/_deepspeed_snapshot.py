@@ -38,6 +38,11 @@ class Snapshot:
         for parameter in self._module.parameters():
             self._added.append((parameter, set(vars(parameter)) - self._before[id(parameter)][0], {}))
 
+    def hooks(self, name: str) -> list[Any]:
+        """The library's hooks of the root module."""
+        keys = next((added[name] for owner, _, added in self._added if owner is self._module), set())
+        return [hook for key, hook in getattr(self._module, name).items() if key in keys]
+
     def restore(self) -> None:
         """Undo the library's changes."""
         for module, container in self._containers:

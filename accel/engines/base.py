@@ -71,9 +71,8 @@ class Engine(StateVerbs, ABC):
         self.log = GradientLog(())
         self.read_parameters()
         self._watching = self.reduces and self.distributed and getattr(self.options, "auto_refresh", True)
-        self._restructured = False
+        self._restructured = self._started = False
         self._ended = ""
-        self._started = False
         context.process.dependents.add(self)
 
     def read_parameters(self) -> None:
@@ -159,7 +158,11 @@ class Engine(StateVerbs, ABC):
         """A method of the user's, in the engine's precision; ``settle`` reduces the gradients that it makes."""
         if self._restructured:
             self._verify()
-        return self.precision.call(bound, args, kwargs)
+        return self.precision.call(self.run_method, (bound, *args), kwargs)
+
+    def run_method(self, bound: MethodType, *args: Any, **kwargs: Any) -> Any:
+        """One call of a method of the user's through the backend."""
+        return bound(*args, **kwargs)
 
     @final
     def restructured(self) -> None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 from typing import Any, final
 
 import torch
@@ -145,10 +146,21 @@ class DeepSpeedEngine(steps.Stepping):
         )
         if self.zero is None:
             return self.entry(*args, **kwargs)
+        with self._noticing(), self.zero.forward():
+            return self.entry(*args, **kwargs)
+
+    def run_method(self, bound: MethodType, *args: Any, **kwargs: Any) -> Any:
+        """As a forward, so that the root module's own weights are gathered too."""
+        if self.zero is None:
+            return bound(*args, **kwargs)
+        with self._noticing():
+            return self.zero.call(bound, args, kwargs)
+
+    @contextlib.contextmanager
+    def _noticing(self) -> Iterator[None]:
         self._recover()
         try:
-            with self.zero.forward():
-                return self.entry(*args, **kwargs)
+            yield
         except BaseException:
             self._failed = True
             raise
