@@ -38,7 +38,7 @@ class Registry:
         self._owners: Any = WeakIdKeyDictionary()
         self._hooks: list[RemovableHandle] = []
         self._watched: list[RemovableHandle] = []
-        self._clipping = ClipPatch(self._finalize_clipped)
+        self._clipping = ClipPatch(self._finalize_clipped, self._refuse_hidden)
 
     def add(self, engine: Engine) -> None:
         """Make ``engine`` the one engine of its module."""
@@ -158,10 +158,13 @@ class Registry:
 
     def _finalize_clipped(self, gradients: Sequence[torch.Tensor]) -> None:
         """Make final the gradients that one of torch's clipping functions was given."""
+        if not gradients:
+            self._refuse_hidden([p for e in self.engines for p in e.parameters])
         for engine in [e for e in self.engines if e.unsettled()]:
             own = {id(p.grad) for p in engine.parameters if p.grad is not None}
             if given := [g for g in gradients if id(g) in own]:
                 missing = engine.settle_clipped(given)
+                self._refuse_hidden(engine.parameters)
                 if engine.distributed:
                     engine.compare(
                         "clipping by torch.nn.utils", missing, lambda _: "a rank had no gradient where others had"
@@ -170,6 +173,15 @@ class Registry:
                     raise BackendError(
                         "gradients were missing when torch.nn.utils clipped: use accel.clip_grad_norm_(model)"
                     )
+
+    def _refuse_hidden(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Torch's functions see gradients in ``p.grad`` only."""
+        for engine in [e for e in self.engines if e.hides_gradients()]:
+            if any(id(p) in engine.known for p in parameters):
+                raise BackendError(
+                    f"torch.nn.utils finds no final gradients in p.grad of a {type(engine.module).__name__} with backend "
+                    f"{engine.name!r}, which keeps them elsewhere: use accel.clip_grad_norm_(model, max_norm)"
+                )
 
 
 def _concerned(engine: Engine) -> bool:

@@ -32,6 +32,7 @@ class Stepped(Owner, Protocol):
 
     hears_steps: ClassVar[bool]
 
+    def before_step(self, optimizer: Optimizer) -> None: ...
     def after_step(self, optimizer: Optimizer) -> None: ...
     def unsettled(self) -> bool: ...
     def finite(self, optimizer: Optimizer) -> bool: ...
@@ -83,6 +84,7 @@ class Stepper:
             engine.check_optimizer(optimizer)
             self._num_parameters = num_parameters
         if (len(args) > 1 or kwargs) and (replaced := self._with_global_closure(engine, args, kwargs)):
+            engine.before_step(optimizer)
             return replaced
         found_inf = optimizer.__dict__.get("found_inf")
         if found_inf is not None:

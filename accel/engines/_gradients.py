@@ -31,6 +31,10 @@ class GradientVerbs:
         """Whether ``settle`` has something to do. Local."""
         return False
 
+    def hides_gradients(self) -> bool:
+        """Whether there are gradients that ``p.grad`` does not show, now or once they are final. Local."""
+        return False
+
     def settle(self) -> None:
         """Make every gradient final. A collective where there is something to reduce."""
         if self.log.entries:

@@ -79,9 +79,8 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         #: Elements of each parameter, whole, whatever becomes of it on this rank.
         self.numels = [p.numel() for p in self.parameters]
         self._watching = self.reduces and self.distributed and getattr(self.options, "auto_refresh", True)
-        self._restructured = False
+        self._restructured = self._started = False
         self._ended = ""
-        self._started = False
         context.process.dependents.add(self)
 
     def read_parameters(self) -> None:

@@ -24,7 +24,7 @@ BATCH = 4
 class Cell:
     """One way to train."""
 
-    backend: str
+    backend: Any
     optimizer: str = "adamw"
     accumulation: int = 1
     no_sync: bool = False
@@ -143,7 +143,7 @@ def check_cells(cells: list[Cell]) -> list[str]:
     return failures
 
 
-def cells_of(backend: str) -> list[Cell]:
+def cells_of(backend: Any) -> list[Cell]:
     accumulations = [(1, False), (4, False), (4, True)]
     return [
         Cell(backend, optimizer, count, no_sync, freeze, clip, precision)
@@ -153,11 +153,14 @@ def cells_of(backend: str) -> list[Cell]:
     ] + [Cell(backend, freeze=freeze, set_to_none=False) for freeze in (False, True)]
 
 
+BACKENDS = [option for name, engine in ENGINES.items() for option in (name, *engine.variants)]
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("backend", list(ENGINES))
-def test_parity(backend: str, world: int) -> None:
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_parity(backend: Any, world: int) -> None:
     """N steps on any number of ranks give the weights and optimizer state of one process on the whole batch."""
-    if world > 1 and not ENGINES[backend].synchronizes:
+    if world > 1 and isinstance(backend, str) and not ENGINES[backend].synchronizes:
         with pytest.raises(AssertionError, match="each process would train a model"):
             run(world, check_cells, cells_of(backend)[:1])
         return

@@ -1,0 +1,139 @@
+"""What the user's raw objects do while their state is divided: the same as their handles, or an error."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any, Protocol, final
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import AccelError
+
+
+class Guarded(Protocol):
+    """What the guards need of an engine."""
+
+    module: nn.Module
+
+    @property
+    def divided(self) -> bool: ...
+    @property
+    def weights_divided(self) -> bool: ...
+    def drop_gradients(self, optimizer: Optimizer | None, set_to_none: bool) -> None: ...
+
+
+@final
+class Guards:
+    """Replaces ``zero_grad`` and watches ``state_dict`` of the raw module and of the raw optimizers."""
+
+    def __init__(self, engine: Guarded) -> None:
+        self._engine = weakref.ref(engine)
+        self._hooks: list[RemovableHandle] = []
+        self._module: nn.Module | None = None
+        self._optimizers: dict[int, list[RemovableHandle]] = {}
+        self._inside = False
+
+    def module(self, module: nn.Module) -> None:
+        """Guard the raw module."""
+        self._module = module
+        vars(module)["zero_grad"] = MethodType(_module_zero_grad(self._engine), module)
+        vars(module)["__deepcopy__"] = MethodType(_deepcopy(self._engine), module)
+        for child in module.modules():
+            self._hooks.append(child.register_state_dict_pre_hook(lambda *_: self._refuse_module("state_dict")))
+            self._hooks.append(
+                child.register_load_state_dict_pre_hook(lambda *_: self._refuse_module("load_state_dict"))
+            )
+
+    def optimizer(self, optimizer: Optimizer) -> None:
+        """Guard a raw optimizer."""
+        vars(optimizer)["zero_grad"] = MethodType(_optimizer_zero_grad(self._engine), optimizer)
+        self._optimizers[id(optimizer)] = [
+            optimizer.register_state_dict_pre_hook(lambda _: self._refuse_optimizer("state_dict")),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self._refuse_optimizer("load_state_dict")),
+        ]
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """The engine itself calls what is guarded."""
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
+
+    def _refuse_module(self, what: str) -> None:
+        engine = self._engine()
+        if engine is not None and engine.weights_divided and not self._inside:
+            raise AccelError(
+                f"{what}() of a raw module whose weights are divided over the ranks would see this rank's part: use "
+                "accel.full_state_dict(model), accel.save and accel.load, or the handle's load_state_dict(full)"
+            )
+
+    def _refuse_optimizer(self, what: str) -> None:
+        engine = self._engine()
+        if engine is not None and engine.divided and not self._inside:
+            raise AccelError(
+                f"{what}() of a raw optimizer whose state is divided over the ranks would see this rank's part: use "
+                "accel.full_state_dict(optimizer), accel.save and accel.load, or the handle's load_state_dict(full)"
+            )
+
+    def remove(self, optimizer: Optimizer) -> None:
+        """Unguard an optimizer."""
+        for hook in self._optimizers.pop(id(optimizer), ()):
+            hook.remove()
+        vars(optimizer).pop("zero_grad", None)
+
+    def close(self) -> None:
+        """Unguard the module."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._module is not None:
+            for name in ("zero_grad", "__deepcopy__"):
+                vars(self._module).pop(name, None)
+            self._module = None
+
+
+def _module_zero_grad(reference: weakref.ref[Guarded]) -> Callable[..., None]:
+    def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+        engine = reference()
+        if engine is None or engine.module is not module or not engine.divided:
+            type(module).zero_grad(module, set_to_none)
+        else:
+            engine.drop_gradients(None, set_to_none)
+
+    return zero_grad
+
+
+def _optimizer_zero_grad(reference: weakref.ref[Guarded]) -> Callable[..., None]:
+    def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+        engine = reference()
+        if engine is None or not engine.divided:
+            type(optimizer).zero_grad(optimizer, set_to_none)
+        else:
+            engine.drop_gradients(optimizer, set_to_none)
+
+    return zero_grad
+
+
+def _deepcopy(reference: weakref.ref[Guarded]) -> Callable[..., Any]:
+    def deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
+        engine = reference()
+        if engine is not None and engine.module is module and engine.weights_divided:
+            raise AccelError(
+                "a module whose weights are divided over the ranks cannot be copied: build another one and load "
+                "accel.full_state_dict(model) into it"
+            )
+        own: dict[str, Any] = {k: vars(module).pop(k) for k in ("zero_grad", "__deepcopy__") if k in vars(module)}
+        try:
+            return copy.deepcopy(module, memo)
+        finally:
+            vars(module).update(own)
+
+    return deepcopy

@@ -1,0 +1,281 @@
+"""The two layouts of DeepSpeed: flat memory that every rank holds (stages 1 and 2), and a shard of each parameter (3)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import BackendError
+from ._deepspeed_library import library
+from ._deepspeed_partitions import Partitions
+
+_STAGE3 = "_DeepSpeedZeroOptimizer_Stage3__"
+
+
+@final
+class Flat(Partitions):
+    """Stages 1 and 2: every rank holds all weights, in flat memory, and owns an equal part of it."""
+
+    def __init__(self, stage: int, *args: Any) -> None:
+        super().__init__(*args)
+        self.eager = stage == 2
+        self._groups: dict[int, int] = {}
+
+    def arrange(self) -> None:
+        """A fragment for each parameter that reaches into this rank's part."""
+        zero = self.zero
+        for hook in zero._grad_acc_hooks:
+            hook.remove()
+        zero._grad_acc_hooks.clear()
+        for g, parameters in enumerate(zero.round_robin_bit16_groups):
+            size = int(zero.partition_size[g])
+            first = size * dist.get_rank(zero.real_dp_process_group[g])
+            for parameter, offset in zip(parameters, zero.round_robin_bit16_offsets[g], strict=True):
+                index = self.numbers[id(parameter)]
+                self._groups[index] = g
+                start, end = max(offset, first), min(offset + parameter.numel(), first + size)
+                if start < end:
+                    self.own(index, start - offset, zero.bit16_groups_flat[g].narrow(0, start, end - start))
+            # The library's copy of the weights: the fragments have their own, where they need one.
+            zero.single_partition_of_fp32_groups[g].data = torch.empty(0)
+        zero.copy_grads_in_partition = self._collect
+
+    def offer(self, index: int) -> None:
+        """Zeros where this rank has no gradient."""
+        parameter = self.parameters[index]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+    def take(self, index: int) -> None:
+        """Into the library's bucket."""
+        parameter = self.parameters[index]
+        if parameter.numel():
+            self.zero.setup_buckets()
+            self.zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, self._groups[index])
+
+    def _collect(self, parameter: nn.Parameter, _: int | None = None) -> None:
+        """The library has reduced a gradient of which this rank may own a part."""
+        fragment = self.fragments.get(self.numbers[id(parameter)])
+        if fragment is not None and parameter.grad is not None:
+            fragment.accumulate(parameter.grad.reshape(-1).narrow(0, fragment.start, fragment.home.numel()))
+        parameter.grad = None
+
+    def finish(self) -> None:
+        """Reduce what is in the bucket."""
+        zero = self.zero
+        zero.reduce_ipg_grads()
+        if zero.overlap_comm:
+            library("deepspeed.accelerator").get_accelerator().synchronize()
+            zero._clear_previous_reduced_grads()
+        for parameter in self.divided.values():
+            number = zero.get_param_id(parameter)
+            if zero.params_already_reduced[number]:
+                zero.params_already_reduced[number] = False
+                self._collect(parameter)
+        zero._release_ipg_buffers()
+
+    def reset(self) -> None:
+        """Empty the bucket."""
+        super().reset()
+        zero = self.zero
+        for bucket in zero.ipg_buckets.values():
+            bucket.clear()
+        zero.extra_large_param_to_reduce.clear()
+        zero.params_already_reduced[:] = [False] * len(zero.params_already_reduced)
+        zero._release_ipg_buffers()
+
+    def gather(self) -> None:
+        """All ranks' parts of the flat memory."""
+        zero = self.zero
+        library("deepspeed.runtime.utils").all_gather_dp_groups(
+            groups_flat=zero.bit16_groups_flat,
+            partitioned_param_groups=zero.parallel_partitioned_bit16_groups,
+            dp_process_group=zero.real_dp_process_group,
+            start_alignment_factor=zero.nccl_start_alignment_factor,
+            allgather_bucket_size=zero.allgather_bucket_size,
+        )
+
+
+class _Gradients(dict[int, torch.Tensor]):
+    """Where stage 3 adds a reduced gradient, made when it is asked for."""
+
+    def __init__(self, sharded: Sharded) -> None:
+        super().__init__()
+        self._sharded = sharded
+
+    def __missing__(self, ds_id: int) -> torch.Tensor:
+        shard = self._sharded.by_id[ds_id].ds_tensor
+        weights = self._sharded.weights_of(ds_id)
+        made = self[ds_id] = torch.zeros(shard.ds_numel, dtype=weights.dtype, device=weights.device)
+        return made
+
+
+@final
+class Sharded(Partitions):
+    """Stage 3: every rank holds a part of each parameter, and gathers the rest when a module runs."""
+
+    eager = True
+
+    def arrange(self) -> None:
+        """A fragment for each parameter of which this rank's part is not padding only."""
+        zero = self.zero
+        for hook in (*zero._grad_acc_hooks, *zero._leaf_module_hooks):
+            hook.remove()
+        zero._grad_acc_hooks.clear()
+        zero._leaf_module_hooks.clear()
+        self.by_id: dict[int, Any] = {p.ds_id: p for p in self.divided.values()}  # type: ignore[attr-defined]
+        for index, parameter in enumerate(self.parameters):
+            shard = parameter.ds_tensor  # type: ignore[attr-defined]
+            start = shard.ds_numel * parameter.ds_zero_partition_rank  # type: ignore[attr-defined]
+            num = min(shard.ds_numel, self.shapes[index].numel() - start)
+            if num > 0:
+                self.own(index, start, shard.data.narrow(0, 0, num))
+        setattr(zero, f"{_STAGE3}param_id_to_grad_partition", gradients := _Gradients(self))
+        self._gradients = gradients
+        zero.grad_partitions_flat_buffer = None
+        zero.offload_optimizer = False
+        zero.micro_step_id = 1  # anything but 0 adds
+        for flat in zero.fp32_partitioned_groups_flat:
+            flat.grad = None
+        zero.fp32_partitioned_groups_flat = []
+        # The module is only pushed while it runs: a module on the library's global stack would never be freed.
+        self._stack = library("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
+        self._stack[:] = [m for m in self._stack if m is not self.module]
+
+    def make_scalar(self, parameter: Any) -> None:
+        """In what the library remembers of it."""
+        parameter.ds_shape = torch.Size(())
+        if parameter.data.numel():
+            super().make_scalar(parameter)
+
+    def weights_of(self, ds_id: int) -> torch.Tensor:
+        """The weights that a gradient is for."""
+        index = self.numbers[id(self.by_id[ds_id])]
+        return self.fragments[index].weights
+
+    def offer(self, index: int) -> None:
+        """Zeros where this rank has no gradient."""
+        parameter = self.parameters[index]
+        if parameter.grad is None:
+            with torch.no_grad():
+                zeros = torch.zeros(self.shapes[index], dtype=parameter.dtype, device=parameter.device)
+                held, parameter.data = parameter.data, zeros
+                parameter.grad = zeros
+                parameter.data = held
+
+    def take(self, index: int) -> None:
+        """Into the library's bucket."""
+        self.zero.reduce_independent_p_g_buckets_and_remove_grads(self.parameters[index])
+
+    def finish(self) -> None:
+        """Reduce what is in the buckets, and let go of modules whose own hook did not fire."""
+        zero = self.zero
+        for dtype in list(zero.ipg_buckets):
+            getattr(zero, f"{_STAGE3}reduce_and_partition_ipg_grads")(dtype)
+        stream = zero.reduce_and_partition_stream
+        if stream is not None:
+            stream.synchronize()
+        zero._offload_boundary_param_ids.clear()
+        for number in zero.params_already_reduced:
+            zero.params_already_reduced[number] = False
+        for ds_id, grad in self._gradients.items():
+            fragment = self.fragments[self.numbers[id(self.by_id[ds_id])]]
+            fragment.grad = grad.narrow(0, 0, fragment.home.numel())
+        zero.parameter_offload.release_backward_leftovers()
+
+    def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
+        """Also what the library adds to."""
+        super().drop(indices, set_to_none)
+        if set_to_none:
+            for index in indices:
+                self._gradients.pop(self.parameters[index].ds_id, None)  # type: ignore[attr-defined]
+
+    def reset(self) -> None:
+        """Empty the buckets and gather nothing but what always is."""
+        super().reset()
+        zero = self.zero
+        self._stack.clear()
+        for bucket in zero.ipg_buckets.values():
+            bucket.clear_params()
+            bucket.elements = 0
+        for module in self.module.modules():
+            for name in ("ds_grads_remaining", "applied_pre_backward_ref_cnt"):
+                if name in vars(module):
+                    setattr(module, name, 0)
+        for parameter in self.by_id.values():
+            parameter.ds_active_sub_modules.clear()
+        zero.parameter_offload.release_backward_leftovers()
+        self.gather()
+
+    def gather(self) -> None:
+        """Forget gathered weights, which are old now; small ones are gathered for good."""
+        self.scatter()
+        always = self.zero.persistent_parameters
+        if always:
+            always[0].all_gather(always)
+
+    def scatter(self) -> None:
+        """Keep this rank's shards only."""
+        self.zero._partition_all_parameters()
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """A parameter that a module reads from another one is gathered while the model runs."""
+        depth = len(self._stack)
+        self._stack.append(self.module)
+        for module in self.module.modules():
+            module._parameters._in_forward = True  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            del self._stack[depth:]
+            for module in self.module.modules():
+                module._parameters._in_forward = False  # type: ignore[attr-defined]
+
+    def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """With the library's hooks of a forward around it, and none of the user's."""
+        with self.forward():
+            for hook in self.snapshot.hooks("_forward_pre_hooks"):
+                if (changed := hook(self.module, args)) is not None:
+                    args = changed if isinstance(changed, tuple) else (changed,)
+            out = method(*args, **kwargs)
+            for hook in self.snapshot.hooks("_forward_hooks"):
+                if (changed := hook(self.module, args, out)) is not None:
+                    out = changed
+            return out
+
+    @contextlib.contextmanager
+    def whole(self, full: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Only shards are held meanwhile."""
+        self.scatter()
+        with super().whole(full):
+            yield
+
+    def is_divided(self, index: int) -> bool:
+        """All are."""
+        return True
+
+    def end(self, full: Sequence[torch.Tensor]) -> None:
+        """Let go of the shards as well."""
+        self.scatter()
+        super().end(full)
+
+
+def refuse_mixed(parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
+    """Refuse weights of several floating dtypes, which DeepSpeed would put into one buffer.
+
+    Raises:
+        BackendError: names them.
+    """
+    kinds: dict[torch.dtype, str] = {}
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter.is_floating_point():
+            kinds.setdefault(parameter.dtype, name)
+    if len(kinds) > 1:
+        found = ", ".join(f"{name} is {dtype}" for dtype, name in kinds.items())
+        raise BackendError(f"DeepSpeed keeps all weights in one dtype, but {found}: convert the model, or use 'fsdp'")

@@ -1,0 +1,102 @@
+"""The one place that imports DeepSpeed: late, quietly, and without the parts that a raw loop does not use."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import importlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed import distributed_c10d
+
+from ..errors import BackendError
+
+#: What torch says, in every step, about functions that DeepSpeed calls.
+_RENAMED: Final = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor`"
+
+
+def _quiet(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
+@contextlib.contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Import and build without log lines, deprecation warnings, and compilation of what is never used."""
+    before, compile_ = os.environ.get("DS_ACCELERATOR"), torch.compile
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logger = logging.getLogger("DeepSpeed")
+    logger.addFilter(_quiet)
+    # Its Muon is decorated by torch.compile, whose import takes longer than all the rest.
+    torch.compile = lambda model=None, **options: model if model is not None else lambda fn: fn  # type: ignore[assignment]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.compile = compile_
+        logger.removeFilter(_quiet)
+        if before is None:
+            os.environ.pop("DS_ACCELERATOR", None)
+
+
+def library(name: str = "deepspeed") -> Any:
+    """A module of DeepSpeed."""
+    return importlib.import_module(name)
+
+
+def _import(device: torch.device) -> Any:
+    deepspeed = library()
+    ops = library("deepspeed.ops")
+    if not isinstance(ops.__compatible_ops__, collections.defaultdict):
+        # Its shared-memory op takes a minute to compile and serves only inference.
+        ops.__compatible_ops__ = collections.defaultdict(bool)
+    found = library("deepspeed.accelerator").get_accelerator()._name
+    if found != device.type:
+        raise BackendError(
+            f"DeepSpeed runs on {found!r} in this process, and the model is on {device.type!r}: set DS_ACCELERATOR, or "
+            "choose devices="
+        )
+    return deepspeed
+
+
+def _forget_old_groups() -> None:
+    """DeepSpeed keeps process groups for good; those of a process group that ended are of no use."""
+    groups = library("deepspeed.utils.groups")
+    known = groups._WORLD_GROUP
+    if known is not None and known not in distributed_c10d._world.pg_map:
+        forget_groups()
+
+
+def forget_groups() -> None:
+    """Let go of the process groups that DeepSpeed holds, where it was imported."""
+    groups: Any = sys.modules.get("deepspeed.utils.groups")
+    comm: Any = sys.modules.get("deepspeed.comm.comm")
+    if groups is not None:
+        groups._WORLD_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+        groups._ALL_TO_ALL_GROUP = {}
+    if comm is not None:
+        comm.cdb = None
+
+
+def initialise(
+    module: nn.Module, groups: list[list[nn.Parameter]], config: dict[str, Any], device: torch.device
+) -> Any:
+    """``deepspeed.initialize`` of ``module``; the library divides ``groups`` and never steps. Collective."""
+    warnings.filterwarnings("ignore", message=_RENAMED, category=FutureWarning)
+    with _undisturbed(device):
+        deepspeed = _import(device)
+        _forget_old_groups()
+        stand_in = torch.optim.SGD([{"params": group} for group in groups], lr=0.0)
+        engine = deepspeed.initialize(model=module, optimizer=stand_in, config=config, dist_init_required=False)[0]
+    for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
+        hook.remove()
+    library("deepspeed.utils.debug").debug_clear_module_and_param_names()
+    return engine

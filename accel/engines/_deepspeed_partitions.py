@@ -1,0 +1,286 @@
+"""How DeepSpeed divides a model over the ranks, seen as one fragment of each parameter.
+
+The library keeps the memory, the buckets and the gathering. Which gradients exist, and what an optimizer steps, is kept
+here, by parameter: so a frozen or unused parameter is left alone exactly as in one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ._deepspeed_library import initialise
+from ._deepspeed_snapshot import Snapshot
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Fragment:
+    """The part of one parameter that this rank owns.
+
+    Args:
+        index: of the parameter.
+        start: its first element.
+        home: the part in the model's own memory.
+        weights: what an optimizer steps: ``home`` itself, or a copy of higher precision or on another device.
+        grad: the mean gradient of this part, or None as in ``p.grad``.
+    """
+
+    index: int
+    start: int
+    home: torch.Tensor
+    weights: torch.Tensor
+    grad: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def accumulate(self, part: torch.Tensor) -> None:
+        """Add a reduced gradient."""
+        part = part.to(device=self.weights.device, dtype=self.weights.dtype)
+        if self.grad is None:
+            self.grad = part.clone()
+        else:
+            self.grad.add_(part)
+
+
+class Partitions(ABC):
+    """One model's parameters, divided by DeepSpeed. ``start`` and whatever is marked so are collectives.
+
+    Args:
+        parameters: all of the model.
+        masters: give each fragment fp32 weights of its own.
+        weights_on: where the optimizer's weights are; None where the model's are.
+    """
+
+    #: Gradients are reduced while backward runs; else when ``flush`` is called.
+    eager: bool
+
+    def __init__(
+        self, module: nn.Module, parameters: Sequence[nn.Parameter], masters: bool, weights_on: torch.device | None
+    ) -> None:
+        self.module = module
+        self.parameters = parameters
+        self.shapes = [p.shape for p in parameters]
+        self.fragments: dict[int, Fragment] = {}
+        self.divided: dict[int, nn.Parameter] = {}
+        self.numbers: dict[int, int] = {}
+        self.local = False
+        self.masters = masters
+        self._weights_on = weights_on
+        self._hooks: list[RemovableHandle] = []
+        self._open: set[int] = set()
+        self.snapshot = Snapshot(module)
+
+    def start(self, config: dict[str, Any], device: torch.device) -> None:
+        """Divide the model. Collective."""
+        trainable = [p.requires_grad for p in self.parameters]
+        self.divided = {i: p for i, p in enumerate(self.parameters) if p.is_floating_point()}
+        self.numbers = {id(p): i for i, p in enumerate(self.parameters)}
+        originals = {i: p.detach().float().clone() for i, p in self.divided.items()} if self.masters else {}
+        try:
+            for parameter in self.divided.values():
+                parameter.requires_grad_(True)
+            # It cannot broadcast what has no dimensions.
+            scalars = [p for p in self.parameters if p.dim() == 0]
+            for parameter in scalars:
+                parameter.data = parameter.data.view(1)
+            # What is frozen now lies apart, so that it need not be gathered after a step.
+            parts = [[p for i, p in self.divided.items() if trainable[i] is t] for t in (True, False)]
+            self.library = initialise(self.module, [part for part in parts if part], config, device)
+            self.zero = self.library.optimizer
+            for parameter in scalars:
+                self.make_scalar(parameter)
+            self.snapshot.changed()
+            self.arrange()
+            for index, parameter in self.divided.items():
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index)))
+        finally:
+            for parameter, wanted in zip(self.parameters, trainable, strict=True):
+                if parameter.is_floating_point():
+                    parameter.requires_grad_(wanted)
+        for index, original in originals.items():
+            if (fragment := self.fragments.get(index)) is not None:
+                part = original.reshape(-1).narrow(0, fragment.start, fragment.home.numel())
+                fragment.weights.copy_(part)
+
+    def make_scalar(self, parameter: nn.Parameter) -> None:
+        """Give a parameter that was shown with one dimension its true shape again."""
+        parameter.data = parameter.data.view(())
+
+    def own(self, index: int, start: int, home: torch.Tensor) -> None:
+        """Note that ``home`` is this rank's part of a parameter."""
+        weights = home.detach()
+        if self.masters and weights.is_floating_point():
+            weights = weights.float()
+        if self._weights_on is not None:
+            weights = weights.to(self._weights_on)
+        if weights.data_ptr() == home.data_ptr() and (self.masters or self._weights_on is not None):
+            weights = weights.clone()
+        self.fragments[index] = Fragment(index, start, home, weights)
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    @property
+    def broken(self) -> bool:
+        """Whether a backward ended half-way."""
+        return bool(self._open) and torch._C._current_graph_task_id() == -1
+
+    def arrived(self, index: int) -> None:
+        """Autograd has accumulated a gradient in ``p.grad``."""
+        if not self.eager or self.local:
+            return
+        task = torch._C._current_graph_task_id()
+        if task not in self._open:
+            self._open.add(task)
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self._end_of_backward(task))
+        self.take(index)
+
+    def _end_of_backward(self, task: int) -> None:
+        self.finish()
+        self._open.discard(task)
+
+    def flush(self, group: dist.ProcessGroup | None) -> None:
+        """Reduce what backward left in ``p.grad``; a rank that has none counts as zero. Collective."""
+        have = [int(p.grad is not None) for p in self.divided.values()]
+        mask = torch.tensor(have, dtype=torch.uint8, device=next(iter(self.divided.values())).device)
+        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=group)
+        waiting = [i for i, needed in zip(self.divided, mask.tolist(), strict=True) if needed]
+        for index in waiting:
+            self.offer(index)
+            self.take(index)
+        if waiting:
+            self.finish()
+
+    @abstractmethod
+    def offer(self, index: int) -> None:
+        """Make sure that ``p.grad`` is there and of the parameter's full shape."""
+
+    @abstractmethod
+    def take(self, index: int) -> None:
+        """Put ``p.grad`` into a bucket, which is reduced when it is full. Collective."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Reduce the buckets and put every gradient where it belongs. Collective."""
+
+    def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
+        """``zero_grad`` of some parameters."""
+        for index in indices:
+            parameter, fragment = self.parameters[index], self.fragments.get(index)
+            for holder in (parameter, fragment):
+                if holder is None or holder.grad is None:
+                    continue
+                if set_to_none:
+                    holder.grad = None
+                else:
+                    holder.grad = holder.grad.detach().zero_()
+
+    def norm(self, norm_type: float, group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
+        """The global norm of all gradients. Collective."""
+        grads = [f.grad for f in self.fragments.values() if f.grad is not None]
+        infinite = norm_type == float("inf")
+        local = torch.zeros((), dtype=torch.float32, device=device)
+        if grads:
+            norms = torch.stack([n.float().to(device) for n in torch._foreach_norm(grads, norm_type)])
+            local = norms.max() if infinite else norms.pow(norm_type).sum()
+        dist.all_reduce(local, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
+        return local if infinite else local.pow(1.0 / norm_type)
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply every gradient."""
+        for fragment in self.fragments.values():
+            if fragment.grad is not None:
+                fragment.grad.mul_(factor.to(device=fragment.grad.device, dtype=fragment.grad.dtype))
+
+    def forget_backward(self) -> None:
+        """Note that the gradients of a backward that ended half-way were dropped."""
+        self._open.clear()
+
+    def reset(self) -> None:
+        """Forget a backward or forward that ended half-way. Collective."""
+        self._open.clear()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def is_divided(self, index: int) -> bool:
+        """Whether the ranks hold fragments of a parameter."""
+        return index in self.divided
+
+    def dtype_of(self, index: int) -> torch.dtype:
+        """Of the weights that the optimizer steps."""
+        parameter = self.parameters[index]
+        return torch.float32 if self.masters and parameter.is_floating_point() else parameter.dtype
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        """Let every rank see the stepped weights. Collective."""
+        for fragment in self.fragments.values():
+            if fragment.weights is not fragment.home and fragment.weights.data_ptr() != fragment.home.data_ptr():
+                fragment.home.copy_(fragment.weights)
+        self.gather()
+
+    @abstractmethod
+    def gather(self) -> None:
+        """Spread what is in the homes. Collective."""
+
+    @abstractmethod
+    def arrange(self) -> None:
+        """Find this rank's fragments in what the library built."""
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around each forward."""
+        yield
+
+    def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A method of the root module."""
+        return method(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def whole(self, full: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Inside, each parameter is ``full``'s tensor; afterwards this rank's part of it is kept. Collective."""
+        held = [p.data for p in self.parameters]
+        for parameter, values in zip(self.parameters, full, strict=True):
+            parameter.data = values
+        try:
+            yield
+        finally:
+            for index, parameter in enumerate(self.parameters):
+                if (fragment := self.fragments.get(index)) is not None:
+                    part = parameter.data.reshape(-1).narrow(0, fragment.start, fragment.home.numel())
+                    fragment.weights.copy_(part)
+                parameter.data = held[index]
+            self.spread()
+
+    @torch.no_grad()
+    def end(self, full: Sequence[torch.Tensor]) -> None:
+        """Give the module its own parameters back, with these values."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.library.destroy()
+        self.snapshot.restore()
+        for parameter, values in zip(self.parameters, full, strict=True):
+            parameter.data = values
+        self.fragments.clear()
+
+
+def _hook(reference: weakref.ref[Partitions], index: int) -> Callable[[torch.Tensor], None]:
+    # Weakly: autograd keeps the hook where no garbage collector looks.
+    def arrived(_: torch.Tensor) -> None:
+        partitions = reference()
+        if partitions is not None:
+            partitions.arrived(index)
+
+    return arrived

@@ -1,0 +1,204 @@
+"""State verbs of an engine whose weights, or whose optimizer's state, lie in fragments on the ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .. import shard
+from ..errors import AccelError
+from ..shard import Manifest, Shard
+from . import _deepspeed_state as states
+from ._deepspeed_guards import Guards
+from ._deepspeed_layouts import Sharded
+from ._deepspeed_partitions import Partitions
+from .base import Context, Engine
+
+
+class Divided(Engine, ABC):
+    """While ``zero`` is None, everything is whole and the base class serves."""
+
+    def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
+        super().__init__(module, entry, context)
+        self.zero: Partitions | None = None
+        self.guards = Guards(self)
+        self.held: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
+
+    @property
+    def divided(self) -> bool:
+        """Whether gradients and optimizer state are in fragments."""
+        return self.zero is not None
+
+    @property
+    def weights_divided(self) -> bool:
+        """Whether the module does not hold what the optimizer steps."""
+        return self.zero is not None and (isinstance(self.zero, Sharded) or self.zero.masters)
+
+    @abstractmethod
+    def drop_gradients(self, optimizer: Optimizer | None, set_to_none: bool) -> None:
+        """``zero_grad`` of an optimizer (None: of the model)."""
+
+    def indices(self, optimizer: Optimizer) -> list[int]:
+        """The numbers of the optimizer's parameters."""
+        numbers = {id(p): i for i, p in enumerate(self.parameters)}
+        held = {id(group): parameters for group, parameters in self.held}
+        return [numbers[id(p)] for g in optimizer.param_groups for p in held.get(id(g), g["params"])]
+
+    def whole_weights(self, zero: Partitions, indices: Sequence[int]) -> list[torch.Tensor]:
+        """The weights that the optimizer steps, on every rank. Collective."""
+        weights = {i: f.weights for i, f in zero.fragments.items()}
+        dtypes = {i: zero.dtype_of(i) for i in indices}
+        pieces = states.of_fragments(zero, weights, dtypes)
+        return states.assemble(pieces, self.process.group, self.process.device)
+
+    def take_over(self, optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:
+        """Divide an optimizer's whole state, by parameter number."""
+        assert self.zero is not None
+        for index, entries in state.items():
+            fragment = self.zero.fragments.get(index)
+            if fragment is not None and entries:
+                states.divide(optimizer, fragment, self.zero.shapes[index], entries)
+
+    def release(self, optimizer: Optimizer, zero: Partitions) -> dict[int, dict[str, Any]]:
+        """An optimizer's whole state, of which no fragment is left in it. Collective."""
+        full = states.gather(optimizer, self.indices(optimizer), zero, self.process.group, self.process.device)
+        for fragment in zero.fragments.values():
+            optimizer.state.pop(fragment.weights, None)
+        return full
+
+    # -- state dicts ----------------------------------------------------------------------------------------------
+
+    def state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Refused where this rank has a part only."""
+        if self.zero is None or (optimizer is None and not self.weights_divided):
+            return super().state_dict(optimizer, args, kwargs)
+        raise AccelError(
+            f"state_dict() of {'a model' if optimizer is None else 'an optimizer'} that is divided over the ranks: use "
+            "accel.full_state_dict, or accel.save, on every rank"
+        )
+
+    def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
+        """The whole state on every rank. Collective."""
+        zero = self.zero
+        if zero is None or (optimizer is None and not self.weights_divided):
+            return super().full_state_dict(optimizer)
+        if optimizer is None:
+            with self.guards.inside():
+                state: dict[str, Any] = self.module.state_dict(keep_vars=True)
+            numbers = zero.numbers
+            indices = sorted({numbers[id(v)] for v in state.values() if id(v) in numbers})
+            whole = dict(zip(indices, self.whole_weights(zero, indices), strict=True))
+            for name, value in state.items():
+                if id(value) in numbers:
+                    index = numbers[id(value)]
+                    state[name] = whole[index].to(self.parameters[index].dtype)
+                elif isinstance(value, torch.Tensor):
+                    state[name] = value.detach()
+            return state
+        full = states.gather(optimizer, self.indices(optimizer), zero, self.process.group, self.process.device)
+        with self.guards.inside(), states.without_state(optimizer):
+            packed = optimizer.state_dict()
+        order = {index: number for number, index in enumerate(dict.fromkeys(self.indices(optimizer)))}
+        packed["state"] = {order[index]: entries for index, entries in sorted(full.items(), key=lambda e: order[e[0]])}
+        return packed
+
+    def load_state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Take this rank's part of a full state, which is the same on every rank. Collective for a model."""
+        zero = self.zero
+        if zero is None or (optimizer is None and not self.weights_divided):
+            return super().load_state_dict(optimizer, args, kwargs)
+        if optimizer is None:
+            whole = self.whole_weights(zero, range(len(self.parameters)))
+            with zero.whole(whole), self.guards.inside():
+                return self.module.load_state_dict(*args, **kwargs)
+        state = args[0] if args else kwargs["state_dict"]
+        with self.guards.inside(), states.without_state(optimizer):
+            optimizer.load_state_dict({**state, "state": {}})
+        for fragment in zero.fragments.values():
+            optimizer.state.pop(fragment.weights, None)
+        numbers = [i for g in state["param_groups"] for i in g["params"]]
+        found = dict(zip(numbers, self.indices(optimizer), strict=True))
+        self.take_over(optimizer, {found[n]: entries for n, entries in state["state"].items() if n in found})
+        return None
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def shards(self, optimizer: Optimizer | None) -> list[Shard]:
+        """This rank's fragments, and whatever is whole."""
+        zero = self.zero
+        if zero is None:
+            return super().shards(optimizer)
+        if optimizer is None:
+            with self.guards.inside():
+                rest = shard.module_shards(self.module)
+            fragments = []
+            names = {self.names[i] for i in zero.numbers.values() if zero.is_divided(i)}
+            for index, fragment in zero.fragments.items():
+                shape = tuple(zero.shapes[index])
+                fragments.append(Shard(self.names[index], shape, fragment.start, fragment.weights))
+            return [s for s in rest if s.name not in names] + fragments
+        found = []
+        for index in self.indices(optimizer):
+            if (part := zero.fragments.get(index)) is not None:
+                for key, value in optimizer.state.get(part.weights, {}).items():
+                    if states.is_divided(key, value, part.weights):
+                        name = f"{self.names[index]}/{key}"
+                        found.append(Shard(name, tuple(zero.shapes[index]), part.start, value))
+        return found
+
+    def values(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Groups by their parameters' names, and the state that is not divided."""
+        if self.zero is None:
+            return super().values(optimizer)
+        with states.without_state(optimizer):
+            found = super().values(optimizer)
+        for index in self.indices(optimizer):
+            part = self.zero.fragments.get(index)
+            state = optimizer.state.get(part.weights, {}) if part is not None else {}
+            if part is not None and state:
+                plain = {k: v for k, v in state.items() if not states.is_divided(k, v, part.weights)}
+                found["state"][self.names[index]] = plain
+        return found
+
+    def slots(self, optimizer: Optimizer | None, manifest: Manifest) -> list[Shard]:
+        """This rank's fragments; those of the optimizer's state are made."""
+        if self.zero is None:
+            return super().slots(optimizer, manifest)
+        if optimizer is None:
+            return self.shards(None)
+        numbers = {self.names[i]: i for i in self.indices(optimizer)}
+        found = []
+        for full_name, (shape, dtype) in manifest.items():
+            name, _, key = full_name.rpartition("/")
+            part = self.zero.fragments.get(numbers[name]) if name in numbers else None
+            if part is not None:
+                state = optimizer.state[part.weights]
+                if not states.is_divided(key, state.get(key), part.weights):
+                    state[key] = torch.empty(part.weights.shape, dtype=dtype, device=part.weights.device)
+                found.append(Shard(full_name, tuple(shape), part.start, state[key]))
+        return found
+
+    def fill_values(self, optimizer: Optimizer, values: Mapping[str, Any]) -> None:
+        """Group values, and the state that is not divided."""
+        if self.zero is None:
+            super().fill_values(optimizer, values)
+            return
+        for group, saved in zip(optimizer.param_groups, values["groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        for index in self.indices(optimizer):
+            part, saved = self.zero.fragments.get(index), values["state"].get(self.names[index])
+            if part is not None and saved is None:
+                optimizer.state.pop(part.weights, None)
+            elif part is not None:
+                copies = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in saved.items()}
+                optimizer.state[part.weights].update(copies)
+
+    def filled(self) -> None:
+        """Every rank sees the weights that were filled."""
+        if self.zero is not None:
+            self.zero.spread()

@@ -1,0 +1,309 @@
+"""``deepspeed``: ZeRO stages 0 to 3. DeepSpeed divides, gathers and reduces; the user's own optimizer steps the parts."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..control import agree
+from ..conversion import convert_optimizer
+from ..errors import BackendError, OptimizerError, PrecisionError
+from ..flat import average_gradients_, broadcast_
+from ..footprint import Footprint, MemoryUse
+from ..process import Process
+from . import _deepspeed_config as configuration
+from . import _deepspeed_state as states
+from . import _deepspeed_steps as steps
+from ._deepspeed_layouts import Flat, Sharded, refuse_mixed
+from ._deepspeed_library import forget_groups
+from ._memory import zero
+from .base import Context, Options
+
+logger = logging.getLogger("accel")
+
+#: Optimizers that treat each element by itself, so that a part of a parameter is stepped as in the whole.
+_ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSpeed(Options):
+    """Options of ``deepspeed``.
+
+    Args:
+        stage: 0 divides nothing, 1 the optimizer's state, 2 the gradients as well, 3 the weights as well
+            (None: the configuration's, else 2).
+        offload_optimizer: the weights that the optimizer steps, their gradients and its state are in CPU memory.
+        offload_parameters: the parts of the weights are in CPU memory (stage 3).
+        config: a DeepSpeed configuration, or the path of one as JSON. What contradicts a raw loop is refused by its key.
+        auto_refresh: look for a change of ``requires_grad`` before each forward.
+    """
+
+    stage: int | None = None
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    config: Mapping[str, Any] | str | Path | None = None
+    auto_refresh: bool = True
+
+    def __post_init__(self) -> None:
+        if self.stage not in (None, 0, 1, 2, 3):
+            raise BackendError(f"DeepSpeed(stage={self.stage!r}): expected 0, 1, 2 or 3")
+
+
+@final
+class DeepSpeedEngine(steps.Stepping):
+    """ZeRO by fragments: the gradients of this rank's parts are kept until ``zero_grad``, and the user's optimizer steps them."""
+
+    name = "deepspeed"
+    options_type = DeepSpeed
+    requires = {"deepspeed": "deepspeed"}
+    reduces = True
+    hears_steps = True
+    variants = tuple(DeepSpeed(stage=stage) for stage in (0, 1, 3))
+    options: DeepSpeed
+
+    def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
+        super().__init__(module, entry, context)
+        self._config = configuration.read(self.options.config)
+        self.max_norm = configuration.clipping(self._config)
+        self.stage = configuration.stage_of(self._config, self.options.stage)
+        self._kept: set[int | None] = set()
+        self._failed = False
+        self._stale_buffers = False
+
+    @classmethod
+    def check(cls, module: nn.Module, options: Any, process: Process) -> None:
+        """Refuse a configuration that contradicts the options or the loop."""
+        config = configuration.read(options.config)
+        stage = configuration.stage_of(config, options.stage)
+        configuration.check(config, stage)
+        configuration.offloaded(config, "offload_optimizer", options.offload_optimizer)
+        offload = configuration.offloaded(config, "offload_param", options.offload_parameters)
+        if offload and stage != 3:
+            raise BackendError(f"DeepSpeed(offload_parameters=True) needs stage 3, but the stage is {stage}")
+        if process.place.world_size == 1 and offload:
+            raise BackendError(
+                "DeepSpeed(offload_parameters=True) on one process: there is nothing to divide; use more"
+            )
+        if stage == 3 and process.place.world_size > 1:
+            named = dict(module.named_parameters())
+            refuse_mixed(list(named.values()), list(named))
+
+    @classmethod
+    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
+        """What the stage divides, divided."""
+        return zero(footprint, world_size, configuration.stage_of(configuration.read(options.config), options.stage))
+
+    def wrap(self) -> None:
+        """Refuse what needs the precision; DeepSpeed itself divides in ``start``."""
+        configuration.check(self._config, self.stage, self.precision.name)
+        if self.precision.scaled and self.stage:
+            raise PrecisionError(
+                f"precision '16-mixed' with DeepSpeed stage {self.stage}: its gradients leave p.grad during backward, while "
+                "they are scaled; use 'bf16-mixed', or stage 0"
+            )
+        if self.stage == 3 and self.entry is not self.module:
+            raise BackendError("a torch.compile wrapper with DeepSpeed stage 3: its weights come and go; use stage 2")
+        self.guards.module(self.module)
+
+    def start(self, optimizers: Sequence[Optimizer]) -> None:
+        """Rank 0's weights; then DeepSpeed divides them, if it has not yet; then the optimizers' state follows."""
+        super().start(optimizers)
+        if not self.distributed or not self.stage:
+            return
+        if (
+            self.zero is None
+            and (self.stage == 3 or optimizers)
+            and any(p.is_floating_point() for p in self.parameters)
+        ):
+            self._divide()
+        for optimizer in optimizers if self.zero is not None else ():
+            self.take_over(optimizer, {i: optimizer.state.pop(self.parameters[i], {}) for i in self.indices(optimizer)})
+
+    def _divide(self) -> None:
+        refuse_mixed(self.parameters, self.names)
+        masters = configuration.masters(self._config)
+        offload = configuration.offloaded(self._config, "offload_optimizer", self.options.offload_optimizer)
+        arguments = (self.module, self.parameters, masters, torch.device("cpu") if offload else None)
+        layout = Sharded(*arguments) if self.stage == 3 else Flat(self.stage, *arguments)
+        dtype = next(p.dtype for p in self.parameters if p.is_floating_point())
+        offload_parameters = configuration.offloaded(self._config, "offload_param", self.options.offload_parameters)
+        self.zero = layout
+        config = configuration.complete(self._config, self.stage, offload_parameters=offload_parameters, dtype=dtype)
+        layout.start(config, self.process.device)
+
+    # -- forward and gradients ------------------------------------------------------------------------------------
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward; at stage 3 each module gathers its weights."""
+        grad = torch.is_grad_enabled()
+        self._stale_buffers = self._stale_buffers or (
+            grad and self.distributed and any(True for _ in self.module.buffers())
+        )
+        if self.zero is None:
+            return self.entry(*args, **kwargs)
+        with self._noticing(), self.zero.forward():
+            return self.entry(*args, **kwargs)
+
+    def compute(self, bound: MethodType, *args: Any, **kwargs: Any) -> Any:
+        """As a forward, so that the root module's own weights are gathered too."""
+        if self.zero is None:
+            return bound(*args, **kwargs)
+        with self._noticing():
+            return self.zero.call(bound, args, kwargs)
+
+    @contextlib.contextmanager
+    def _noticing(self) -> Iterator[None]:
+        self._recover()
+        try:
+            yield
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _recover(self) -> None:
+        """Start afresh after a forward or backward that ended half-way."""
+        assert self.zero is not None
+        if self.zero.broken:
+            raise BackendError(
+                "an exception ended a backward, so that its gradients are incomplete: call zero_grad() and go on"
+            )
+        if self._failed and torch._C._current_graph_task_id() == -1:
+            self.compare("a new start after an exception", True)
+            self.zero.reset()
+            self._failed = False
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients in ``p.grad`` in the backwards inside."""
+        if self.zero is None:
+            yield
+            return
+        before, self.zero.local = self.zero.local, True
+        try:
+            yield
+        finally:
+            self.zero.local = before
+
+    def unsettled(self) -> bool:
+        """Whether gradients came since the last ``settle``."""
+        return self.distributed and bool(self.log.entries)
+
+    def hides_gradients(self) -> bool:
+        """Whether fragments have any."""
+        return self.zero is not None and (bool(self._kept) or self.unsettled())
+
+    def settle(self) -> None:
+        """Reduce what no hook has reduced; what the hooks did is compared over the ranks."""
+        if not self.distributed:
+            super().settle()
+            return
+        if self.zero is not None and self.zero.broken:
+            self._recover()
+        if self.unsettled():
+            if self.zero is None:
+                self.compare("a reduction of gradients", True)
+                average_gradients_(self.parameters, self.process.group)
+            else:
+                came = hash(tuple(self.log.entries)) if self.zero.eager else True
+                self.compare("the gradients of a step", came, lambda _: "other parameters, or in another order")
+                self.zero.flush(self.process.group)
+                self._kept.update(self.log.entries)
+            self.log.fold(pending=False)
+            if self._stale_buffers:
+                broadcast_([b.data for b in self.module.buffers()], self.process.group)
+                self._stale_buffers = False
+        if self.stepping is not None:
+            self.show(self.stepping)
+
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
+        """Drop gradients here and in ``p.grad``."""
+        self.drop_gradients(optimizer, set_to_none)
+
+    def drop_gradients(self, optimizer: Optimizer | None, set_to_none: bool) -> None:
+        """Those of an optimizer (None: of the model)."""
+        if self.zero is None:
+            owner: Any = self.module if optimizer is None else optimizer
+            type(owner).zero_grad(owner, set_to_none)
+            return
+        indices = range(len(self.parameters)) if optimizer is None else self.indices(optimizer)
+        if self.zero.broken:
+            self.zero.forget_backward()
+            self._failed = True
+        self.zero.drop(indices, set_to_none)
+        if set_to_none:
+            dropped = set(indices)
+            self._kept -= dropped
+            entries = [e if e is None or e >= 0 else ~e for e in self.log.entries]
+            self.log.entries[:] = [e for e in entries if e not in dropped]
+
+    # -- step -----------------------------------------------------------------------------------------------------
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Refuse what cannot step parts of parameters."""
+        self.check_optimizer(optimizer)
+        super().attach(optimizer)
+        self.guards.optimizer(optimizer)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that would see a part of a parameter as another parameter."""
+        super().check_optimizer(optimizer)
+        allowed = self._config.get("zero_allow_untested_optimizer") is True
+        if self.stage and self.distributed and type(optimizer) not in _ELEMENTWISE and not allowed:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} with DeepSpeed stage {self.stage}: each rank steps its part of each parameter as a "
+                "flat tensor, which is known to be exact for torch's elementwise optimizers (SGD, Adam, AdamW, ...); use "
+                "stage 0, or, if this one is elementwise too, config={'zero_allow_untested_optimizer': True}"
+            )
+
+    def detach(self, optimizer: Optimizer) -> None:
+        """Without the guards it is the user's own again."""
+        self.hide()
+        self.guards.remove(optimizer)
+        super().detach(optimizer)
+
+    # -- state and end --------------------------------------------------------------------------------------------
+
+    def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
+        """Whole weights, gradients and optimizer state in the user's own objects."""
+        self.guards.close()
+        zero, self.zero = self.zero, None
+        if zero is None:
+            return
+        if self._ended or not hasattr(zero, "zero"):
+            logger.warning("the parts of the model on other ranks are lost: the process groups were ended")
+            return
+        held = {i: f.grad for i, f in zero.fragments.items() if f.grad is not None}
+        theirs = agree("gathering gradients", {i: g.dtype for i, g in held.items()})
+        dtypes = dict(sorted((i, d) for kinds in theirs for i, d in kinds.items()))
+        pieces = states.of_fragments(zero, held, dtypes)
+        grads = dict(zip(dtypes, states.assemble(pieces, self.process.group, self.process.device), strict=True))
+        full = [(optimizer, self.release(optimizer, zero)) for optimizer in optimizers]
+        weights = self.whole_weights(zero, range(len(self.parameters)))
+        # What accel made half becomes whole again from its fp32 copy.
+        ours = {id(tensor) for tensor, _ in self.dtypes}
+        zero.end([w if id(p) in ours else w.to(p.dtype) for w, p in zip(weights, self.parameters, strict=True)])
+        for optimizer, state in full:
+            optimizer.state.update((self.parameters[index], entries) for index, entries in state.items())
+        for index, grad in grads.items():
+            self.parameters[index].grad = grad.to(self.parameters[index].dtype)
+        with contextlib.ExitStack() as for_good:
+            for optimizer in optimizers:
+                convert_optimizer(optimizer, for_good)
+            for_good.pop_all()
+
+    def abandon(self, reason: str) -> None:
+        """Let go of DeepSpeed's process groups too."""
+        super().abandon(reason)
+        forget_groups()

@@ -1,0 +1,376 @@
+"""DeepSpeed's ZeRO stages on real ranks: exact in every loop, one engine for each model, nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import accel
+from accel.engines.deepspeed import DeepSpeed
+from tests.distributed import run
+
+STAGES = (1, 2, 3)
+# Without it, models as small as these stay whole at stage 3.
+CONFIG = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+
+
+def zero(stage: int, **options: Any) -> Any:
+    return DeepSpeed(stage=stage, config=CONFIG, **options)
+
+
+class Net(nn.Module):
+    """Two branches, odd sizes, a buffer."""
+
+    def __init__(self, seed: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh())
+        self.left = nn.Linear(7, 3)
+        self.right = nn.Linear(7, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor, left: bool = True, right: bool = True) -> dict[str, torch.Tensor]:
+        h = self.body(x)
+        parts = [branch(h) for branch, used in ((self.left, left), (self.right, right)) if used]
+        return {"out": sum(parts) * self.scale}
+
+    def embed(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) * self.scale
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def data(step: int, rank: int | None = None) -> torch.Tensor:
+    """A batch of every rank, or of one."""
+    x = torch.randn(accel.world_size(), 4, 5, generator=torch.Generator().manual_seed(step))
+    return x if rank is None else x[rank]
+
+
+def loss_of(out: Any) -> torch.Tensor:
+    return out["out"].square().mean() if isinstance(out, dict) else out.square().mean()
+
+
+def mean_loss(model: nn.Module, forward: Callable[[nn.Module, torch.Tensor], Any], step: int) -> torch.Tensor:
+    """What one process on the whole batch would have: the mean over the ranks' batches."""
+    return torch.stack([loss_of(forward(model, x)) for x in data(step)]).mean()
+
+
+def whole(model: Any) -> dict[str, torch.Tensor]:
+    return {k: v.clone() for k, v in accel.full_state_dict(model).items()}
+
+
+def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[k].float() - b[k].float()).abs().max()) for k in a if isinstance(a[k], torch.Tensor))
+
+
+def states(optimizer: Any) -> dict[str, torch.Tensor]:
+    """A plain optimizer's state, or a handle's whole one, flat."""
+    full = optimizer.state_dict() if type(optimizer).__module__ == "torch.optim" else accel.full_state_dict(optimizer)
+    return {f"{i}/{k}": torch.as_tensor(v) for i, s in full["state"].items() for k, v in s.items()}
+
+
+class Pair:
+    """The same model trained by accel, and by plain torch on the whole batch."""
+
+    def __init__(self, backend: Any, make: Callable[[nn.Module], Any] = adamw, **options: Any) -> None:
+        self.plain, raw = Net(), Net()
+        self.plain_optimizer, self.raw_optimizer, self.raw = make(self.plain), make(raw), raw
+        self.model, self.optimizer, _ = accel.setup(raw, self.raw_optimizer, backend=backend, **options)
+
+    def check(self, tolerance: float = 1e-5) -> None:
+        found = distance(whole(self.model), self.plain.state_dict())
+        assert found <= tolerance, found
+        mine, theirs = accel.full_state_dict(self.optimizer), self.plain_optimizer.state_dict()
+        assert mine["param_groups"] == theirs["param_groups"]
+        assert mine["state"].keys() == theirs["state"].keys()
+        for index, entries in theirs["state"].items():
+            assert distance(mine["state"][index], entries) <= tolerance
+
+    def train(self, steps: range = range(3), forward: Callable[..., Any] = lambda m, x: m(x)) -> None:
+        for step in steps:
+            self.optimizer.zero_grad()
+            self.plain_optimizer.zero_grad()
+            loss_of(forward(self.model, data(step, accel.rank()))).backward()
+            mean_loss(self.plain, forward, step).backward()
+            self.optimizer.step()
+            self.plain_optimizer.step()
+
+
+# -- loops ------------------------------------------------------------------------------------------------------------
+
+
+def several_backwards(stage: int) -> None:
+    """Two forwards then two backwards, a graph used twice, the raw module, a method."""
+    for make in (adamw, momentum):
+        pair = Pair(zero(stage), make)
+        rank = accel.rank()
+        for step in range(3):
+            for model, optimizer, batches in (
+                (pair.model, pair.optimizer, [data(step, rank)]),
+                (pair.plain, pair.plain_optimizer, list(data(step))),
+            ):
+                optimizer.zero_grad()
+                for x in batches:
+                    a, b = model(x)["out"].square().mean(), model(-x, right=False)["out"].square().mean()
+                    (b / len(batches)).backward()
+                    (a / len(batches)).backward(retain_graph=stage != 3)
+                    if stage != 3:
+                        (a / len(batches)).backward()
+                    raw = accel.unwrap(model) if model is pair.model else model
+                    (loss_of(raw(x)) / len(batches)).backward()
+                    (model.embed(x).abs().mean() / len(batches)).backward()
+                optimizer.step()
+        pair.check()
+
+
+def zero_grad_anywhere(stage: int) -> None:
+    """After the forward, of the model, without set_to_none, never; and a backward after a clip."""
+    pair = Pair(zero(stage), momentum)
+    rank = accel.rank()
+    for step in range(8):
+        for model, optimizer, clip, batches in (
+            (pair.model, pair.optimizer, accel.clip_grad_norm_, [data(step, rank)]),
+            (pair.plain, pair.plain_optimizer, lambda m, c: nn.utils.clip_grad_norm_(m.parameters(), c), data(step)),
+        ):
+            losses = [loss_of(model(x)) / len(batches) for x in batches]
+            if step in (0, 5):
+                optimizer.zero_grad()
+            elif step in (1, 4):
+                (accel.unwrap(model) if step == 4 else model).zero_grad()
+            elif step == 2:
+                optimizer.zero_grad(set_to_none=False)
+            for loss in losses:
+                loss.backward()
+            if step in (3, 5):
+                norm = clip(model, 0.05)
+                assert norm > 0.05
+                for x in batches:
+                    (loss_of(model(2 * x)) / len(batches)).backward()
+            optimizer.step()
+    pair.check()
+
+
+def unused(stage: int) -> None:
+    """A branch that no rank uses is left alone, its decay and its step count too."""
+    pair = Pair(zero(stage))
+    for step in range(4):
+        pair.train(range(step, step + 1), lambda m, x, right=step % 2 == 1: m(x, right=right))
+    pair.check()
+
+
+def closures(stage: int) -> None:
+    pair = Pair(zero(stage))
+    for step in range(3):
+
+        def closure(step: int = step) -> torch.Tensor:
+            pair.optimizer.zero_grad()
+            loss = loss_of(pair.model(data(step, accel.rank())))
+            loss.backward()
+            return loss
+
+        def plain(step: int = step) -> torch.Tensor:
+            pair.plain_optimizer.zero_grad()
+            loss = mean_loss(pair.plain, lambda m, x: m(x), step)
+            loss.backward()
+            return loss
+
+        torch.testing.assert_close(pair.optimizer.step(closure), pair.plain_optimizer.step(plain).detach())
+    pair.check()
+
+
+def raw_objects(stage: int) -> None:
+    """The loop may hold the raw optimizer, and a scheduler on either."""
+    pair = Pair(zero(stage))
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in (pair.raw_optimizer, pair.plain_optimizer)]
+    for step in range(5):
+        pair.raw_optimizer.zero_grad()
+        pair.plain_optimizer.zero_grad()
+        loss_of(pair.model(data(step, accel.rank()))).backward()
+        mean_loss(pair.plain, lambda m, x: m(x), step).backward()
+        pair.raw_optimizer.step()
+        pair.plain_optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    assert pair.raw_optimizer.param_groups[0]["params"][0] is next(pair.raw.parameters())
+    pair.check()
+
+
+def no_sync(stage: int) -> None:
+    pair = Pair(zero(stage))
+    for step in range(3):
+        pair.optimizer.zero_grad()
+        pair.plain_optimizer.zero_grad()
+        with accel.no_sync(pair.model):
+            loss_of(pair.model(data(step, accel.rank()))).backward()
+            with accel.no_sync(pair.model):
+                loss_of(pair.model(data(step + 10, accel.rank()), left=False)).backward()
+        if step:
+            loss_of(pair.model(data(step + 20, accel.rank()))).backward()
+        for s, left in ((step, True), (step + 10, False), *([(step + 20, True)] if step else [])):
+            mean_loss(pair.plain, lambda m, x, left=left: m(x, left=left), s).backward()
+        pair.optimizer.step()
+        pair.plain_optimizer.step()
+    pair.check()
+
+
+LOOPS = [several_backwards, zero_grad_anywhere, unused, closures, raw_objects, no_sync]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_loop_is_exact(stage: int, loop: Callable[[int], None]) -> None:
+    run(2, loop, stage)
+
+
+# -- one engine for each model ----------------------------------------------------------------------------------------
+
+
+def evaluate_and_train(stage: int) -> None:
+    raw, plain = Net(), Net()
+    model, _, _ = accel.setup(raw, backend=zero(stage))
+    x = data(99, 0)
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x)["out"], plain(x)["out"])
+    for _ in range(2):  # then training, with evaluation inside and after
+        optimizer = adamw(raw)
+        again, handle, _ = accel.setup(raw, optimizer, backend=zero(stage))
+        assert again is model
+        plain_optimizer = adamw(plain)
+        for step in range(3):
+            model.train()
+            handle.zero_grad()
+            plain_optimizer.zero_grad()
+            first = loss_of(model(data(step, accel.rank())))
+            with torch.no_grad():
+                torch.testing.assert_close(model.eval()(x)["out"], plain(x)["out"])
+            first.backward()
+            mean_loss(plain, lambda m, x: m(x), step).backward()
+            with torch.no_grad():
+                model(x)
+            handle.step()
+            plain_optimizer.step()
+            with torch.no_grad():
+                torch.testing.assert_close(model(x)["out"], plain(x)["out"])
+        assert distance(whole(model), plain.state_dict()) <= 1e-5
+
+
+@pytest.mark.parametrize("stage", [0, *STAGES])
+def test_evaluate_then_train_and_back_on_one_engine(stage: int) -> None:
+    run(2, evaluate_and_train, stage)
+
+
+def two_optimizers(stage: int) -> None:
+    """One of each class; then a third, and a group that is added."""
+    raw, plain = Net(), Net()
+    made = []
+    for net in (raw, plain):
+        made.append([
+            torch.optim.SGD(net.body.parameters(), lr=0.05, momentum=0.9),
+            torch.optim.AdamW(net.left.parameters(), lr=0.01, weight_decay=0.1),
+        ])  # fmt: skip
+    model, handles, _ = accel.setup(raw, made[0], backend=zero(stage))
+    for step in range(6):
+        if step == 2:
+            handles[1].add_param_group({"params": list(raw.right.parameters()), "lr": 0.02})
+            made[1][1].add_param_group({"params": list(plain.right.parameters()), "lr": 0.02})
+        if step == 4:
+            for net, optimizers in zip((raw, plain), made, strict=True):
+                optimizers.append(torch.optim.RMSprop([net.scale], lr=0.01))
+            handles.append(accel.setup(raw, made[0][2])[1])
+        for net, optimizers in ((model, handles), (plain, made[1])):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            rank = accel.rank()
+            (loss_of(net(data(step, rank))) if net is model else mean_loss(plain, lambda m, x: m(x), step)).backward()
+            for optimizer in optimizers[: 1 + step % 3]:
+                optimizer.step()
+    assert distance(whole(model), plain.state_dict()) <= 1e-5
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_several_optimizers_and_added_groups(stage: int) -> None:
+    run(2, two_optimizers, stage)
+
+
+def gan(first: Any, second: Any) -> None:
+    raw, plain = [Net(1), Net(2)], [Net(1), Net(2)]
+    head = nn.Linear(3, 5)
+    models, optimizers = [], []
+    for net, backend in zip(raw, (first, second), strict=True):
+        model, optimizer, _ = accel.setup(net, adamw(net), backend=backend)
+        models.append(model)
+        optimizers.append(optimizer)
+    plain_optimizers = [adamw(net) for net in plain]
+
+    def step(g: Any, d: Any, og: Any, od: Any, batches: Any) -> None:
+        od.zero_grad()
+        for x in batches:
+            fake = F.linear(g(x)["out"], head.weight.detach())
+            ((d(fake.detach())["out"].mean() - loss_of(d(x))) / len(batches)).backward()
+        od.step()
+        og.zero_grad()
+        for x in batches:
+            (loss_of(d(F.linear(g(x)["out"], head.weight.detach()))) / len(batches)).backward()
+        og.step()
+
+    with torch.no_grad():
+        dist.broadcast(head.weight, 0)
+    for number in range(4):
+        step(*models, *optimizers, [data(number, accel.rank())])
+        step(*plain, *plain_optimizers, list(data(number)))
+    for model, net in zip(models, plain, strict=True):
+        assert distance(whole(model), net.state_dict()) <= 1e-5
+
+
+@pytest.mark.parametrize("pair", [(1, 1), (2, 2), (3, 3), ("ddp", 3), (1, 3), (3, 2)], ids=str)
+def test_two_models_that_train_each_other(pair: Any) -> None:
+    run(2, gan, *(p if isinstance(p, str) else zero(p) for p in pair))
+
+
+def rlhf() -> None:
+    """Actor and critic train on one joint loss; reference and reward are frozen. All four under ZeRO-3."""
+    raw, plain = [Net(i) for i in range(4)], [Net(i) for i in range(4)]
+    for net in (*raw[2:], *plain[2:]):
+        net.requires_grad_(False)
+    optimizers = [adamw(net) for net in raw[:2]]
+    handles = [accel.setup(n, o, backend=zero(3)) for n, o in zip(raw[:2], optimizers, strict=True)]
+    models = [h.model for h in handles] + [accel.setup(n, backend=zero(3)).model for n in raw[2:]]
+    plain_optimizers = [adamw(net) for net in plain[:2]]
+
+    def loss(nets: Any, x: torch.Tensor) -> torch.Tensor:
+        actor, critic, reference, reward = (n(x)["out"] for n in nets)
+        return (actor - reference.detach()).square().mean() + (critic - reward).abs().mean() + (actor * critic).mean()
+
+    before = whole(models[2])
+    for step in range(4):
+        for h in handles:
+            h.optimizers.zero_grad()
+        for o in plain_optimizers:
+            o.zero_grad()
+        loss(models, data(step, accel.rank())).backward()
+        torch.stack([loss(plain, x) for x in data(step)]).mean().backward()
+        for h in handles:
+            h.optimizers.step()
+        for o in plain_optimizers:
+            o.step()
+    for model, net in zip(models, plain, strict=True):
+        assert distance(whole(model), net.state_dict()) <= 1e-5
+    assert distance(before, whole(models[2])) == 0
+
+
+def test_actor_critic_reference_and_reward() -> None:
+    run(2, rlhf)
