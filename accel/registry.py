@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .clipping import ClipPatch
+from .control import agree
 from .engines import FOREIGN, Engine
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError
 from .handles import ModelHandle, OptimizerHandle, raw
@@ -38,7 +39,7 @@ class Registry:
         self._owners: Any = WeakIdKeyDictionary()
         self._hooks: list[RemovableHandle] = []
         self._watched: list[RemovableHandle] = []
-        self._clipping = ClipPatch(self._finalize_clipped)
+        self._clipping = ClipPatch(self._finalize_clipped, self._total_norm, self._refuse_local_norm)
 
     def add(self, engine: Engine) -> None:
         """Make ``engine`` the one engine of its module."""
@@ -52,7 +53,7 @@ class Registry:
                 register_module_parameter_registration_hook(self._registered),
                 register_module_module_registration_hook(self._registered),
             ]
-        if engine.log.active and not self._watched:
+        if _is_watched(engine) and not self._watched:
             self._watched = [register_optimizer_step_pre_hook(self._before_any_step)]
             self._clipping.install()
         weakref.finalize(engine, self._prune).atexit = False
@@ -70,7 +71,7 @@ class Registry:
         if not engines:
             _remove(self._hooks)
             self.loss_scale = LossScale()
-        if not any(engine.log.active for engine in engines):
+        if not any(_is_watched(engine) for engine in engines):
             _remove(self._watched)
             self._clipping.remove()
 
@@ -171,6 +172,37 @@ class Registry:
                     raise BackendError(
                         "gradients were missing when torch.nn.utils clipped: use accel.clip_grad_norm_(model)"
                     )
+
+    def _spread(self) -> list[Engine]:
+        return [e for e in self.engines if e.spreads and e.distributed]
+
+    def _total_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        """The norm of gradients of which some lie on one rank each; None where no live engine has such. Collective."""
+        if not self._spread():
+            return None
+        if norm_type <= 0:
+            raise BackendError(f"a norm of order {norm_type} does not add up over the ranks: use one above 0")
+        own = {id(p.grad) for e in self._spread() for p in e.parameters if p.grad is not None}
+        spread = nn.utils.get_total_norm([g for g in gradients if id(g) in own], norm_type)
+        common = nn.utils.get_total_norm([g for g in gradients if id(g) not in own], norm_type)
+        everywhere = agree(f"the norm of order {norm_type} of gradients", float(spread))
+        total = torch.linalg.vector_norm(torch.tensor([float(common), *everywhere], dtype=torch.float64), norm_type)
+        like = gradients[0] if gradients else torch.tensor(0.0)
+        norm: torch.Tensor = total.to(like)
+        return norm
+
+    def _refuse_local_norm(self, gradients: Sequence[torch.Tensor]) -> None:
+        own = {id(p.grad) for e in self._spread() for p in e.parameters if p.grad is not None}
+        if any(id(g) in own for g in gradients):
+            raise BackendError(
+                "torch.nn.utils.get_total_norm sees the gradients of this rank only: accel.clip_grad_norm_(model, "
+                'float("inf")) measures those of all ranks'
+            )
+
+
+def _is_watched(engine: Engine) -> bool:
+    """Whether torch's clipping and unknown optimizers need an eye on them."""
+    return engine.log.active or (engine.spreads and engine.distributed)
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

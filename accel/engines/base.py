@@ -49,6 +49,8 @@ class Engine(StateVerbs, ABC):
     synchronizes: ClassVar[bool] = True
     #: Needs ``rebuild`` when ``requires_grad`` changes, and the log of gradients.
     reduces: ClassVar[bool] = False
+    #: Over several ranks a gradient lies on one of them only, so that a norm of all of them adds up over the ranks.
+    spreads: ClassVar[bool] = False
     #: ``after_step`` has something to do.
     hears_steps: ClassVar[bool] = False
 
@@ -108,6 +110,10 @@ class Engine(StateVerbs, ABC):
     @abstractmethod
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Undo ``wrap`` and ``start``: module and optimizers as their author made them, with their trained values."""
+
+    def replica(self) -> tuple[int, int]:
+        """This rank's place among the replicas of the model, and their number: ranks of one replica read one batch."""
+        return self.process.place.rank, self.process.place.world_size
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Skip the reduction of gradients in the backward passes of the forwards inside."""
