@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..process import Process
-from ._pipeline_stages import Named, Swapped, flatten, unflatten
+from ._pipeline_stages import Named, Swapped, flatten, unflatten, without_hooks
 
 Balance = Sequence[int] | str
 
@@ -47,10 +47,12 @@ def times_of(children: Sequence[Named], value: Any) -> list[float]:
             leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
             wanted = [t for t in (*leaves, *child.parameters()) if t.requires_grad]
             best = float("inf")
-            with Swapped([(m, k, b) for m in child.modules() for k, b in m._buffers.items() if b is not None]):
+            buffers = [(m, k, b) for m in child.modules() for k, b in m._buffers.items() if b is not None]
+            with Swapped(buffers), without_hooks(wanted):
                 for _ in range(3):
+                    copies = [t.clone() for t in leaves]  # a child may work in place
                     start = time.perf_counter()
-                    value = child(unflatten(form, leaves))
+                    value = child(unflatten(form, copies))
                     out = [t for t in flatten(value, f"the output of {name}")[0] if t.requires_grad]
                     if out and wanted:
                         torch.autograd.grad(out, wanted, [torch.ones_like(t) for t in out], allow_unused=True)

@@ -120,6 +120,8 @@ class Parts:
                     child.register_forward_pre_hook(guard),
                     child.register_state_dict_pre_hook(guard.state_dict),
                 ]
+        #: The parameters of other ranks.
+        self.away = [(name, p) for name, p in module.named_parameters() if not self.owns(name)]
         self.release()
 
     def owner(self, name: str) -> int:

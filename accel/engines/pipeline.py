@@ -100,8 +100,8 @@ class PipelineEngine(Engine):
         """Place the stages on this process's devices, where it has the whole model."""
         if self.entry is not self.module:
             raise BackendError(
-                "a pipeline calls the children of the Sequential, so a torch.compile of the whole never runs: compile the "
-                "children instead"
+                "a pipeline calls the children of the Sequential, so a torch.compile of the whole never runs: compile "
+                "the children instead (child.compile())"
             )
         if self.distributed and self.precision.scaled:
             raise PrecisionError(
@@ -197,9 +197,7 @@ class PipelineEngine(Engine):
         """Refuse gradients of what lies on other ranks, and a scaler that looked at this stage alone."""
         if self._parts is None:
             return
-        names = self.parameter_names
-        away = [names[id(p)] for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-        away = [name for name in away if not self._parts.owns(name)]
+        away = [name for name, parameter in self._parts.away if parameter.grad is not None]
         if away:
             raise BackendError(
                 f"{', '.join(away[:5])} has a gradient on rank {self._channel.rank}, but lies on rank "
@@ -221,7 +219,9 @@ class PipelineEngine(Engine):
                 raise lost_stages()
             names = self.parameter_names
             for optimizer in optimizers:
-                optimizer.state.update(parts.full_state(optimizer, names))
+                for parameter, state in parts.full_state(optimizer, names).items():
+                    optimizer.state.pop(parameter, None)  # so that the order is the same on every rank
+                    optimizer.state[parameter] = state
             parts.restore()
         elif len(self.process.devices) > 1 and self._stages:
             for _, child in self._children:
