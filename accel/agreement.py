@@ -120,7 +120,7 @@ def execute(plan: Plan) -> Handles:
         engine.handle,
         map_leaves(plan.optimizers, lambda o, path: known_optimizer(o, engine), "optimizers"),
         map_leaves(
-            plan.dataloaders, lambda d, path: _loader_handle(d, plan.loader_options, process, seed), "dataloaders"
+            plan.dataloaders, lambda d, path: _loader_handle(d, plan.loader_options, engine, seed), "dataloaders"
         ),
     )
     if process.place.rank == 0:
@@ -158,16 +158,17 @@ def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
     return engine
 
 
-def _loader_handle(loader: Any, options: LoaderOptions | None, process: Process, seed: int) -> LoaderHandle:
+def _loader_handle(loader: Any, options: LoaderOptions | None, engine: Engine, seed: int) -> LoaderHandle:
     with contextlib.suppress(LookupError):
         return known_loader(loader, options)
-    place, options = process.place, options or LoaderOptions()
+    options = options or LoaderOptions()
+    rank, replicas = engine.replica()
     handle = data.distribute(
         loader,
         options,
-        rank=place.rank,
-        world_size=place.world_size,
-        device=process.device,
+        rank=rank,
+        world_size=replicas,
+        device=engine.process.device,
         seed=seed + next(registry.loader_numbers),
     )
     Slot.put(loader, (handle, options))

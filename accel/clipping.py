@@ -1,63 +1,93 @@
 """Makes torch's own clipping functions see final gradients.
 
-``torch.nn.utils.clip_grad_norm_``, ``clip_grad_value_`` and ``get_total_norm`` all group their gradients by one helper,
-looked up in their module's globals: replacing it there reaches them however a loop imported them. So does the function
-that multiplies the gradients of given parameters, which alone is told the parameters.
+``torch.nn.utils.clip_grad_norm_``, ``clip_grad_value_`` and ``get_total_norm`` use helpers that they look up in their
+module's globals: replacing those reaches them however a loop imported them. One groups gradients, and is where they
+become final; one measures the norm to clip by, which adds up over the ranks where gradients lie on one rank each; one
+multiplies the gradients of given parameters, and alone is told the parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final, final
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Protocol, final
 
 import torch
 from torch.nn.utils import clip_grad
 
-_HELPER: Final = "_group_tensors_by_device_and_dtype"
-_MULTIPLIER: Final = "_clip_grads_with_norm_"
+_GROUP: Final = "_group_tensors_by_device_and_dtype"
+_NORM: Final = "_get_total_norm"
+_MULTIPLY: Final = "_clip_grads_with_norm_"
+
+
+class ClipListener(Protocol):
+    """What hears of clipping."""
+
+    def before_clipping(self, gradients: Sequence[torch.Tensor]) -> None:
+        """These gradients are about to be clipped or measured."""
+
+    def before_multiplying(self, parameters: Sequence[torch.Tensor]) -> None:
+        """The gradients of these parameters are about to be clipped by a norm."""
+
+    def total_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        """The norm over the ranks that ``clip_grad_norm_`` needs; None where it is that of ``gradients``."""
+
+    def before_local_norm(self, gradients: Sequence[torch.Tensor]) -> None:
+        """These gradients are about to be measured by a call that ``total_norm`` cannot answer."""
 
 
 @final
 class ClipPatch:
-    """The replaced functions.
+    """The replaced helpers; ``listener`` hears of their calls."""
 
-    Args:
-        before: gets the gradients that are about to be clipped or measured.
-        parameters: gets the parameters whose gradients are about to be clipped by a norm.
-    """
-
-    def __init__(
-        self,
-        before: Callable[[Sequence[torch.Tensor]], None],
-        parameters: Callable[[Sequence[torch.Tensor]], None],
-    ) -> None:
-        self._before = before
-        self._parameters = parameters
-        self._original: Any = None
-        self._multiplier: Any = None
+    def __init__(self, listener: ClipListener) -> None:
+        self._listener = listener
+        self._inside = False
+        self._originals: dict[str, Callable[..., Any]] = {}
 
     def install(self) -> None:
-        """Replace the helper; again is no second time."""
-        if self._original is not None:
-            return
-        original = self._original = getattr(clip_grad, _HELPER)
-        multiplier = self._multiplier = getattr(clip_grad, _MULTIPLIER)
-
-        def grouped(tensors: Sequence[Sequence[torch.Tensor]], *args: Any) -> Any:
-            self._before(tensors[0])
-            return original(tensors, *args)
-
-        def multiplied(parameters: Any, *args: Any, **kwargs: Any) -> None:
-            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            self._parameters(parameters)
-            multiplier(parameters, *args, **kwargs)
-
-        setattr(clip_grad, _HELPER, grouped)
-        setattr(clip_grad, _MULTIPLIER, multiplied)
+        """Replace the helpers; again is no second time."""
+        if not self._originals:
+            patches = {_GROUP: self._group, _NORM: self._norm, _MULTIPLY: self._multiply}
+            self._originals = {name: getattr(clip_grad, name) for name in patches}
+            for name, patched in patches.items():
+                setattr(clip_grad, name, patched)
 
     def remove(self) -> None:
         """Put torch's own back."""
-        if self._original is not None:
-            setattr(clip_grad, _HELPER, self._original)
-            setattr(clip_grad, _MULTIPLIER, self._multiplier)
-            self._original = self._multiplier = None
+        for name, original in self._originals.items():
+            setattr(clip_grad, name, original)
+        self._originals = {}
+
+    def _group(self, tensors: Sequence[Sequence[torch.Tensor]], *args: Any) -> Any:
+        if not self._inside and sys._getframe(1).f_code.co_name == _NORM:
+            self._listener.before_local_norm(tensors[0])
+        self._listener.before_clipping(tensors[0])
+        return self._originals[_GROUP](tensors, *args)
+
+    def _norm(
+        self,
+        tensors: torch.Tensor | Iterable[torch.Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        self._inside = True
+        try:
+            total = self._listener.total_norm(gradients, float(norm_type))
+            if total is None:
+                own: torch.Tensor = self._originals[_NORM](gradients, norm_type, error_if_nonfinite, foreach)
+                return own
+        finally:
+            self._inside = False
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped"
+            )
+        return total
+
+    def _multiply(self, parameters: Any, *args: Any, **kwargs: Any) -> None:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self._listener.before_multiplying(parameters)
+        self._originals[_MULTIPLY](parameters, *args, **kwargs)

@@ -13,11 +13,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from .collectives import all_gather
+from .control import agree
 from .errors import LoaderError
 from .feeds import WHOLE, Kept, Position, Start
 from .iteration import Iteration, LoaderOptions, LoaderState, latest
 from .loader_checks import check, describe, length_of
-from .process import world_size
+from .process import rank, world_size
 from .sampling import digest
 from .trees import map_tensors
 
@@ -231,8 +232,19 @@ def gather_for_metrics(data: T, loader: LoaderHandle | None = None) -> T:
             "gather_for_metrics: no loader of accel has given a batch yet, so that its padding is not known: pass the "
             "loader to accel.setup, or use accel.all_gather"
         )
-    gathered: T = all_gather(map_tensors(lambda tensor: _trim(tensor, kept), data) if kept.pads else data)
+    rows: T = map_tensors(lambda tensor: _trim(tensor, kept), data) if kept.pads else data
+    replica = latest.replica if loader is None else (loader._accel.rank, loader._accel.world)
+    if replica is not None and replica[1] < world_size():
+        rows = _once(rows, replica[0])
+    gathered: T = all_gather(rows)
     return gathered
+
+
+def _once(data: T, replica: int) -> T:
+    """No rows on all but the first rank of each replica, since its ranks all have the same rows. Collective."""
+    first = agree("gather_for_metrics", replica).index(replica) == rank()
+    rows: T = map_tensors(lambda t: (t if t.dim() else t[None])[: None if first else 0], data)
+    return rows
 
 
 def _trim(tensor: torch.Tensor, kept: Kept) -> torch.Tensor:

@@ -101,9 +101,10 @@ class LoaderState:
 
 @final
 class Latest:
-    """What is kept of the last batch that any handle gave; None where there was none."""
+    """What is kept of the last batch that any handle gave, and the replica of the model that it was for; None before."""
 
     kept: Kept | None = None
+    replica: tuple[int, int] | None = None
 
 
 latest = Latest()
@@ -153,6 +154,7 @@ class Iteration:
         batch = feed.take(item)
         state.batches = self.last = state.batches + 1
         state.kept = latest.kept = feed.kept
+        latest.replica = state.rank, state.world
         return batch if self._device is None else move(batch, self._device)
 
     def _begins_anew(self) -> bool:

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .clipping import ClipPatch
+from .control import agree
 from .engines import FOREIGN, Engine
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError
 from .handles import ModelHandle, OptimizerHandle, raw
@@ -38,7 +39,7 @@ class Registry:
         self._owners: Any = WeakIdKeyDictionary()
         self._hooks: list[RemovableHandle] = []
         self._watched: list[RemovableHandle] = []
-        self._clipping = ClipPatch(self._finalize_clipped, self._refuse_hidden)
+        self._clipping = ClipPatch(self)
 
     def add(self, engine: Engine) -> None:
         """Make ``engine`` the one engine of its module."""
@@ -156,15 +157,15 @@ class Registry:
                 "that it cannot skip this step: skip it where a gradient is not finite"
             )
 
-    def _finalize_clipped(self, gradients: Sequence[torch.Tensor]) -> None:
+    def before_clipping(self, gradients: Sequence[torch.Tensor]) -> None:
         """Make final the gradients that one of torch's clipping functions was given."""
         if not gradients:
-            self._refuse_hidden([p for e in self.engines for p in e.parameters])
+            self.before_multiplying([p for e in self.engines for p in e.parameters])
         for engine in [e for e in self.engines if e.unsettled()]:
             own = {id(p.grad) for p in engine.parameters if p.grad is not None}
             if given := [g for g in gradients if id(g) in own]:
                 missing = engine.settle_clipped(given)
-                self._refuse_hidden(engine.parameters)
+                self.before_multiplying(engine.parameters)
                 if engine.distributed:
                     engine.compare(
                         "clipping by torch.nn.utils", missing, lambda _: "a rank had no gradient where others had"
@@ -174,14 +175,41 @@ class Registry:
                         "gradients were missing when torch.nn.utils clipped: use accel.clip_grad_norm_(model)"
                     )
 
-    def _refuse_hidden(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Torch's functions see gradients in ``p.grad`` only."""
+    def before_multiplying(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Torch's functions see gradients in ``p.grad`` only: refuse where an engine keeps them elsewhere."""
         for engine in [e for e in self.engines if e.hides_gradients()]:
             if any(id(p) in engine.known for p in parameters):
                 raise BackendError(
                     f"torch.nn.utils finds no final gradients in p.grad of a {type(engine.module).__name__} with backend "
                     f"{engine.name!r}, which keeps them elsewhere: use accel.clip_grad_norm_(model, max_norm)"
                 )
+
+    def _spread(self) -> list[Engine]:
+        return [e for e in self.engines if e.spreads and e.distributed]
+
+    def total_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        """The norm of gradients of which some lie on one rank each; None where no live engine has such. Collective."""
+        if not self._spread():
+            return None
+        if norm_type <= 0:
+            raise BackendError(f"a norm of order {norm_type} does not add up over the ranks: use one above 0")
+        own = {id(p.grad) for e in self._spread() for p in e.parameters if p.grad is not None}
+        spread = nn.utils.get_total_norm([g for g in gradients if id(g) in own], norm_type)
+        common = nn.utils.get_total_norm([g for g in gradients if id(g) not in own], norm_type)
+        everywhere = agree(f"the norm of order {norm_type} of gradients", float(spread))
+        total = torch.linalg.vector_norm(torch.tensor([float(common), *everywhere], dtype=torch.float64), norm_type)
+        like = gradients[0] if gradients else torch.tensor(0.0)
+        norm: torch.Tensor = total.to(like)
+        return norm
+
+    def before_local_norm(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Refuse to measure gradients of which other ranks have more."""
+        own = {id(p.grad) for e in self._spread() for p in e.parameters if p.grad is not None}
+        if any(id(g) in own for g in gradients):
+            raise BackendError(
+                "torch.nn.utils.get_total_norm sees the gradients of this rank only: accel.clip_grad_norm_(model, "
+                'float("inf")) measures those of all ranks'
+            )
 
 
 def _concerned(engine: Engine) -> bool:

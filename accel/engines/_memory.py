@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -107,6 +108,24 @@ def zero(footprint: Footprint, world_size: int, stage: int, *, masters: bool = F
         transient=transient,
     )
     return (use,) * world_size
+
+
+def top_level(footprint: Footprint) -> list[list[ParameterSize]]:
+    """The parameters of each of the model's children, in order."""
+    children: dict[str, list[ParameterSize]] = {}
+    for parameter in footprint.parameters:
+        children.setdefault(parameter.name.partition(".")[0], []).append(parameter)
+    return list(children.values())
+
+
+def stages(
+    footprint: Footprint, children: Sequence[Sequence[ParameterSize]], counts: Sequence[int]
+) -> tuple[MemoryUse, ...]:
+    """On each rank the next ``counts[rank]`` of the children, and nothing of the others."""
+    ends = list(itertools.accumulate(counts))
+    shares = [[p for child in children[end - n : end] for p in child] for n, end in zip(counts, ends, strict=True)]
+    uses = [_use(footprint, share) for share in shares]
+    return tuple(replace(use, parameters=sum(p.nbytes for p in share)) for use, share in zip(uses, shares, strict=True))
 
 
 def _use(footprint: Footprint, mine: Iterable[ParameterSize], buckets: int = 0) -> MemoryUse:

@@ -51,6 +51,8 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
     synchronizes: ClassVar[bool] = True
     #: Needs ``rebuild`` when ``requires_grad`` changes, and the log of gradients.
     reduces: ClassVar[bool] = False
+    #: Over several ranks a gradient lies on one of them only, so that a norm of all of them adds up over the ranks.
+    spreads: ClassVar[bool] = False
     #: ``after_step`` has something to do.
     hears_steps: ClassVar[bool] = False
     #: Options with which the engine works in another way than with the default ones; the contract's tests run them too.
@@ -91,8 +93,8 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         #: Identities of all parameter objects that are this engine's.
         self.known: Container[int] = {id(p) for p in self.parameters}
         self.mask = TrainableMask(self.parameters)
-        self.watched = self.precision.scaled or (self.reduces and self.distributed)
-        logged = self.watched and (self.logs or self.precision.scaled)
+        self.watched = self.precision.scaled or (self.distributed and (self.reduces or self.spreads))
+        logged = self.precision.scaled or (self.distributed and self.reduces and self.logs)
         self.log.close()
         self.log = GradientLog(self.parameters if logged else ())
 
@@ -118,6 +120,10 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
     @abstractmethod
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Undo ``wrap`` and ``start``: module and optimizers as their author made them, with their trained values."""
+
+    def replica(self) -> tuple[int, int]:
+        """This rank's place among the replicas of the model, and their number: ranks of one replica read one batch."""
+        return self.process.place.rank, self.process.place.world_size
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Skip the reduction of gradients in the backward passes of the forwards inside."""

@@ -14,6 +14,7 @@ from torch import nn
 
 import accel
 from accel.engines import ENGINES
+from accel.registry import registry
 from tests.distributed import run
 
 STEPS = 8
@@ -72,8 +73,22 @@ def set_trainable(model: nn.Module, step: int) -> None:
             p.requires_grad_(True)
 
 
-def train_reference(cell: Cell, world: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """One process on the whole batch; under bf16 it averages the ranks' micro-batches."""
+def parts(step: int, micro: int, replicas: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The global batch as each replica of the model gets it."""
+    x, y = (t.flatten(0, 1).chunk(replicas) for t in batches(step, micro, accel.world_size()))
+    return list(zip(x, y, strict=True))
+
+
+def replica_of(backend: str) -> tuple[int, int]:
+    """This rank's place among the replicas of a model."""
+    model = accel.setup(build("sgd")[0], backend=backend).model
+    place = registry.of_handle(model).replica()
+    accel.teardown(model)
+    return place
+
+
+def train_reference(cell: Cell, replicas: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """One process on the whole batch; under bf16 it averages the replicas' micro-batches."""
     model, optimizer = build(cell.optimizer)
     model.to(accel.device())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
@@ -82,11 +97,10 @@ def train_reference(cell: Cell, world: int) -> tuple[nn.Module, torch.optim.Opti
             set_trainable(model, step)
         optimizer.zero_grad(set_to_none=cell.set_to_none)
         for micro in range(cell.accumulation):
-            x, y = batches(step, micro, world)
-            for rank in range(world):
+            for x, y in parts(step, micro, replicas):
                 with torch.autocast(accel.device().type, torch.bfloat16, enabled=cell.precision == "bf16-mixed"):
-                    out = model(x[rank]).float()
-                (F.mse_loss(out, y[rank]) / cell.accumulation / world).backward()
+                    out = model(x).float()
+                (F.mse_loss(out, y) / cell.accumulation / replicas).backward()
         if cell.clip:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
@@ -94,20 +108,19 @@ def train_reference(cell: Cell, world: int) -> tuple[nn.Module, torch.optim.Opti
     return model, optimizer
 
 
-def train_accel(cell: Cell) -> tuple[nn.Module, torch.optim.Optimizer]:
+def train_accel(cell: Cell, replica: int, replicas: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     raw, raw_optimizer = build(cell.optimizer)
     model, optimizer, _ = accel.setup(raw, raw_optimizer, backend=cell.backend, precision=cell.precision)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-    rank, world = accel.rank(), accel.world_size()
     for step in range(STEPS):
         if cell.freeze:
             set_trainable(model, step)
         optimizer.zero_grad(set_to_none=cell.set_to_none)
         for micro in range(cell.accumulation):
-            x, y = batches(step, micro, world)
+            x, y = parts(step, micro, replicas)[replica]
             last = micro == cell.accumulation - 1
             with accel.no_sync(model) if cell.no_sync and not last else contextlib.nullcontext():
-                (F.mse_loss(model(x[rank]), y[rank]) / cell.accumulation).backward()
+                (F.mse_loss(model(x), y) / cell.accumulation).backward()
         if cell.clip:
             accel.clip_grad_norm_(model, 0.1)
         optimizer.step()
@@ -132,12 +145,12 @@ def distance(a: Any, b: Any) -> float:
 
 def check_cells(cells: list[Cell]) -> list[str]:
     failures = []
-    world = accel.world_size()
+    replica, replicas = replica_of(cells[0].backend)
     for cell in cells:
-        reference = train_reference(cell, world)
+        reference = train_reference(cell, replicas)
         start = build(cell.optimizer)[0].to(accel.device())
         assert any(not torch.equal(p, q) for p, q in zip(reference[0].parameters(), start.parameters(), strict=True))
-        found = distance(train_accel(cell), reference)
+        found = distance(train_accel(cell, replica, replicas), reference)
         if not found <= (2e-3 if cell.precision == "bf16-mixed" else 1e-5):
             failures.append(f"{cell}: {found:.1e}")
     return failures

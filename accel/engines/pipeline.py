@@ -1,0 +1,312 @@
+"""``pipeline``: a Sequential cut into stages, with micro-batches and activation checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ..conversion import convert_module, convert_optimizer
+from ..errors import BackendError, OptimizerError, PrecisionError
+from ..footprint import Footprint, MemoryUse
+from ..process import Process
+from ..shard import Manifest, Shard
+from ..trees import map_tensors
+from ._memory import stages, top_level
+from ._pipeline_balance import Balance, balanced, count_stages, listed, split, times_of
+from ._pipeline_channel import Channel
+from ._pipeline_checks import batchnorms_of, check_balance, check_forward, check_layers, check_sequential
+from ._pipeline_parts import Parts, Whole, lost_stages, refuse_tied
+from ._pipeline_relay import Relay
+from ._pipeline_stages import Cut, Named, Stage, cut, flatten, put_together, unflatten
+from .base import Context, Engine, Options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline(Options):
+    """Options of ``pipeline``.
+
+    Args:
+        balance: the number of children of each stage; "size" makes the stages' bytes of parameters as equal as can be,
+            "time" the seconds of forward and backward, measured on rank 0 in the first forward; None is "size".
+        chunks: micro-batches that each batch is cut into along dim 0, so that the stages work at the same time; fewer
+            where the batch has fewer samples.
+        checkpoint: which micro-batches keep no activations and compute them again in backward.
+    """
+
+    balance: Sequence[int] | Literal["size", "time"] | None = None
+    chunks: int = 1
+    checkpoint: Literal["always", "except_last", "never"] = "except_last"
+
+    def __post_init__(self) -> None:
+        balance = "size" if self.balance is None else self.balance
+        if not isinstance(balance, str):
+            balance = tuple(balance)
+            if not balance or any(type(n) is not int or n < 1 for n in balance):
+                raise BackendError(f"Pipeline(balance={self.balance!r}): expected at least one child for each stage")
+        elif balance not in ("size", "time"):
+            raise BackendError(f"Pipeline(balance={balance!r}): expected a list of ints, 'size' or 'time'")
+        object.__setattr__(self, "balance", balance)
+        if type(self.chunks) is not int or self.chunks < 1:
+            raise BackendError(f"Pipeline(chunks={self.chunks!r}): expected at least 1")
+        if self.checkpoint not in ("always", "except_last", "never"):
+            raise BackendError(f"Pipeline(checkpoint={self.checkpoint!r}): expected 'always', 'except_last' or 'never'")
+
+
+@final
+class PipelineEngine(Engine):
+    """Over several ranks each one runs, and holds, its stage; in one process all stages run on its devices."""
+
+    name = "pipeline"
+    options_type = Pipeline
+    spreads = True
+    options: Pipeline
+
+    def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
+        super().__init__(module, entry, context)
+        self._balance: Balance = self.options.balance or "size"
+        self._children: list[Named] = list(module._modules.items())  # type: ignore[arg-type]
+        self._batchnorms = batchnorms_of(module)
+        self._stages: list[Stage] = []
+        self._parts: Parts | None = None
+        self._channel = Channel(context.process)
+        self._relay = Relay(module, self._channel)
+        self._guards: dict[int, tuple[Whole, RemovableHandle]] = {}
+
+    @classmethod
+    def check(cls, module: nn.Module, options: Any, process: Process) -> None:
+        """Refuse what cannot be cut into stages."""
+        distributed = process.place.world_size > 1
+        num_stages = count_stages(options.balance, process)
+        check_sequential(module, num_stages)
+        check_layers(module, distributed=distributed)
+        children: list[Named] = list(module._modules.items())  # type: ignore[arg-type]
+        if options.balance == "time":
+            refuse_tied([[child] for child in children])
+            return
+        if not isinstance(options.balance, str):
+            check_balance(options.balance, len(children), num_stages, distributed or len(process.devices) > 1)
+        refuse_tied(split(children, listed(options.balance, children, num_stages)))
+
+    @classmethod
+    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
+        """A stage on each rank, of children with parameters; cut by size, unless the balance is given for as many ranks."""
+        children = top_level(footprint)
+        counts: Sequence[int] = () if isinstance(options.balance, str) else options.balance
+        if len(counts) != world_size or sum(counts) != len(children):
+            used = min(world_size, len(children))
+            weights = [float(sum(p.nbytes for p in child)) for child in children]
+            counts = [*balanced(weights, used), *[0] * (world_size - used)]
+        return stages(footprint, children, counts)
+
+    def replica(self) -> tuple[int, int]:
+        """All ranks hold one model together."""
+        return 0, 1
+
+    def wrap(self) -> None:
+        """Place the stages on this process's devices, where it has the whole model."""
+        if self.entry is not self.module:
+            raise BackendError(
+                "a pipeline calls the children of the Sequential, so a torch.compile of the whole never runs: compile "
+                "the children instead (child.compile())"
+            )
+        if self.distributed and self.precision.scaled:
+            raise PrecisionError(
+                "'16-mixed' over the ranks of a pipeline: each would see the overflow of its own stage only; use 'bf16-mixed'"
+            )
+        if not self.distributed and (self._balance != "time" or len(self.process.devices) == 1):
+            self._place(listed(self._balance, self._children, count_stages(self._balance, self.process)))
+
+    def _place(self, balance: Sequence[int]) -> None:
+        """Build the stages, each on its device."""
+        devices = self.process.devices
+        for number, children in enumerate(split(self._children, balance)):
+            stage = Stage(children, devices[number % len(devices)])
+            for _, child in children if len(devices) > 1 else ():
+                convert_module(child, stage.device, None, ExitStack())
+            self._stages.append(stage)
+
+    def start(self, optimizers: Sequence[Optimizer]) -> None:
+        """Rank 0's weights, then each rank keeps its own stage of them."""
+        super().start(optimizers)
+        if self.distributed and self._parts is None and self._balance != "time":
+            self._part(listed(self._balance, self._children, self.process.place.world_size))
+        elif self._parts is not None:
+            for optimizer in optimizers:
+                self._parts.release_state(optimizer, self.parameter_names)
+
+    def _part(self, balance: Sequence[int]) -> None:
+        parts = split(self._children, balance)
+        self._parts = Parts(self.module, parts, self._channel)
+        self._stages = [Stage(parts[self._channel.rank], self.process.device)]
+        for stepper in self.steppers.values():
+            self._parts.release_state(stepper.optimizer, self.parameter_names)
+
+    # -- forward and backward -----------------------------------------------------------------------------------------
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The batch through all stages, in micro-batches."""
+        if len(args) != 1 or kwargs:
+            raise TypeError(f"a Sequential takes one input; got {len(args)} and {sorted(kwargs)}")
+        tensors, form = flatten(args[0], "input")
+        where = cut(tensors, self.options.chunks)
+        count = len(where.slices)
+        check_forward(self.module, self._children, self._batchnorms, count)
+        kept = {"always": 0, "except_last": 1, "never": count}[self.options.checkpoint]
+        keep = [number >= count - kept for number in range(count)]
+        if self.distributed:
+            return self._run_over_ranks(args[0], tensors, form, where, keep)
+        if not self._stages:
+            self._place(balanced(times_of(self._children, args[0]), len(self.process.devices)))
+        values = [unflatten(form, piece) for piece in where.pieces(tensors)]
+        # At each moment a stage has the micro-batch after the one that its successor has: devices work at the same time.
+        for moment in range(count + len(self._stages) - 1):
+            for number, stage in enumerate(self._stages):
+                if 0 <= moment - number < count:
+                    values[moment - number] = self._run_here(stage, values[moment - number], keep[moment - number])
+        return put_together(values, where)
+
+    def _run_here(self, stage: Stage, value: Any, keep: bool) -> Any:
+        if len(self.process.devices) > 1:
+            value = map_tensors(lambda tensor: tensor.to(stage.device), value, others=True)
+        return stage.run(value, keep)
+
+    def _run_over_ranks(self, batch: Any, tensors: list[torch.Tensor], form: Any, where: Cut, keep: list[bool]) -> Any:
+        mask = self.mask.now()
+        self._relay.meet(tensors, form, mask)
+        self.mask.known = mask
+        if self._parts is None:
+            self._part(balanced(self._relay.times(self._children, batch), self.process.place.world_size))
+        wanted = torch.is_grad_enabled() and (any(mask) or any(t.requires_grad for t in tensors))
+        return self._relay.run(self._stages[0], tensors, form, where, keep, wanted)
+
+    # -- optimizers ---------------------------------------------------------------------------------------------------
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Add an optimizer, of which each rank steps its own stage."""
+        if self.distributed and isinstance(optimizer, LBFGS):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} looks at all parameters together, but each rank of a pipeline has those of its "
+                "stage: use an optimizer that treats each parameter by itself"
+            )
+        super().attach(optimizer)
+        if self.distributed:
+            guard = Whole()
+            self._guards[id(optimizer)] = (guard, optimizer.register_state_dict_pre_hook(guard))
+
+    def detach(self, optimizer: Optimizer) -> None:
+        """Give the optimizer back to its user."""
+        super().detach(optimizer)
+        if self.distributed:
+            self._guards.pop(id(optimizer))[1].remove()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Refuse gradients of what lies on other ranks, and a scaler that looked at this stage alone."""
+        if self._parts is None:
+            return
+        away = [name for name, parameter in self._parts.away if parameter.grad is not None]
+        if away:
+            raise BackendError(
+                f"{', '.join(away[:5])} has a gradient on rank {self._channel.rank}, but lies on rank "
+                f"{self._parts.owner(away[0])}: a loss may use the pipeline's output, not its parameters"
+            )
+        if getattr(optimizer, "found_inf", None) is not None:
+            raise PrecisionError(
+                "a GradScaler sees the overflow of one stage only, on each rank of a pipeline: use precision 'bf16-mixed'"
+            )
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
+        """The whole module and the whole state of its optimizers, on every rank."""
+        if self._parts is not None:
+            parts, self._parts = self._parts, None
+            if self._ended:
+                parts.close()
+                raise lost_stages()
+            names = self.parameter_names
+            for optimizer in optimizers:
+                for parameter, state in parts.full_state(optimizer, names).items():
+                    optimizer.state.pop(parameter, None)  # so that the order is the same on every rank
+                    optimizer.state[parameter] = state
+            parts.restore()
+        elif len(self.process.devices) > 1 and self._stages:
+            for _, child in self._children:
+                convert_module(child, self.process.device, None, ExitStack())
+            for optimizer in optimizers:
+                convert_optimizer(optimizer, ExitStack())
+        self._stages = []
+
+    def synchronize(self, source: int = 0) -> None:
+        """Rank ``source``'s weights; once the stages are apart there is one copy of each, and nothing to do."""
+        if self._parts is None:
+            super().synchronize(source)
+
+    def state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The handle's; over ranks no rank holds it all."""
+        if self._parts is not None:
+            what = "model" if optimizer is None else "optimizer"
+            raise BackendError(
+                f"{what}.state_dict(): each rank of a pipeline holds its own stage: use accel.full_state_dict({what}) on all "
+                "ranks, or accel.save"
+            )
+        return super().state_dict(optimizer, args, kwargs)
+
+    def load_state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Take this rank's part of a full state."""
+        if self._parts is None:
+            return super().load_state_dict(optimizer, args, kwargs)
+        if optimizer is None:
+            with self._parts.with_memory():
+                return super().load_state_dict(None, args, kwargs)
+        try:
+            return super().load_state_dict(optimizer, args, kwargs)
+        finally:
+            self._parts.release_state(optimizer, self.parameter_names)
+
+    def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
+        """The whole state, from the ranks that own it."""
+        if self._parts is None:
+            return super().full_state_dict(optimizer)
+        if optimizer is None:
+            return self._parts.full_state_dict()
+        state = self._parts.full_state(optimizer, self.parameter_names)
+        with self._guards[id(optimizer)][0].opened():
+            full: dict[str, Any] = optimizer.state_dict()
+        flat = [p for group in optimizer.param_groups for p in group["params"]]
+        full["state"] = {index: state[p] for index, p in enumerate(flat) if p in state}
+        return full
+
+    def shards(self, optimizer: Optimizer | None) -> list[Shard]:
+        """What this rank owns."""
+        if self._parts is None:
+            return super().shards(optimizer)
+        with self._parts.opened():
+            return [s for s in super().shards(optimizer) if self._parts.owns(s.name)]
+
+    def values(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The groups, and the plain state of what this rank owns."""
+        values = super().values(optimizer)
+        if self._parts is not None:
+            values["state"] = {name: state for name, state in values["state"].items() if self._parts.owns(name)}
+        return values
+
+    def slots(self, optimizer: Optimizer | None, manifest: Manifest) -> list[Shard]:
+        """What this rank needs."""
+        if self._parts is None:
+            return super().slots(optimizer, manifest)
+        own = {name: kind for name, kind in manifest.items() if self._parts.owns(name)}
+        with self._parts.opened():
+            return [s for s in super().slots(optimizer, own) if self._parts.owns(s.name)]
+
+    def fill_values(self, optimizer: Optimizer, values: Mapping[str, Any]) -> None:
+        """Take over what this rank owns."""
+        super().fill_values(optimizer, values)
+        if self._parts is not None:
+            self._parts.release_state(optimizer, self.parameter_names)
