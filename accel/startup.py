@@ -115,7 +115,8 @@ def start(backend: str | None, timeout: timedelta | None, request: object, meeti
     explicit = backend is not None or dist.is_initialized()
     try:
         asked = resolve(request)
-        backend = backend or default_backend(asked[0].type)
+        if place.world_size > 1:
+            backend = backend or default_backend(asked[0].type)
     except DeviceError as error:
         if place.world_size == 1:
             raise

@@ -45,10 +45,14 @@ class Engine(StateVerbs, ABC):
     options_type: ClassVar[type[Options]]
     #: Packages beside torch: the module to import, and what to install.
     requires: ClassVar[dict[str, str]] = {}
+    #: What else to say to a user who lacks them.
+    hint: ClassVar[str] = ""
     #: Keeps one model equal on all ranks; without it an optimizer at world size > 1 would train one model a rank.
     synchronizes: ClassVar[bool] = True
     #: Needs ``rebuild`` when ``requires_grad`` changes, and the log of gradients.
     reduces: ClassVar[bool] = False
+    #: A change of ``requires_grad`` loses gradients that are not reduced yet.
+    drops_pending: ClassVar[bool] = True
     #: ``after_step`` has something to do.
     hears_steps: ClassVar[bool] = False
 
@@ -184,7 +188,7 @@ class Engine(StateVerbs, ABC):
         mask = self.mask.now()
         if self.reduces and self.distributed and mask != self.mask.known:
             self.compare("a change of requires_grad", mask, lambda masks: explain(masks, self.names))
-            if self.unsettled():
+            if self.drops_pending and self.unsettled():
                 raise BackendError(
                     "requires_grad changed while gradients are pending that were accumulated without reduction "
                     "(accel.no_sync): end the accumulation with optimizer.step() before freezing or unfreezing"
