@@ -39,6 +39,7 @@ LAYERS = [
     ["collectives", "rng"],
     ["control", "trees"],
     ["process"],
+    ["rollcall"],
     ["startup"],
     ["environments", "devices"],
     ["errors"],
