@@ -58,8 +58,17 @@ def _convert(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | No
     before = tensor.data
     after = before.to(device=device, dtype=dtype)
     if after is not before:
-        tensor.data = after
-        undo.callback(setattr, tensor, "data", before)
+        _put(tensor, after)
+        undo.callback(_put, tensor, before)
+
+
+def _put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Give ``tensor`` another value, dtype and device; it stays the same object."""
+    if torch._has_compatible_shallow_copy_type(tensor, value):
+        tensor.data = value
+    else:  # an XLA tensor and one in memory, say: whole tensors change places
+        twin = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value.detach()
+        torch.utils.swap_tensors(tensor, twin)
 
 
 def convert_optimizer(optimizer: Optimizer, undo: contextlib.ExitStack) -> None:

@@ -11,6 +11,8 @@ None, 0, "cpu"      the CPU
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -28,9 +30,12 @@ _IDLE_MEMORY = 64  # MiB: less than a CUDA context takes, more than the driver i
 def available() -> tuple[str, int]:
     """The kind of accelerator that torch finds on this machine and how many; ``("cpu", 0)`` without one."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return "cpu", 0
-    return accelerator.type, torch.accelerator.device_count()
+    if accelerator is not None:
+        return accelerator.type, torch.accelerator.device_count()
+    if os.environ.get("PJRT_DEVICE") and importlib.util.find_spec("torch_xla"):
+        torch_xla = importlib.import_module("torch_xla")  # torch.accelerator does not know its devices
+        return torch_xla.device().type, torch_xla.device_count()
+    return "cpu", 0
 
 
 def resolve(devices: object) -> tuple[torch.device, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,12 +40,11 @@ def broadcast_(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None,
 
 
 @torch.no_grad()
-def average_(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Replace each tensor by its mean over the ranks, in place."""
-    scale = 1.0 / dist.get_world_size(group)
+def average_(tensors: Iterable[torch.Tensor], world_size: int, add: Callable[[torch.Tensor], object]) -> None:
+    """Replace each tensor by its mean over the ranks, in place; ``add`` sums a flat piece over them, in place."""
     for piece in _pieces(tensors):
-        flat = torch.cat([t.reshape(-1) for t in piece]).mul_(scale)
-        dist.all_reduce(flat, group=group)
+        flat = torch.cat([t.reshape(-1) for t in piece]).mul_(1.0 / world_size)
+        add(flat)
         for tensor, part in zip(piece, flat.split([t.numel() for t in piece]), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
@@ -69,7 +68,7 @@ def average_gradients_(parameters: Sequence[torch.Tensor], group: dist.ProcessGr
         raise BackendError(
             "sparse gradients were accumulated without the reducer: use one synchronised backward a step"
         )
-    average_(gradients, group)
+    average_(gradients, dist.get_world_size(group), lambda flat: dist.all_reduce(flat, group=group))
 
 
 def broadcast_state(optimizer: Optimizer, source: int, group: dist.ProcessGroup | None) -> None:

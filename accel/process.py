@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 from .devices import names, parse_backend, pick, resolve, unserved
 from .environments import Place
 from .errors import AccelError, DeviceError
+from .rollcall import roll_call
 from .startup import UNKNOWN, Meeting, Watch, destroy_groups, disconnect, place_now, select, start
 from .startup import Process as Process
 
@@ -201,7 +202,11 @@ def _disconnect_all() -> None:
 def _at_exit() -> None:
     # An error ends this process: the other ranks must not wait for what its last collectives still wait for.
     if hasattr(sys, "last_value"):
-        end_groups(f"rank {rank()} ended with {type(sys.last_value).__name__}")
+        reason = f"rank {rank()} ended with {type(sys.last_value).__name__}"
+        if _state.process is not None and not _state.ended and (missing := roll_call(_state.process, sys.last_value)):
+            reason = f"{reason}: {missing}"
+            logger.error(reason)
+        end_groups(reason)
     shutdown()
 
 

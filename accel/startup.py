@@ -84,6 +84,8 @@ class Process:
     #: Names this start among all, for keys in the store that all ranks share.
     token: str = ""
     watch: Watch | None = None
+    #: The hosts of all ranks.
+    hosts: tuple[str, ...] = ()
     #: How many exchanges the control group has seen.
     rounds: int = 0
     dependents: weakref.WeakSet[Dependent] = field(default_factory=weakref.WeakSet)
@@ -115,7 +117,8 @@ def start(backend: str | None, timeout: timedelta | None, request: object, meeti
     explicit = backend is not None or dist.is_initialized()
     try:
         asked = resolve(request)
-        backend = backend or default_backend(asked[0].type)
+        if place.world_size > 1:
+            backend = backend or default_backend(asked[0].type)
     except DeviceError as error:
         if place.world_size == 1:
             raise
@@ -200,6 +203,7 @@ def _agree_on_devices(process: Process, problem: str) -> None:
     for rank, (text, *_) in enumerate(reports):
         if text:
             raise DeviceError(f"rank {rank}: {text}")
+    process.hosts = tuple(other for _, other, _ in reports)
     kinds = [kind for _, _, kind in reports]
     if len(set(kinds)) > 1:
         raise DeviceError(f"the ranks use different kinds of devices: {', '.join(kinds)}; ask for the same on all")

@@ -42,6 +42,7 @@ LAYERS = [
     ["collectives", "rng"],
     ["control", "trees"],
     ["process"],
+    ["rollcall"],
     ["startup"],
     ["environments", "devices"],
     ["errors"],

@@ -68,13 +68,15 @@ def resolve(backend: object) -> tuple[type[Engine], Any]:
     for module, package in engine.requires.items():
         if importlib.util.find_spec(module) is None:
             raise BackendError(
-                f"backend {engine.name!r} needs {module}, which is not installed: pip install '{package}'"
+                f"backend {engine.name!r} needs {module}, which is not installed: pip install '{package}'{engine.hint}"
             )
     return engine, options
 
 
 def default(process: Process) -> str:
     """The backend of ``backend="auto"``."""
+    if process.device.type in ("tpu", "xla"):
+        return "xla"
     if process.place.world_size > 1:
         return "ddp"
     return "dp" if len(process.devices) > 1 and _in_notebook() else "single"

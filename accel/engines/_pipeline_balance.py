@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from ..footprint import Footprint, MemoryUse
 from ..process import Process
+from ._memory import stages, top_level
 from ._pipeline_stages import Named, Swapped, flatten, unflatten, without_hooks
 
 Balance = Sequence[int] | str
@@ -81,3 +83,14 @@ def split(children: Sequence[Named], balance: Sequence[int]) -> list[list[Named]
     """The children of each stage."""
     rest = iter(children)
     return [[next(rest) for _ in range(count)] for count in balance]
+
+
+def predicted(footprint: Footprint, balance: Balance, world_size: int) -> tuple[MemoryUse, ...]:
+    """What each rank's stage needs; a child without parameters is not known here and counts for nothing."""
+    children = top_level(footprint)
+    counts: Sequence[int] = () if isinstance(balance, str) else balance
+    if len(counts) != world_size or sum(counts) != len(children):
+        used = min(world_size, len(children))
+        weights = [float(sum(p.nbytes for p in child)) for child in children]
+        counts = [*balanced(weights, used), *[0] * (world_size - used)]
+    return stages(footprint, children, counts)

@@ -47,6 +47,8 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
     options_type: ClassVar[type[Options]]
     #: Packages beside torch: the module to import, and what to install.
     requires: ClassVar[dict[str, str]] = {}
+    #: What else to say to a user who lacks them.
+    hint: ClassVar[str] = ""
     #: Keeps one model equal on all ranks; without it an optimizer at world size > 1 would train one model a rank.
     synchronizes: ClassVar[bool] = True
     #: Needs ``rebuild`` when ``requires_grad`` changes, and the log of gradients.

@@ -18,8 +18,7 @@ from ..footprint import Footprint, MemoryUse
 from ..process import Process
 from ..shard import Manifest, Shard
 from ..trees import map_tensors
-from ._memory import stages, top_level
-from ._pipeline_balance import Balance, balanced, count_stages, listed, split, times_of
+from ._pipeline_balance import Balance, balanced, count_stages, listed, predicted, split, times_of
 from ._pipeline_channel import Channel
 from ._pipeline_checks import batchnorms_of, check_balance, check_forward, check_layers, check_sequential
 from ._pipeline_parts import Parts, Whole, lost_stages, refuse_tied
@@ -96,14 +95,8 @@ class PipelineEngine(Engine):
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
-        """A stage on each rank, of children with parameters; cut by size, unless the balance is given for as many ranks."""
-        children = top_level(footprint)
-        counts: Sequence[int] = () if isinstance(options.balance, str) else options.balance
-        if len(counts) != world_size or sum(counts) != len(children):
-            used = min(world_size, len(children))
-            weights = [float(sum(p.nbytes for p in child)) for child in children]
-            counts = [*balanced(weights, used), *[0] * (world_size - used)]
-        return stages(footprint, children, counts)
+        """A stage on each rank; by size, unless the balance is given for as many ranks."""
+        return predicted(footprint, options.balance, world_size)
 
     def replica(self) -> tuple[int, int]:
         """All ranks hold one model together."""

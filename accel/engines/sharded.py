@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
@@ -176,7 +177,7 @@ class ShardedEngine(Engine):
             parts.complete(parameter, self._world)
         gradients: list[Any] = [p.grad for p in pending]
         if everywhere:
-            average_(gradients, self.process.group)
+            average_(gradients, self._world, lambda flat: dist.all_reduce(flat, group=self.process.group))
             for gradient in gradients:
                 Slot.put(gradient, EVERYWHERE)
         else:

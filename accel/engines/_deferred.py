@@ -1,0 +1,122 @@
+"""Engines that leave gradients alone until they are needed, and then average all of them together."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..control import agree
+from ..errors import BackendError
+from ..flat import average_, broadcast_
+from ..footprint import Footprint, MemoryUse
+from ._memory import whole
+from .base import Context, Engine, Options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeferredOptions(Options):
+    """Options of every such engine.
+
+    Args:
+        broadcast_buffers: all ranks take rank 0's buffers once a step.
+        auto_refresh: look for a change of ``requires_grad`` before each forward.
+    """
+
+    broadcast_buffers: bool = True
+    auto_refresh: bool = True
+
+
+class DeferredEngine(Engine, ABC):
+    """Gradients are each rank's own until the step, clipping or ``teardown``, which average them in flat pieces.
+
+    So every way to accumulate them is right, and a rank that has no gradient where another has one counts as zero.
+    """
+
+    reduces = True
+    defers = True
+    options: Any
+
+    def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
+        super().__init__(module, entry, context)
+        #: All existing gradients are known to be equal on all ranks.
+        self._settled = False
+        self._stepped: set[int] = set()
+        self._num_steps = 0
+
+    @abstractmethod
+    def add(self, flat: torch.Tensor) -> None:
+        """Sum over the ranks, in place. Collective."""
+
+    @classmethod
+    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
+        """Everything on every rank."""
+        return whole(footprint, world_size)
+
+    def wrap(self) -> None:
+        """Nothing to build."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        if torch.is_grad_enabled():
+            self._settled = False
+        return self.entry(*args, **kwargs)
+
+    def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
+        """Nothing to undo."""
+
+    def unsettled(self) -> bool:
+        """Whether gradients exist that may be this rank's own."""
+        if not self.distributed or (self._settled and not self.log.entries):
+            return False
+        return any(p.grad is not None for p in self.parameters)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Count the steps, by which the ranks know each other; notice gradients that were assigned by hand."""
+        self._num_steps += 1
+        if id(optimizer) in self._stepped and not self.log.entries:
+            self._settled = False
+        self._stepped.add(id(optimizer))
+
+    def settle(self) -> None:
+        """Average all gradients, on every rank: one without any must take part for the others."""
+        if not self.distributed:
+            super().settle()
+            return
+        if self._settled and not self.log.entries:
+            return
+        came = self._average()
+        if self.log.entries:
+            self._stepped.clear()
+        self.log.fold(pending=False)
+        self._settled = True
+        if came and self.options.broadcast_buffers:
+            # Found anew each time: a forward may put another tensor in a buffer's place.
+            broadcast_([b.data for b in self.module.buffers()], self.process.group)
+
+    def _average(self) -> bool:
+        """Average what any rank has; whether there was anything."""
+        mine = "".join("0" if p.grad is None else "2" if p.grad.is_sparse else "1" for p in self.parameters)
+        # The others may come late: their last forward may have taken any time.
+        what = f"the reduction of gradients ({type(self.module).__name__}, step {self._num_steps})"
+        everyone = [format(code, "x").zfill(len(mine)) for code in agree(what, int(mine, 16))]
+        needed = [max(codes) for codes in zip(*everyone, strict=True)]
+        if "2" in needed:
+            sparse = [n for n, code in zip(self.names, needed, strict=True) if code == "2"]
+            raise BackendError(
+                f"backend {self.name!r} cannot reduce the sparse gradients of {', '.join(sparse[:5])}: "
+                "use nn.Embedding(sparse=False), or another backend"
+            )
+        gradients = []
+        for parameter, code in zip(self.parameters, needed, strict=True):
+            if code == "1":
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
+        average_(gradients, self.process.place.world_size, self.add)
+        return bool(gradients)

@@ -1,0 +1,54 @@
+"""``xla``: TPUs, by torch-tpu, or on one device by the older torch_xla."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import BackendError
+from ..process import Process
+from ._deferred import DeferredEngine, DeferredOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class XLA(DeferredOptions):
+    """Options of ``xla``.
+
+    Args:
+        broadcast_buffers: all ranks take rank 0's buffers once a step.
+        auto_refresh: look for a change of ``requires_grad`` before each forward.
+    """
+
+
+@final
+class XLAEngine(DeferredEngine):
+    """Sums the flat pieces on the device; torch_xla, which only records operations, runs them after each step."""
+
+    name = "xla"
+    options_type = XLA
+    hears_steps = True
+
+    @classmethod
+    def check(cls, module: nn.Module, options: Any, process: Process) -> None:
+        """Refuse a process without an XLA device."""
+        if process.device.type not in ("tpu", "xla"):
+            raise BackendError(
+                f"backend 'xla' needs a TPU, but this process uses {process.device} (torch {torch.__version__}): with torch "
+                "2.11 to 2.15 pip install 'torch-tpu==0.2.0'; with torch 2.9 pip install 'torch_xla==2.9.0' and set "
+                "PJRT_DEVICE to TPU or CPU, for one process"
+            )
+
+    def add(self, flat: torch.Tensor) -> None:
+        """Sum by the process group's backend for the device."""
+        dist.all_reduce(flat, group=self.process.group)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """End the recorded graph, which would grow from step to step."""
+        if self.process.device.type == "xla":
+            sys.modules["torch_xla"].sync()

@@ -1,0 +1,177 @@
+"""Horovod itself: parity under its own launcher, its start by accel, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel.engines._horovod import _position
+from tests.distributed import outcomes, refusals, run
+from tests.test_process import clean_environ
+
+ROOT = Path(__file__).parent.parent.parent
+MISSING = importlib.util.find_spec("horovod") is None
+needs_horovod = pytest.mark.skipif(MISSING, reason="horovod is not installed: docs/hosts.md says how to build it")
+
+
+@pytest.mark.skipif(not MISSING, reason="horovod is installed")
+def test_a_missing_horovod_says_what_to_install() -> None:
+    with pytest.raises(accel.BackendError, match=r"pip install 'horovod==0\.28\.1' .*docs/hosts\.md"):
+        accel.setup(nn.Linear(1, 1), backend="horovod")
+
+
+def test_an_unknown_compression_is_refused() -> None:
+    with pytest.raises(accel.BackendError, match="expected 'fp16' or None"):
+        accel.Horovod(compression="fp8")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "positions"),
+    [
+        (["a", "a"], [(0, 0, 2, 2, 1), (1, 0, 2, 2, 1)]),
+        (["a", "b"], [(0, 0, 2, 1, 2), (0, 1, 2, 1, 2)]),
+        (["a", "b", "a"], [(0, 0, 3, 2, 2), (0, 1, 3, 1, 2), (1, 0, 3, 2, 1)]),
+    ],
+)
+def test_positions(hosts: list[str], positions: list[Any]) -> None:
+    """Local rank, cross rank, size, local size, cross size."""
+    assert [_position(hosts, rank) for rank in range(len(hosts))] == positions
+
+
+UNDER_HOROVODRUN = """
+import sys
+import accel
+from tests.engines.test_contract import Cell, check_cells
+if "first" in sys.argv:
+    import horovod.torch as hvd
+    hvd.init()
+cells = [Cell("horovod", "adamw", 4, no_sync=True, freeze=True, clip=True), Cell("horovod", "sgd", clip=True)]
+assert check_cells(cells) == [], check_cells(cells)
+import horovod.torch as hvd
+accel.init()
+from accel.process import current
+place = current().place
+assert (hvd.rank(), hvd.size()) == (place.rank, place.world_size) and place.world_size == 2
+print(f"[{place.launcher} {place.rank}]", flush=True)
+"""
+
+
+@needs_horovod
+@pytest.mark.parametrize("first", [(), ("first",)], ids=["started by accel", "started by the program"])
+def test_parity_under_horovodrun(tmp_path: Path, first: tuple[str, ...]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(UNDER_HOROVODRUN)
+    launcher = [sys.executable, str(Path(sys.executable).parent / "horovodrun"), "-np", "2", "--gloo"]
+    environ = clean_environ()
+    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
+    command = [*launcher, sys.executable, str(script), *first]
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "[horovodrun 0]" in result.stdout
+    assert "[horovodrun 1]" in result.stdout
+
+
+def sums(compression: Any) -> tuple[list[float], int, int, int]:
+    import horovod.torch as hvd
+
+    raw = nn.Linear(2, 1, bias=False)
+    options = accel.Horovod(compression=compression)
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 1.0), backend=options)
+    start = raw.weight.detach().clone()
+    model(torch.tensor([[1.0 + accel.rank(), 1 / 3]])).sum().backward()
+    optimizer.step()
+    assert "HOROVOD_RANK" not in os.environ
+    return (start - raw.weight.detach()).flatten().tolist(), hvd.size(), hvd.local_rank(), hvd.cross_size()
+
+
+@needs_horovod
+def test_accel_starts_horovod_where_another_launcher_started_the_processes() -> None:
+    for rank, (gradient, *place) in enumerate(run(2, sums, None)):
+        assert gradient == pytest.approx([1.5, 1 / 3], abs=1e-6)
+        assert place == [2, rank, 1]
+
+
+@needs_horovod
+def test_compression_rounds_to_half_precision() -> None:
+    for gradient, *_ in run(2, sums, "fp16"):
+        assert gradient[1] != pytest.approx(1 / 3, abs=1e-6)
+        assert gradient == pytest.approx([1.5, 1 / 3], abs=1e-3)
+
+
+def half_and_complex() -> tuple[list[float], list[float]]:
+    half = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
+    pairs = nn.Module()
+    pairs.weight = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
+    pairs.forward = lambda: (pairs.weight * (1 + 2j)).real.sum() * accel.rank()
+    handles = [
+        accel.setup(m, torch.optim.SGD(m.parameters(), 1.0), backend="horovod", precision=p)
+        for m, p in ((half, "bf16-true"), (pairs, "32-true"))
+    ]
+    nn.init.zeros_(half.weight)
+    handles[0].model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().mul(1 + accel.rank()).backward()
+    handles[1].model().backward()
+    for handle in handles:
+        handle.optimizers.step()
+    return half.weight.float().flatten().tolist(), torch.view_as_real(pairs.weight).flatten().tolist()
+
+
+@needs_horovod
+def test_bfloat16_and_complex_gradients() -> None:
+    for half, pairs in run(2, half_and_complex):
+        assert half == [-1.5, -1.5]
+        assert pairs == [-0.5, 1.0]
+
+
+def own_optimizer() -> None:
+    import horovod.torch as hvd
+
+    raw = nn.Linear(2, 1)
+    accel.setup(nn.Linear(2, 1), backend="horovod")
+    accel.setup(raw, hvd.DistributedOptimizer(torch.optim.SGD(raw.parameters(), 0.1)), backend="horovod")
+
+
+@needs_horovod
+def test_horovods_own_optimizer_is_refused() -> None:
+    for message in refusals(2, own_optimizer, error="OptimizerError", breaks=True):
+        assert "DistributedOptimizer: give accel.setup the plain optimizer" in message
+
+
+def alone_in_horovod() -> None:
+    import horovod.torch as hvd
+
+    if accel.rank() == 0:
+        hvd.init()
+    accel.setup(nn.Linear(2, 1), backend="horovod")
+
+
+@needs_horovod
+def test_a_horovod_of_other_ranks_is_refused() -> None:
+    for message in refusals(2, alone_in_horovod, error="LaunchError", breaks=True):
+        assert "not on ranks [1]" in message
+
+
+def one_rank_dies() -> None:
+    raw = nn.Linear(2, 1)
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 0.1), backend="horovod")
+    for step in range(3):
+        if step == 1 and accel.rank() == 1:
+            os._exit(3)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+
+@needs_horovod
+def test_a_rank_that_dies_ends_the_others_with_an_error() -> None:
+    first, second = outcomes(2, one_rank_dies, breaks=True)
+    assert "AccelError" in first.error, first.trace
+    assert "cannot go on in 'the reduction of gradients (Linear, step 2)'" in first.message
+    assert second.message == "exit status 3"
