@@ -201,9 +201,10 @@ def _disconnect_all() -> None:
 
 def _at_exit() -> None:
     # An error ends this process: the other ranks must not wait for what its last collectives still wait for.
-    if hasattr(sys, "last_value"):
-        reason = f"rank {rank()} ended with {type(sys.last_value).__name__}"
-        if _state.process is not None and not _state.ended and (missing := roll_call(_state.process, sys.last_value)):
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        reason = f"rank {rank()} ended with {type(error).__name__}"
+        if _state.process is not None and not _state.ended and (missing := roll_call(_state.process, error)):
             reason = f"{reason}: {missing}"
             logger.error(reason)
         end_groups(reason)
