@@ -44,8 +44,10 @@ def describe(plan: Plan) -> dict[str, str]:
         for g, group in enumerate(optimizer.param_groups):
             values = {k: _plain(v) for k, v in group.items() if k != "params"}
             facts[f"optimizer {i} group {g}"] = f"{[names.get(id(p), '?') for p in group['params']]}, {values}"
-        for k, state in enumerate(optimizer.state.values()):
-            facts[f"optimizer {i} state {k}"] = str({key: _plain(v) for key, v in state.items()})
+        # In the groups' order: that in which state came may differ, where each rank stepped some of the parameters.
+        for p in (p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state):
+            entries = sorted(optimizer.state[p].items(), key=lambda entry: str(entry[0]))
+            facts[f"optimizer {i} state of {names.get(id(p), '?')}"] = str({key: _plain(v) for key, v in entries})
     for i, loader in enumerate(plan.new_loaders):
         facts[f"dataloader {i}"] = data.describe(loader, plan.loader_options)
     return facts

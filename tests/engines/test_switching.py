@@ -19,7 +19,7 @@ from torch import nn
 
 import accel
 from accel.engines import ENGINES
-from tests.distributed import run
+from tests.distributed import refusals, run
 from tests.engines.test_contract import OPTIMIZERS, batches, build, distance
 
 STEPS = 3
@@ -101,3 +101,26 @@ ALONE = [
 @pytest.mark.parametrize(("first", "second"), ALONE, ids=str)
 def test_switching_at_one_rank(first: Any, second: Any) -> None:
     check(1, [first, second])
+
+
+def setup_with_state_in_another_order() -> int:
+    raw, optimizer = build("adamw")
+    parameters = list(raw.parameters())
+    for p in parameters if accel.rank() == 0 else reversed(parameters):
+        optimizer.state[p] = {"step": torch.tensor(1.0), "exp_avg": p.detach() * 2, "exp_avg_sq": p.detach() ** 2}
+    accel.setup(raw, optimizer, backend="ddp")
+    return len(optimizer.state)
+
+
+def setup_with_another_state() -> None:
+    raw, optimizer = build("adamw")
+    for p in raw.parameters():
+        optimizer.state[p] = {"step": torch.tensor(1.0), "exp_avg": p.detach() * (1 + accel.rank())}
+    accel.setup(raw, optimizer, backend="ddp")
+
+
+def test_ranks_compare_state_by_parameter() -> None:
+    """Where ranks stepped different parameters, their state came in another order and is the same all the same."""
+    assert run(2, setup_with_state_in_another_order) == [8, 8]
+    for message in refusals(2, setup_with_another_state, error="RankMismatchError"):
+        assert "optimizer 0 state of 0.weight is {'exp_avg': 'tensor (12, 6)" in message
