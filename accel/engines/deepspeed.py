@@ -25,7 +25,7 @@ from . import _deepspeed_state as states
 from . import _deepspeed_steps as steps
 from ._deepspeed_layouts import Flat, Sharded, refuse_mixed
 from ._deepspeed_library import forget_groups
-from ._memory import zero
+from ._memory import whole, zero
 from .base import Context, Options
 
 logger = logging.getLogger("accel")
@@ -103,7 +103,11 @@ class DeepSpeedEngine(steps.Stepping):
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
         """What the stage divides, divided."""
-        return zero(footprint, world_size, configuration.stage_of(configuration.read(options.config), options.stage))
+        config = configuration.read(options.config)
+        stage = configuration.stage_of(config, options.stage)
+        if stage == 0:
+            return whole(footprint, world_size)
+        return zero(footprint, world_size, stage, masters=configuration.masters(config))
 
     def wrap(self) -> None:
         """Refuse what needs the precision; DeepSpeed itself divides in ``start``."""
