@@ -18,7 +18,7 @@ from tests.distributed import run
 
 
 def state(value: float) -> dict[str, Any]:
-    return {"x": torch.full((5000,), value), "n": value}
+    return {"x": torch.full((5000,), float(value)), "n": value}
 
 
 def value_of(directory: Path) -> float:
