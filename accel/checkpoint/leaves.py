@@ -41,6 +41,8 @@ class Leaf(ABC):
     """
 
     kind: ClassVar[str]
+    #: What a saved node must have, with its type.
+    fields: ClassVar[Mapping[str, type]] = {}
 
     def __init__(self, name: str, path: str) -> None:
         self.name = name
@@ -59,6 +61,16 @@ class Leaf(ABC):
     def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
         """The rest of its node, of all ranks' ``value``."""
         return values[0]
+
+    def check(self, node: Mapping[str, Json]) -> None:
+        """Refuse a node that accel did not write.
+
+        Raises:
+            ValueError: says what is wrong.
+        """
+        for key, kind in self.fields.items():
+            if not isinstance(node.get(key), kind):
+                raise ValueError(f"{key!r} of a {self.kind} is {node.get(key)!r}")
 
     def problem(self, node: Mapping[str, Json]) -> str:
         """Why this object cannot take a saved node; empty if it can. Local, changes nothing."""
@@ -92,6 +104,7 @@ class StatefulLeaf(Leaf):
     """Anything with ``state_dict`` and ``load_state_dict``: schedulers, scalers, samplers, loader handles."""
 
     kind = "stateful"
+    fields: ClassVar[Mapping[str, type]] = {"state": object}
 
     def __init__(self, name: str, path: str, value: Any) -> None:
         super().__init__(name, path)
@@ -138,6 +151,7 @@ class RankLeaf(Leaf):
     """The random generators, which each rank has its own state of."""
 
     kind = "ranks"
+    fields: ClassVar[Mapping[str, type]] = {"name": str}
 
     def __init__(self, name: str, path: str, value: RngState) -> None:
         super().__init__(name, path)

@@ -208,10 +208,13 @@ class _Loading:
         """Make sure that all values can be decoded, before anything is changed."""
         for node in self._meeting.plain:
             plain(node, self._decoder)
-        for _, node in self._meeting.leaves:
+        for leaf, node in self._meeting.leaves:
             for key in ("extra", "state", "groups"):
                 if key in node:
                     self._decoder.decode(node[key])
+            if isinstance(leaf, RankLeaf):
+                for own in self._own(node):
+                    self._decoder.decode(own)
         return None, None
 
     def apply(self) -> Any:
@@ -233,13 +236,20 @@ class _Loading:
             result = self._apply()
             for leaf, node in leaves:
                 if isinstance(leaf, RankLeaf):
-                    leaf.fill_own([own[str(node["name"])] for own in self.found.ranks], self._decoder, self.rank)
+                    leaf.fill_own(self._own(node), self._decoder, self.rank)
         except Exception as error:
             raise CheckpointError(
                 f"{explain(error) if not isinstance(error, CheckpointError) else error}; the state may be partly filled: load "
                 "a whole checkpoint before going on"
             ) from error
         return result
+
+    def _own(self, node: Json) -> list[Json]:
+        """What each rank that saved has of its own."""
+        values = [own[node["name"]] for own in self.found.ranks if node["name"] in own]
+        if not values or len(values) != len(self.found.ranks):
+            raise CheckpointError(f"{self.path}: the values of a rank are missing")
+        return values
 
     def filled(self) -> None:
         """Tell the engines. Collective."""

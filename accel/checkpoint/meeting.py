@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from ..errors import CheckpointError
 from .leaves import Leaf
 from .trees import KEPT, State, component, holds_object, is_object, items_of
 from .values import TAG, Decoder, Json, place
 
 _MAPPINGS: Final = frozenset({"dict", "OrderedDict", "defaultdict", "Counter"})
 _OBJECTS: Final = frozenset({"module", "optimizer", "stateful", "ranks"})
+_ARRAYS: Final = frozenset({"tensor", "numpy", "ndarray"})
 #: Gives a value of the state its new content, and returns what takes its place.
 Apply = Callable[[], Any]
 
@@ -36,7 +38,7 @@ class Meeting:
     def visit(self, state: State, value: Any, node: Json, name: str, path: str, decoder: Decoder) -> Apply:
         """Meet ``value`` with its saved node; returns what gives its replacement once everything is decoded."""
         if is_object(value):
-            self._meet(state.leaf(value, name, path), node)
+            self._meet(state.leaf(value, name, path), node, decoder)
             return lambda: value
         if isinstance(value, dict) or holds_object(value):
             children = children_of(node, decoder)
@@ -51,10 +53,14 @@ class Meeting:
         self.plain.append(node)
         return lambda: decoder.decode(node)
 
-    def _meet(self, leaf: Leaf, node: Json) -> None:
+    def _meet(self, leaf: Leaf, node: Json, decoder: Decoder) -> None:
         if not isinstance(node, dict) or node.get(TAG) != leaf.kind:
             self.unfit.append(f"{leaf.path} is a {leaf.kind}, and in the checkpoint {_describe(node)}")
             return
+        try:
+            leaf.check(node)
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{decoder.source}: {leaf.path}: {error}") from error
         problem = leaf.problem(node)
         if problem:
             self.unfit.append(f"{leaf.path}: {problem}")
@@ -93,13 +99,16 @@ def children_of(node: Json, decoder: Decoder) -> dict[Any, Json] | None:
         return dict(enumerate(node))
     if not isinstance(node, dict):
         return None
-    tag = node.get(TAG)
-    if tag is None:
+    tag = str(node.get(TAG))
+    if TAG not in node:
         return dict(node)
-    if tag == "tuple":
-        return dict(enumerate(node["items"]))
-    if tag in _MAPPINGS:
-        return {decoder.decode(key): item for key, item in node["items"]}
+    try:
+        if tag == "tuple":
+            return dict(enumerate(node["items"]))
+        if tag in _MAPPINGS:
+            return {decoder.decode(key): item for key, item in node["items"]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{decoder.source}: a container is not as accel writes it ({error})") from error
     return None
 
 
@@ -121,14 +130,14 @@ def holds_saved_object(node: Json) -> bool:
 
 
 def _is_saved_object(node: dict[str, Json]) -> bool:
-    return node.get(TAG) in _OBJECTS or (node.get(TAG) == "tensor" and not str(node.get("name", KEPT)).startswith(KEPT))
+    return str(node.get(TAG)) in _OBJECTS or (
+        node.get(TAG) == "tensor" and not str(node.get("name", KEPT)).startswith(KEPT)
+    )
 
 
 def kept_names(node: Json) -> Iterator[str]:
     """The tensors that the values in a node consist of."""
-    return (
-        str(one["name"]) for one in _nodes(node) if one.get(TAG) in ("tensor", "numpy", "ndarray") and "name" in one
-    )
+    return (str(one["name"]) for one in _nodes(node) if str(one.get(TAG)) in _ARRAYS and "name" in one)
 
 
 def plain(node: Json, decoder: Decoder) -> Any:

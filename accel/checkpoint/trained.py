@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,6 +21,7 @@ class ModuleLeaf(Leaf):
     """A module: raw, of an engine, or a part of an engine's module."""
 
     kind = "module"
+    fields: ClassVar[Mapping[str, type]] = {"extra": dict}
 
     def __init__(self, name: str, path: str, module: nn.Module, engine: Engine | None, prefix: str) -> None:
         super().__init__(name, path)
@@ -64,6 +65,7 @@ class OptimizerLeaf(Leaf):
     """An optimizer, raw or of an engine."""
 
     kind = "optimizer"
+    fields: ClassVar[Mapping[str, type]] = {"class": str, "named": bool, "groups": list, "state": dict, "frozen": list}
 
     def __init__(
         self,
@@ -124,6 +126,18 @@ class OptimizerLeaf(Leaf):
         saved = [name for group in node["groups"] for name in group["params"]]
         mine = [name for group in self._values()["groups"] for name in group["params"]]
         return {name: name for name in saved} if node["named"] and self._named else dict(zip(saved, mine, strict=True))
+
+    def check(self, node: Mapping[str, Json]) -> None:
+        super().check(node)
+        names: set[Any] = set()
+        for group in node["groups"]:
+            if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+                raise ValueError("a parameter group is not as accel writes it")
+            names.update(group["params"])
+        if not all(isinstance(name, str) for name in names) or not names.issuperset([*node["state"], *node["frozen"]]):
+            raise ValueError("an optimizer has state of parameters that are in no group")
+        if not all(isinstance(state, dict) for state in node["state"].values()):
+            raise ValueError("an optimizer's state is not as accel writes it")
 
     def problem(self, node: Mapping[str, Json]) -> str:
         mine = [group["params"] for group in self._values()["groups"]]

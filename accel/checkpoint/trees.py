@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from .. import shard
 from ..engines import Engine
 from ..errors import AccelError, CheckpointError
-from ..handles import ModelHandle, OptimizerHandle
+from ..handles import ModelHandle, OptimizerHandle, raw
 from ..registry import Registry, registry, resolve_module
 from ..rng import RngState
 from .leaves import Leaf, Listed, RankLeaf, StatefulLeaf, TensorLeaf
@@ -76,7 +76,8 @@ class State:
         if not isinstance(state, dict):
             raise CheckpointError(f"expected the state as a dict, found a {type(state).__name__}")
         self.state = state
-        self._raw_modules = [resolve_module(v)[0] for v in _objects(state) if isinstance(v, nn.Module)]
+        modules = [v for v in _objects(state) if isinstance(v, nn.Module)]
+        self._raw_modules = [raw(m) if type(m) is ModelHandle else resolve_module(m)[0] for m in modules]
 
     def leaf(self, value: Any, name: str, path: str) -> Leaf:
         """The leaf of an object."""
@@ -160,21 +161,21 @@ def _objects(value: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def _module_leaf(module: nn.Module, name: str, path: str) -> Leaf:
-    raw, _ = resolve_module(module)
-    engine = Registry.engine(raw)
+    module, _ = resolve_module(module)
+    engine = Registry.engine(module)
     if engine is not None:
-        return ModuleLeaf(name, path, raw, engine, "")
+        return ModuleLeaf(name, path, module, engine, "")
     for engine in sorted(registry.engines, key=lambda e: e.serial):
         for prefix, part in engine.module.named_modules():
-            if part is raw:
-                return ModuleLeaf(name, path, raw, engine, f"{prefix}.")
-        shared = [n for n, p in raw.named_parameters() if id(p) in engine.known]
-        if shared or any(type(part) is ModelHandle for part in raw.modules()):
+            if part is module:
+                return ModuleLeaf(name, path, module, engine, f"{prefix}.")
+        shared = [n for n, p in module.named_parameters() if id(p) in engine.known]
+        if shared or any(type(part) is ModelHandle for part in module.modules()):
             raise CheckpointError(
-                f"{path}: this {type(raw).__name__} holds parameters of a model that is set up ({', '.join(shared[:5])}): save "
-                "that model's handle, or a part of that model"
+                f"{path}: this {type(module).__name__} holds parameters of a model that is set up ({', '.join(shared[:5])}): "
+                "save that model's handle, or a part of that model"
             )
-    return ModuleLeaf(name, path, raw, None, "")
+    return ModuleLeaf(name, path, module, None, "")
 
 
 def listings(leaves: Sequence[Leaf], keep: Callable[[str], bool] | None) -> list[Listed]:

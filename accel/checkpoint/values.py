@@ -190,7 +190,7 @@ class Decoder:
     """
 
     def __init__(self, source: str, fetch: Callable[[str], torch.Tensor]) -> None:
-        self._source = source
+        self.source = source
         self._fetch = fetch
 
     def decode(self, data: Json) -> Any:
@@ -203,7 +203,7 @@ class Decoder:
             return self._decode(data, 0)
         except (KeyError, ValueError, TypeError, OverflowError, RuntimeError, AttributeError, binascii.Error) as error:
             raise CheckpointError(
-                f"{self._source}: a value that accel did not write ({type(error).__name__}: {error})"
+                f"{self.source}: a value that accel did not write ({type(error).__name__}: {error})"
             ) from error
 
     def _decode(self, data: Json, depth: int) -> Any:

@@ -1,0 +1,113 @@
+"""Saves in the background: what is saved is what was there, training goes on, and no failure stays silent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import accel
+from accel.checkpoint import shards
+from accel.errors import CheckpointError
+from tests.checkpoint.test_faults import file_limit
+from tests.distributed import run
+
+
+def large(value: float) -> dict[str, Any]:
+    return {"x": torch.full((3_000_000,), value), "n": value, "deep": {"list": [value]}}
+
+
+def overwritten(directory: str) -> list[Any]:
+    """The state changes, and the ranks meet in collectives, while the save is under way."""
+    state = large(1.0)
+    pending = accel.save(state, directory, wait=False)
+    assert pending is not None
+    state["x"].fill_(2.0)
+    state["n"] = 2.0
+    state["deep"]["list"][0] = 2.0
+    total = [accel.all_reduce(torch.ones(1)).item() for _ in range(20)]
+    pending.result(60)
+    state = large(0.0)
+    accel.load(directory, state)
+    return [state["x"].unique().tolist(), state["n"], state["deep"], set(total)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_saved_is_what_was_there(world: int, tmp_path: Path) -> None:
+    expected = [[1.0], 1.0, {"list": [1.0]}, {float(world)}]
+    assert run(world, overwritten, str(tmp_path / "c")) == [expected] * world
+
+
+def test_it_returns_before_the_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a second save waits for the first."""
+    gate = threading.Event()
+    write = shards.write
+
+    def slow(*args: Any) -> Any:
+        assert gate.wait(30)
+        return write(*args)
+
+    monkeypatch.setattr(shards, "write", slow)
+    first = accel.save(large(1.0), tmp_path, wait=False)
+    assert first is not None
+    assert not first.done()
+    assert accel.latest(tmp_path) is None
+    threading.Timer(0.2, gate.set).start()
+    second = accel.save(large(2.0), tmp_path, wait=False)
+    assert first.done()
+    assert second is not None
+    second.result(30)
+    assert accel.load(tmp_path)["n"] == 2.0
+
+
+def test_a_failure_comes_out_of_the_future_and_of_the_next_save(tmp_path: Path) -> None:
+    accel.save(large(1.0), tmp_path)
+    with file_limit(1000):
+        pending = accel.save(large(2.0), tmp_path, wait=False)
+        assert pending is not None
+        with pytest.raises(CheckpointError, match="File too large"):
+            pending.result(30)
+    with pytest.raises(CheckpointError, match="background save before this one failed: .*File too large"):
+        accel.save(large(3.0), tmp_path)
+    assert accel.load(tmp_path)["n"] == 1.0
+    accel.save(large(4.0), tmp_path)
+    assert accel.load(tmp_path)["n"] == 4.0
+
+
+SCRIPT = """
+import resource, sys, torch, accel
+accel.save({"n": 1}, sys.argv[1])
+if sys.argv[2] == "fails":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+accel.save({"x": torch.zeros(5_000_000), "n": 2}, sys.argv[1], wait=False)
+"""
+
+
+@pytest.mark.parametrize(("how", "status", "value"), [("fails", 1, 1), ("works", 0, 2)])
+def test_exit_waits_and_tells(how: str, status: int, value: int, tmp_path: Path) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path), how], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert found.returncode == status, found.stderr
+    assert ("File too large" in found.stderr) is (how == "fails")
+    assert accel.load(tmp_path)["n"] == value
+
+
+def test_the_copy_is_used_again(tmp_path: Path) -> None:
+    from accel.checkpoint.background import background
+
+    places = set()
+    for value in range(3):
+        pending = accel.save(large(value), tmp_path, wait=False)
+        assert pending is not None
+        places.add(background._buffer.data_ptr())
+        pending.result(30)
+    assert len(places) == 1
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".json", ".lock", ".safetensors"]
+    assert os.path.getsize(next(tmp_path.glob("*.safetensors"))) > 12_000_000

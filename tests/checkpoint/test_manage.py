@@ -1,0 +1,174 @@
+"""Checkpoints as wholes: the newest one, second names, old ones, and what is not written twice."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel.checkpoint import folder
+from accel.errors import CheckpointError
+from tests.distributed import run
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"x": torch.full((5000,), float(value)), "n": value}
+
+
+def value_of(directory: Path) -> float:
+    found = state(0.0)
+    accel.load(directory, found)
+    assert found["x"].unique().tolist() == [found["n"]]
+    return float(found["n"])
+
+
+def test_latest(tmp_path: Path) -> None:
+    assert accel.latest(tmp_path / "none") is None
+    assert accel.latest(tmp_path) is None
+    for name in ("step-9", "step-10", "b", "a"):
+        accel.save(state(1), tmp_path / name)
+        assert accel.latest(tmp_path) == str(tmp_path / name)
+        assert accel.latest(str(tmp_path / name)) == str(tmp_path / name)
+    next((tmp_path / "a").glob("*.safetensors")).unlink()
+    assert accel.latest(tmp_path) == str(tmp_path / "b")
+    (tmp_path / "b" / "accel.json").write_text("{}")
+    assert accel.latest(tmp_path) == str(tmp_path / "step-10")
+    accel.save(state(2), tmp_path / "step-9")
+    assert accel.latest(tmp_path) == str(tmp_path / "step-9")
+
+
+def test_keep(tmp_path: Path) -> None:
+    """Only checkpoints of the same series are removed, only the oldest, and nothing else in their directories."""
+    for name in ("best", "epoch-1", "step-x1"):
+        accel.save(state(1), tmp_path / name)
+    (tmp_path / "step-0").mkdir()
+    (tmp_path / "step-0" / "mine").write_text("x")
+    for number in (1, 2, 3, 4, 5):
+        accel.save(state(number), tmp_path / f"step-{number}", keep=2)
+        if number == 1:
+            (tmp_path / "step-1" / "mine").write_text("x")
+            (tmp_path / "step-00").symlink_to(tmp_path / "best")
+    names = {p.name for p in tmp_path.iterdir()}
+    assert names == {"best", "epoch-1", "step-x1", "step-0", "step-00", "step-1", "step-4", "step-5"}
+    assert [p.name for p in (tmp_path / "step-1").iterdir()] == ["mine"]
+    assert value_of(tmp_path / "best") == 1
+    lock = folder.Lock(str(tmp_path / "step-4"))
+    accel.save(state(6), tmp_path / "step-6", keep=1)  # somebody saves into step-4
+    lock.release()
+    assert value_of(tmp_path / "step-4") == 4
+    assert not (tmp_path / "step-5").exists()
+
+
+@pytest.mark.parametrize(("name", "keep"), [("last", 2), ("step-1", 0), ("step-1", True), ("step-1", "2")])
+def test_keep_is_refused_where_it_means_nothing(name: str, keep: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="keep="):
+        accel.save(state(1), tmp_path / name, keep=keep)
+    assert not (tmp_path / name).exists()
+
+
+def link(source: str, target: str) -> None:
+    accel.link(source, target)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_link(world: int, tmp_path: Path) -> None:
+    """A second name takes no space, replaces what was there, and stays when the first goes."""
+    accel.save(state(1), tmp_path / "step-1")
+    accel.save(state(2), tmp_path / "best")
+    for _ in range(2):
+        run(world, link, str(tmp_path / "step-1"), str(tmp_path / "best"))
+        shard = next((tmp_path / "best").glob("*.safetensors"))
+        assert os.path.samefile(shard, tmp_path / "step-1" / shard.name)
+        assert len(list((tmp_path / "best").iterdir())) == 3
+    accel.save(state(3), tmp_path / "step-1")
+    assert value_of(tmp_path / "best") == 1
+    shutil.rmtree(tmp_path / "step-1")
+    assert value_of(tmp_path / "best") == 1
+    with pytest.raises(CheckpointError, match="does not exist"):
+        accel.link(tmp_path / "step-1", tmp_path / "best")
+    shard = next((tmp_path / "best").glob("*.safetensors"))
+    shard.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="missing or cut"):
+        accel.link(tmp_path / "best", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+class Partly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Linear(300, 300)
+        self.head = nn.Linear(300, 3)
+        self.backbone.requires_grad_(False)
+
+
+def frozen_run(root: str, wait: bool) -> list[Any]:
+    torch.manual_seed(0)
+    net = Partly()
+    model, _, _ = accel.setup(net)
+    facts: list[Any] = []
+    for step in range(5):
+        with torch.no_grad():
+            net.head.weight.fill_(step)
+            if step == 3:
+                net.backbone.weight[0, 0] += 1  # though it is frozen
+        pending = accel.save({"m": model}, f"{root}/{step}", wait=wait)
+        if pending is not None:
+            pending.result(60)
+        still = f"{root}/{step}/" + next(n for n in sorted(os.listdir(f"{root}/{step}")) if "00-still" in n)
+        facts.append((os.stat(still).st_ino, os.path.getsize(still), net.backbone.weight.clone()))
+    return facts
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_frozen_and_did_not_change_is_linked(world: int, wait: bool, tmp_path: Path) -> None:
+    facts = run(world, frozen_run, str(tmp_path), wait)[0]
+    inodes = [inode for inode, _, _ in facts]
+    assert inodes[0] == inodes[1] == inodes[2]
+    assert inodes[2] != inodes[3]
+    assert inodes[3] == inodes[4]
+    assert facts[0][1] > 300 * 300 * 4 / world
+    for step in (0, 2, 3):  # each loads without the ones before
+        if step:
+            shutil.rmtree(tmp_path / str(step - 1), ignore_errors=True)
+        other = Partly()
+        accel.load(tmp_path / str(step), {"m": other})
+        assert torch.equal(other.backbone.weight, facts[step][2])
+        assert other.head.weight.unique().tolist() == [step]
+
+
+def test_a_file_that_was_changed_since_is_not_linked(tmp_path: Path) -> None:
+    net = Partly()
+    accel.save({"m": net}, tmp_path / "1")
+    still = next((tmp_path / "1").glob("*-still*"))
+    content = bytearray(still.read_bytes())
+    content[-1] ^= 1
+    still.write_bytes(content)
+    accel.save({"m": net}, tmp_path / "2")
+    accel.verify(tmp_path / "2")
+    with pytest.raises(CheckpointError):
+        accel.verify(tmp_path / "1")
+
+
+def verify_on_ranks(directory: str) -> str:
+    try:
+        accel.verify(directory)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_verify_on_several_ranks(tmp_path: Path) -> None:
+    accel.save({"x": torch.zeros(6_000_000)}, tmp_path)
+    assert run(2, verify_on_ranks, str(tmp_path)) == ["", ""]
+    shard = next(tmp_path.glob("*.safetensors"))
+    with open(shard, "r+b") as file:
+        file.seek(23_000_000)
+        file.write(b"\x01")
+    assert all("damaged" in text for text in run(2, verify_on_ranks, str(tmp_path)))
