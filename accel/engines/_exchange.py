@@ -9,48 +9,67 @@ from typing import Final
 
 import torch
 import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ..errors import AccelError
 
 # What one exchange moves, over all owners. On the CPU the copies should stay in its cache; elsewhere calls are dear.
 _PIECE_BYTES: Final = 32 << 20
-_CPU_PIECE_BYTES: Final = 4 << 20
+_CPU_PIECE_BYTES: Final = 8 << 20
 
 
-def _chunks(tensors: Iterable[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
-    """The elements of ``tensors``, which are flat, in order as views: lists of ``limit`` elements in all."""
+def _limit(dtype: torch.dtype, device: torch.device, world: int) -> int:
+    """How many elements of one owner go into an exchange."""
+    piece = _CPU_PIECE_BYTES if device.type == "cpu" else _PIECE_BYTES
+    return max(1, piece // dtype.itemsize // world)
+
+
+def _limited(tensors: Iterable[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
+    """Lists of at most ``limit`` elements in all; a larger tensor, which is contiguous, comes in flat parts."""
     piece: list[torch.Tensor] = []
     room = limit
     for tensor in tensors:
-        while tensor.numel() > room:
-            yield [*piece, tensor[:room]]
-            tensor, piece, room = tensor[room:], [], limit
+        size = tensor.numel()
+        if size > room and piece:
+            yield piece
+            piece, room = [], limit
+        if size > limit:
+            *full, tensor = tensor.view(-1).split(limit)
+            yield from ([part] for part in full)
+            size = tensor.numel()
         piece.append(tensor)
-        room -= tensor.numel()
+        room -= size
     if piece:
         yield piece
 
 
 def _rounds(by_owner: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[list[torch.Tensor], ...]]:
     """For each exchange the part of each owner; one dtype and device at a time."""
-    kinds = dict.fromkeys((t.dtype, t.device) for tensors in by_owner for t in tensors)
-    for dtype, device in kinds:
-        piece = _CPU_PIECE_BYTES if device.type == "cpu" else _PIECE_BYTES
-        limit = max(1, piece // dtype.itemsize // len(by_owner))
-        same = ([t for t in tensors if t.dtype is dtype and t.device == device] for tensors in by_owner)
-        yield from itertools.zip_longest(*(_chunks(tensors, limit) for tensors in same), fillvalue=[])
+    kinds: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
+    for owner, tensors in enumerate(by_owner):
+        for tensor in tensors:
+            kind = (tensor.dtype, tensor.device)
+            if kind not in kinds:
+                kinds[kind] = [[] for _ in by_owner]
+            if tensor.numel():
+                kinds[kind][owner].append(tensor)
+    for (dtype, device), same in kinds.items():
+        limit = _limit(dtype, device, len(by_owner))
+        yield from itertools.zip_longest(*(_limited(tensors, limit) for tensors in same), fillvalue=[])
 
 
-def _flat(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Each as one dimension: a view where it is contiguous."""
-    return [t.reshape(-1) for t in tensors]
+def _cuttable(tensors: Sequence[torch.Tensor], world: int) -> list[torch.Tensor]:
+    """The same, with a contiguous copy in the place of one that is too large for one exchange."""
+    return [
+        t if t.is_contiguous() or t.numel() <= _limit(t.dtype, t.device, world) else t.contiguous() for t in tensors
+    ]
 
 
-def _put_back(tensors: Iterable[torch.Tensor], flat: Iterable[torch.Tensor]) -> None:
-    """Write what ``_flat`` had to copy."""
-    for tensor, values in zip(tensors, flat, strict=True):
-        if not tensor.is_contiguous():
-            tensor.copy_(values.view(tensor.shape))
+def _put_back(tensors: Iterable[torch.Tensor], used: Iterable[torch.Tensor]) -> None:
+    """Write what ``_cuttable`` had to copy."""
+    for tensor, copied in zip(tensors, used, strict=True):
+        if copied is not tensor:
+            tensor.copy_(copied)
 
 
 @torch.no_grad()
@@ -64,10 +83,10 @@ def reduce_to_owners(by_owner: Sequence[Sequence[torch.Tensor]], rank: int, grou
         by_owner: for each rank the tensors that it owns, with the same shapes on every rank.
     """
     world = len(by_owner)
-    flat = [_flat(tensors) for tensors in by_owner]
-    for parts in _rounds(flat):
+    used = [_cuttable(tensors, world) for tensors in by_owner]
+    for parts in _rounds(used):
         sizes = [sum(t.numel() for t in part) for part in parts]
-        sent = torch.cat([t for part in parts for t in part])
+        sent = _flatten_dense_tensors([t for part in parts for t in part])
         came = sent.new_empty(world * sizes[rank])
         # As bytes: not every transport knows every dtype.
         width = sent.itemsize
@@ -80,8 +99,8 @@ def reduce_to_owners(by_owner: Sequence[Sequence[torch.Tensor]], rank: int, grou
         )
         if mine := parts[rank]:
             means = came.view(world, sizes[rank]).mean(0)
-            torch._foreach_copy_(mine, means.split([t.numel() for t in mine]))
-    _put_back(by_owner[rank], flat[rank])
+            torch._foreach_copy_(mine, _unflatten_dense_tensors(means, mine))
+    _put_back(by_owner[rank], used[rank])
 
 
 @torch.no_grad()
@@ -93,22 +112,22 @@ def broadcast_from_owners(
     Args:
         by_owner: for each rank the tensors that it owns, with the same shapes on every rank.
     """
-    flat = [_flat(tensors) for tensors in by_owner]
-    for parts in _rounds(flat):
+    used = [_cuttable(tensors, len(by_owner)) for tensors in by_owner]
+    for parts in _rounds(used):
         buffers = []
         for owner, part in enumerate(parts):
             if part:
                 size = sum(t.numel() for t in part)
-                buffer = torch.cat(part) if owner == rank else part[0].new_empty(size)
+                buffer = _flatten_dense_tensors(part) if owner == rank else part[0].new_empty(size)
                 work = dist.broadcast(buffer.view(torch.uint8), owner, group=group, async_op=True)
                 buffers.append((owner, part, buffer, work))
         for owner, part, buffer, work in buffers:
             work.wait()
             if owner != rank:
-                torch._foreach_copy_(part, buffer.split([t.numel() for t in part]))
+                torch._foreach_copy_(part, _unflatten_dense_tensors(buffer, part))
     for owner, tensors in enumerate(by_owner):
         if owner != rank:
-            _put_back(tensors, flat[owner])
+            _put_back(tensors, used[owner])
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from ._exchange import broadcast_from_owners, clip_parts_, reduce_to_owners
 from ._memory import owners
 from ._sharded import EVERYWHERE, LOCAL, NONE, OWNED, SPARSE, Owners, SplitState
 from .base import Context, Engine, Options
+
+logger = logging.getLogger("accel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +87,13 @@ class ShardedEngine(Engine):
         super().attach(optimizer)
         if self._splittable(optimizer):
             self._splits[id(optimizer)] = SplitState(optimizer, self._owners)
+        elif self.distributed:
+            logger.warning(
+                "%s steps whole on every rank, which saves no memory: backend %r splits torch's own optimizers, but not "
+                "LBFGS; others with the option split_any_optimizer",
+                type(optimizer).__name__,
+                self.name,
+            )
 
     def detach(self, optimizer: Optimizer) -> None:
         """Remove the hooks too."""
@@ -92,8 +102,8 @@ class ShardedEngine(Engine):
             split.close()
 
     def _splittable(self, optimizer: Optimizer) -> bool:
-        own = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
-        return self.distributed and (own or self.options.split_any_optimizer)
+        own = type(optimizer).__module__.startswith("torch.optim.") or self.options.split_any_optimizer
+        return self.distributed and own and not isinstance(optimizer, LBFGS)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Rank 0's weights; then each rank keeps the state of its own parameters only."""
@@ -104,15 +114,17 @@ class ShardedEngine(Engine):
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Give every rank the whole state of the optimizers."""
-        self._owners.close()
         for parameter in self.parameters:
             if parameter.grad is not None:
                 Slot.clear(parameter.grad)
-        for optimizer in filter(self._splittable, optimizers):
-            if self._ended:
-                parts.refuse_steps(optimizer, self._ended)
-            elif self._started:
-                self._gather(optimizer)
+        try:
+            for optimizer in filter(self._splittable, optimizers):
+                if self._ended:
+                    parts.refuse_steps(optimizer, self._ended)
+                elif self._started:
+                    self._gather(optimizer)
+        finally:
+            self._owners.close()
 
     def _gather(self, optimizer: Optimizer) -> None:
         parts.gather_state(optimizer, self._owners, self._rank, self.process.group)
@@ -171,7 +183,8 @@ class ShardedEngine(Engine):
                 "(nn.Embedding(sparse=False))"
             )
         live = [i for i, code in zip(indices, codes, strict=True) if code != NONE]
-        self._owners.take(self.parameters[i] for i in live)
+        if len(self._owners.rank_of) < len(self.parameters):
+            self._owners.take(self.parameters[i] for i in live)
         pending = [self.parameters[i] for i, code in zip(indices, codes, strict=True) if code >= weakest]
         for parameter in pending:
             parts.complete(parameter, self._world)
