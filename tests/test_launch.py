@@ -55,7 +55,7 @@ def nothing_stays() -> Iterator[None]:
 # -- a script, in which everything is of __main__ ---------------------------------------------------------------------
 
 SCRIPT = """
-import dataclasses, json, os, sys, time
+import dataclasses, json, os, pickle, sys, time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -110,6 +110,7 @@ def train(parts, scheduler, data):
     begin = time.perf_counter()
     losses = loop(model, optimizer, scheduler, loader)
     seconds = time.perf_counter() - begin
+    pickle.loads(pickle.dumps([data, parts["model"].first, Net]))  # classes of __main__ by their names
     return Result(world, repr(model)[:17], str(accel.device()), torch.tensor(losses), seconds, sys.argv)
 
 def build():
@@ -182,6 +183,32 @@ def test_rank_0_gives_the_result_and_nothing_stays(nothing_stays: None, monkeypa
     assert len({os.getpid(), *gathered[:, 1].tolist()}) == 3
     assert int(threads) == max(1, len(os.sched_getaffinity(0)) // 2)
     assert not any(psutil.pid_exists(pid) for pid in gathered[:, 1].tolist())
+
+
+def train_on(net: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    model, optimizer, _ = accel.setup(net, optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return repr(model)[:17]
+
+
+def test_a_model_that_is_set_up_in_the_caller_goes_as_its_raw_self() -> None:
+    """As in a notebook where an earlier cell trained in the kernel: its handle sees the new weights."""
+    raw = nn.Linear(2, 1, bias=False)
+    raw_optimizer = torch.optim.SGD(raw.parameters(), lr=0.5, momentum=0.9)
+    model, optimizer, _ = accel.setup(raw, raw_optimizer, backend="single", devices="cpu")
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    before = raw.weight.detach().clone()
+    assert accel.launch(train_on, raw, raw_optimizer, num_processes=2) == "ModelHandle[ddp]("
+    # velocity 1, then 0.9 * 1 + 1
+    assert torch.allclose(model.weight, before - 0.5 * 1.9)
+    assert torch.allclose(optimizer.state[model.weight]["momentum_buffer"], torch.tensor(1.9))
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert torch.allclose(raw.weight, before - 0.5 * 1.9 - 0.5 * (0.9 * 1.9 + 1))
+    accel.teardown()
 
 
 def handle_and_growth(case: str, model: nn.Module) -> object:
