@@ -34,22 +34,24 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
+def here() -> tuple[set[psutil.Process], int, int, set[str]]:
+    """Child processes, open files, threads, and files in shared memory (those of multiprocessing have no name for long)."""
+    me = psutil.Process()
+    shared = {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+    return set(me.children(recursive=True)), me.num_fds(), threading.active_count(), shared
+
+
 @pytest.fixture
 def nothing_stays() -> Iterator[None]:
-    """No process, open file, thread or file in shared memory more than before."""
-    dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )  # the first one opens files for all later ones
-    me = psutil.Process()
-    before = (set(me.children(recursive=True)), me.num_fds(), threading.active_count(), set(os.listdir("/dev/shm")))
+    """Nothing is there that was not there before."""
+    # The first store opens files that all later ones use.
+    dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    before = here()
     yield
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        after = (set(me.children(recursive=True)), me.num_fds(), threading.active_count(), set(os.listdir("/dev/shm")))
-        if after[0] <= before[0] and after[1] <= before[1] and after[2] <= before[2] and after[3] <= before[3]:
-            return
+    while not all(a <= b for a, b in zip(after := here(), before, strict=True)):
+        assert time.monotonic() < deadline, f"before {before}, after {after}"
         time.sleep(0.05)
-    pytest.fail(f"before {before}, after {after}")
 
 
 # -- a script, in which everything is of __main__ ---------------------------------------------------------------------
@@ -185,22 +187,23 @@ def test_rank_0_gives_the_result_and_nothing_stays(nothing_stays: None, monkeypa
     assert not any(psutil.pid_exists(pid) for pid in gathered[:, 1].tolist())
 
 
-def train_on(net: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    model, optimizer, _ = accel.setup(net, optimizer)
+def train_on(net: nn.Module, optimizer: torch.optim.Optimizer, backend: str) -> str:
+    model, optimizer, _ = accel.setup(net, optimizer, backend=backend)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    return repr(model)[:17]
+    return repr(model).partition("(")[0]
 
 
-def test_a_model_that_is_set_up_in_the_caller_goes_as_its_raw_self() -> None:
-    """As in a notebook where an earlier cell trained in the kernel: its handle sees the new weights."""
+@pytest.mark.parametrize(("backend", "name"), [("auto", "ddp"), ("fsdp", "fsdp")])
+def test_a_model_that_is_set_up_in_the_caller_goes_as_its_raw_self(backend: str, name: str) -> None:
+    """As in a notebook where an earlier cell trained in the kernel: its handle sees the new weights, whole ones."""
     raw = nn.Linear(2, 1, bias=False)
     raw_optimizer = torch.optim.SGD(raw.parameters(), lr=0.5, momentum=0.9)
     model, optimizer, _ = accel.setup(raw, raw_optimizer, backend="single", devices="cpu")
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     before = raw.weight.detach().clone()
-    assert accel.launch(train_on, raw, raw_optimizer, num_processes=2) == "ModelHandle[ddp]("
+    assert accel.launch(train_on, raw, raw_optimizer, backend, num_processes=2) == f"ModelHandle[{name}]"
     # velocity 1, then 0.9 * 1 + 1
     assert torch.allclose(model.weight, before - 0.5 * 1.9)
     assert torch.allclose(optimizer.state[model.weight]["momentum_buffer"], torch.tensor(1.9))
