@@ -85,9 +85,7 @@ def main(*, rank: int, parent: int, argv: list[str], payload: int, states: int, 
     warnings.filterwarnings("ignore", message="Seems like `optimizer.step.*has been overridden")
     try:
         fn, args, found = Memory(payload).read(mmap=True)
-        if getattr(fn, "__module__", "") == "__main__":
-            # What pickles a class of the launching __main__ by its name looks for it here.
-            vars(sys.modules["__main__"]).update(getattr(fn, "__globals__", {}))
+        _publish(fn, [*args, *found])
         value = fn(*args)
         teardown()
         if rank == 0:
@@ -100,6 +98,17 @@ def main(*, rank: int, parent: int, argv: list[str], payload: int, states: int, 
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # not through the exit of the interpreter, which may wait for ranks that wait for this one
+
+
+def _publish(fn: Any, items: list[Any]) -> None:
+    """Make functions and classes of the launching ``__main__`` known by their names here, where plain pickle looks."""
+    names = vars(sys.modules["__main__"])
+    if getattr(fn, "__module__", "") == "__main__":
+        names.update(getattr(fn, "__globals__", {}))
+    for item in items:
+        for part in item.modules() if isinstance(item, nn.Module) else [item]:
+            if type(part).__module__ == "__main__":
+                names.setdefault(type(part).__qualname__, type(part))
 
 
 def _end_with(parent: int) -> None:

@@ -5,7 +5,6 @@ examples/elastic.py
 """
 
 import argparse
-import os
 import time
 from pathlib import Path
 
@@ -19,24 +18,14 @@ import accel
 GLOBAL_BATCH = 64
 
 
-def save(path, model, optimizer, loader, step):
-    state = {"model": accel.full_state_dict(model), "optimizer": accel.full_state_dict(optimizer)}
-    state |= {"loader": loader.state_dict(), "step": step, "time": time.time()}
-    if accel.is_main():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state, path.with_suffix(".new"))
-        os.replace(path.with_suffix(".new"), path)  # a process that is killed here leaves the old one
-
-
-def load(path, model, optimizer, loader):
-    if not path.exists():
-        return 0
-    state = torch.load(path)
-    for handle, name in ((model, "model"), (optimizer, "optimizer"), (loader, "loader")):
-        handle.load_state_dict(state[name])
-    seconds = time.time() - state["time"]
-    accel.print(f"resumed at step {state['step']} on {accel.world_size()} processes after {seconds:.1f} s", flush=True)
-    return state["step"]
+def resume(root, state):
+    last = accel.latest(root)
+    if last is not None:
+        accel.load(last, state)
+        seconds = time.time() - state["time"]
+        accel.print(
+            f"resumed at step {state['step']} on {accel.world_size()} processes after {seconds:.1f} s", flush=True
+        )
 
 
 def main(args):
@@ -52,26 +41,27 @@ def main(args):
 
     model, optimizer, loader = accel.setup(model, optimizer, loader)
 
-    step = load(args.checkpoint, model, optimizer, loader)
-    while step < args.steps:
-        for x, y in loader:
+    state = {"model": model, "optimizer": optimizer, "loader": loader, "step": 0, "time": 0.0}
+    resume(args.checkpoints, state)
+    while state["step"] < args.steps:
+        for x, y in loader:  # the first time the rest of the epoch in which the checkpoint was made
             optimizer.zero_grad()
             loss = F.mse_loss(model(x), y)
             loss.backward()
             optimizer.step()
-            step += 1
-            save(args.checkpoint, model, optimizer, loader, step)
+            state |= {"step": state["step"] + 1, "time": time.time()}
+            accel.save(state, args.checkpoints / f"step-{state['step']}", keep=2)
             time.sleep(args.pause)
-            if step == args.steps:
+            if state["step"] == args.steps:
+                loss = accel.all_reduce(loss.detach(), "mean")
+                accel.print(f"step {state['step']}: loss {loss:.5f} on {accel.world_size()} processes")
                 break
-    loss = accel.all_reduce(loss.detach(), "mean")
-    accel.print(f"step {step}: loss {loss:.5f} on {accel.world_size()} processes")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--checkpoint", type=Path, default=Path("runs/elastic.pt"))
+    parser.add_argument("--checkpoints", type=Path, default=Path("runs/elastic"), help="on a file system of all hosts")
     parser.add_argument("--timeout", type=float, default=60, help="seconds")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step")
     main(parser.parse_args())

@@ -14,7 +14,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch import nn
 
+import accel
+from tests.distributed import run
 from tests.test_process import clean_environ, free_port
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "elastic.py"
@@ -30,7 +33,7 @@ def agents(number: int, folder: Path, *options: str) -> Iterator[list[psutil.Pop
         "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1",
         "--monitor-interval=0.1",
         "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
-        str(EXAMPLE), f"--steps={STEPS}", f"--checkpoint={folder / 'last.pt'}", *options,
+        str(EXAMPLE), f"--steps={STEPS}", f"--checkpoints={folder / 'interrupted'}", *options,
     ]  # fmt: skip
     environ = clean_environ() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONUNBUFFERED": "1"}
     started: list[psutil.Popen] = []
@@ -70,18 +73,28 @@ def output(folder: Path) -> str:
 
 
 def step(folder: Path) -> int:
-    """The step of the last checkpoint, which is replaced atomically."""
-    path = folder / "last.pt"
-    return int(torch.load(path)["step"]) if path.exists() else 0
+    """The step of the last checkpoint."""
+    last = accel.latest(folder / "interrupted")
+    return 0 if last is None else int(last.rpartition("-")[2])
+
+
+def weights(root: str) -> dict[str, torch.Tensor]:
+    """What the last checkpoint in a folder has."""
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    last = accel.latest(root)
+    assert last is not None
+    assert last.endswith(f"step-{STEPS}")
+    accel.load(last, {"model": model})
+    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def trained_alone(folder: Path) -> dict[str, torch.Tensor]:
     """The weights of a run that nothing disturbs."""
-    path = folder / "alone.pt"
-    command = [sys.executable, str(EXAMPLE), f"--steps={STEPS}", f"--checkpoint={path}"]
+    path = folder / "alone"
+    command = [sys.executable, str(EXAMPLE), f"--steps={STEPS}", f"--checkpoints={path}"]
     subprocess.run(command, env=clean_environ(), check=True, capture_output=True, timeout=120)
-    weights: dict[str, torch.Tensor] = torch.load(path)["model"]
-    return weights
+    found: dict[str, torch.Tensor] = run(1, weights, str(path))[0]
+    return found
 
 
 def check(folder: Path, resumed_on: list[str]) -> None:
@@ -89,9 +102,9 @@ def check(folder: Path, resumed_on: list[str]) -> None:
     assert [world for _, world, _ in found] == resumed_on, output(folder)
     assert all(0 < int(at) < STEPS for at, _, _ in found)
     print("recovery:", ", ".join(f"{seconds} s" for *_, seconds in found))
-    weights = torch.load(folder / "last.pt")["model"]
+    trained = run(1, weights, str(folder / "interrupted"))[0]
     for name, expected in trained_alone(folder).items():
-        torch.testing.assert_close(weights[name], expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(trained[name], expected, rtol=0, atol=1e-5)
 
 
 def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:

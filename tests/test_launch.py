@@ -34,28 +34,30 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
+def here() -> tuple[set[psutil.Process], int, int, set[str]]:
+    """Child processes, open files, threads, and files in shared memory (those of multiprocessing have no name for long)."""
+    me = psutil.Process()
+    shared = {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+    return set(me.children(recursive=True)), me.num_fds(), threading.active_count(), shared
+
+
 @pytest.fixture
 def nothing_stays() -> Iterator[None]:
-    """No process, open file, thread or file in shared memory more than before."""
-    dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )  # the first one opens files for all later ones
-    me = psutil.Process()
-    before = (set(me.children(recursive=True)), me.num_fds(), threading.active_count(), set(os.listdir("/dev/shm")))
+    """Nothing is there that was not there before."""
+    # The first store opens files that all later ones use.
+    dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    before = here()
     yield
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        after = (set(me.children(recursive=True)), me.num_fds(), threading.active_count(), set(os.listdir("/dev/shm")))
-        if after[0] <= before[0] and after[1] <= before[1] and after[2] <= before[2] and after[3] <= before[3]:
-            return
+    while not all(a <= b for a, b in zip(after := here(), before, strict=True)):
+        assert time.monotonic() < deadline, f"before {before}, after {after}"
         time.sleep(0.05)
-    pytest.fail(f"before {before}, after {after}")
 
 
 # -- a script, in which everything is of __main__ ---------------------------------------------------------------------
 
 SCRIPT = """
-import dataclasses, json, os, sys, time
+import dataclasses, json, os, pickle, sys, time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -110,6 +112,7 @@ def train(parts, scheduler, data):
     begin = time.perf_counter()
     losses = loop(model, optimizer, scheduler, loader)
     seconds = time.perf_counter() - begin
+    pickle.loads(pickle.dumps([data, parts["model"].first, Net]))  # classes of __main__ by their names
     return Result(world, repr(model)[:17], str(accel.device()), torch.tensor(losses), seconds, sys.argv)
 
 def build():
@@ -182,6 +185,33 @@ def test_rank_0_gives_the_result_and_nothing_stays(nothing_stays: None, monkeypa
     assert len({os.getpid(), *gathered[:, 1].tolist()}) == 3
     assert int(threads) == max(1, len(os.sched_getaffinity(0)) // 2)
     assert not any(psutil.pid_exists(pid) for pid in gathered[:, 1].tolist())
+
+
+def train_on(net: nn.Module, optimizer: torch.optim.Optimizer, backend: str) -> str:
+    model, optimizer, _ = accel.setup(net, optimizer, backend=backend)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return repr(model).partition("(")[0]
+
+
+@pytest.mark.parametrize(("backend", "name"), [("auto", "ddp"), ("fsdp", "fsdp")])
+def test_a_model_that_is_set_up_in_the_caller_goes_as_its_raw_self(backend: str, name: str) -> None:
+    """As in a notebook where an earlier cell trained in the kernel: its handle sees the new weights, whole ones."""
+    raw = nn.Linear(2, 1, bias=False)
+    raw_optimizer = torch.optim.SGD(raw.parameters(), lr=0.5, momentum=0.9)
+    model, optimizer, _ = accel.setup(raw, raw_optimizer, backend="single", devices="cpu")
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    before = raw.weight.detach().clone()
+    assert accel.launch(train_on, raw, raw_optimizer, backend, num_processes=2) == f"ModelHandle[{name}]"
+    # velocity 1, then 0.9 * 1 + 1
+    assert torch.allclose(model.weight, before - 0.5 * 1.9)
+    assert torch.allclose(optimizer.state[model.weight]["momentum_buffer"], torch.tensor(1.9))
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert torch.allclose(raw.weight, before - 0.5 * 1.9 - 0.5 * (0.9 * 1.9 + 1))
+    accel.teardown()
 
 
 def handle_and_growth(case: str, model: nn.Module) -> object:

@@ -42,7 +42,9 @@ def bucket_bytes(ddp: DistributedDataParallel) -> int:
     return sum(map(int, sizes.split(",")))
 
 
-def explain_missing(names: Sequence[str], parameters: Sequence[nn.Parameter], missing: Iterable[int]) -> str:
+def explain_missing(
+    names: Sequence[str], parameters: Sequence[nn.Parameter], missing: Iterable[int], options: object
+) -> str:
     """Why a reduction never ended, and what to do."""
     texts = [
         names[i]
@@ -54,7 +56,7 @@ def explain_missing(names: Sequence[str], parameters: Sequence[nn.Parameter], mi
         return (
             f"{len(texts)} parameters got no gradient in the last backward, so that its reduction never ended: "
             f"{', '.join(texts[:5])}{', ...' if len(texts) > 5 else ''}; use them in the loss, freeze them "
-            "(requires_grad_(False)), or pass backend=accel.DDP(find_unused_parameters=True)"
+            f"(requires_grad_(False)), or pass backend=accel.{type(options).__name__}(find_unused_parameters=True)"
         )
     return (
         "every parameter got a gradient, but the reduction did not end: an exception ended the backward (then call "

@@ -262,7 +262,7 @@ class ReducingEngine(Engine, ABC):
         average_gradients_(self.parameters, self.process.group)
 
     def _raise_missing(self) -> None:
-        message = explain_missing(self.names, self.parameters, self._reduction.missing())
+        message = explain_missing(self.names, self.parameters, self._reduction.missing(), self.options)
         self.compare("a step after an unfinished reduction", message)
         raise BackendError(message)
 

@@ -94,7 +94,18 @@ def refused() -> None:
     accel.setup(nn.BatchNorm1d(2), backend=accel.DDP2(sync_batchnorm=True))
 
 
+def missing_gradient() -> None:
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    handle, optimizer, _ = accel.setup(model, torch.optim.SGD(model.parameters(), 0.1), backend="ddp2")
+    model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
+    handle(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
 def test_refusals() -> None:
+    for text in refusals(2, missing_gradient, error="BackendError"):
+        assert "1.weight, 1.bias" in text
+        assert "backend=accel.DDP2(find_unused_parameters=True)" in text
     assert refusals(1, bad_options, error="BackendError")[0].startswith("DDP2(comm_hook='zip'): expected")
     assert "replicas" in refusals(1, refused, error="BackendError")[0]
 
