@@ -9,7 +9,7 @@ import time
 from .startup import Process
 
 
-def roll_call(process: Process, error: BaseException) -> str:
+def roll_call(process: Process, error: object) -> str:
     """Which ranks do not say that they failed too; empty where ``error`` is not about other ranks."""
     text = str(error)
     # A closed connection is noticed at once, a timeout by each rank in its own time.

@@ -31,7 +31,7 @@ print("[parity]", flush=True)
 
 FOREVER = """
 import time, torch, accel
-accel.init(timeout=8)
+accel.init(timeout=5)
 torch.manual_seed(0)
 raw = torch.nn.Linear(4, 1)
 model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 0.01))
