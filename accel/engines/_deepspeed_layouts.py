@@ -41,8 +41,10 @@ class Flat(Partitions):
                 start, end = max(offset, first), min(offset + parameter.numel(), first + size)
                 if start < end:
                     self.own(index, start - offset, zero.bit16_groups_flat[g].narrow(0, start, end - start))
-            # The library's copy of the weights: the fragments have their own, where they need one.
+            # The library's copy of the weights, and views of it: the fragments have their own, where they need one.
             zero.single_partition_of_fp32_groups[g].data = torch.empty(0)
+            for parameter in parameters:
+                parameter._hp_mapping = None
         zero.copy_grads_in_partition = self._collect
 
     def offer(self, index: int) -> None:

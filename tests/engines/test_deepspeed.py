@@ -81,9 +81,9 @@ def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
 
 
 def states(optimizer: Any) -> dict[str, torch.Tensor]:
-    """A plain optimizer's state, or a handle's whole one, flat."""
-    full = optimizer.state_dict() if type(optimizer).__module__ == "torch.optim" else accel.full_state_dict(optimizer)
-    return {f"{i}/{k}": torch.as_tensor(v) for i, s in full["state"].items() for k, v in s.items()}
+    """A plain optimizer's state, flat."""
+    found = optimizer.state_dict()["state"]
+    return {f"{i}/{k}": torch.as_tensor(v) for i, s in found.items() for k, v in s.items()}
 
 
 class Pair:
@@ -380,3 +380,137 @@ def rlhf() -> None:
 
 def test_actor_critic_reference_and_reward() -> None:
     run(2, rlhf)
+
+
+# -- trainability, teardown, switching --------------------------------------------------------------------------------
+
+
+def freeze_and_unfreeze(stage: int) -> None:
+    """Frozen at setup, unfrozen later, and back; what is frozen stays put, its state is kept."""
+    pair = Pair(zero(stage))
+    for number in range(6):
+        for net in (pair.raw, pair.plain):
+            for name, p in net.named_parameters():
+                p.requires_grad_(name.startswith(("left", "scale")) if number in (0, 3) else number != 4 or "2" in name)
+        frozen = {n for n, p in pair.plain.named_parameters() if not p.requires_grad}
+        before = whole(pair.model)
+        pair.train(range(2 * number, 2 * number + 2))
+        after = whole(pair.model)
+        for name in before:
+            assert torch.equal(before[name], after[name]) == (name in frozen), name
+        pair.check()
+
+
+def frozen_at_setup(stage: int) -> None:
+    raw, plain = Net(), Net()
+    for net in (raw, plain):
+        net.body.requires_grad_(False)
+    optimizers = adamw(raw), adamw(plain)
+    model, handle, _ = accel.setup(raw, optimizers[0], backend=zero(stage))
+    for step in range(6):
+        if step == 3:
+            model.body.requires_grad_(True)
+            plain.body.requires_grad_(True)
+        handle.zero_grad()
+        optimizers[1].zero_grad()
+        loss_of(model(data(step, accel.rank()))).backward()
+        mean_loss(plain, lambda m, x: m(x), step).backward()
+        handle.step()
+        optimizers[1].step()
+    assert distance(whole(model), plain.state_dict()) <= 1e-5
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_trainability_may_change_at_any_time(stage: int) -> None:
+    run(2, freeze_and_unfreeze, stage)
+    run(2, frozen_at_setup, stage)
+
+
+def switching() -> None:
+    """Through every stage and other backends, optimizer state and pending gradients included."""
+    raw, plain = Net(), Net()
+    optimizers = adamw(raw), adamw(plain)
+    before = {name: set(vars(m)) for name, m in raw.named_modules()}
+    parameters = list(raw.parameters())
+    for number, backend in enumerate([zero(3), "ddp", zero(1), zero(2), DeepSpeed(stage=0), zero(3), zero(2), "ddp"]):
+        model, handle, _ = accel.setup(raw, optimizers[0], backend=backend)
+        for step in range(2):
+            # The first step of each engine uses gradients that the last one left.
+            if step:
+                handle.zero_grad()
+                optimizers[1].zero_grad()
+            loss_of(model(data(2 * number + step, accel.rank()))).backward()
+            mean_loss(plain, lambda m, x: m(x), 2 * number + step).backward()
+            handle.step()
+            optimizers[1].step()
+        assert accel.teardown(model) is raw
+        assert all(p is q and p.grad is not None for p, q in zip(raw.parameters(), parameters, strict=True))
+        assert {name: set(vars(m)) for name, m in raw.named_modules()} == before
+        assert not any(vars(p) for p in parameters)
+        assert type(raw._parameters) is dict
+        for module in raw.modules():
+            tables = [v for k, v in vars(module).items() if k.endswith("_hooks")]
+            assert tables
+            assert not any(tables)
+        assert "step" not in vars(optimizers[0])
+        assert "zero_grad" not in vars(optimizers[0])
+        assert distance(raw.state_dict(), plain.state_dict()) <= 1e-5
+        assert distance(states(optimizers[0]), states(optimizers[1])) <= 1e-5
+        for p, q in zip(raw.parameters(), plain.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            torch.testing.assert_close(p.grad, q.grad, atol=1e-5, rtol=0)
+
+
+def test_switch_to_and_from_every_stage_in_training() -> None:
+    run(2, switching)
+
+
+def collected(stage: int) -> None:
+    """The last reference to model and optimizer frees the engine and the weights."""
+    pair = Pair(zero(stage))
+    pair.train()
+    alive = [weakref.ref(pair.raw), weakref.ref(registry.of_handle(pair.model)), weakref.ref(pair.raw.left.weight)]
+    del pair
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None, None]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_engine_dies_with_its_model(stage: int) -> None:
+    run(2, collected, stage)
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def held(stage: int) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer state on this rank, in units of one element, after a step."""
+    torch.manual_seed(0)
+    width = 64
+    raw = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8)))
+    model, optimizer, _ = accel.setup(raw, adamw(raw), backend=zero(stage))
+    model(torch.randn(2, width)).square().mean().backward()
+    optimizer.step()
+    gc.collect()
+    total = 8 * width * width
+    sizes: dict[int, int] = {}
+    for item in gc.get_objects():
+        if issubclass(type(item), torch.Tensor) and item.device.type == "cpu" and item.dtype is torch.float32:
+            storage = item.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+            for more in (item.grad if item.is_leaf else None, getattr(item, "ds_tensor", None)):
+                if more is not None:
+                    sizes[more.untyped_storage().data_ptr()] = more.untyped_storage().nbytes()
+    large = sum(size for size in sizes.values() if size >= 4 * width * width // 4)
+    assert len(list(raw.parameters())) == 8
+    return {"held": large, "unit": 4 * total}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_bytes_on_each_rank(world: int) -> None:
+    """ZeRO's own figures for AdamW, in units of the weights: 1 or 1/n for each of weights and gradients, 2/n for state."""
+    theory = {1: 1 + 1 / world + 2 / world, 2: 1 + 1 / world + 2 / world, 3: 4 / world}
+    for stage in STAGES:
+        for found in run(world, held, stage):
+            assert found["held"] / found["unit"] == pytest.approx(theory[stage], abs=0.1), stage
