@@ -130,10 +130,13 @@ class DeepSpeedEngine(steps.Stepping):
         offload = configuration.offloaded(self._config, "offload_optimizer", self.options.offload_optimizer)
         arguments = (self.module, self.parameters, masters, torch.device("cpu") if offload else None)
         zero = Sharded(*arguments) if self.stage == 3 else Flat(self.stage, *arguments)
+        numel = sum(p.numel() for p in self.parameters)
         dtype = next(p.dtype for p in self.parameters if p.is_floating_point())
         offload_parameters = configuration.offloaded(self._config, "offload_param", self.options.offload_parameters)
         self.zero = zero
-        config = configuration.complete(self._config, self.stage, offload_parameters=offload_parameters, dtype=dtype)
+        config = configuration.complete(
+            self._config, self.stage, offload_parameters=offload_parameters, dtype=dtype, numel=numel
+        )
         zero.start(config, self.process.device)
 
     # -- forward and gradients ------------------------------------------------------------------------------------
