@@ -147,7 +147,9 @@ def masters(config: Mapping[str, Any]) -> bool:
     return not _off(config.get("bf16"))
 
 
-def complete(config: Mapping[str, Any], stage: int, *, offload_parameters: bool, dtype: torch.dtype) -> dict[str, Any]:
+def complete(
+    config: Mapping[str, Any], stage: int, *, offload_parameters: bool, dtype: torch.dtype, numel: int
+) -> dict[str, Any]:
     """What the library is given: the user's configuration, and what this engine needs."""
     passed = {
         k: _without_auto(v) for k, v in config.items() if k in _PASSED and not (isinstance(v, str) and v == "auto")
@@ -159,7 +161,8 @@ def complete(config: Mapping[str, Any], stage: int, *, offload_parameters: bool,
     else:
         given = zero.get("offload_param")
         zero["offload_param"] = {**(given if isinstance(given, Mapping) else {}), "device": "cpu"}
-    buckets = {"reduce_bucket_size": _BUCKET, "allgather_bucket_size": _BUCKET}
+    size = min(_BUCKET, numel + numel % 2)
+    buckets = {"reduce_bucket_size": size, "allgather_bucket_size": size}
     half = dtype is torch.bfloat16
     return {
         "steps_per_print": None,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
@@ -41,8 +43,10 @@ class Flat(Partitions):
                 start, end = max(offset, first), min(offset + parameter.numel(), first + size)
                 if start < end:
                     self.own(index, start - offset, zero.bit16_groups_flat[g].narrow(0, start, end - start))
-            # The library's copy of the weights: the fragments have their own, where they need one.
+            # The library's copy of the weights, and views of it: the fragments have their own, where they need one.
             zero.single_partition_of_fp32_groups[g].data = torch.empty(0)
+            for parameter in parameters:
+                parameter._hp_mapping = None
         zero.copy_grads_in_partition = self._collect
 
     def offer(self, index: int) -> None:
@@ -143,6 +147,7 @@ class Sharded(Partitions):
         for flat in zero.fp32_partitioned_groups_flat:
             flat.grad = None
         zero.fp32_partitioned_groups_flat = []
+        _free_coordinator(zero.parameter_offload.get_param_coordinator())
         # The module is only pushed while it runs: a module on the library's global stack would never be freed.
         self._stack = library("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
         self._stack[:] = [m for m in self._stack if m is not self.module]
@@ -264,6 +269,29 @@ class Sharded(Partitions):
         """Let go of the shards as well."""
         self.scatter()
         super().end(full)
+
+
+def _free_coordinator(coordinator: Any) -> None:
+    """Its method with a cache keeps every coordinator, and so every model, for good: the cache moves to the object."""
+    name = "_PartitionedParameterCoordinator__params_to_release"
+    cached = inspect.getclosurevars(getattr(type(coordinator), name)).nonlocals["func"]
+    method = inspect.unwrap(cached)
+    reference = weakref.ref(coordinator)
+    cache: dict[tuple[int, int], set[int]] = {}
+    order: list[Any] = [None]
+
+    def params_to_release(module: Any, step: int) -> set[int]:
+        owner: Any = reference()
+        trace = owner._PartitionedParameterCoordinator__submodule_order
+        if trace is not order[0]:  # another trace of the model
+            cache.clear()
+            order[0] = trace
+        key = (module.ds_id, step)
+        if key not in cache:
+            cache[key] = method(owner, module, step)
+        return cache[key]
+
+    setattr(coordinator, name, params_to_release)
 
 
 def refuse_mixed(parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:

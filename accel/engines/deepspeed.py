@@ -23,9 +23,9 @@ from ..process import Process
 from . import _deepspeed_config as configuration
 from . import _deepspeed_state as states
 from . import _deepspeed_steps as steps
+from . import _memory as memory
 from ._deepspeed_layouts import Flat, Sharded, refuse_mixed
 from ._deepspeed_library import forget_groups
-from ._memory import whole, zero
 from .base import Context, Options
 
 logger = logging.getLogger("accel")
@@ -106,8 +106,8 @@ class DeepSpeedEngine(steps.Stepping):
         config = configuration.read(options.config)
         stage = configuration.stage_of(config, options.stage)
         if stage == 0:
-            return whole(footprint, world_size)
-        return zero(footprint, world_size, stage, masters=configuration.masters(config))
+            return memory.whole(footprint, world_size)
+        return memory.zero(footprint, world_size, stage, masters=configuration.masters(config))
 
     def wrap(self) -> None:
         """Refuse what needs the precision; DeepSpeed itself divides in ``start``."""
@@ -140,12 +140,15 @@ class DeepSpeedEngine(steps.Stepping):
         masters = configuration.masters(self._config)
         offload = configuration.offloaded(self._config, "offload_optimizer", self.options.offload_optimizer)
         arguments = (self.module, self.parameters, masters, torch.device("cpu") if offload else None)
-        layout = Sharded(*arguments) if self.stage == 3 else Flat(self.stage, *arguments)
+        zero = Sharded(*arguments) if self.stage == 3 else Flat(self.stage, *arguments)
+        numel = sum(p.numel() for p in self.parameters)
         dtype = next(p.dtype for p in self.parameters if p.is_floating_point())
         offload_parameters = configuration.offloaded(self._config, "offload_param", self.options.offload_parameters)
-        self.zero = layout
-        config = configuration.complete(self._config, self.stage, offload_parameters=offload_parameters, dtype=dtype)
-        layout.start(config, self.process.device)
+        self.zero = zero
+        config = configuration.complete(
+            self._config, self.stage, offload_parameters=offload_parameters, dtype=dtype, numel=numel
+        )
+        zero.start(config, self.process.device)
 
     # -- forward and gradients ------------------------------------------------------------------------------------
 

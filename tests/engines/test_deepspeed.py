@@ -77,9 +77,9 @@ def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
 
 
 def states(optimizer: Any) -> dict[str, torch.Tensor]:
-    """A plain optimizer's state, or a handle's whole one, flat."""
-    full = optimizer.state_dict() if type(optimizer).__module__ == "torch.optim" else accel.full_state_dict(optimizer)
-    return {f"{i}/{k}": torch.as_tensor(v) for i, s in full["state"].items() for k, v in s.items()}
+    """A plain optimizer's state, flat."""
+    found = optimizer.state_dict()["state"]
+    return {f"{i}/{k}": torch.as_tensor(v) for i, s in found.items() for k, v in s.items()}
 
 
 class Pair:
@@ -374,3 +374,343 @@ def rlhf() -> None:
 
 def test_actor_critic_reference_and_reward() -> None:
     run(2, rlhf)
+
+
+# -- trainability, teardown, switching --------------------------------------------------------------------------------
+
+
+def freeze_and_unfreeze(stage: int) -> None:
+    """Frozen at setup, unfrozen later, and back; what is frozen stays put, its state is kept."""
+    pair = Pair(zero(stage))
+    for number in range(6):
+        for net in (pair.raw, pair.plain):
+            for name, p in net.named_parameters():
+                p.requires_grad_(name.startswith(("left", "scale")) if number in (0, 3) else number != 4 or "2" in name)
+        frozen = {n for n, p in pair.plain.named_parameters() if not p.requires_grad}
+        before = whole(pair.model)
+        pair.train(range(2 * number, 2 * number + 2))
+        after = whole(pair.model)
+        for name in before:
+            assert torch.equal(before[name], after[name]) == (name in frozen), name
+        pair.check()
+
+
+def frozen_at_setup(stage: int) -> None:
+    raw, plain = Net(), Net()
+    for net in (raw, plain):
+        net.body.requires_grad_(False)
+    optimizers = adamw(raw), adamw(plain)
+    model, handle, _ = accel.setup(raw, optimizers[0], backend=zero(stage))
+    for step in range(6):
+        if step == 3:
+            model.body.requires_grad_(True)
+            plain.body.requires_grad_(True)
+        handle.zero_grad()
+        optimizers[1].zero_grad()
+        loss_of(model(data(step, accel.rank()))).backward()
+        mean_loss(plain, lambda m, x: m(x), step).backward()
+        handle.step()
+        optimizers[1].step()
+    assert distance(whole(model), plain.state_dict()) <= 1e-5
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_trainability_may_change_at_any_time(stage: int) -> None:
+    run(2, freeze_and_unfreeze, stage)
+    run(2, frozen_at_setup, stage)
+
+
+def switching() -> None:
+    """Through every stage and other backends, optimizer state and pending gradients included."""
+    raw, plain = Net(), Net()
+    optimizers = adamw(raw), adamw(plain)
+    before = {name: set(vars(m)) for name, m in raw.named_modules()}
+    parameters = list(raw.parameters())
+    for number, backend in enumerate([zero(3), "ddp", zero(1), zero(2), DeepSpeed(stage=0), zero(3), zero(2), "ddp"]):
+        model, handle, _ = accel.setup(raw, optimizers[0], backend=backend)
+        for step in range(2):
+            # The first step of each engine uses gradients that the last one left.
+            if step:
+                handle.zero_grad()
+                optimizers[1].zero_grad()
+            loss_of(model(data(2 * number + step, accel.rank()))).backward()
+            mean_loss(plain, lambda m, x: m(x), 2 * number + step).backward()
+            handle.step()
+            optimizers[1].step()
+        assert accel.teardown(model) is raw
+        assert all(p is q and p.grad is not None for p, q in zip(raw.parameters(), parameters, strict=True))
+        assert {name: set(vars(m)) for name, m in raw.named_modules()} == before
+        assert not any(vars(p) for p in parameters)
+        assert type(raw._parameters) is dict
+        for module in raw.modules():
+            tables = [v for k, v in vars(module).items() if k.endswith("_hooks")]
+            assert tables
+            assert not any(tables)
+        assert "step" not in vars(optimizers[0])
+        assert "zero_grad" not in vars(optimizers[0])
+        assert distance(raw.state_dict(), plain.state_dict()) <= 1e-5
+        assert distance(states(optimizers[0]), states(optimizers[1])) <= 1e-5
+        for p, q in zip(raw.parameters(), plain.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            torch.testing.assert_close(p.grad, q.grad, atol=1e-5, rtol=0)
+
+
+def test_switch_to_and_from_every_stage_in_training() -> None:
+    run(2, switching)
+
+
+def collected(stage: int) -> None:
+    """The last reference to model and optimizer frees the engine and the weights."""
+    pair = Pair(zero(stage))
+    pair.train()
+    alive = [weakref.ref(pair.raw), weakref.ref(registry.of_handle(pair.model)), weakref.ref(pair.raw.left.weight)]
+    del pair
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None, None]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_engine_dies_with_its_model(stage: int) -> None:
+    run(2, collected, stage)
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def held(stage: int) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer state on this rank, in units of one element, after a step."""
+    torch.manual_seed(0)
+    width = 64
+    raw = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8)))
+    config = {"zero_optimization": {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 512}}
+    model, optimizer, _ = accel.setup(raw, adamw(raw), backend=DeepSpeed(stage=stage, config=config))
+    model(torch.randn(2, width)).square().mean().backward()
+    optimizer.step()
+    gc.collect()
+    total = 8 * width * width
+    sizes: dict[int, int] = {}
+    for item in gc.get_objects():
+        if issubclass(type(item), torch.Tensor) and item.device.type == "cpu" and item.dtype is torch.float32:
+            storage = item.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+            for more in (item.grad if item.is_leaf else None, getattr(item, "ds_tensor", None)):
+                if more is not None:
+                    sizes[more.untyped_storage().data_ptr()] = more.untyped_storage().nbytes()
+    large = sum(size for size in sizes.values() if size >= 4 * width * width // 4)
+    assert len(list(raw.parameters())) == 8
+    return {"held": large, "unit": 4 * total}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_bytes_on_each_rank(world: int) -> None:
+    """ZeRO's own figures for AdamW, in units of the weights: 1 or 1/n for each of weights and gradients, 2/n for state."""
+    theory = {1: 1 + 1 / world + 2 / world, 2: 1 + 1 / world + 2 / world, 3: 4 / world}
+    for stage in STAGES:
+        for found in run(world, held, stage):
+            assert found["held"] / found["unit"] == pytest.approx(theory[stage], abs=0.1), stage
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+def state_verbs(stage: int) -> None:
+    """A full state goes in and out; shards tile every tensor once; slots take what shards gave."""
+    pair = Pair(zero(stage), precision="32-true")
+    pair.train()
+    model_state, optimizer_state = whole(pair.model), accel.full_state_dict(pair.optimizer)
+    other = Net(9)
+    model, optimizer, _ = accel.setup(other, adamw(other), backend=zero(stage))
+    assert model.load_state_dict(model_state).missing_keys == []
+    optimizer.load_state_dict(optimizer_state)
+    pair.model, pair.optimizer, pair.raw = model, optimizer, other
+    pair.check()
+    pair.train(range(5, 8))
+    pair.check()
+
+    engine, raw = registry.of_handle(model), accel.registry.raw(optimizer)
+    full = {**whole(model)}
+    for index, entries in accel.full_state_dict(optimizer)["state"].items():
+        full.update({f"{engine.names[index]}/{k}": v for k, v in entries.items() if v.dim() or k != "step"})
+    seen = {name: torch.zeros(value.numel()) for name, value in full.items()}
+    shards = [*engine.shards(None), *engine.shards(raw)]
+    for shard in shards:
+        assert shard.shape == tuple(full[shard.name].shape)
+        part = full[shard.name].reshape(-1).narrow(0, shard.start, shard.tensor.numel())
+        assert torch.equal(part, shard.tensor.reshape(-1))
+        seen[shard.name].narrow(0, shard.start, shard.tensor.numel()).add_(1)
+    for name, count in seen.items():
+        dist.all_reduce(count)
+        assert (count == 1).all(), name
+    manifest = {name: (tuple(value.shape), value.dtype) for name, value in full.items()}
+    values = accel.control.agree("values", engine.values(raw))
+    merged = {"groups": values[0]["groups"], "state": {k: v for one in values for k, v in one["state"].items()}}
+    third = Net(11)
+    model, optimizer, _ = accel.setup(third, adamw(third), backend=zero(stage))
+    engine, raw = registry.of_handle(model), accel.registry.raw(optimizer)
+    for slot in [*engine.slots(None, manifest), *engine.slots(raw, manifest)]:
+        slot.tensor.copy_(full[slot.name].reshape(-1).narrow(0, slot.start, slot.tensor.numel()).view_as(slot.tensor))
+    engine.fill_values(raw, merged)
+    engine.filled()
+    pair.model, pair.optimizer, pair.raw = model, optimizer, third
+    pair.train(range(8, 10))
+    pair.check()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_state_goes_in_and_out(stage: int) -> None:
+    run(2, state_verbs, stage)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def clip_pending(pair: Pair) -> None:
+    loss_of(pair.model(data(1, 0))).backward()
+    torch.nn.utils.clip_grad_norm_(list(pair.raw.parameters()), 1.0)
+
+
+SEES_A_PART: list[Callable[[Pair], Any]] = [
+    lambda pair: torch.nn.utils.clip_grad_norm_(pair.model.parameters(), 1.0),
+    clip_pending,
+    lambda pair: torch.nn.utils.clip_grad_value_(pair.raw.parameters(), 1.0),
+    lambda pair: pair.raw_optimizer.state_dict(),
+    lambda pair: pair.optimizer.state_dict(),
+    lambda pair: pair.raw_optimizer.load_state_dict(pair.plain_optimizer.state_dict()),
+    lambda pair: pair.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}),
+]
+AT_STAGE_3: list[Callable[[Pair], Any]] = [
+    lambda pair: pair.model.state_dict(),
+    lambda pair: pair.raw.left.state_dict(),
+    lambda pair: copy.deepcopy(pair.model),
+]
+
+
+def refuse_all(stage: int) -> None:
+    for refused in SEES_A_PART + (AT_STAGE_3 if stage == 3 else []):
+        pair = Pair(zero(stage))
+        pair.train(range(1))
+        with pytest.raises(accel.AccelError):
+            refused(pair)
+        pair.train(range(2, 4))
+        pair.check()
+        accel.teardown()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_would_see_a_part_raises_and_changes_nothing(stage: int) -> None:
+    run(2, refuse_all, stage)
+
+
+def configured(config: Any, options: dict[str, Any], precision: str = "32-true") -> None:
+    raw = Net()
+    accel.setup(raw, adamw(raw), backend=DeepSpeed(config=config, **options), precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "text"),
+    [
+        ({"optimizer": {"type": "Adam"}}, {}, "'optimizer'"),
+        ({"scheduler": {"type": "WarmupLR"}}, {}, "'scheduler'"),
+        ({"fp16": {"enabled": True}}, {}, "'fp16'"),
+        ({"gradient_accumulation_steps": 4}, {}, "gradient_accumulation_steps"),
+        ({"zero_optimization": {"stage": 1}}, {"stage": 2}, "zero_optimization.stage"),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, {}, "async_io"),
+        ({"bf16": {"enabled": True}}, {}, "precision='bf16-true'"),
+        ({"curriculum_learning": {"enabled": True}}, {}, "'curriculum_learning'"),
+        ("/nowhere.json", {}, "cannot be read"),
+        ({}, {"stage": 2, "offload_parameters": True}, "needs stage 3"),
+    ],
+    ids=str,
+)
+def test_a_contradiction_is_refused_by_its_key(config: Any, options: dict[str, Any], text: str) -> None:
+    for message in refusals(2, configured, config, options, error="AccelError"):
+        assert text in message
+
+
+def other_optimizers(stage: int) -> None:
+    for name in ("LBFGS", "Adafactor"):
+        raw = Net()
+        with pytest.raises(accel.OptimizerError, match=name):
+            accel.setup(raw, getattr(torch.optim, name)(raw.parameters()), backend=zero(stage))
+    raw = Net()
+    with pytest.raises(accel.PrecisionError, match="16-mixed"):
+        accel.setup(raw, adamw(raw), backend=zero(stage), precision="16-mixed")
+    for name in ("Adagrad", "RMSprop", "NAdam", "Adamax"):
+        pair = Pair(zero(stage), lambda m, name=name: getattr(torch.optim, name)(m.parameters(), lr=0.01))
+        pair.train()
+        pair.check()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_optimizers_that_fit_and_that_do_not(stage: int) -> None:
+    run(2, other_optimizers, stage)
+
+
+# -- options and precision --------------------------------------------------------------------------------------------
+
+
+def options_that_change_nothing() -> None:
+    for stage, extra, options in (
+        (1, {"gradient_clipping": 0.05}, {"offload_optimizer": True}),
+        (2, {"zero_optimization": {"contiguous_gradients": False, "round_robin_gradients": True}}, {}),
+        (2, {"zero_optimization": {"reduce_scatter": False, "reduce_bucket_size": 40}}, {"offload_optimizer": True}),
+        (3, {"zero_optimization": {"stage3_param_persistence_threshold": 30}}, {"offload_parameters": True}),
+        (3, {"zero_optimization": {"sub_group_size": 40, "reduce_bucket_size": 40}}, {"offload_optimizer": True}),
+        (0, {"gradient_clipping": 0.05, "train_batch_size": "auto"}, {}),
+    ):
+        pair = Pair(DeepSpeed(stage=stage, config={"gradient_accumulation_steps": "auto", **extra}, **options))
+        for step in range(3):
+            pair.optimizer.zero_grad()
+            pair.plain_optimizer.zero_grad()
+            loss_of(pair.model(data(step, accel.rank()))).backward()
+            mean_loss(pair.plain, lambda m, x: m(x), step).backward()
+            if "gradient_clipping" in extra:
+                nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.05)
+            pair.optimizer.step()
+            pair.plain_optimizer.step()
+        pair.check()
+        accel.teardown()
+
+
+def test_configuration_and_offload() -> None:
+    run(2, options_that_change_nothing)
+
+
+def half(stage: int) -> None:
+    """bf16-true is plain torch's bfloat16; with DeepSpeed's 'bf16' the optimizer steps fp32 copies of the exact weights."""
+    reference = Net().bfloat16()
+    optimizer = adamw(reference)
+    raw = Net()
+    model, handle, _ = accel.setup(raw, adamw(raw), backend=zero(stage), precision="bf16-true")
+    for step in range(3):
+        optimizer.zero_grad()
+        handle.zero_grad()
+        for x in data(step):
+            (loss_of({"out": reference(x.bfloat16())["out"].float()}) / accel.world_size()).backward()
+        loss_of(model(data(step, accel.rank()))).backward()
+        optimizer.step()
+        handle.step()
+    assert distance(whole(model), reference.state_dict()) <= 0.02
+    assert next(iter(whole(model).values())).dtype is torch.bfloat16
+    accel.teardown(model)
+    assert next(raw.parameters()).dtype is torch.float32
+
+    exact = Net()
+    pair = Pair(DeepSpeed(stage=stage, config={**CONFIG, "bf16": {"enabled": True}}), precision="bf16-true")
+    pair.train()
+    accel.teardown(pair.model)
+    # Steps of 0.01 survive in fp32, and no weight was rounded at setup.
+    assert distance(pair.raw.state_dict(), pair.plain.state_dict()) <= 0.02
+    frozen = Net()
+    frozen.body.requires_grad_(False)
+    model, _, _ = accel.setup(
+        frozen, adamw(frozen), precision="bf16-true", backend=DeepSpeed(stage=stage, config={"bf16": {"enabled": True}})
+    )
+    accel.teardown(model)
+    assert distance(frozen.state_dict(), exact.state_dict()) <= 0.01
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bf16_true(stage: int) -> None:
+    run(2, half, stage)
