@@ -16,6 +16,7 @@ from .api import (
 from .collectives import all_gather, all_reduce, broadcast
 from .control import barrier, main_first
 from .data import LoaderOptions, gather_for_metrics
+from .deferred import deferred_init
 from .engines import OPTIONS
 from .errors import (
     AccelError,
@@ -66,6 +67,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "clip_grad_norm_",
+    "deferred_init",
     "device",
     "full_state_dict",
     "gather_for_metrics",

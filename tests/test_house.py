@@ -34,7 +34,7 @@ LAYERS = [
     ["iteration"],
     ["streams"],
     ["feeds"],
-    ["sampling", "gradients", "conversion", "slot", "shard"],
+    ["sampling", "deferred", "gradients", "conversion", "slot", "shard"],
     ["flat", "consensus"],
     ["collectives", "rng"],
     ["control", "trees"],
