@@ -101,6 +101,11 @@ class Conversion:
         """Whether scalar parameters, which every rank has whole, got gradients of this rank's own."""
         return bool(self.scalar_log.entries)
 
+    def average_scalars(self) -> None:
+        """Make the scalars' gradients final. Collective."""
+        average_gradients_(self.scalars, self.group)
+        self.scalar_log.fold(pending=False)
+
     def drop_pending(self) -> None:
         """Drop what was not reduced."""
         for param in self.sharded.pending():

@@ -15,7 +15,7 @@ from torch import nn
 import accel
 from accel.registry import registry
 from tests import test_loop
-from tests.distributed import outcomes, refusals, run
+from tests.distributed import refusals, run
 
 WIDTH = 16
 
@@ -246,7 +246,7 @@ def state_verbs() -> list[str]:
     other, other_optimizer = build(seed=3)
     train(other, other_optimizer, range(5, 7), mean_loss)
     model.load_state_dict(other.state_dict())
-    handle.load_state_dict(other_optimizer.state_dict())
+    handle.load_state_dict(copy.deepcopy(other_optimizer.state_dict()))
     assert distance(accel.full_state_dict(model), other.state_dict()) == 0.0
     assert optimizer_distance(accel.full_state_dict(handle), other_optimizer.state_dict()) == 0.0
     train(model, handle, range(2))
@@ -316,9 +316,11 @@ def test_the_shards_of_all_ranks_are_everything_once(world: int) -> None:
 def refused(kind: str) -> None:
     net, optimizer = build()
     options: Any = accel.FSDP()
-    if kind in ("Adafactor", "LBFGS", "Muon", "SparseAdam"):
+    if kind in ("Adafactor", "LBFGS", "Muon", "Rprop", "SparseAdam"):
         matrices = [p for p in net.parameters() if p.dim() == 2]
         optimizer = getattr(torch.optim, kind)(matrices if kind == "Muon" else net.parameters())
+    elif kind == "Adagrad":
+        optimizer = torch.optim.Adagrad(net.parameters(), fused=True)
     elif kind == "hook":
         net.embed.weight.register_hook(lambda g: g)
     elif kind == "dtype":
@@ -341,7 +343,9 @@ def refused(kind: str) -> None:
         ("Adafactor", "OptimizerError", "Adafactor cannot train sharded parameters"),
         ("LBFGS", "OptimizerError", "LBFGS cannot train sharded parameters"),
         ("Muon", "OptimizerError", "Muon cannot train sharded parameters"),
+        ("Rprop", "OptimizerError", "Rprop cannot train sharded parameters"),
         ("SparseAdam", "OptimizerError", "SparseAdam cannot train sharded parameters"),
+        ("Adagrad", "OptimizerError", "Adagrad(fused=True) cannot train sharded parameters"),
         ("hook", "BackendError", "embed.weight has gradient hooks"),
         ("dtype", "BackendError", "blocks.1.norm.weight (float32), blocks.1.up.weight (bfloat16)"),
         ("container", "BackendError", "blocks, which has no forward"),
@@ -510,9 +514,9 @@ def test_a_backward_after_the_step_that_changed_its_weights_raises_as_in_one_pro
 
 def other_optimizers() -> dict[str, float]:
     found = {}
-    for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"):
+    for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD"):
         for kwargs in ({"foreach": False}, {"foreach": True}, {"fused": True}):
-            if "fused" in kwargs and name not in ("Adam", "Adagrad", "SGD"):
+            if "fused" in kwargs and name not in ("Adam", "SGD"):
                 continue
             kind = getattr(torch.optim, name)
             net, reference = build()[0], build()[0]
@@ -531,56 +535,208 @@ def test_torch_optimizers() -> None:
         assert not {k: v for k, v in found.items() if not v < 1e-4}
 
 
+# -- precision --------------------------------------------------------------------------------------------------------
+
+
+def precisions() -> dict[str, float]:
+    found = {}
+    for precision, options in (("16-mixed", accel.FSDP()), ("32-true", accel.FSDP(param_dtype=torch.bfloat16))):
+        model, handle, _, _ = start(options, "sgd", precision=precision)
+        reference, ref_optimizer = build(optimizer="sgd")
+        registry.loss_scale.value = 256.0
+        for step in range(4):
+            handle.zero_grad()
+            out = local_loss(model, step)
+            assert out.dtype is torch.float32
+            accel.backward(out)
+            handle.step()
+            train(reference, ref_optimizer, range(step, step + 1), mean_loss)
+        found[f"{precision} {options.param_dtype}"] = distance(accel.full_state_dict(model), reference.state_dict())
+        accel.teardown()
+    return found
+
+
+def test_half_precision_is_near_to_full() -> None:
+    for found in run(2, precisions):
+        assert all(v < 2e-2 for v in found.values()), found
+
+
+def overflow() -> tuple[bool, float, float]:
+    """One rank's gradient overflows in its own shard: all ranks skip the step."""
+    model, handle, _, _ = start(None, "sgd", precision="16-mixed")
+    registry.loss_scale.value = 256.0
+    accel.backward(local_loss(model, 0))
+    if accel.rank() == 1:
+        next(p for p in model.parameters() if p.dim()).grad.to_local().view(-1)[0] = float("inf")
+    before, scale = accel.full_state_dict(model), registry.loss_scale.value
+    handle.step()
+    skipped = distance(accel.full_state_dict(model), before) == 0.0
+    handle.zero_grad()
+    accel.backward(local_loss(model, 1))
+    handle.step()
+    return skipped, registry.loss_scale.value / scale, distance(accel.full_state_dict(model), before)
+
+
+def test_an_overflow_in_one_shard_skips_the_step_on_all_ranks() -> None:
+    for skipped, factor, moved in run(2, overflow):
+        assert skipped
+        assert factor == 0.5
+        assert moved > 0.0
+
+
+def plain_backward(unsynchronised: bool) -> None:
+    model, handle, _, _ = start(None, "sgd", precision="16-mixed")
+    if unsynchronised:
+        with accel.no_sync(model):
+            local_loss(model, 0).backward()
+    else:
+        local_loss(model, 0).backward()
+    handle.step()
+
+
+@pytest.mark.parametrize("unsynchronised", [False, True])
+def test_an_unscaled_loss_is_refused(unsynchronised: bool) -> None:
+    for message in refusals(2, plain_backward, unsynchronised, error="PrecisionError"):
+        assert "accel.backward(loss)" in message
+
+
+# -- models built without memory --------------------------------------------------------------------------------------
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.gain = nn.Parameter(torch.ones(4))
+
+
+class Forgetful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Scaled(nn.Linear):
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.constant_(self.bias, 0.25)
+
+
+class Mixed(nn.Module):
+    """A tied head, attention with a private reset, a module whose reset covers its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0) for _ in range(2))
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.extra = Scaled(8, 8)
+
+
+def deferred(backend: str) -> None:
+    torch.manual_seed(5)
+    eager = Mixed()
+    with accel.deferred_init():
+        net = Mixed()
+    assert all(p.is_meta for p in net.parameters())
+    assert not any(b.is_meta for b in net.buffers())
+    raw = torch.optim.SGD(net.parameters(), lr=0.1)
+    parameters = list(net.parameters())
+    torch.manual_seed(5 if accel.is_main() else 6)
+    model, handle, _ = accel.setup(net, raw, backend=backend)
+    assert distance(accel.full_state_dict(model), eager.state_dict()) == 0.0
+    model.extra(torch.ones(2, 8)).sum().backward()
+    handle.step()
+    assert not torch.equal(accel.full_state_dict(model)["extra.weight"], eager.extra.weight)
+    accel.teardown(model)
+    assert [id(p) for p in net.parameters()] == [id(p) for p in parameters]
+    assert not any(p.is_meta for p in parameters)
+
+
+@pytest.mark.parametrize(("backend", "world"), [("fsdp", 1), ("fsdp", 2), ("ddp", 2), ("single", 1)])
+def test_a_deferred_model_starts_as_an_eager_one(backend: str, world: int) -> None:
+    run(world, deferred, backend)
+
+
+def deferred_refusal(kind: type[nn.Module], backend: str) -> None:
+    with accel.deferred_init():
+        net = nn.Sequential(kind())
+    accel.setup(net, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "ddp"])
+def test_a_parameter_that_nothing_initialises_is_refused_by_name(backend: str) -> None:
+    for message in refusals(2, deferred_refusal, Bare, backend, error="BackendError"):
+        assert "no reset_parameters(): 0.gain" in message
+    for message in refusals(2, deferred_refusal, Forgetful, backend, error="BackendError"):
+        assert "gave no values to 0.gain" in message
+
+
+def deferred_peak() -> tuple[int, int]:
+    """The most bytes that were whole at once while a model got its first values, and the model's bytes."""
+    peak = 0
+    original = nn.Linear.reset_parameters
+    with accel.deferred_init():
+        net = Tower(blocks=6)
+
+    def watch(module: nn.Linear) -> None:
+        nonlocal peak
+        original(module)
+        parts = [p for m in net.modules() for p in m._parameters.values() if type(p) is nn.Parameter and not p.is_meta]
+        peak = max(peak, sum(p.nbytes for p in parts))
+
+    nn.Linear.reset_parameters = watch
+    try:
+        accel.setup(net, backend="fsdp")
+    finally:
+        nn.Linear.reset_parameters = original
+    return peak, sum(p.nbytes for p in Tower(blocks=6).parameters())
+
+
+def test_a_deferred_model_is_never_whole() -> None:
+    for peak, num_bytes in run(2, deferred_peak):
+        assert 0 < peak <= num_bytes / 6
+
+
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
 class Tower(nn.Sequential):
     def __init__(self, blocks: int = 4, width: int = 64) -> None:
-        super().__init__(*(Block(width) for _ in range(blocks)))
-
-
-def live_bytes(but: set[int]) -> int:
-    """Bytes of all tensors that are alive, each storage once."""
-    gc.collect()
-    storages = {}
-    for t in (o for o in gc.get_objects() if isinstance(o, torch.Tensor)):
-        for part in (t, getattr(t, "_local_tensor", None)):
-            if part is not None and type(part) is not torch.distributed.tensor.DTensor and part.device.type == "cpu":
-                storages[part.untyped_storage()._cdata] = part.untyped_storage().nbytes()
-    return sum(size for key, size in storages.items() if key not in but)
+        super().__init__()
+        for _ in range(blocks):
+            self.append(Block(width))
 
 
 def bytes_per_rank(frozen: bool) -> float:
-    net = Tower()
+    net, optimizer = _tower(frozen)
     num_bytes = sum(p.nbytes for p in net.parameters())
-    if frozen:
-        net[:3].requires_grad_(False)
-    optimizer = torch.optim.AdamW(net.parameters())
-    del net
-    model, handle, _ = accel.setup(*_tower(frozen), backend="fsdp")
-    del optimizer
-    gc.collect()
-    state = 0
+    model, handle, _ = accel.setup(net, optimizer, backend="fsdp")
     for step in range(2):
         model(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).square().mean().backward()
         handle.step()
     engine = registry.of_handle(model)
     here = [s.tensor for s in engine.shards(None) + engine.shards(handle._accel_raw)]
     here += [p.grad.to_local() for p in model.parameters() if p.grad is not None]
-    state = sum(t.nbytes for t in here)
     gathered = sum(p._unsharded_param.untyped_storage().nbytes() for p in engine._parts.sharded.params)
     assert gathered == 0
     assert all(
         p._sharded_param_data.untyped_storage().nbytes() <= p._sharded_param_data.nbytes
         for p in engine._parts.sharded.params
     )
-    return state / num_bytes
+    return sum(t.nbytes for t in here) / num_bytes
 
 
 def _tower(frozen: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     net = Tower()
     if frozen:
-        net[:3].requires_grad_(False)
+        for block in list(net)[:3]:
+            block.requires_grad_(False)
     return net, torch.optim.AdamW(net.parameters())
 
 
