@@ -111,12 +111,11 @@ class FSDPEngine(ShardedState, Engine):
                 f"{type(optimizer).__name__} cannot train sharded parameters (backend {self.name!r}): it needs whole "
                 "tensors; use an elementwise optimizer such as AdamW or SGD, or backend='ddp'"
             )
-        if (
-            self.distributed
-            and type(optimizer).__name__ == "Adagrad"
-            and any(g["fused"] for g in optimizer.param_groups)
-        ):
-            raise OptimizerError("Adagrad(fused=True) cannot train sharded parameters: leave fused out")
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        if self.distributed and fused and type(optimizer).__name__ not in ("Adam", "AdamW"):
+            raise OptimizerError(
+                f"{type(optimizer).__name__}(fused=True) cannot train sharded parameters: leave fused out"
+            )
         super().attach(optimizer)
         if self.distributed:
             self.guard.watch(optimizer)
