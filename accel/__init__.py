@@ -17,6 +17,7 @@ from .checkpoint import latest, link, load, save, verify
 from .collectives import all_gather, all_reduce, broadcast
 from .control import any_rank, barrier, main_first
 from .data import LoaderOptions, effective_batch_size, gather_for_metrics
+from .deferred import deferred_init
 from .engines import OPTIONS
 from .errors import (
     AccelError,
@@ -73,6 +74,7 @@ __all__ = [
     "broadcast",
     "check_picklable",
     "clip_grad_norm_",
+    "deferred_init",
     "device",
     "effective_batch_size",
     "full_state_dict",

@@ -14,6 +14,7 @@ from . import data
 from .control import agree
 from .conversion import convert_module, convert_optimizer
 from .data import LoaderHandle, LoaderOptions
+from .deferred import materialize
 from .engines import Context, Engine
 from .errors import LoaderError, RankMismatchError
 from .handles import Handles
@@ -146,6 +147,8 @@ def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
     assert plan.precision is not None
     engine = plan.engine
     if engine is None:
+        if process.place.world_size == 1 or not plan.engine_type.materializes:
+            materialize(plan.module, process.device, undo)
         dtypes = convert_module(plan.module, process.device, plan.precision.storage, undo)
         context = Context(process, plan.precision, registry.loss_scale, plan.options)
         engine = plan.engine_type(plan.module, plan.entry, context)

@@ -56,7 +56,8 @@ def _convert_with_gradient(
 def _convert(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None, undo: contextlib.ExitStack) -> None:
     dtype = dtype if tensor.is_floating_point() else None
     before = tensor.data
-    after = before.to(device=device, dtype=dtype)
+    # What has no memory yet gets it from the engine.
+    after = before.to(device=None if before.is_meta else device, dtype=dtype)
     if after is not before:
         _put(tensor, after)
         undo.callback(_put, tensor, before)

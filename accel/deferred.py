@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from .errors import BackendError
+
+#: On a parameter that waits for its first values; another one on the meta device lost its values.
+_MARK: Final = "_accel_deferred"
 
 
 @contextlib.contextmanager
@@ -35,6 +39,7 @@ def _without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None
     made = nn.Parameter(meta, requires_grad=parameter.requires_grad)
     made.__class__ = type(parameter)
     made.__dict__.update(parameter.__dict__)
+    setattr(made, _MARK, weakref.ref(module))
     return made
 
 
@@ -55,27 +60,36 @@ def resetting(module: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], Any]]
     return visit(module)
 
 
+def borrowing(module: nn.Module) -> dict[int, set[str]]:
+    """By submodule, the names of its parameters that were made for another one and tied: that one's first values count."""
+    inside = {id(child) for child in module.modules()}
+    found: dict[int, set[str]] = {}
+    for child in module.modules():
+        borrowed = found.setdefault(id(child), set())
+        for name, parameter in child._parameters.items():
+            maker = getattr(parameter, _MARK, lambda: None)()
+            if maker is not None and maker is not child and id(maker) in inside:
+                borrowed.add(name)
+    return found
+
+
 def check_deferred(module: nn.Module) -> None:
     """Refuse what would never get values.
 
     Raises:
         BackendError: names the parameters or buffers.
     """
-    buffers = [name for name, b in module.named_buffers() if b.is_meta]
-    if buffers:
+    lost = [n for n, p in module.named_parameters() if p.is_meta and not hasattr(p, _MARK)]
+    lost += [n for n, b in module.named_buffers() if b.is_meta]
+    if lost:
         raise BackendError(
-            f"buffers on the meta device have no values: {', '.join(buffers[:5])}; build the module inside "
-            "accel.deferred_init(), which keeps buffers"
+            f"parameters and buffers on the meta device have no values: {', '.join(lost[:5])}; materialise the module first, or "
+            "build it inside accel.deferred_init()"
         )
     if not any(p.is_meta for p in module.parameters()):
         return
-    covered = {id(p) for child, _ in resetting(module) for p in child._parameters.values()}
-    bare = [
-        f"{path}.{name}".lstrip(".")
-        for path, child in module.named_modules()
-        for name, p in child._parameters.items()
-        if p is not None and p.is_meta and id(p) not in covered
-    ]
+    covered = {id(p) for child, _ in resetting(module) for p in child.parameters()}
+    bare = [name for name, p in module.named_parameters() if p.is_meta and id(p) not in covered]
     if bare:
         raise BackendError(
             f"parameters on the meta device whose module has no reset_parameters(): {', '.join(bare[:5])}; add the method, "
@@ -86,20 +100,55 @@ def check_deferred(module: nn.Module) -> None:
 @torch.no_grad()
 def materialize(module: nn.Module, device: torch.device, undo: contextlib.ExitStack) -> None:
     """Give every parameter on the meta device memory on ``device`` and its first values; ``undo`` takes them away again."""
-    waiting = {id(p) for p in module.parameters() if p.is_meta}
-    for parameter in module.parameters():
-        if id(parameter) in waiting:
-            real = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-            swap(parameter, real)
-            undo.callback(swap, parameter, real)
+    replaced = [
+        (p, nn.Parameter(without_values(p, device), requires_grad=p.requires_grad))
+        for p in module.parameters()
+        if p.is_meta
+    ]
+    waiting = {id(p) for p, _ in replaced}
+    borrowed = borrowing(module)
+    for parameter, real in replaced:
+        swap(parameter, real)
+        undo.callback(swap, parameter, real)
     for child, reset in resetting(module):
-        if any(id(p) in waiting for p in child._parameters.values()):
-            reset()
+        if any(id(p) in waiting for p in child.parameters()):
+            reset_own(child, reset, borrowed[id(child)])
+    refuse_without_values((name, p) for name, p in module.named_parameters() if id(p) in waiting)
+
+
+def reset_own(child: nn.Module, reset: Callable[[], Any], borrowed: set[str]) -> None:
+    """Call ``reset``, and let borrowed parameters keep their values."""
+    kept = [(child._parameters[name], child.get_parameter(name).clone()) for name in borrowed]
+    reset()
+    for parameter, value in kept:
+        assert parameter is not None
+        parameter.copy_(value)
+
+
+def without_values(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory on ``device`` that shows whether it was given values: it is nan where it can be."""
+    made = torch.empty(like.shape, dtype=like.dtype, device=device)
+    return made.fill_(float("nan")) if made.is_floating_point() or made.is_complex() else made.zero_()
+
+
+def refuse_without_values(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse parameters that ``reset_parameters`` left as they were.
+
+    Raises:
+        BackendError: names them.
+    """
+    bare = [name for name, p in named if p.numel() and bool(p.isnan().all())]
+    if bare:
+        raise BackendError(
+            f"reset_parameters() gave no values to {', '.join(bare[:5])}, which accel.deferred_init() built without: "
+            "initialise them there"
+        )
 
 
 def swap(parameter: nn.Parameter, other: nn.Parameter) -> None:
     """Exchange what two parameter objects hold; each keeps its identity, which optimizers know it by."""
     other.__class__ = type(parameter)
     for name, value in parameter.__dict__.items():
-        other.__dict__.setdefault(name, value)
+        if name != _MARK:
+            other.__dict__.setdefault(name, value)
     torch.utils.swap_tensors(parameter, other)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from types import MethodType
@@ -21,6 +20,7 @@ class Owner(Protocol):
     module: nn.Module
     handle: ModelHandle
 
+    def copy(self, memo: dict[int, Any]) -> nn.Module: ...
     def forward(self, *args: Any, **kwargs: Any) -> Any: ...
     def method(self, bound: MethodType, *args: Any, **kwargs: Any) -> Any: ...
     def step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
@@ -116,7 +116,7 @@ class ModelHandle(nn.Module):
         return item in _engine(self).module  # type: ignore[operator]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        return copy.deepcopy(_engine(self).module, memo)
+        return _engine(self).copy(memo)
 
     def __copy__(self) -> nn.Module:
         raise AccelError("a ModelHandle cannot be copied shallowly: both would drive one engine; use copy.deepcopy")

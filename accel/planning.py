@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from . import data, engines
 from .data import LoaderHandle, LoaderOptions
+from .deferred import check_deferred
 from .engines import Engine
 from .errors import AccelError, AlreadySetUpError, BackendError, LoaderError, OptimizerError
 from .handles import Handles, OptimizerHandle, raw
@@ -155,11 +156,7 @@ def _plan_engine(plan: Plan, process: Process) -> None:
         raise AccelError(
             f"lazy parameters have no shape yet: {', '.join(lazy[:5])}; run one forward before accel.setup"
         )
-    meta = [n for n, p in plan.module.named_parameters() if p.is_meta]
-    if meta:
-        raise AccelError(
-            f"parameters on the meta device have no values: {', '.join(meta[:5])}; materialise the module first"
-        )
+    check_deferred(plan.module)
     use_devices(devices)
     plan.engine_type, plan.options = _from_environment(
         "ACCEL_BACKEND", backend, engines.default(process), engines.resolve
@@ -196,7 +193,7 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
             owner = "a torn-down engine" if engine is None else f"the engine of a {type(engine.module).__name__}"
             raise OptimizerError(f"{path} ({type(raw(handle)).__name__}) belongs to {owner}, not to this model")
         return
-    names = {id(p): n for n, p in plan.module.named_parameters()}
+    names = plan.engine.known if plan.engine is not None else {id(p) for p in plan.module.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(id(p) in names for p in held):
         raise OptimizerError(

@@ -37,7 +37,7 @@ LAYERS = [
     ["iteration"],
     ["streams"],
     ["feeds"],
-    ["sampling", "gradients", "conversion", "slot", "shard", "footprint"],
+    ["sampling", "deferred", "gradients", "conversion", "slot", "shard", "footprint"],
     ["flat", "consensus"],
     ["collectives", "rng"],
     ["control", "trees"],

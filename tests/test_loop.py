@@ -395,13 +395,13 @@ def start() -> tuple[Net, torch.optim.Optimizer]:
     return net, torch.optim.AdamW(net.parameters(), lr=0.02)
 
 
-def compare(name: str, option: str) -> float:
+def compare(name: str, backend: Any) -> float:
     reference, optimizer = start()
     PATTERNS[name](Setting(reference, reference, optimizer, lambda t: t.clone(), False))
     initial = copy.deepcopy(start()[0])
     assert any(not torch.equal(p, q) for p, q in zip(reference.parameters(), initial.parameters(), strict=True))
     net, optimizer = start()
-    model, handle, _ = accel.setup(net, optimizer, backend=BACKENDS[option])
+    model, handle, _ = accel.setup(net, optimizer, backend=backend)
     PATTERNS[name](Setting(model, net, handle, lambda t: t.chunk(accel.world_size())[accel.rank()].clone(), True))
     accel.teardown(model)
     pairs = zip(net.parameters(), reference.parameters(), strict=True)
@@ -412,7 +412,7 @@ def compare_all(option: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in PATTERNS:
         if name in STATIC if option == "static" else option != "unused" or name not in NOT_WITH_UNUSED:
-            found[name] = compare(name, option)
+            found[name] = compare(name, BACKENDS[option])
     return found
 
 

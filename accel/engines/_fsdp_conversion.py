@@ -12,12 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..control import agree
+from ..deferred import borrowing
 from ..errors import AccelError
 from ..flat import average_gradients_
 from ..gradients import GradientLog
 from ..process import Process
 from ..shard import Manifest, Shard
-from . import _fsdp_shards, _fsdp_standin
+from . import _fsdp_deferred, _fsdp_shards, _fsdp_standin
 from ._fsdp_module import ShardedModule
 from ._fsdp_pending import drop
 from ._fsdp_shards import here
@@ -35,7 +36,7 @@ class Conversion:
         self.options = options
         assert process.group is not None
         self.group: dist.ProcessGroup = process.group
-        self.scalars = [p for p in module.parameters() if not p.dim()]
+        self.scalars: list[nn.Parameter] = []
         self.scalar_log = GradientLog(())
         #: By identity: the shard of every parameter object, old, gathered or the shard itself.
         self.known: dict[int, nn.Parameter] = {}
@@ -51,7 +52,12 @@ class Conversion:
                 parameter.data = parameter.data.contiguous()
         grads = self._mean_gradients(list(old.values()))
         children = [self.module.get_submodule(name) for name in blocks]
+        borrowed = borrowing(self.module)
         self.sharded.apply(children)
+        storage = torch.device("cpu") if self.options.cpu_offload else self.process.device
+        waiting = _fsdp_deferred.allocate(self.module, storage)
+        self.scalars = [p for p in self.module.parameters() if not p.dim()]
+        _fsdp_deferred.initialize(self.module, waiting, borrowed, self.process.device, self.group)
         new = dict(self.module.named_parameters())
         for name, parameter in old.items():
             shard = new[name]
@@ -94,6 +100,11 @@ class Conversion:
     def scalars_pending(self) -> bool:
         """Whether scalar parameters, which every rank has whole, got gradients of this rank's own."""
         return bool(self.scalar_log.entries)
+
+    def average_scalars(self) -> None:
+        """Make the scalars' gradients final. Collective."""
+        average_gradients_(self.scalars, self.group)
+        self.scalar_log.fold(pending=False)
 
     def drop_pending(self) -> None:
         """Drop what was not reduced."""

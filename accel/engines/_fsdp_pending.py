@@ -106,9 +106,11 @@ class Backwards:
         self._log = log
         self._markers = Markers(parts.group, parts.process.device)
         self._broken = False
+        self._refused = False
 
     def begin(self) -> None:
         """Hear that a backward reached FSDP2."""
+        self._refused = True  # until all is well
         if torch.is_grad_enabled():
             raise BackendError(
                 "this backend frees parameters in backward, so that a graph of the backward itself (create_graph=True) cannot "
@@ -116,15 +118,17 @@ class Backwards:
             )
         if self._broken and self._any_gradient():
             self.refuse_broken()
-        self._broken = False
         self.take_markers()
         if self._log is not None:
             self._log.entries.append(None)
+        self._broken = self._refused = False
 
     def end(self) -> None:
         """Hear that it ended."""
         if pending := self._parts.sharded.pending():
             self._markers.place(pending)
+        elif self._parts.scalars_pending():
+            self._parts.average_scalars()
 
     def take_markers(self) -> None:
         """Let the shards' ``grad`` be what it says."""
@@ -132,10 +136,10 @@ class Backwards:
 
     def notice_exception(self) -> None:
         """Clear away what a backward left that did not come to its end. Local."""
-        if self._parts.sharded.broken():
+        if self._parts.sharded.broken() or (self._refused and torch._C._current_graph_task_id() == -1):
             self._parts.drop_pending()
             self._parts.sharded.reset()
-            self._broken = True
+            self._broken, self._refused = True, False
 
     def refuse_broken(self) -> None:
         """Refuse gradients that such a backward left.

@@ -46,7 +46,7 @@ def wrap(local: torch.Tensor, shape: torch.Size | tuple[int, ...], like: DTensor
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def gather(value: DTensor, device: torch.device, group: dist.ProcessGroup | None) -> torch.Tensor:
+def gather(value: Any, device: torch.device, group: dist.ProcessGroup | None) -> torch.Tensor:
     """The whole tensor, on ``device``. Collective."""
     local, world = value.to_local().detach(), dist.get_world_size(group)
     each = -(-value.shape[0] // world)

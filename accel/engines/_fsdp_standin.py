@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..deferred import swap
 from ..errors import BackendError
 
 _T: Any = torch.Tensor
@@ -85,7 +86,10 @@ def take(old: nn.Parameter, full: torch.Tensor, grad: torch.Tensor | None) -> No
     trainable = stand_in.shard.requires_grad
     stand_in.__class__ = stand_in.kind
     del stand_in.shard, stand_in.kind
-    old.data = full
+    if old.is_meta:
+        swap(old, nn.Parameter(full, requires_grad=False))
+    else:
+        old.data = full
     old.grad = grad
     old.requires_grad_(trainable)
 

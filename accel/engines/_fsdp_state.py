@@ -63,6 +63,15 @@ class ShardedState(StateVerbs):
     _parts: Conversion | None
     guard: Guard
 
+    def copy(self, memo: dict[int, Any]) -> nn.Module:
+        """Refused where shards are: a copy needs every rank."""
+        if self._parts is not None:
+            raise BackendError(
+                f"copy.deepcopy of a sharded {type(self.module).__name__}: this rank holds a part of it only; build another "
+                "module and load accel.full_state_dict(model), which every rank calls, into it"
+            )
+        return super().copy(memo)
+
     def state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Refused where shards are."""
         if self._parts is not None:

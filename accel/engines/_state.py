@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,10 @@ class StateVerbs:
     parameters: list[nn.Parameter]
     process: Process
     distributed: bool
+
+    def copy(self, memo: dict[int, Any]) -> nn.Module:
+        """A raw copy, for ``copy.deepcopy(handle)``. Local."""
+        return copy.deepcopy(self.module, memo)
 
     def state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The handle's ``state_dict()``. Local; raises where this rank does not hold it all."""

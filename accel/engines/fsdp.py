@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..control import agree
 from ..errors import BackendError, OptimizerError
-from ..flat import average_gradients_, broadcast_
+from ..flat import broadcast_
 from ..footprint import Footprint, MemoryUse
 from ..process import Process
 from . import _fsdp_wrap
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ._fsdp_conversion import Conversion
 
 #: Optimizers of torch that do not compute with shards, or not what they would with whole tensors.
-_REFUSED = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+_REFUSED = ("Adafactor", "LBFGS", "Muon", "Rprop", "SparseAdam")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +117,11 @@ class FSDPEngine(ShardedState, Engine):
             raise OptimizerError(
                 f"{type(optimizer).__name__} cannot train sharded parameters (backend {self.name!r}): it needs whole "
                 "tensors; use an elementwise optimizer such as AdamW or SGD, or backend='ddp'"
+            )
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        if self.distributed and fused and type(optimizer).__name__ not in ("Adam", "AdamW"):
+            raise OptimizerError(
+                f"{type(optimizer).__name__}(fused=True) cannot train sharded parameters: leave fused out"
             )
         super().attach(optimizer)
         if self.distributed:
@@ -235,8 +240,7 @@ class FSDPEngine(ShardedState, Engine):
             )
             sharded.reduce(self._sync)
         if self._parts.scalars_pending():
-            average_gradients_(self._parts.scalars, self.process.group)
-            self._parts.scalar_log.fold(pending=False)
+            self._parts.average_scalars()
         sharded.reshard()
         if self._stale_buffers:
             broadcast_([b.data for b in self.module.buffers()], self.process.group)
