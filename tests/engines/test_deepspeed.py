@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +16,8 @@ from torch import nn
 
 import accel
 from accel.engines.deepspeed import DeepSpeed
-from tests.distributed import run
+from accel.registry import registry
+from tests.distributed import refusals, run
 
 STAGES = (1, 2, 3)
 # Without it, models as small as these stay whole at stage 3.
