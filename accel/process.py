@@ -203,7 +203,8 @@ def _at_exit() -> None:
     # An error ends this process: the other ranks must not wait for what its last collectives still wait for.
     if hasattr(sys, "last_value"):
         reason = f"rank {rank()} ended with {type(sys.last_value).__name__}"
-        if _state.process is not None and not _state.ended and (missing := roll_call(_state.process, sys.last_value)):
+        missing = roll_call(_state.process, sys.last_value) if _state.process is not None and not _state.ended else ""
+        if missing and not _state.ended:  # the watch may have heard a better reason in the meantime
             reason = f"{reason}: {missing}"
             logger.error(reason)
         end_groups(reason)
