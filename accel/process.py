@@ -204,7 +204,8 @@ def _at_exit() -> None:
     error = getattr(sys, "last_value", None)
     if error is not None:
         reason = f"rank {rank()} ended with {type(error).__name__}"
-        if _state.process is not None and not _state.ended and (missing := roll_call(_state.process, error)):
+        missing = roll_call(_state.process, error) if _state.process is not None and not _state.ended else ""
+        if missing and not _state.ended:  # the watch may have heard a better reason in the meantime
             reason = f"{reason}: {missing}"
             logger.error(reason)
         end_groups(reason)
