@@ -49,8 +49,8 @@ def nothing_stays() -> Iterator[None]:
     before = here()
     yield
     deadline = time.monotonic() + 5
-    while not all(a <= b for a, b in zip(after := here(), before, strict=True)):
-        assert time.monotonic() < deadline, f"before {before}, after {after}"
+    while any(not now <= then for now, then in zip(here(), before, strict=True)):
+        assert time.monotonic() < deadline, f"before {before}, after {here()}"
         time.sleep(0.05)
 
 
