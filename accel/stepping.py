@@ -28,9 +28,7 @@ class Stepped(Owner, Protocol):
     precision: Precision
     loss_scale: LossScale
 
-    def prepare_step(
-        self, optimizer: Optimizer, *, by_grad_scaler: bool = False, in_closure: bool = False
-    ) -> None: ...
+    def prepare_step(self, optimizer: Optimizer, *, by_grad_scaler: bool = False, in_closure: bool = False) -> None: ...
 
     hears_steps: ClassVar[bool]
 
