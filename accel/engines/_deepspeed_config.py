@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from ..errors import BackendError, PrecisionError
 
@@ -177,3 +178,18 @@ def complete(
         "zero_force_ds_cpu_optimizer": False,
         **({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}} if half else {}),
     }
+
+
+def refuse_mixed(parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
+    """Refuse weights of several floating dtypes, which DeepSpeed would put into one buffer.
+
+    Raises:
+        BackendError: names them.
+    """
+    kinds: dict[torch.dtype, str] = {}
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter.is_floating_point():
+            kinds.setdefault(parameter.dtype, name)
+    if len(kinds) > 1:
+        found = ", ".join(f"{name} is {dtype}" for dtype, name in kinds.items())
+        raise BackendError(f"DeepSpeed keeps all weights in one dtype, but {found}: convert the model, or use 'fsdp'")

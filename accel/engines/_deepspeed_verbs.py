@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,12 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import shard
+from ..control import agree
+from ..conversion import convert_optimizer
 from ..errors import AccelError
 from ..shard import Manifest, Shard
 from . import _deepspeed_state as states
 from ._deepspeed_guards import Guards
-from ._deepspeed_layouts import Sharded
 from ._deepspeed_partitions import Partitions
+from ._deepspeed_sharded import Sharded
 from .base import Context, Engine
 
 
@@ -70,6 +73,27 @@ class Divided(Engine, ABC):
         for fragment in zero.fragments.values():
             optimizer.state.pop(fragment.weights, None)
         return full
+
+    def give_back(self, zero: Partitions, optimizers: Sequence[Optimizer]) -> None:
+        """Whole weights, gradients and optimizer state in the user's own objects. Collective."""
+        held = {i: f.grad for i, f in zero.fragments.items() if f.grad is not None}
+        theirs = agree("gathering gradients", {i: g.dtype for i, g in held.items()})
+        dtypes = dict(sorted((i, d) for kinds in theirs for i, d in kinds.items()))
+        pieces = states.of_fragments(zero, held, dtypes)
+        grads = dict(zip(dtypes, states.assemble(pieces, self.process.group, self.process.device), strict=True))
+        full = [(optimizer, self.release(optimizer, zero)) for optimizer in optimizers]
+        weights = self.whole_weights(zero, range(len(self.parameters)))
+        # What accel made half becomes whole again from its fp32 copy.
+        ours = {id(tensor) for tensor, _ in self.dtypes}
+        zero.end([w if id(p) in ours else w.to(p.dtype) for w, p in zip(weights, self.parameters, strict=True)])
+        for optimizer, state in full:
+            optimizer.state.update((self.parameters[index], entries) for index, entries in state.items())
+        for index, grad in grads.items():
+            self.parameters[index].grad = grad.to(self.parameters[index].dtype)
+        with contextlib.ExitStack() as for_good:
+            for optimizer in optimizers:
+                convert_optimizer(optimizer, for_good)
+            for_good.pop_all()
 
     # -- state dicts ----------------------------------------------------------------------------------------------
 

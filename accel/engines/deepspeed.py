@@ -14,18 +14,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..control import agree
-from ..conversion import convert_optimizer
 from ..errors import BackendError, OptimizerError, PrecisionError
 from ..flat import average_gradients_, broadcast_
 from ..footprint import Footprint, MemoryUse
 from ..process import Process
 from . import _deepspeed_config as configuration
-from . import _deepspeed_state as states
 from . import _deepspeed_steps as steps
 from . import _memory as memory
-from ._deepspeed_layouts import Flat, Sharded, refuse_mixed
+from ._deepspeed_flat import Flat
 from ._deepspeed_library import forget_groups
+from ._deepspeed_sharded import Sharded
 from .base import Context, Options
 
 logger = logging.getLogger("accel")
@@ -96,9 +94,6 @@ class DeepSpeedEngine(steps.Stepping):
             raise BackendError(
                 "DeepSpeed(offload_parameters=True) on one process: there is nothing to divide; use more"
             )
-        if stage == 3 and process.place.world_size > 1:
-            named = dict(module.named_parameters())
-            refuse_mixed(list(named.values()), list(named))
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
@@ -112,7 +107,10 @@ class DeepSpeedEngine(steps.Stepping):
     def wrap(self) -> None:
         """Refuse what needs the precision; DeepSpeed itself divides in ``start``."""
         configuration.check(self._config, self.stage, self.precision.name)
-        if self.precision.scaled and self.stage:
+        if not self.distributed or not self.stage:
+            return
+        configuration.refuse_mixed(self.parameters, self.names)
+        if self.precision.scaled:
             raise PrecisionError(
                 f"precision '16-mixed' with DeepSpeed stage {self.stage}: its gradients leave p.grad during backward, while "
                 "they are scaled; use 'bf16-mixed', or stage 0"
@@ -136,7 +134,6 @@ class DeepSpeedEngine(steps.Stepping):
             self.take_over(optimizer, {i: optimizer.state.pop(self.parameters[i], {}) for i in self.indices(optimizer)})
 
     def _divide(self) -> None:
-        refuse_mixed(self.parameters, self.names)
         masters = configuration.masters(self._config)
         offload = configuration.offloaded(self._config, "offload_optimizer", self.options.offload_optimizer)
         arguments = (self.module, self.parameters, masters, torch.device("cpu") if offload else None)
@@ -291,24 +288,7 @@ class DeepSpeedEngine(steps.Stepping):
         if self._ended or not hasattr(zero, "zero"):
             logger.warning("the parts of the model on other ranks are lost: the process groups were ended")
             return
-        held = {i: f.grad for i, f in zero.fragments.items() if f.grad is not None}
-        theirs = agree("gathering gradients", {i: g.dtype for i, g in held.items()})
-        dtypes = dict(sorted((i, d) for kinds in theirs for i, d in kinds.items()))
-        pieces = states.of_fragments(zero, held, dtypes)
-        grads = dict(zip(dtypes, states.assemble(pieces, self.process.group, self.process.device), strict=True))
-        full = [(optimizer, self.release(optimizer, zero)) for optimizer in optimizers]
-        weights = self.whole_weights(zero, range(len(self.parameters)))
-        # What accel made half becomes whole again from its fp32 copy.
-        ours = {id(tensor) for tensor, _ in self.dtypes}
-        zero.end([w if id(p) in ours else w.to(p.dtype) for w, p in zip(weights, self.parameters, strict=True)])
-        for optimizer, state in full:
-            optimizer.state.update((self.parameters[index], entries) for index, entries in state.items())
-        for index, grad in grads.items():
-            self.parameters[index].grad = grad.to(self.parameters[index].dtype)
-        with contextlib.ExitStack() as for_good:
-            for optimizer in optimizers:
-                convert_optimizer(optimizer, for_good)
-            for_good.pop_all()
+        self.give_back(zero, optimizers)
 
     def abandon(self, reason: str) -> None:
         """Let go of DeepSpeed's process groups too."""
