@@ -124,7 +124,7 @@ REFUSED = {
 WRAPS = {
     "root": accel.FSDP(),
     "inner": accel.FSDP(wrap=(nn.Sequential,)),
-    "kept": accel.FSDP(wrap=lambda m: isinstance(m, nn.Linear), reshard_after_forward=False),
+    "kept": accel.FSDP(wrap=lambda m: isinstance(m, nn.Sequential), reshard_after_forward=False),
 }
 
 
