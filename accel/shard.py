@@ -46,42 +46,29 @@ def module_shards(module: nn.Module) -> list[Shard]:
     """Parameters and persistent buffers under the names of ``state_dict``; what is tied has the first of its names.
 
     Raises:
-        CheckpointError: ``state_dict`` makes tensors of its own, which could not be filled in place.
+        CheckpointError: ``state_dict`` makes entries of its own, which could not be filled in place.
     """
     found: dict[int, Shard] = {}
     own = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
     for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor) and not _is_extra(name):
-            if id(value) not in own:
-                raise CheckpointError(
-                    f"the state_dict() of this {type(module).__name__} has a tensor {name!r} that is not one of its parameters "
-                    "or buffers, so that it cannot be filled in place; save model.state_dict() as a value instead"
-                )
-            found.setdefault(id(value), whole(name, value))
+        if name.rpartition(".")[2] == _EXTRA:
+            continue  # among `module_values`
+        if not isinstance(value, torch.Tensor) or id(value) not in own:
+            raise CheckpointError(
+                f"the state_dict() of this {type(module).__name__} has {name!r} ({type(value).__name__}), which is not one of "
+                "its parameters or buffers, so that it cannot be filled in place; save model.state_dict() as a value instead"
+            )
+        found.setdefault(id(value), whole(name, value))
     return list(found.values())
 
 
-def _is_extra(name: str) -> bool:
-    """Whether an entry of a module's ``state_dict`` is what ``get_extra_state`` returned."""
-    return name.rpartition(".")[2] == _EXTRA
-
-
 def module_values(module: nn.Module) -> dict[str, Any]:
-    """What ``state_dict`` holds beside tensors: the results of ``get_extra_state``.
-
-    Raises:
-        CheckpointError: there is something else.
-    """
-    values = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if _is_extra(name):
-            values[name] = value
-        elif not isinstance(value, torch.Tensor):
-            raise CheckpointError(
-                f"the state_dict() of this {type(module).__name__} has {name!r}, a {type(value).__name__}; give the module "
-                "get_extra_state and set_extra_state instead"
-            )
-    return values
+    """What ``get_extra_state`` returns in the submodules that have one, under the names of ``state_dict``."""
+    return {
+        f"{name}.{_EXTRA}" if name else _EXTRA: part.get_extra_state()
+        for name, part in module.named_modules()
+        if type(part).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def fill_module_values(module: nn.Module, values: Mapping[str, Any]) -> None:

@@ -47,6 +47,11 @@ class Background:
         self._thread.start()
         return future
 
+    def wait(self) -> None:
+        """Wait for the save that is under way; its failure is the next save's to raise."""
+        if self._thread is not None:
+            self._thread.join()
+
     def settle(self) -> None:
         """Wait for the save that is under way.
 

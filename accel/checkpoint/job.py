@@ -57,6 +57,7 @@ class Job:
 
     def take(self, draft: Draft) -> None:
         """Learn what to write, and link what is on disk already."""
+        os.makedirs(self.directory, exist_ok=True)  # a host may not have heard yet that rank 0 made it
         self._draft = draft
         self._moving, self._still = draft.sources(self.rank)
         self._linked = known.link(self.directory, self._name(still=True), self._still)

@@ -65,7 +65,8 @@ def make_listing(listed: Sequence[Listed], compare: bool) -> Listing:
                 f"two tensors of the state have the name {s.name!r}, or a range is outside of its tensor"
             )
         number = numbers.setdefault(s.name, len(numbers))
-        content = _content(s.tensor) if compare and not one.sure else 0
+        whole = s.tensor.numel() == math.prod(s.shape)
+        content = _content(s.tensor) if compare and whole and not one.sure else 0
         for column, value in zip(columns, (number, s.start, s.tensor.numel(), content), strict=True):
             column.append(value)
     return Listing(list(table.values()), *columns)

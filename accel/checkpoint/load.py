@@ -16,6 +16,7 @@ from ..errors import CheckpointError
 from ..process import current
 from ..shard import Manifest
 from . import record
+from .background import background
 from .dtypes import BY_NAME
 from .leaves import Leaf, RankLeaf, StatefulLeaf, TensorLeaf
 from .meeting import Meeting, kept_names, plain
@@ -66,6 +67,7 @@ def load(
     with contextlib.ExitStack() as undo:
 
         def prepare() -> tuple[_Loading, tuple[str, str, _Differences]]:
+            background.wait()
             directory = os.path.abspath(os.fspath(dir))
             found, digits = record.read(directory)
             loading = _Loading(directory, found, rank, stream=check == "stream")
@@ -230,6 +232,8 @@ class _Loading:
                     leaf.fill(node, self._decoder)
             with torch.no_grad():
                 self.reader.fill(self._wanted)
+                # Autograd must see that what it may have saved for a backward has changed.
+                torch.autograd.graph.increment_version([tensor for _, _, tensor in self._wanted])
                 for leaf, node in leaves:
                     if not isinstance(leaf, StatefulLeaf | RankLeaf):
                         leaf.fill(node, self._decoder)

@@ -11,6 +11,7 @@ from typing import Final
 from ..errors import CheckpointError
 from ..process import rank
 from . import folder, record
+from .background import background
 from .record import Record
 from .together import together
 
@@ -56,6 +57,7 @@ def latest(root: str | os.PathLike[str]) -> str | None:
     Args:
         root: a directory of checkpoints; it need not exist.
     """
+    background.wait()
     path = os.fspath(root)
     candidates = [path]
     with contextlib.suppress(OSError):
@@ -78,6 +80,7 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
     """
 
     def act() -> tuple[None, None]:
+        background.wait()
         if rank() == 0:
             _link(os.path.abspath(os.fspath(src)), os.path.abspath(os.fspath(dst)))
         return None, None

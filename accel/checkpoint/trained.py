@@ -34,10 +34,15 @@ class ModuleLeaf(Leaf):
         return [replace(s, name=s.name[len(prefix) :]) for s in shards if s.name.startswith(prefix)]
 
     def listed(self) -> Iterator[Listed]:
-        engine = self._engine
-        shards = self._parts(engine.shards(None)) if engine else shard.module_shards(self.module)
-        sure = {n[len(self._prefix) :] for n in engine.names} if engine and engine.synchronizes else set()
-        still = {n for n, p in self.module.named_parameters() if not p.requires_grad}
+        engine, prefix = self._engine, self._prefix
+        if engine is None:
+            shards, sure = shard.module_shards(self.module), set()
+            parameters = dict(self.module.named_parameters())
+        else:
+            shards = self._parts(engine.shards(None))
+            parameters = {n[len(prefix) :]: p for n, p in zip(engine.names, engine.parameters, strict=True)}
+            sure = set(parameters) if engine.synchronizes else set()
+        still = {n for n, p in parameters.items() if not p.requires_grad}
         for mine, listed in zip(shards, full_names(self, shards), strict=True):
             yield Listed(listed, mine.name in sure, mine.name in still)
 

@@ -57,13 +57,27 @@ def test_it_returns_before_the_files_are_written(tmp_path: Path, monkeypatch: py
     first = accel.save(large(1.0), tmp_path, wait=False)
     assert first is not None
     assert not first.done()
-    assert accel.latest(tmp_path) is None
+    assert not (tmp_path / "accel.json").exists()
     threading.Timer(0.2, gate.set).start()
     second = accel.save(large(2.0), tmp_path, wait=False)
     assert first.done()
     assert second is not None
     second.result(30)
     assert accel.load(tmp_path)["n"] == 2.0
+
+
+def test_load_and_latest_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accel.save(large(1.0), tmp_path / "1")
+    gate = threading.Event()
+    write = shards.write
+    monkeypatch.setattr(shards, "write", lambda *args: (gate.wait(30), write(*args))[1])
+    threading.Timer(0.2, gate.set).start()
+    accel.save(large(2.0), tmp_path / "1", wait=False)
+    assert accel.load(tmp_path / "1")["n"] == 2.0
+    gate.clear()
+    threading.Timer(0.2, gate.set).start()
+    accel.save(large(3.0), tmp_path / "2", wait=False)
+    assert accel.latest(tmp_path) == str(tmp_path / "2")
 
 
 def test_a_failure_comes_out_of_the_future_and_of_the_next_save(tmp_path: Path) -> None:

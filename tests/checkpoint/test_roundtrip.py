@@ -48,10 +48,10 @@ CASES = [
 def test_any_to_any(before: int, one: str, tmp_path: Path) -> None:
     """A checkpoint of one world size and backend continues in all others, to what was never interrupted."""
     directory = str(tmp_path / "checkpoint")
-    expected = run(before, train_and_save, one, directory)[0]
+    expected = run(before, train_and_save, one, directory, timeout=240)[0]
     for case in CASES:
         if (case[0], case[2]) == (before, one):
-            for rank, found in enumerate(run(case[1], resume, case[3], directory, "first")):
+            for rank, found in enumerate(run(case[1], resume, case[3], directory, "first", timeout=240)):
                 assert not differences(expected, found, tolerance=1e-5), f"{case} rank {rank}"
 
 
