@@ -215,6 +215,8 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
 def gather_for_metrics(data: T, loader: LoaderHandle | None = None) -> T:
     """``data`` of all ranks, in the order of the dataset and without the padding of the last batch. Collective.
 
+    Ranks that hold one model together, as the stages of a pipeline do, have the same rows, which come once.
+
     Args:
         data: nested tensors whose dim 0 is this rank's batch; on one process it comes back as it is.
         loader: the loader that gave the batch; by default the one that gave the last batch.

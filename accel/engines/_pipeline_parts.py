@@ -112,14 +112,15 @@ class Parts:
         self._stage_of = {name: number for number, stage in enumerate(stages) for name, _ in stage}
         self._guards: list[Away] = []
         self._hooks: list[Any] = []
+        own = [child for _, child in stages[channel.rank]]
         for number, stage in enumerate(stages):
-            for name, child in stage if number != channel.rank else ():
+            for name, child in stage:
+                if any(child is mine for mine in own):  # an activation, say, may stand in several stages
+                    continue
                 guard = Away(name, number)
                 self._guards.append(guard)
-                self._hooks += [
-                    child.register_forward_pre_hook(guard),
-                    child.register_state_dict_pre_hook(guard.state_dict),
-                ]
+                self._hooks.append(child.register_forward_pre_hook(guard))
+                self._hooks.append(child.register_state_dict_pre_hook(guard.state_dict))
         #: The parameters of other ranks.
         self.away = [(name, p) for name, p in module.named_parameters() if not self.owns(name)]
         self.release()

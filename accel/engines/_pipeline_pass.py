@@ -129,7 +129,7 @@ class Pass:
         """
         channel = self._channel
         first, last = channel.rank == 0, channel.rank == channel.last
-        totals: list[torch.Tensor | None] = [None] * len(self.parameters)
+        totals = _Totals(len(self.parameters))
         of_batch: list[list[torch.Tensor | None]] = []
         error: Exception | None = None
         failure: Failure | None = None
@@ -143,7 +143,7 @@ class Pass:
             if failure is None:
                 try:
                     found, mine = self._differentiate(leaves, ends, came, retain)
-                    totals = [_add(total, grad) for total, grad in zip(totals, mine, strict=True)]
+                    totals.add(mine)
                 except Exception as caught:
                     error, failure = caught, (channel.rank, _say(caught))
             if first:
@@ -156,7 +156,7 @@ class Pass:
             self.used = True
             self._kept.clear()
         text = "" if failure is None else f"the backward of the pipeline failed on rank {failure[0]}: {failure[1]}"
-        return Gradients(inputs, totals), error, text
+        return Gradients(inputs, totals.values), error, text
 
     def _piece(self, grads: Sequence[torch.Tensor | None], number: int) -> list[torch.Tensor | None]:
         where = self._where.slices[number]
@@ -215,9 +215,28 @@ class _Alias(torch.autograd.Function):
 _alias: Any = _Alias.apply
 
 
-def _add(total: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor | None:
-    # Not in place: what autograd gives may be shared.
-    return grad if total is None else total if grad is None else total + grad
+@final
+class _Totals:
+    """Sums of the micro-batches' gradients, with as few copies at a time as can be."""
+
+    def __init__(self, count: int) -> None:
+        self.values: list[torch.Tensor | None] = [None] * count
+        self._own: set[int] = set()
+
+    def add(self, grads: list[torch.Tensor | None]) -> None:
+        """Add one micro-batch's; empties ``grads``."""
+        for index in range(len(grads)):
+            grad, grads[index] = grads[index], None
+            total = self.values[index]
+            if grad is None:
+                continue
+            if total is None:
+                self.values[index] = grad
+            elif index in self._own:
+                total.add_(grad)
+            else:  # what autograd gives may be shared
+                self.values[index] = total + grad
+                self._own.add(index)
 
 
 def _say(error: Exception) -> str:

@@ -49,14 +49,14 @@ def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
     tensors: list[torch.Tensor] = []
 
     def visit(path: str, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
             tensors.append(leaf)
             return _Place(len(tensors) - 1)
         if isinstance(leaf, _PLAIN):
             return leaf
+        kind = f"{leaf.layout} tensor" if isinstance(leaf, torch.Tensor) else type(leaf).__qualname__
         raise BackendError(
-            f"a pipeline passes tensors, plain values, and dicts, lists and tuples of them; {path} is a "
-            f"{type(leaf).__qualname__}"
+            f"a pipeline passes dense tensors, plain values, and dicts, lists and tuples of them; {path} is a {kind}"
         )
 
     return tensors, walk(visit, value, name)

@@ -160,15 +160,15 @@ class PipelineEngine(Engine):
         values = [unflatten(form, piece) for piece in where.pieces(tensors)]
         # At each moment a stage has the micro-batch after the one that its successor has: devices work at the same time.
         for moment in range(count + len(self._stages) - 1):
-            for number, stage in enumerate(self._stages):
-                if 0 <= moment - number < count:
-                    values[moment - number] = self._run_here(stage, values[moment - number], keep[moment - number])
-        return put_together(values, where)
+            for at, stage in zip(range(moment, -1, -1), self._stages, strict=False):
+                if at < count:
+                    values[at] = stage.run(self._moved(values[at], stage.device), keep[at])
+        return self._moved(put_together(values, where), self.process.device)
 
-    def _run_here(self, stage: Stage, value: Any, keep: bool) -> Any:
-        if len(self.process.devices) > 1:
-            value = map_tensors(lambda tensor: tensor.to(stage.device), value, others=True)
-        return stage.run(value, keep)
+    def _moved(self, value: Any, device: torch.device) -> Any:
+        if len(self.process.devices) == 1:
+            return value
+        return map_tensors(lambda tensor: tensor.to(device), value, others=True)
 
     def _run_over_ranks(self, batch: Any, tensors: list[torch.Tensor], form: Any, where: Cut, keep: list[bool]) -> Any:
         mask = self.mask.now()
@@ -225,6 +225,7 @@ class PipelineEngine(Engine):
                 raise lost_stages()
             names = self.parameter_names
             for optimizer in optimizers:
+                parts.release_state(optimizer, names)
                 for parameter, state in parts.full_state(optimizer, names).items():
                     optimizer.state.pop(parameter, None)  # so that the order is the same on every rank
                     optimizer.state[parameter] = state

@@ -80,6 +80,8 @@ def train_with_options() -> list[float]:
     worst = []
     for option in options:
         raw, plain = net(), net()
+        for module in (raw, plain):
+            module[4] = module[1]  # one activation in two stages
         # Rank 0's weights are everyone's.
         if accel.rank() > 0:
             for p in raw.parameters():
@@ -533,6 +535,7 @@ def refused_forwards() -> None:
     refuse("one row for each sample", nn.Sequential(nn.Linear(6, 6), Total()), x, chunks=2)
     refuse("cuts the batch along dim 0", net(), [x, x[:3]], chunks=2)
     refuse("is a set", net(), {"x": {1}})
+    refuse("sparse_coo tensor", net(), x.to_sparse())
     hooked = net()
     hook = hooked.register_forward_hook(lambda *_: None)
     refuse("hooks on it never run", hooked, x)
