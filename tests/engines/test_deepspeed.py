@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import socket
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -844,3 +848,51 @@ def test_a_second_engine_on_one_model_by_the_library_alone_and_by_accel() -> Non
     run(2, by_accel)
     failures = [r.error for r in outcomes(2, by_library, breaks=True, timeout=60)]
     assert all(failures), "DeepSpeed has mended two engines on one module"
+
+
+SCRIPT = """
+import sys, torch, accel
+from torch import nn
+assert not any(name.startswith("deepspeed") for name in sys.modules)
+net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+optimizer = torch.optim.AdamW(net.parameters())
+model, optimizer, _ = accel.setup(net, optimizer, backend=accel.DeepSpeed(stage=3))
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).square().mean().backward()
+    if step == int(sys.argv[1]) and accel.rank() == 0:
+        raise KeyError("in the middle")
+    optimizer.step()
+print("done")
+"""
+
+
+def start(step: int) -> list[tuple[int, str, str]]:
+    """Status, output and errors of two processes that end without a clean-up; one fails in ``step``."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(2):
+        place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+        environment = {k: str(v) for k, v in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items()}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", SCRIPT, str(step)],
+                env={**os.environ, **environment},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    outputs = [process.communicate(timeout=150) for process in processes]
+    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def test_a_script_ends_quietly_and_a_failing_one_on_every_rank() -> None:
+    assert start(-1) == [(0, "done\n", "")] * 2
+    first, second = start(1)
+    assert first[0] != 0
+    assert "KeyError: 'in the middle'" in first[2]
+    assert second[0] != 0
+    assert "rank 0 ended with KeyError" in second[2]
