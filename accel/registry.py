@@ -142,12 +142,14 @@ class Registry:
         """An optimizer that was never given to ``setup`` must not step with unfinished gradients either."""
         if Slot.get(optimizer) is not None:
             return
-        for engine in [e for e in self.engines if e.log.active and (e.precision.scaled or e.unsettled())]:
+        engines = [e for e in self.engines if e.log.active]
+        for engine in [e for e in engines if e.precision.scaled or e.unsettled() or e.hides_gradients()]:
             if not any(id(p) in engine.known for g in optimizer.param_groups for p in g["params"]):
                 continue
-            if engine.precision.scaled:
+            if engine.precision.scaled or engine.hides_gradients():
+                kind = f"'{engine.precision.name}' model with backend {engine.name!r}"
                 raise OptimizerError(
-                    f"{type(optimizer).__name__} steps parameters of a '16-mixed' model, but was not given to accel.setup"
+                    f"{type(optimizer).__name__} steps parameters of a {kind}, but was not given to accel.setup"
                 )
             engine.prepare_step(optimizer)
         if self.loss_scale.serial and not all_finite(optimizer):

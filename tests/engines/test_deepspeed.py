@@ -158,6 +158,8 @@ def zero_grad_anywhere(stage: int) -> None:
                 optimizer.zero_grad()
             elif step in (1, 4):
                 (accel.unwrap(model) if step == 4 else model).zero_grad()
+            elif step == 6:
+                model.left.zero_grad()
             elif step == 2:
                 optimizer.zero_grad(set_to_none=False)
             for loss in losses:
@@ -582,6 +584,7 @@ SEES_A_PART: list[Callable[[Pair], Any]] = [
     lambda pair: torch.nn.utils.clip_grad_norm_(pair.model.parameters(), 1.0),
     clip_pending,
     lambda pair: torch.nn.utils.clip_grad_value_(pair.raw.parameters(), 1.0),
+    lambda pair: adamw(pair.raw).step(),
     lambda pair: pair.raw_optimizer.state_dict(),
     lambda pair: pair.optimizer.state_dict(),
     lambda pair: pair.raw_optimizer.load_state_dict(pair.plain_optimizer.state_dict()),
