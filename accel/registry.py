@@ -146,9 +146,10 @@ class Registry:
         for engine in [e for e in self.engines if e.watched and _concerned(e)]:
             if not any(id(p) in engine.known for g in optimizer.param_groups for p in g["params"]):
                 continue
-            if engine.precision.scaled:
+            if engine.precision.scaled or engine.hides_gradients():
+                kind = f"'{engine.precision.name}' model with backend {engine.name!r}"
                 raise OptimizerError(
-                    f"{type(optimizer).__name__} steps parameters of a '16-mixed' model, but was not given to accel.setup"
+                    f"{type(optimizer).__name__} steps parameters of a {kind}, but was not given to accel.setup"
                 )
             engine.prepare_step(optimizer)
         if self.loss_scale.serial and not all_finite(optimizer):
@@ -213,7 +214,7 @@ class Registry:
 
 
 def _concerned(engine: Engine) -> bool:
-    return engine.hears_strangers or engine.precision.scaled or engine.unsettled()
+    return engine.hears_strangers or engine.precision.scaled or engine.unsettled() or engine.hides_gradients()
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

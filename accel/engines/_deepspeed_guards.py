@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import Any, Protocol, final
 
@@ -25,7 +25,8 @@ class Guarded(Protocol):
     def divided(self) -> bool: ...
     @property
     def weights_divided(self) -> bool: ...
-    def drop_gradients(self, optimizer: Optimizer | None, set_to_none: bool) -> None: ...
+    def drop_gradients(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> bool: ...
+    def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None: ...
 
 
 @final
@@ -42,9 +43,9 @@ class Guards:
     def module(self, module: nn.Module) -> None:
         """Guard the raw module."""
         self._module = module
-        vars(module)["zero_grad"] = MethodType(_module_zero_grad(self._engine), module)
         vars(module)["__deepcopy__"] = MethodType(_deepcopy(self._engine), module)
         for child in module.modules():
+            vars(child)["zero_grad"] = MethodType(_module_zero_grad(self._engine), child)
             self._hooks.append(child.register_state_dict_pre_hook(lambda *_: self._refuse_module("state_dict")))
             self._hooks.append(
                 child.register_load_state_dict_pre_hook(lambda *_: self._refuse_module("load_state_dict"))
@@ -95,18 +96,18 @@ class Guards:
             hook.remove()
         self._hooks.clear()
         if self._module is not None:
-            for name in ("zero_grad", "__deepcopy__"):
-                vars(self._module).pop(name, None)
+            vars(self._module).pop("__deepcopy__", None)
+            for child in self._module.modules():
+                vars(child).pop("zero_grad", None)
             self._module = None
 
 
 def _module_zero_grad(reference: weakref.ref[Guarded]) -> Callable[..., None]:
     def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
         engine = reference()
-        if engine is None or engine.module is not module or not engine.divided:
+        # A copy of the module has this method too, and other parameters.
+        if engine is None or not engine.drop_gradients(module.parameters(), set_to_none):
             type(module).zero_grad(module, set_to_none)
-        else:
-            engine.drop_gradients(None, set_to_none)
 
     return zero_grad
 
@@ -117,7 +118,7 @@ def _optimizer_zero_grad(reference: weakref.ref[Guarded]) -> Callable[..., None]
         if engine is None or not engine.divided:
             type(optimizer).zero_grad(optimizer, set_to_none)
         else:
-            engine.drop_gradients(optimizer, set_to_none)
+            engine.zero_grad(optimizer, set_to_none)
 
     return zero_grad
 

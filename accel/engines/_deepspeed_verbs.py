@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,8 +43,8 @@ class Divided(Engine, ABC):
         return self.zero is not None and (isinstance(self.zero, Sharded) or self.zero.masters)
 
     @abstractmethod
-    def drop_gradients(self, optimizer: Optimizer | None, set_to_none: bool) -> None:
-        """``zero_grad`` of an optimizer (None: of the model)."""
+    def drop_gradients(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> bool:
+        """``zero_grad`` of a module with these parameters; False where that is not for fragments."""
 
     def indices(self, optimizer: Optimizer) -> list[int]:
         """The numbers of the optimizer's parameters."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -23,6 +23,7 @@ from . import _deepspeed_steps as steps
 from . import _memory as memory
 from ._deepspeed_flat import Flat
 from ._deepspeed_library import forget_groups
+from ._deepspeed_partitions import Partitions
 from ._deepspeed_sharded import Sharded
 from .base import Context, Options
 
@@ -233,19 +234,25 @@ class DeepSpeedEngine(steps.Stepping):
 
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Drop gradients here and in ``p.grad``."""
-        self.drop_gradients(optimizer, set_to_none)
-
-    def drop_gradients(self, optimizer: Optimizer | None, set_to_none: bool) -> None:
-        """Those of an optimizer (None: of the model)."""
         if self.zero is None:
-            owner: Any = self.module if optimizer is None else optimizer
-            type(owner).zero_grad(owner, set_to_none)
-            return
-        indices = range(len(self.parameters)) if optimizer is None else self.indices(optimizer)
-        if self.zero.broken:
-            self.zero.forget_backward()
+            type(optimizer).zero_grad(optimizer, set_to_none)
+        else:
+            self._drop(self.zero, self.indices(optimizer), set_to_none)
+
+    def drop_gradients(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> bool:
+        """``zero_grad`` of a module with these parameters; False where that is not for fragments."""
+        numbers = [self.zero.numbers.get(id(p)) for p in parameters] if self.zero is not None else []
+        indices = [i for i in numbers if i is not None]
+        if self.zero is None or len(indices) < len(numbers):
+            return False
+        self._drop(self.zero, indices, set_to_none)
+        return True
+
+    def _drop(self, zero: Partitions, indices: Sequence[int], set_to_none: bool) -> None:
+        if zero.broken:
+            zero.forget_backward()
             self._failed = True
-        self.zero.drop(indices, set_to_none)
+        zero.drop(indices, set_to_none)
         if set_to_none:
             dropped = set(indices)
             self._kept -= dropped
