@@ -122,6 +122,14 @@ class LossScale:
         self._halved = 0
         self._good_steps = 0
 
+    def state(self) -> tuple[float, int]:
+        """The scale, and how many good steps it has had."""
+        return self.value, self._good_steps
+
+    def restore(self, value: float, good_steps: int) -> None:
+        """Go on from a ``state``."""
+        self.value, self._good_steps = value, good_steps
+
     def backward(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], retain_graph: bool) -> None:
         """``loss.backward()`` with the loss scaled on the way; ``parameters`` and all other leaves get true gradients."""
         leaves: dict[int, torch.Tensor] = {id(p): p for p in parameters}

@@ -88,13 +88,18 @@ def is_sharded(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
+def _is_shard(key: str, value: Any, parameter: torch.Tensor) -> bool:
+    """The same for a known parameter: where that is one number, so is its state, and only the counter is a value."""
+    return is_sharded(value) or (isinstance(value, torch.Tensor) and parameter.dim() == 0 and key != "step")
+
+
 def optimizer_shards(optimizer: Optimizer, names: Mapping[int, str]) -> list[Shard]:
     """The tensors of an optimizer's state; ``names`` are those of its parameters, by ``id``."""
     return [
         whole(f"{name}/{key}", value)
-        for name, _, state in _entries(optimizer, names)
+        for name, parameter, state in _entries(optimizer, names)
         for key, value in state.items()
-        if is_sharded(value)
+        if _is_shard(key, value, parameter)
     ]
 
 
@@ -109,8 +114,8 @@ def optimizer_values(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str
             for group in optimizer.param_groups
         ],
         "state": {
-            name: {key: value for key, value in state.items() if not is_sharded(value)}
-            for name, _, state in _entries(optimizer, names)
+            name: {key: value for key, value in state.items() if not _is_shard(key, value, parameter)}
+            for name, parameter, state in _entries(optimizer, names)
             if state
         },
     }
@@ -124,7 +129,7 @@ def optimizer_slots(optimizer: Optimizer, names: Mapping[int, str], manifest: Ma
         name, _, key = full_name.rpartition("/")
         if name in parameters:
             parameter, state = parameters[name]
-            if not is_sharded(state.get(key)):
+            if not _is_shard(key, state.get(key), parameter):
                 state[key] = torch.empty(shape, dtype=dtype, device=parameter.device)
             slots.append(whole(full_name, state[key]))
     return slots

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import final
 
 from ..errors import CheckpointError
+from ..process import ended
 from . import folder, manage, record, shards
 from .background import background
 from .draft import Draft
@@ -175,6 +176,10 @@ class Job:
         path = os.path.join(self.directory, folder.mark_name(self.save, rank))
         limit, pause = time.monotonic() + timeout, 0.005
         while not os.path.exists(path):
+            if reason := ended():
+                raise CheckpointError(
+                    f"rank {rank} may have ended before its part of {self.directory} was done: {reason}"
+                )
             if time.monotonic() > limit:
                 raise CheckpointError(f"rank {rank} did not finish its part of {self.directory} within {timeout:g} s")
             time.sleep(pause)

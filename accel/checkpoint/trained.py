@@ -119,6 +119,9 @@ class OptimizerLeaf(Leaf):
                 for name, state in values["state"].items()
             },
             "frozen": sorted(self._frozen()),
+            "scale": None
+            if self._engine is None or not self._engine.precision.scaled
+            else [*self._engine.loss_scale.state()],
         }
 
     def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
@@ -141,6 +144,9 @@ class OptimizerLeaf(Leaf):
             names.update(group["params"])
         if not all(isinstance(name, str) for name in names) or not names.issuperset([*node["state"], *node["frozen"]]):
             raise ValueError("an optimizer has state of parameters that are in no group")
+        scale = node.get("scale")
+        if scale is not None and [type(n) for n in scale] != [float, int]:
+            raise ValueError(f"the loss scale is {scale!r}")
         if not all(isinstance(state, dict) for state in node["state"].values()):
             raise ValueError("an optimizer's state is not as accel writes it")
 
@@ -185,6 +191,8 @@ class OptimizerLeaf(Leaf):
             "state": {renamed[name]: decoder.decode(state) for name, state in node["state"].items()},
         }
         self._fill_values(values)
+        if self._engine is not None and self._engine.precision.scaled and node.get("scale") is not None:
+            self._engine.loss_scale.restore(*node["scale"])
         frozen = {renamed[name] for name in node["frozen"]}
         for name in renamed.values():
             parameter = self._parameters[name]

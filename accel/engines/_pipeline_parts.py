@@ -240,6 +240,14 @@ class Parts:
             state.setdefault(parameters[name], {})[key] = value
         return state
 
+    def full_optimizer_state_dict(self, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+        """What the optimizer's ``state_dict()`` would hold in one process. Collective."""
+        state = self.full_state(optimizer, names)
+        full: dict[str, Any] = optimizer.state_dict()
+        flat = [p for group in optimizer.param_groups for p in group["params"]]
+        full["state"] = {index: state[p] for index, p in enumerate(flat) if p in state}
+        return full
+
 
 def _moves(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.is_sparse

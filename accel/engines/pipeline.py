@@ -266,16 +266,10 @@ class PipelineEngine(Engine):
 
     def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
         """The whole state, from the ranks that own it."""
-        if self._parts is None:
-            return super().full_state_dict(optimizer)
-        if optimizer is None:
-            return self._parts.full_state_dict()
-        state = self._parts.full_state(optimizer, self.parameter_names)
+        if self._parts is None or optimizer is None:
+            return super().full_state_dict(optimizer) if self._parts is None else self._parts.full_state_dict()
         with self._guards[id(optimizer)][0].opened():
-            full: dict[str, Any] = optimizer.state_dict()
-        flat = [p for group in optimizer.param_groups for p in group["params"]]
-        full["state"] = {index: state[p] for index, p in enumerate(flat) if p in state}
-        return full
+            return self._parts.full_optimizer_state_dict(optimizer, self.parameter_names)
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
         """What this rank owns."""

@@ -66,7 +66,7 @@ def test_killed_at_any_moment(world: int, wait: bool, tmp_path: Path) -> None:
                 assert process.pid is not None
                 os.kill(process.pid, signal.SIGKILL)
                 process.join(10)
-                assert process.exitcode == -signal.SIGKILL
+                assert process.exitcode in (-signal.SIGKILL, 1)  # 1: it heard of the other's end first
         accel.verify(directory)
         assert read(directory) >= 1
         last -= 1

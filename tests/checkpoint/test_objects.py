@@ -164,6 +164,17 @@ def test_a_load_between_forward_and_backward_is_noticed(tmp_path: Path) -> None:
         loss.backward()
 
 
+def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    handles = accel.setup(model, optimizer, precision="16-mixed")
+    scale = object.__getattribute__(handles.model, "_accel_engine").loss_scale
+    scale.restore(512.0, 7)
+    accel.save({"m": handles.model, "o": handles.optimizers}, tmp_path)
+    scale.restore(65536.0, 0)
+    accel.load(tmp_path, {"m": handles.model, "o": handles.optimizers})
+    assert scale.state() == (512.0, 7)
+
+
 class Strange(nn.Linear):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "twice"] = self.weight * 2
