@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import astuple, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import accel
 from accel.cli import main
-from accel.engines import ENGINES
+from accel.engines import resolve
 from accel.engines._memory import even_shards, owners, whole, zero
 from accel.errors import AccelError, OptimizerError
 from accel.footprint import Footprint, MemoryUse, ParameterSize, count, human, take
 from accel.memory import MemoryReport, label
 from examples.big import gpt_70b
+from tests.backends import BACKENDS, engine_of, need
 from tests.distributed import refusals, run
 
 MIB = 2**20
@@ -202,15 +202,11 @@ def test_blocks_are_what_repeats() -> None:
 # -- predicted and measured -------------------------------------------------------------------------------------------
 
 
-class Net(nn.Module):
+class Net(nn.Sequential):
     def __init__(self, width: int = 96) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(6)))
-        self.norm = nn.BatchNorm1d(width)
-        self.frozen = nn.Linear(width, width).requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.layers(self.frozen(x)))
+        layers = [nn.Linear(width, width) for _ in range(7)]
+        layers[0].requires_grad_(False)
+        super().__init__(*layers, nn.BatchNorm1d(width))
 
 
 def measure(options: Any, optimizer: str) -> tuple[MemoryUse, MemoryUse]:
@@ -236,20 +232,14 @@ def measure(options: Any, optimizer: str) -> tuple[MemoryUse, MemoryUse]:
 
 
 VARIANTS = [
-    pytest.param(
-        options,
-        world,
-        id=f"{world}-{label(options)}",
-        marks=pytest.mark.skipif(not all(map(find_spec, engine.requires)), reason="its package is not installed"),
-    )
-    for engine in ENGINES.values()
-    for options in (engine.options_type(), *engine.variants)
-    for world in ((1, 2, 4) if engine.synchronizes else (1,))
+    (backend, world) for backend in BACKENDS for world in ((1, 2, 4) if engine_of(backend).synchronizes else (1,))
 ]
 
 
-@pytest.mark.parametrize(("options", "world"), VARIANTS)
-def test_predicted_is_measured(options: Any, world: int) -> None:
+@pytest.mark.parametrize(("backend", "world"), VARIANTS, ids=str)
+def test_predicted_is_measured(backend: Any, world: int) -> None:
+    need(backend, world, Net)
+    options = resolve(backend)[1]
     for optimizer in ("adamw", "momentum"):
         for predicted, measured in run(world, measure, options, optimizer):
             assert measured.gradients > 0

@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.engines import ENGINES
+from tests.backends import BACKENDS, engine_of
 
-ROWS = 48
-GLOBAL_BATCH = 8
+ROWS = 72
+GLOBAL_BATCH = 12
 
 
 class Net(nn.Module):
@@ -129,9 +129,11 @@ def differences(a: Any, b: Any, path: str = "", tolerance: float = 0.0) -> list[
     return [] if type(a) is type(b) and a == b else [f"{path}: {a!r} {b!r}"]
 
 
-def engines(world: int) -> list[str]:
-    """The backends that can train at a world size."""
-    return [name for name, engine in ENGINES.items() if world == 1 or engine.synchronizes]
+def engines(world: int) -> list[Any]:
+    """The backends that are worth a test at a world size: on one process nearly all of them only call the module."""
+    if world == 1:
+        return ["single"]
+    return [b for b in BACKENDS if engine_of(b).synchronizes and b not in ("ddp2", "horovod", "xla", "pipeline")]
 
 
 def fresh(path: Path) -> str:

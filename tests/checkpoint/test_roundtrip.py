@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import accel
+from tests.backends import need
 from tests.checkpoint.helpers import Run, differences, engines
 from tests.distributed import run
 
@@ -35,24 +36,21 @@ def resume(backend: str, directory: str, check: str) -> dict[str, Any]:
     return training.result()
 
 
-CASES = [
-    (before, after, one, other)
-    for before in (1, 2, 4)
-    for after in (1, 2, 4)
-    for one in engines(before)
-    for other in engines(after)
-]
+PLACES = [(world, backend) for world in (1, 2, 3, 4) for backend in engines(world)]
 
 
-@pytest.mark.parametrize(("before", "one"), [(w, e) for w in (1, 2, 4) for e in engines(w)])
-def test_any_to_any(before: int, one: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("before", "one"), [place for place in PLACES if place[0] != 3], ids=str)
+def test_any_to_any(before: int, one: Any, tmp_path: Path) -> None:
     """A checkpoint of one world size and backend continues in all others, to what was never interrupted."""
+    need(one)
     directory = str(tmp_path / "checkpoint")
     expected = run(before, train_and_save, one, directory, timeout=240)[0]
-    for case in CASES:
-        if (case[0], case[2]) == (before, one):
-            for rank, found in enumerate(run(case[1], resume, case[3], directory, "first", timeout=240)):
-                assert not differences(expected, found, tolerance=1e-5), f"{case} rank {rank}"
+    # At 3 ranks, which divide nothing evenly, one backend for each: the next one's turn.
+    turn = PLACES.index((before, one))
+    third = [place for place in PLACES if place[0] == 3]
+    for after, other in [p for p in PLACES if p[0] != 3] + [third[turn % len(third)]]:
+        for rank, found in enumerate(run(after, resume, other, directory, "first", timeout=240)):
+            assert not differences(expected, found, tolerance=1e-5), f"{other} on {after} ranks, rank {rank}"
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -13,9 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel
-from accel.engines import ENGINES, resolve
-from accel.process import current
-from accel.registry import registry
+from tests.backends import BACKENDS, engine_of, need, replica_of
 from tests.distributed import run
 
 STEPS = 8
@@ -78,14 +76,6 @@ def parts(step: int, micro: int, replicas: int) -> list[tuple[torch.Tensor, torc
     """The global batch as each replica of the model gets it."""
     x, y = (t.flatten(0, 1).chunk(replicas) for t in batches(step, micro, accel.world_size()))
     return list(zip(x, y, strict=True))
-
-
-def replica_of(backend: str) -> tuple[int, int]:
-    """This rank's place among the replicas of a model."""
-    model = accel.setup(build("sgd")[0], backend=backend).model
-    place = registry.of_handle(model).replica()
-    accel.teardown(model)
-    return place
 
 
 def train_reference(cell: Cell, replicas: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -167,27 +157,12 @@ def cells_of(backend: Any) -> list[Cell]:
     ] + [Cell(backend, freeze=freeze, set_to_none=False) for freeze in (False, True)]
 
 
-BACKENDS = [option for name, engine in ENGINES.items() for option in (name, *engine.variants)]
-
-
-def unavailable(backend: Any) -> str:
-    """Why this machine cannot run the backend; empty where it can."""
-    try:
-        engine, options = resolve(backend)
-        engine.check(nn.Sequential(nn.Linear(1, 1)), options, current())
-    except accel.BackendError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 def test_parity(backend: Any, world: int) -> None:
     """N steps on any number of ranks give the weights and optimizer state of one process on the whole batch."""
-    (reason,) = run(1, unavailable, backend)
-    if reason:
-        pytest.skip(reason)
-    if world > 1 and isinstance(backend, str) and not ENGINES[backend].synchronizes:
+    need(backend)
+    if world > 1 and not engine_of(backend).synchronizes:
         with pytest.raises(AssertionError, match="each process would train a model"):
             run(world, check_cells, cells_of(backend)[:1])
         return

@@ -3,13 +3,12 @@
 Every pair of backends that keep one model on all ranks is run at 2 ranks. A backend that does not (``single``) refuses
 an optimizer there, since each process would train a model of its own; so the pairs that it is in are run at world 1,
 with the other backend at world 1 too. Backends, and the options with which they work differently, are found in the
-engines' folder; one whose package is not installed is skipped.
+engines' folder; one whose package or device is missing is skipped.
 """
 
 from __future__ import annotations
 
 import itertools
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -18,9 +17,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel
-from accel.engines import ENGINES
+from accel.registry import registry
+from tests.backends import BACKENDS, engine_of, need
 from tests.distributed import refusals, run
-from tests.engines.test_contract import OPTIMIZERS, batches, build, distance
+from tests.engines.test_contract import OPTIMIZERS, batches, build, distance, parts
 
 STEPS = 3
 
@@ -40,16 +40,17 @@ def switch(backends: list[Any], kind: str) -> tuple[float, float, list[list[floa
 
     Also how far that run has come from its start, and both runs' learning rates.
     """
-    rank, world = accel.rank(), accel.world_size()
+    world = accel.world_size()
     raw, raw_optimizer = build(kind)
     scheduler = torch.optim.lr_scheduler.StepLR(raw_optimizer, 2, 0.7)
     end = 0
     for backend in backends:
         model, optimizer, _ = accel.setup(raw, raw_optimizer, backend=backend)
+        replica, replicas = registry.of_handle(model).replica()
         for step in range(end, end + STEPS):
             optimizer.zero_grad()
-            x, y = batches(step, 0, world)
-            F.mse_loss(model(x[rank]), y[rank]).backward()
+            x, y = parts(step, 0, replicas)[replica]
+            F.mse_loss(model(x), y).backward()
             optimizer.step()
             scheduler.step()
         end += STEPS
@@ -69,16 +70,13 @@ def switch(backends: list[Any], kind: str) -> tuple[float, float, list[list[floa
 
 
 def backends_of(synchronizes: tuple[bool, ...]) -> list[Any]:
-    """The installed backends, by name or by options."""
-    return [
-        backend
-        for name, engine in ENGINES.items()
-        if engine.synchronizes in synchronizes and all(map(find_spec, engine.requires))
-        for backend in (name, *engine.variants)
-    ]
+    """Backends by whether they keep one model on all ranks."""
+    return [backend for backend in BACKENDS if engine_of(backend).synchronizes in synchronizes]
 
 
 def check(world: int, backends: list[Any]) -> None:
+    for backend in backends:
+        need(backend)
     for kind in OPTIMIZERS:
         for found, moved, (rates, expected) in run(world, switch, backends, kind, timeout=120):
             assert moved > 0.02

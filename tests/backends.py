@@ -1,0 +1,57 @@
+"""The backends that tests run over: every one that is found, with its default options and with its variants."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+import accel
+from accel.engines import ENGINES, Engine, resolve
+from accel.process import current
+from accel.registry import registry
+from tests.distributed import run
+
+#: Names, and options where an engine lists variants.
+BACKENDS: list[Any] = [option for name, engine in ENGINES.items() for option in (name, *engine.variants)]
+
+
+def engine_of(backend: Any) -> type[Engine]:
+    """The engine's class, whether or not its package is installed."""
+    return next(e for e in ENGINES.values() if backend == e.name or isinstance(backend, e.options_type))
+
+
+def _reason(backend: Any, build: Callable[[], nn.Module]) -> str:
+    try:
+        engine, options = resolve(backend)
+        engine.check(build(), options, current())
+    except accel.BackendError as error:
+        return str(error)
+    return ""
+
+
+@functools.cache
+def _refused(backend: Any, world: int, build: Callable[[], nn.Module]) -> str:
+    return run(world, _reason, backend, build)[0]
+
+
+def small() -> nn.Module:
+    """A module that every backend takes."""
+    return nn.Sequential(*(nn.Linear(1, 1) for _ in range(4)))
+
+
+def need(backend: Any, world: int = 1, build: Callable[[], nn.Module] = small) -> None:
+    """Skip the test where the backend's package or device is missing, or where it does not take such a module."""
+    if reason := _refused(backend, world, build):
+        pytest.skip(reason)
+
+
+def replica_of(backend: Any) -> tuple[int, int]:
+    """This rank's place among the replicas of a model; in a worker process."""
+    model = accel.setup(small(), backend=backend).model
+    place = registry.of_handle(model).replica()
+    accel.teardown(model)
+    return place
