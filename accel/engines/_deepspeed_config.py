@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from ..errors import BackendError, PrecisionError
+from ..footprint import Footprint, MemoryUse
+from . import _memory as memory
 
 #: Keys that are handed on as they are.
 _PASSED: Final = frozenset(
@@ -146,6 +148,19 @@ def clipping(config: Mapping[str, Any]) -> float:
 def masters(config: Mapping[str, Any]) -> bool:
     """Whether the optimizer steps fp32 copies of bfloat16 weights."""
     return not _off(config.get("bf16"))
+
+
+def predicted(footprint: Footprint, config: Mapping[str, Any], stage: int, world_size: int) -> tuple[MemoryUse, ...]:
+    """What each rank will hold."""
+    if stage == 0:
+        return memory.whole(footprint, world_size)
+    given = config.get("zero_optimization", {})
+    threshold = given.get("stage3_param_persistence_threshold", 100_000)
+    bucket = given.get("reduce_bucket_size", _BUCKET)
+    numbers = [
+        value if isinstance(value, int) else default for value, default in ((threshold, 100_000), (bucket, _BUCKET))
+    ]
+    return memory.zero(footprint, world_size, stage, masters=masters(config), whole_below=numbers[0], bucket=numbers[1])
 
 
 def complete(

@@ -128,6 +128,10 @@ class Partitions(ABC):
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
+    def buckets(self) -> list[torch.Tensor]:
+        """Memory to reduce in that the library keeps from step to step."""
+        return []
+
     @property
     def broken(self) -> bool:
         """Whether a backward ended half-way."""

@@ -74,6 +74,10 @@ class Sharded(Partitions):
         index = self.numbers[id(self.by_id[ds_id])]
         return self.fragments[index].weights
 
+    def buckets(self) -> list[torch.Tensor]:
+        """The library's flat buffers."""
+        return [bucket.buffer for bucket in self.zero.ipg_buckets.values() if bucket.buffer is not None]
+
     def offer(self, index: int) -> None:
         """Zeros where this rank has no gradient."""
         parameter = self.parameters[index]

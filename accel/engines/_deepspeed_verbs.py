@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +94,22 @@ class Divided(Engine, ABC):
             for optimizer in optimizers:
                 convert_optimizer(optimizer, for_good)
             for_good.pop_all()
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def full_shape(self, parameter: torch.Tensor) -> Sequence[int]:
+        """What a divided parameter had."""
+        shapes = {} if self.zero is None else dict(zip(map(id, self.parameters), self.zero.shapes, strict=True))
+        return shapes.get(id(parameter), parameter.shape)
+
+    def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The module's, and the fragments'; weights that only the optimizer has count as its state."""
+        fragments = [] if self.zero is None else list(self.zero.fragments.values())
+        yield from (("parameters", fragment.home) for fragment in fragments)
+        yield from super().storages()
+        yield from (("gradients", fragment.grad) for fragment in fragments if fragment.grad is not None)
+        yield from (("optimizer_state", fragment.weights) for fragment in fragments)
+        yield from (("buckets", bucket) for bucket in ([] if self.zero is None else self.zero.buckets()))
 
     # -- state dicts ----------------------------------------------------------------------------------------------
 

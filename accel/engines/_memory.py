@@ -72,7 +72,15 @@ def even_shards(footprint: Footprint, world_size: int) -> tuple[MemoryUse, ...]:
     )
 
 
-def zero(footprint: Footprint, world_size: int, stage: int, *, masters: bool = False) -> tuple[MemoryUse, ...]:
+def zero(
+    footprint: Footprint,
+    world_size: int,
+    stage: int,
+    *,
+    masters: bool = False,
+    whole_below: int = 0,
+    bucket: int = 0,
+) -> tuple[MemoryUse, ...]:
     """The stages of ZeRO (Rajbhandari et al., arXiv 1910.02054): 1 cuts optimizer state, 2 gradients too, 3 parameters too.
 
     Once they are reduced, stage 1 as well keeps only the gradients of what a rank steps. Stage 0 is ``whole``.
@@ -83,6 +91,8 @@ def zero(footprint: Footprint, world_size: int, stage: int, *, masters: bool = F
         stage: 1 to 3.
         masters: the optimizer steps fp32 copies, which count as its state; its other state and the gradients that it
             sees are fp32 too, and the model's own parameters have two bytes.
+        whole_below: at stage 3, parameters of so many elements or fewer are whole on every rank, beside the parts.
+        bucket: elements of the memory to reduce in that stage 3 keeps; no more than the model has.
     """
     if world_size == 1:
         return whole(footprint, 1)
@@ -98,13 +108,17 @@ def zero(footprint: Footprint, world_size: int, stage: int, *, masters: bool = F
             state += 4 * parameter.numel + parameter.state_bytes * 4 // parameter.itemsize
     block = max((sum(sizes[p.name] for p in block) for block in footprint.blocks.values()), default=0)
     mine = _share(gradients, world_size)
+    kept = sum(sizes[p.name] for p in footprint.parameters if p.numel <= whole_below) if stage == 3 else 0
+    numel = sum(p.numel for p in footprint.parameters)
+    itemsize = max((2 if masters else p.itemsize for p in footprint.parameters), default=0)
     # Stage 1 keeps all gradients until they are reduced, 2 a block's; 3 has a block's parameters too.
     transient = {1: sum(sizes[p.name] for p in footprint.trainable), 2: block, 3: 2 * block}[stage]
     use = MemoryUse(
-        parameters=_share(sum(sizes.values()), world_size if stage == 3 else 1),
+        parameters=_share(sum(sizes.values()), world_size if stage == 3 else 1) + kept,
         gradients=mine,
         optimizer_state=_share(state, world_size),
         buffers=footprint.buffers,
+        buckets=min(bucket, numel + numel % 2) * itemsize if stage == 3 else 0,
         transient=transient,
     )
     return (use,) * world_size

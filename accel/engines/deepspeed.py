@@ -20,7 +20,6 @@ from ..footprint import Footprint, MemoryUse
 from ..process import Process
 from . import _deepspeed_config as configuration
 from . import _deepspeed_steps as steps
-from . import _memory as memory
 from ._deepspeed_flat import Flat
 from ._deepspeed_library import forget_groups
 from ._deepspeed_partitions import Partitions
@@ -100,10 +99,7 @@ class DeepSpeedEngine(steps.Stepping):
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
         """What the stage divides, divided."""
         config = configuration.read(options.config)
-        stage = configuration.stage_of(config, options.stage)
-        if stage == 0:
-            return memory.whole(footprint, world_size)
-        return memory.zero(footprint, world_size, stage, masters=configuration.masters(config))
+        return configuration.predicted(footprint, config, configuration.stage_of(config, options.stage), world_size)
 
     def wrap(self) -> None:
         """Refuse what needs the precision; DeepSpeed itself divides in ``start``."""
