@@ -1,6 +1,7 @@
 """One call, ``accel.setup(model, optimizer, loader)``, turns a raw PyTorch loop into a distributed one."""
 
-from typing import TYPE_CHECKING, Any
+import importlib
+from typing import TYPE_CHECKING, Any, Final
 
 from .api import (
     backward,
@@ -13,7 +14,6 @@ from .api import (
     teardown,
     unwrap,
 )
-from .checkpoint import latest, link, load, save, verify
 from .collectives import all_gather, all_reduce, broadcast
 from .control import any_rank, barrier, main_first
 from .data import LoaderOptions, effective_batch_size, gather_for_metrics
@@ -35,20 +35,43 @@ from .errors import (
 )
 from .handles import Handles
 from .launch import launch
-from .memory import memory_report
 from .pickling import check_picklable
 from .process import device, init, is_main, local_rank, print, rank, world_size
 from .rng import rng_state, seed
 from .summary import summary
+
+if TYPE_CHECKING:
+    from .checkpoint.load import load
+    from .checkpoint.manage import latest, link
+    from .checkpoint.save import save
+    from .checkpoint.verify import verify
+    from .memory import memory_report
 
 __version__ = "0.1.0"
 
 # The option classes of the backends, found in `engines`: a new backend brings its own.
 globals().update(OPTIONS)
 
-if TYPE_CHECKING:
+# What a loop may never ask for loads when it does, so that `import accel` stays light.
+_LATER: Final = {
+    "latest": "checkpoint",
+    "link": "checkpoint",
+    "load": "checkpoint",
+    "save": "checkpoint",
+    "verify": "checkpoint",
+    "memory_report": "memory",
+}
 
-    def __getattr__(name: str) -> Any: ...
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 __all__ = [
