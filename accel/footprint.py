@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -79,11 +80,13 @@ class Footprint:
         parameters: in the model's order.
         buffers: bytes of the module's buffers.
         optimizers: for each optimizer the indices of its parameters, in the order of its groups.
+        layers: of a plain ``nn.Sequential`` the children: the name, and bytes of buffers; of another module none.
     """
 
     parameters: tuple[ParameterSize, ...]
     buffers: int = 0
     optimizers: tuple[tuple[int, ...], ...] = ()
+    layers: tuple[tuple[str, int], ...] = ()
 
     @property
     def trainable(self) -> tuple[ParameterSize, ...]:
@@ -121,25 +124,26 @@ def _numbered(name: str) -> Iterator[tuple[str, str]]:
 
 
 def take(
-    named: Mapping[str, torch.Tensor],
-    optimizers: Sequence[Optimizer],
-    buffers: Iterable[torch.Tensor],
+    module: nn.Module,
+    optimizers: Sequence[Optimizer] = (),
     *,
+    named: Mapping[str, torch.Tensor] | None = None,
     names: Mapping[int, str] | None = None,
     shape_of: Callable[[torch.Tensor], Sequence[int]] = lambda tensor: tensor.shape,
 ) -> Footprint:
-    """The footprint of parameters on any device, also the meta device; nothing is allocated or changed.
+    """The footprint of a module on any device, also the meta device; nothing is allocated or changed.
 
     Args:
-        named: the parameters by name.
-        optimizers: over them.
-        buffers: the module's.
+        module: with its buffers.
+        optimizers: over its parameters.
+        named: its parameters by name; by default those it has now.
         names: the names by the identity of what the optimizers' groups hold; by default that of ``named``.
         shape_of: the whole shape of a parameter of which this rank may hold a part.
 
     Raises:
         OptimizerError: an optimizer holds other tensors, or its state cannot be told without real tensors.
     """
+    named = dict(module.named_parameters()) if named is None else named
     shapes = {name: tuple(shape_of(p)) for name, p in named.items()}
     names = {id(p): name for name, p in named.items()} if names is None else names
     place = {name: i for i, name in enumerate(named)}
@@ -169,9 +173,19 @@ def take(
             )
             for name, p in named.items()
         ),
-        buffers=sum(b.nbytes for b in buffers),
+        buffers=_buffers(module),
         optimizers=tuple(held),
+        layers=tuple((name, _buffers(child)) for name, child in module.named_children()) if is_sequence(module) else (),
     )
+
+
+def is_sequence(module: nn.Module) -> bool:
+    """Whether the module calls its children one after the other, and does nothing else."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _buffers(module: nn.Module) -> int:
+    return sum(b.nbytes for b in module.buffers())
 
 
 # -- the state that an optimizer will have ----------------------------------------------------------------------------
@@ -214,13 +228,13 @@ def _tensor_bytes(value: Any) -> int:
     return sum(map(_tensor_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
-def _stand_in(optimizer: Optimizer, shapes: Sequence[Sequence[int]]) -> tuple[Optimizer, list[torch.nn.Parameter]]:
+def _stand_in(optimizer: Optimizer, shapes: Sequence[Sequence[int]]) -> tuple[Optimizer, list[nn.Parameter]]:
     """A copy of the optimizer over meta parameters with gradients, and these parameters; it shares nothing with the original."""
     memo: dict[int, Any] = {}
     parameters = []
     held = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter, shape in zip(held, shapes, strict=True):
-        other = torch.nn.Parameter(torch.empty(tuple(shape), dtype=parameter.dtype, device="meta"), requires_grad=False)
+        other = nn.Parameter(torch.empty(tuple(shape), dtype=parameter.dtype, device="meta"), requires_grad=False)
         if parameter.requires_grad:
             other.requires_grad_()
             other.grad = torch.empty_like(other)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +106,9 @@ class MemoryReport:
         return f"{percent:.0f} %" if round(percent) else ""
 
     def save_plot(self, path: str | os.PathLike[str]) -> Path:
-        """Draw the predictions: a panel for each backend, a bar for each number of ranks; the form is by the suffix.
+        """Draw the predictions: a bar for each number of ranks, a panel for the backends that need the same.
+
+        The form of the file is by its suffix.
 
         Raises:
             AccelError: matplotlib is missing, or cannot write such a file.
@@ -116,24 +119,24 @@ class MemoryReport:
             raise AccelError(
                 f"the picture {os.fspath(path)} needs matplotlib, which is not installed: pip install 'accel[plot]'"
             ) from error
-        rows = [row for row in self.rows if row.kind == "predicted"]
-        # Where there are several numbers of ranks, a backend for one process alone says nothing that the others do not.
-        numbers = {
-            backend: sum(row.backend == backend for row in rows) for backend in dict.fromkeys(r.backend for r in rows)
-        }
-        backends = [backend for backend, number in numbers.items() if number > 1] or list(numbers)
-        highest = max(row.use.total + row.use.transient for row in rows)
+        panels = self._panels()
+        highest = max(row.use.total + row.use.transient for rows in panels.values() for row in rows)
         unit = human(highest).partition(" ")[2]
         size = 1024 ** UNITS.index(unit)
-        figure = Figure(figsize=(max(1 + 2.4 * len(backends), 6.5), 3.8), layout="constrained")
-        panels = figure.subplots(1, len(backends), sharey=True, squeeze=False)[0]
-        for axes, backend in zip(panels, backends, strict=True):
-            _draw(axes, backend, [row for row in rows if row.backend == backend], size)
-        panels[0].set_ylim(0, 1.1 * highest / size or 1)
-        panels[0].set_ylabel(f"{unit} per rank")
+        columns = min(len(panels), 4)
+        lines = -(-len(panels) // columns)
+        figure = Figure(figsize=(max(1 + 2.6 * columns, 6.5), 0.8 + 3 * lines), layout="constrained")
+        grid = figure.subplots(lines, columns, sharey=True, squeeze=False).flat
+        for axes, (title, rows) in zip(grid, panels.items(), strict=False):
+            _draw(axes, title, rows, size)
+        for axes in grid[len(panels) :]:
+            axes.axis("off")
+        grid[0].set_ylim(0, 1.1 * highest / size or 1)
+        for axes in grid[::columns]:
+            axes.set_ylabel(f"{unit} per rank")
         figure.suptitle(self.title, fontsize=11)
         handles = {
-            label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+            label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
         figure.legend(handles.values(), handles, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
         path = Path(path)
@@ -143,6 +146,20 @@ class MemoryReport:
         except (OSError, ValueError) as error:
             raise AccelError(f"the picture {path} cannot be written: {error}") from error
         return path
+
+    def _panels(self) -> dict[str, list[MemoryRow]]:
+        """The predictions by backend, or backends where they are the same for several."""
+        by_backend: dict[str, list[MemoryRow]] = {}
+        for row in self.rows:
+            if row.kind == "predicted":
+                by_backend.setdefault(row.backend, []).append(row)
+        # Where there are several numbers of ranks, a backend for one process alone says nothing that the others do not.
+        longest = max(map(len, by_backend.values()))
+        same: dict[tuple[tuple[int, MemoryUse], ...], list[str]] = {}
+        for backend, rows in by_backend.items():
+            if len(rows) > 1 or longest == 1:
+                same.setdefault(tuple((row.ranks, row.use) for row in rows), []).append(backend)
+        return {textwrap.fill(", ".join(names), 30): by_backend[names[0]] for names in same.values()}
 
 
 _COLOURS: Final = {
@@ -154,8 +171,8 @@ _COLOURS: Final = {
 }
 
 
-def _draw(axes: Any, backend: str, rows: Sequence[MemoryRow], size: int) -> None:
-    """One backend's bars, in units of ``size`` bytes."""
+def _draw(axes: Any, title: str, rows: Sequence[MemoryRow], size: int) -> None:
+    """The bars of one panel, in units of ``size`` bytes."""
     places = range(len(rows))
     bottoms = [0.0] * len(rows)
     for field, label in PARTS.items():
@@ -172,7 +189,7 @@ def _draw(axes: Any, backend: str, rows: Sequence[MemoryRow], size: int) -> None
         axes.annotate(human(row.use.total), (place, top), (0, 2), ha="center", fontsize=7, textcoords="offset points")
     axes.set_xticks(places, [str(row.ranks) for row in rows])
     axes.set_xlabel("ranks")
-    axes.set_title(backend, fontsize=10)
+    axes.set_title(title, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
     axes.set_axisbelow(True)
@@ -220,6 +237,7 @@ def memory_report(
         if world == 1 or backend.synchronizes
         for options in (backend.options_type(), *backend.variants)
         for uses in [backend.predict(footprint, options, world)]
+        if uses
     ]
     if measured and engine is not None:
         place = engine.process.place
@@ -253,10 +271,9 @@ def _optimizers(tree: Any) -> list[Optimizer]:
 
 def _footprint(module: nn.Module, engine: Engine | None, optimizers: Sequence[Optimizer]) -> Footprint:
     if engine is None:
-        return take(dict(module.named_parameters()), optimizers, module.buffers())
+        return take(module, optimizers)
     named = dict(zip(engine.names, engine.parameters, strict=True))
-    names = engine.parameter_names
-    return take(named, optimizers, module.buffers(), names=names, shape_of=engine.full_shape)
+    return take(module, optimizers, named=named, names=engine.parameter_names, shape_of=engine.full_shape)
 
 
 def _title(module: nn.Module, footprint: Footprint, optimizers: Sequence[Optimizer]) -> str:

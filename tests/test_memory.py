@@ -49,15 +49,15 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_of_an_optimizer_is_known_before_its_first_step(name: str) -> None:
-    parameters = {"a": nn.Parameter(torch.ones(12, 5)), "b": nn.Parameter(torch.ones(7, dtype=torch.bfloat16))}
-    optimizer = OPTIMIZERS[name](list(parameters.values()))
-    before = take(parameters, [optimizer], [])
-    for p in parameters.values():
+    net = nn.ParameterList([torch.ones(12, 5), torch.ones(7, dtype=torch.bfloat16)])
+    optimizer = OPTIMIZERS[name](list(net.parameters()))
+    before = take(net, [optimizer])
+    for p in net.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
-    real = [state_of(optimizer, p) for p in parameters.values()]
+    real = [state_of(optimizer, p) for p in net.parameters()]
     assert [p.state_bytes for p in before.parameters] == real
-    assert [p.state_bytes for p in take(parameters, [optimizer], []).parameters] == real
+    assert [p.state_bytes for p in take(net, [optimizer]).parameters] == real
     assert (sum(real) > 0) == (name != "sgd")
 
 
@@ -93,7 +93,7 @@ def test_frozen_parameters_cost_nothing() -> None:
     net.requires_grad_(False)
     use = accel.memory_report(net, optimizer, ranks=[1]).predicted("single", 1)
     assert (use.total, use.gradients, use.optimizer_state) == (2 * half, 0, 0)
-    assert whole(take(dict(net.named_parameters()), [], []), 1)[0].total == 2 * half
+    assert whole(take(net), 1)[0].total == 2 * half
 
 
 def test_two_optimizers_and_a_tied_weight() -> None:
@@ -191,11 +191,11 @@ def test_blocks_are_what_repeats() -> None:
         return nn.Sequential(nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)))
 
     net = nn.Sequential(nn.Embedding(9, 4), nn.ModuleList([block(), block()]), nn.Linear(4, 9))
-    found = {name: len(ps) for name, ps in take(dict(net.named_parameters()), [], []).blocks.items()}
+    found = {name: len(ps) for name, ps in take(net).blocks.items()}
     assert found == {"": 3, "1.0": 6, "1.1": 6}
     assert set(EVEN.blocks) == {""}  # single layers
     two = nn.ModuleDict({"a": nn.ModuleList(nn.ModuleList([block(), block()]) for _ in range(2)), "b": block()})
-    found = {name: len(ps) for name, ps in take(dict(two.named_parameters()), [], []).blocks.items()}
+    found = {name: len(ps) for name, ps in take(two).blocks.items()}
     assert found == {"a.0.0": 6, "a.0.1": 6, "a.1.0": 6, "a.1.1": 6, "": 6}
 
 
@@ -341,9 +341,9 @@ def test_the_table() -> None:
     assert {row.ranks for row in report.rows if row.backend == "single"} == {1}
     assert {row.ranks for row in report.rows if row.backend == "ddp"} == {1, 8}
     lines = str(report).splitlines()
-    assert lines[1].split()[:6] == ["ranks", "backend", "parameters", "gradients", "optimizer", "total"]
+    assert lines[1].split()[:7] == ["ranks", "backend", "parameters", "gradients", "optimizer", "buckets", "total"]
     row = next(line.split() for line in lines if line.split()[:2] == ["8", "ddp"])
-    assert row == ["8", "ddp", "3.82", "MiB", "3.82", "MiB", "7.64", "MiB", "15.3", "MiB"]
+    assert row == ["8", "ddp", "3.82", "MiB", "3.82", "MiB", "7.64", "MiB", "0", "B", "15.3", "MiB"]
     expected = MemoryUse(parameters=4_004_000, gradients=4_004_000, optimizer_state=8_008_008)
     assert report.predicted("ddp", 8) == expected
     with pytest.raises(AccelError, match="no line 'ddp' at 3 ranks; it has .*ddp at 8"):
@@ -445,7 +445,7 @@ def test_the_command(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ["memory", "accel_test_models:Net.small", "--ranks", "3", "--no-plot", "--optimizer"]
     assert main([*few, "SGD(momentum=0.9)"]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if " ddp " in line)
-    assert " ".join(row.split()) == "3 ddp 3.82 MiB 3.82 MiB 3.82 MiB 11.5 MiB"
+    assert " ".join(row.split()) == "3 ddp 3.82 MiB 3.82 MiB 3.82 MiB 0 B 11.5 MiB"
     assert main([*few, "none"]) == 0
     assert "no optimizer" in capsys.readouterr().out
 

@@ -124,22 +124,24 @@ def zero(
     return (use,) * world_size
 
 
-def top_level(footprint: Footprint) -> list[list[ParameterSize]]:
-    """The parameters of each of the model's children, in order."""
-    children: dict[str, list[ParameterSize]] = {}
+def layers(footprint: Footprint) -> list[list[ParameterSize]]:
+    """The parameters of each layer of a Sequential."""
+    children: dict[str, list[ParameterSize]] = {name: [] for name, _ in footprint.layers}
     for parameter in footprint.parameters:
-        children.setdefault(parameter.name.partition(".")[0], []).append(parameter)
+        children[parameter.name.partition(".")[0]].append(parameter)
     return list(children.values())
 
 
-def stages(
-    footprint: Footprint, children: Sequence[Sequence[ParameterSize]], counts: Sequence[int]
-) -> tuple[MemoryUse, ...]:
-    """On each rank the next ``counts[rank]`` of the children, and nothing of the others."""
-    ends = list(itertools.accumulate(counts))
-    shares = [[p for child in children[end - n : end] for p in child] for n, end in zip(counts, ends, strict=True)]
-    uses = [_use(footprint, share) for share in shares]
-    return tuple(replace(use, parameters=sum(p.nbytes for p in share)) for use, share in zip(uses, shares, strict=True))
+def stages(footprint: Footprint, counts: Sequence[int]) -> tuple[MemoryUse, ...]:
+    """On each rank the next ``counts[rank]`` of the layers, and nothing of the others."""
+    rest = iter(zip(layers(footprint), footprint.layers, strict=True))
+    uses = []
+    for count in counts:
+        taken = list(itertools.islice(rest, count))
+        mine = [p for parameters, _ in taken for p in parameters]
+        buffers = sum(nbytes for _, (_, nbytes) in taken)
+        uses.append(replace(_use(footprint, mine), parameters=sum(p.nbytes for p in mine), buffers=buffers))
+    return tuple(uses)
 
 
 def _use(footprint: Footprint, mine: Iterable[ParameterSize], buckets: int = 0) -> MemoryUse:
@@ -195,7 +197,10 @@ class MemoryVerbs(ABC):
     @classmethod
     @abstractmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
-        """What each rank will hold, by rank. Pure; needs neither the backend's package nor a process group."""
+        """What each rank will hold, by rank; nothing where the backend does not take such a module. Pure.
+
+        It needs neither the backend's package nor a process group.
+        """
 
     def full_shape(self, parameter: torch.Tensor) -> Sequence[int]:
         """The shape that a parameter has in one process."""

@@ -10,7 +10,7 @@ import torch
 
 from ..footprint import Footprint, MemoryUse
 from ..process import Process
-from ._memory import stages, top_level
+from ._memory import layers, stages
 from ._pipeline_stages import Named, Swapped, flatten, unflatten, without_hooks
 
 Balance = Sequence[int] | str
@@ -86,11 +86,13 @@ def split(children: Sequence[Named], balance: Sequence[int]) -> list[list[Named]
 
 
 def predicted(footprint: Footprint, balance: Balance, world_size: int) -> tuple[MemoryUse, ...]:
-    """What each rank's stage needs; a child without parameters is not known here and counts for nothing."""
-    children = top_level(footprint)
+    """What each rank's stage needs; nothing where the module is no Sequential of so many children."""
+    number = len(footprint.layers)
+    if number < world_size:
+        return ()
     counts: Sequence[int] = () if isinstance(balance, str) else balance
-    if len(counts) != world_size or sum(counts) != len(children):
-        used = min(world_size, len(children))
-        weights = [float(sum(p.nbytes for p in child)) for child in children]
-        counts = [*balanced(weights, used), *[0] * (world_size - used)]
-    return stages(footprint, children, counts)
+    if len(counts) != world_size or sum(counts) != number:
+        parameters = [sum(p.nbytes for p in layer) for layer in layers(footprint)]
+        sizes = zip(parameters, footprint.layers, strict=True)
+        counts = balanced([float(nbytes + buffers) for nbytes, (_, buffers) in sizes], world_size)
+    return stages(footprint, counts)

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..control import agree
 from ..errors import BackendError, RankMismatchError
+from ..footprint import is_sequence
 from ._pipeline_stages import Named
 
 _TIED = nn.modules.batchnorm._BatchNorm
@@ -22,7 +23,7 @@ def check_sequential(module: nn.Module, stages: int) -> None:
     Raises:
         BackendError: says what to do.
     """
-    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+    if not is_sequence(module):
         raise BackendError(
             f"a pipeline needs a torch.nn.Sequential, whose children are its layers; this {type(module).__name__} has a "
             "forward of its own: write the model as one Sequential, or use a backend that does not cut it"
