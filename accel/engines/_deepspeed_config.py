@@ -139,6 +139,31 @@ def check(config: Mapping[str, Any], stage: int, precision: str | None = None) -
         raise _contradiction("bf16", config["bf16"], "stage 0 has no master weights: use stage 1, or drop the key")
 
 
+def check_divided(config: Mapping[str, Any], stage: int, options: Any, world_size: int) -> None:
+    """Refuse an option for parts of the model where the model is not divided, since it would be without effect.
+
+    Raises:
+        BackendError: names the option.
+    """
+    offload_optimizer = offloaded(config, "offload_optimizer", options.offload_optimizer)
+    offload_parameters = offloaded(config, "offload_param", options.offload_parameters)
+    if offload_parameters and stage != 3:
+        raise BackendError(f"DeepSpeed(offload_parameters=True) needs stage 3, but the stage is {stage}")
+    if offload_optimizer and stage == 0:
+        raise BackendError("DeepSpeed(offload_optimizer=True) needs stage 1, 2 or 3, but the stage is 0")
+    asked = {
+        "offload_parameters=True": offload_parameters,
+        "offload_optimizer=True": offload_optimizer,
+        "config={'bf16': ...}": masters(config),
+    }
+    for option in asked if world_size == 1 else ():
+        if asked[option]:
+            raise BackendError(
+                f"DeepSpeed({option}) on one process: there the model is not divided, and the option would be without "
+                "effect: use more processes, or leave it out"
+            )
+
+
 def clipping(config: Mapping[str, Any]) -> float:
     """The norm to which every step clips; 0.0 for none."""
     value = config.get("gradient_clipping", 0.0)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import PrecisionError
+from ..errors import BackendError, PrecisionError
 from ..gradients import GradientLog
 from ..precision import all_finite
 
@@ -66,3 +66,17 @@ class GradientVerbs:
                 f"gradients of this '16-mixed' {type(self.module).__name__} came from a plain loss.backward(), so that the "
                 "loss was not scaled: call accel.backward(loss), or use torch.amp.GradScaler as in raw PyTorch"
             )
+
+
+def refuse_sparse(module: nn.Module, backend: str) -> None:
+    """Refuse embeddings with sparse gradients, for an engine that cuts gradients into parts.
+
+    Raises:
+        BackendError: names them.
+    """
+    names = [n for n, m in module.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    if names:
+        raise BackendError(
+            f"backend {backend!r} cannot divide the sparse gradients of {', '.join(names[:5])}: use sparse=False there, or "
+            "a backend with whole gradients"
+        )

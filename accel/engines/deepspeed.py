@@ -24,6 +24,7 @@ from ._deepspeed_flat import Flat
 from ._deepspeed_library import forget_groups
 from ._deepspeed_partitions import Partitions
 from ._deepspeed_sharded import Sharded
+from ._gradients import refuse_sparse
 from .base import Context, Options
 
 logger = logging.getLogger("accel")
@@ -86,14 +87,9 @@ class DeepSpeedEngine(steps.Stepping):
         config = configuration.read(options.config)
         stage = configuration.stage_of(config, options.stage)
         configuration.check(config, stage)
-        configuration.offloaded(config, "offload_optimizer", options.offload_optimizer)
-        offload = configuration.offloaded(config, "offload_param", options.offload_parameters)
-        if offload and stage != 3:
-            raise BackendError(f"DeepSpeed(offload_parameters=True) needs stage 3, but the stage is {stage}")
-        if process.place.world_size == 1 and offload:
-            raise BackendError(
-                "DeepSpeed(offload_parameters=True) on one process: there is nothing to divide; use more"
-            )
+        configuration.check_divided(config, stage, options, process.place.world_size)
+        if process.place.world_size > 1:
+            refuse_sparse(module, cls.name)
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:

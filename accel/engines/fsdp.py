@@ -21,6 +21,7 @@ from . import _fsdp_wrap
 from ._fsdp_checkpointing import Checkpointed
 from ._fsdp_state import Guard, ShardedState
 from ._fsdp_wrap import Wrap
+from ._gradients import refuse_sparse
 from ._memory import even_shards
 from .base import Context, Engine, Options
 
@@ -100,6 +101,7 @@ class FSDPEngine(ShardedState, Engine):
         """Refuse modules that FSDP2 cannot shard, or would change silently."""
         if process.place.world_size > 1:
             _fsdp_wrap.check_module(module, options)
+            refuse_sparse(module, cls.name)
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:

@@ -624,6 +624,7 @@ CONTRADICTIONS: list[tuple[Any, dict[str, Any], str]] = [
     ({"curriculum_learning": {"enabled": True}}, {}, "'curriculum_learning'"),
     ("/nowhere.json", {}, "cannot be read"),
     ({}, {"stage": 2, "offload_parameters": True}, "needs stage 3"),
+    ({}, {"stage": 0, "offload_optimizer": True}, "needs stage 1, 2 or 3"),
 ]
 
 
@@ -639,6 +640,37 @@ def contradictions() -> None:
 
 def test_a_contradiction_is_refused_by_its_key() -> None:
     run(2, contradictions)
+
+
+WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
+    ({"stage": 3, "offload_parameters": True}, "32-true"),
+    ({"stage": 1, "offload_optimizer": True}, "32-true"),
+    ({"config": {"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}}, "32-true"),
+    ({"stage": 2, "config": {"bf16": {"enabled": True}}}, "bf16-true"),
+]
+
+
+def alone() -> None:
+    for options, precision in WITHOUT_EFFECT:
+        raw = Net()
+        with pytest.raises(accel.BackendError, match="on one process"):
+            accel.setup(raw, adamw(raw), backend=DeepSpeed(**options), precision=precision)
+
+
+def test_what_one_process_cannot_do_is_refused_there() -> None:
+    run(1, alone)
+
+
+def sparse() -> None:
+    raw = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
+    for backend in (*map(zero, (0, *STAGES)), "fsdp"):
+        with pytest.raises(accel.BackendError, match="sparse gradients of 0: use sparse=False"):
+            accel.setup(raw, optimizer, backend=backend)
+
+
+def test_sparse_gradients_are_refused_before_anything_is_divided() -> None:
+    run(2, sparse)
 
 
 def other_optimizers(stage: int) -> None:
