@@ -72,6 +72,25 @@ def _put_back(tensors: Iterable[torch.Tensor], used: Iterable[torch.Tensor]) -> 
             tensor.copy_(copied)
 
 
+def _numel(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.numel() for t in tensors)
+
+
+def _flatten(chosen: Iterable[Sequence[torch.Tensor]], parts: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor:
+    """The chosen parts one after the other; where these are empty, an empty tensor like the others."""
+    tensors = [t for part in chosen for t in part]
+    return _flatten_dense_tensors(tensors) if tensors else next(t for part in parts for t in part).new_empty(0)
+
+
+def _add_and_divide_(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor], world: int) -> None:
+    """Make ``tensors`` the means of all ranks' ones, given the sums of the others'."""
+    # By place in memory: a loop may assign one gradient to two parameters, which must not be changed twice.
+    found = {tensor.data_ptr(): (tensor, other) for tensor, other in zip(tensors, others, strict=True)}
+    once, sums = map(list, zip(*found.values(), strict=True))
+    torch._foreach_add_(once, sums)
+    torch._foreach_mul_(once, 1 / world)
+
+
 @torch.no_grad()
 def reduce_to_owners(by_owner: Sequence[Sequence[torch.Tensor]], rank: int, group: dist.ProcessGroup | None) -> None:
     """Replace, on each owner, its tensors by their means over the ranks; elsewhere they stay as they are.
@@ -85,21 +104,23 @@ def reduce_to_owners(by_owner: Sequence[Sequence[torch.Tensor]], rank: int, grou
     world = len(by_owner)
     used = [_cuttable(tensors, world) for tensors in by_owner]
     for parts in _rounds(used):
-        sizes = [sum(t.numel() for t in part) for part in parts]
-        sent = _flatten_dense_tensors([t for part in parts for t in part])
-        came = sent.new_empty(world * sizes[rank])
+        mine = parts[rank]
+        others = [part if owner != rank else [] for owner, part in enumerate(parts)]
+        sent = _flatten(others, parts)
         # As bytes: not every transport knows every dtype.
         width = sent.itemsize
+        size = width * _numel(mine)
+        came = torch.empty((world - 1) * size, dtype=torch.uint8, device=sent.device)
         dist.all_to_all_single(
-            came.view(torch.uint8),
+            came,
             sent.view(torch.uint8),
-            [sizes[rank] * width] * world,
-            [size * width for size in sizes],
+            [size if owner != rank else 0 for owner in range(world)],
+            [width * _numel(part) for part in others],
             group=group,
         )
-        if mine := parts[rank]:
-            means = came.view(world, sizes[rank]).mean(0)
-            torch._foreach_copy_(mine, _unflatten_dense_tensors(means, mine))
+        if mine:
+            rows = came.view(sent.dtype).view(world - 1, -1)
+            _add_and_divide_(mine, _unflatten_dense_tensors(rows.sum(0) if world > 2 else rows[0], mine), world)
     _put_back(by_owner[rank], used[rank])
 
 
