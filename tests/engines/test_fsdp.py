@@ -275,7 +275,7 @@ def shards() -> dict[str, Any]:
     names = [n for n, _ in model.named_parameters()]
     order = [engine.parameter_names[id(p)] for g in raw.param_groups for p in g["params"]]
     for i, entries in accel.full_state_dict(handle)["state"].items():
-        whole |= {f"{order[i]}/{k}": v for k, v in entries.items() if v.dim()}
+        whole |= {f"{order[i]}/{k}": v for k, v in entries.items() if k != "step"}
     listed = engine.shards(None) + engine.shards(raw)
     covered = {}
     for s in listed:
