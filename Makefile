@@ -56,8 +56,9 @@ test-gpu: $(VENV)/test  ## the suites that need one CUDA device
 build/horovod-0.28.1: | $(VENV_HOROVOD)/python
 	$(VENV_HOROVOD)/bin/python -m pip install --quiet --constraint tests/constraints.txt torch 'setuptools<81' wheel packaging
 	$(VENV_HOROVOD)/bin/python -m pip download --quiet --no-deps --no-build-isolation --no-binary horovod --dest build horovod==0.28.1
-	tar xf build/horovod-0.28.1.tar.gz -C build
-	sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 17)/' $@/CMakeLists.txt $@/horovod/torch/CMakeLists.txt
+	rm -rf build/unpacked && mkdir build/unpacked && tar xf $@.tar.gz -C build/unpacked --strip-components 1
+	cd build/unpacked && sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 17)/' CMakeLists.txt horovod/torch/CMakeLists.txt
+	mv build/unpacked $@
 
 $(VENV_HOROVOD)/done: pyproject.toml tests/constraints.txt $(HOROVOD) | $(VENV_HOROVOD)/python
 	$(PIP_HERE) --constraint tests/constraints.txt --editable . cloudpickle 'cmake<4' numpy packaging psutil pytest pyyaml 'setuptools<81' wheel
