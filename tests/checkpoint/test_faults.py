@@ -19,7 +19,7 @@ import torch
 import accel
 from accel.checkpoint import folder
 from accel.errors import CheckpointError
-from tests.distributed import _context, _initialise, refusals, run
+from tests.distributed import _context, _initialise, outcomes, refusals, run
 
 KILLS = int(os.environ.get("ACCEL_TEST_KILLS", "6"))
 
@@ -247,3 +247,19 @@ def test_where_ranks_have_other_values_those_of_rank_0_are_saved(tmp_path: Path)
     """Never a mixture of them."""
     expected = (0, [0.0], [0.0], float(torch.arange(5000.0).sum()))
     assert run(2, different_values, str(tmp_path / "c")) == [expected, expected]
+
+
+def save_alone(directory: str) -> None:
+    accel.init(timeout=2)
+    if accel.is_main():
+        accel.save({"n": 1}, directory)
+    else:
+        time.sleep(5)
+
+
+def test_a_save_on_one_rank_ends_with_an_error(tmp_path: Path) -> None:
+    first, _ = outcomes(2, save_alone, str(tmp_path / "c"), breaks=True)
+    assert "TimeoutError" in first.error
+    assert "waited 2 s in 'accel.save', but rank 1 did not come" in first.message
+    assert first.seconds < 5
+    assert not (tmp_path / "c" / "accel.json").exists()
