@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import data
+from . import data, learning_rates
 from .control import agree
 from .conversion import convert_module, convert_optimizer
 from .data import LoaderHandle, LoaderOptions
@@ -32,6 +32,7 @@ def describe(plan: Plan) -> dict[str, str]:
         "backend": f"{plan.options}",
         "precision": plan.precision.name if plan.precision else "",
         "set up before": str(plan.engine is not None),
+        "scale_lr": str(plan.scale_lr),
         "number of new optimizers": str(len(plan.new_optimizers)),
         "number of new dataloaders": str(len(plan.new_loaders)),
     }
@@ -157,6 +158,8 @@ def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
         engine.wrap()
     for optimizer in plan.new_optimizers:
         convert_optimizer(optimizer, undo)
+        if plan.scale_lr:
+            learning_rates.scale(optimizer, engine.replica()[1], undo)
         engine.attach(optimizer)
         if plan.engine is not None:
             undo.callback(engine.detach, optimizer)

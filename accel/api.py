@@ -28,6 +28,7 @@ def setup(
     precision: str = "auto",
     devices: Any = "auto",
     loader_options: LoaderOptions | None = None,
+    scale_lr: bool = False,
 ) -> Handles:
     """Give ``model`` its one engine and return handles for the unchanged loop.
 
@@ -44,6 +45,8 @@ def setup(
             ``ACCEL_PRECISION``, else "32-true".
         devices: as in the page on environments and devices; "auto" is ``ACCEL_DEVICES``, else all accelerators, else the CPU.
         loader_options: how these dataloaders are distributed; None is ``LoaderOptions()``, or what a known loader has.
+        scale_lr: multiply the learning rates of these optimizers, which no scheduler has yet, by the number of replicas,
+            since a step sees as many more samples (Goyal et al., arXiv 1706.02677).
 
     Returns:
         ``Handles(model, optimizers, dataloaders)``, each in the form of its argument.
@@ -55,10 +58,10 @@ def setup(
         OptimizerError, LoaderError, BackendError, PrecisionError, DeviceError: an argument that cannot work.
     """
     wanted = (backend, precision, devices)
-    handles = known_handles(model, optimizers, dataloaders, wanted, loader_options)
+    handles = known_handles(model, optimizers, dataloaders, wanted, loader_options, scale_lr)
     if handles is not None:
         return handles
-    return execute(make_plan(model, optimizers, dataloaders, wanted, loader_options))
+    return execute(make_plan(model, optimizers, dataloaders, wanted, loader_options, scale_lr))
 
 
 def teardown(model: Any = None) -> nn.Module | None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from . import data, engines
+from . import data, engines, learning_rates
 from .data import LoaderHandle, LoaderOptions
 from .deferred import check_deferred
 from .engines import Engine
@@ -33,6 +33,7 @@ class Plan:
 
     wanted: Wanted
     loader_options: LoaderOptions | None
+    scale_lr: bool = False
     module: nn.Module = field(default_factory=nn.Module)
     entry: nn.Module = field(default_factory=nn.Module)
     engine: Engine | None = None
@@ -50,7 +51,7 @@ class Plan:
 
 
 def known_handles(
-    model: Any, optimizers: Any, dataloaders: Any, wanted: Wanted, loaders: LoaderOptions | None
+    model: Any, optimizers: Any, dataloaders: Any, wanted: Wanted, loaders: LoaderOptions | None, scale_lr: bool
 ) -> Handles | None:
     """The handles of a repeated call, at the price of a few look-ups; None where there is anything to do or to refuse."""
     try:
@@ -62,17 +63,19 @@ def known_handles(
             _check_live(engine, wanted)
         return Handles(
             engine.handle,
-            map_leaves(optimizers, lambda o, path: known_optimizer(o, engine), "optimizers"),
+            map_leaves(optimizers, lambda o, path: known_optimizer(o, engine, scale_lr), "optimizers"),
             map_leaves(dataloaders, lambda d, path: known_loader(d, loaders), "dataloaders"),
         )
     except (AccelError, LookupError):
         return None
 
 
-def known_optimizer(optimizer: Any, engine: Engine) -> OptimizerHandle:
-    """The handle of an optimizer of ``engine``; LookupError without one."""
+def known_optimizer(optimizer: Any, engine: Engine, scale_lr: bool = False) -> OptimizerHandle:
+    """The handle of an optimizer of ``engine``; LookupError without one, or with other learning rates than are asked for."""
     handle = optimizer if type(optimizer) is OptimizerHandle else registry.optimizer_handle(optimizer)
     if handle is None or object.__getattribute__(handle, "_accel_engine") is not engine:
+        raise LookupError
+    if scale_lr and not learning_rates.are_scaled(handle):
         raise LookupError
     return handle
 
@@ -123,13 +126,13 @@ def map_leaves(tree: Any, fn: Callable[[Any, str], Any], path: str) -> Any:
 
 
 def make_plan(
-    model: Any, optimizers: Any, dataloaders: Any, wanted: Wanted, loader_options: LoaderOptions | None
+    model: Any, optimizers: Any, dataloaders: Any, wanted: Wanted, loader_options: LoaderOptions | None, scale_lr: bool
 ) -> Plan:
     """What this rank wants. An error is kept, so that all ranks learn of it."""
     if running() is None:
         use_devices(wanted[2])
     process = current()
-    plan = Plan(wanted, loader_options, optimizers=optimizers, dataloaders=dataloaders)
+    plan = Plan(wanted, loader_options, scale_lr, optimizers=optimizers, dataloaders=dataloaders)
     try:
         plan.module, plan.entry = resolve_module(model)
         plan.engine = registry.engine(plan.module)
@@ -188,10 +191,7 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
         )
     handle = optimizer if type(optimizer) is OptimizerHandle else registry.optimizer_handle(optimizer)
     if handle is not None:
-        engine = object.__getattribute__(handle, "_accel_engine")
-        if engine is not plan.engine or engine is None:
-            owner = "a torn-down engine" if engine is None else f"the engine of a {type(engine.module).__name__}"
-            raise OptimizerError(f"{path} ({type(raw(handle)).__name__}) belongs to {owner}, not to this model")
+        _check_known(plan, handle, path)
         return
     names = plan.engine.known if plan.engine is not None else {id(p) for p in plan.module.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -208,8 +208,22 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
             )
     if current().place.world_size > 1:
         check_parameters(optimizer, names, plan.module, path)
+    if plan.scale_lr:
+        learning_rates.check(optimizer, path)
     if not any(optimizer is o for o in plan.new_optimizers):
         plan.new_optimizers.append(optimizer)
+
+
+def _check_known(plan: Plan, handle: OptimizerHandle, path: str) -> None:
+    engine, kind = object.__getattribute__(handle, "_accel_engine"), type(raw(handle)).__name__
+    if engine is not plan.engine or engine is None:
+        owner = "a torn-down engine" if engine is None else f"the engine of a {type(engine.module).__name__}"
+        raise OptimizerError(f"{path} ({kind}) belongs to {owner}, not to this model")
+    if plan.scale_lr and not learning_rates.are_scaled(handle):
+        raise AlreadySetUpError(
+            f"{path} ({kind}) is already set up, with its learning rates as they were; asked for scale_lr=True: give that "
+            "to the first setup of the optimizer"
+        )
 
 
 def _shapes(parameters: list[torch.Tensor]) -> str:

@@ -32,7 +32,7 @@ LAYERS = [
     ["engines"],
     ["stepping", "pickling"],
     ["handles"],
-    ["precision", "reduction", "data", "clipping", "trainable", "compression"],
+    ["precision", "reduction", "data", "clipping", "trainable", "compression", "learning_rates"],
     ["loader_checks"],
     ["iteration"],
     ["streams"],

@@ -108,6 +108,62 @@ def test_setup_tells_once_and_on_rank_0() -> None:
     assert second == []
 
 
+# -- the linear rule for learning rates ----------------------------------------------------------------------------------
+
+
+def scaled(backend: str) -> list[Any]:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    groups = [{"params": net[0].parameters()}, {"params": net[1].parameters(), "lr": 0.5}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    model, handle, _ = accel.setup(net, optimizer, backend=backend, scale_lr=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(handle, 1, gamma=0.5)
+    first = [g["lr"] for g in optimizer.param_groups]
+    assert accel.setup(net, optimizer, scale_lr=True).optimizers is handle
+    model(torch.ones(1, 2)).sum().backward()
+    handle.step()
+    scheduler.step()
+    raw = accel.teardown(model)
+    accel.setup(raw, optimizer, backend=backend, scale_lr=True)
+    return [first, [g["lr"] for g in optimizer.param_groups]]
+
+
+@pytest.mark.parametrize(("backend", "world"), [("auto", 1), ("ddp", 2), ("ddp", 4), ("pipeline", 2)])
+def test_learning_rates_grow_with_the_replicas_once(backend: str, world: int) -> None:
+    replicas = 1 if backend == "pipeline" else world
+    for first, then in run(world, scaled, backend):
+        assert first == [0.1 * replicas, 0.5 * replicas]
+        assert then == [0.05 * replicas, 0.25 * replicas]
+
+
+def scaled_too_late(case: str) -> None:
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    if case == "scheduler":
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    if case == "set up":
+        accel.setup(net, optimizer)
+    if case == "rank 0":
+        accel.setup(net, optimizer, scale_lr=accel.rank() == 0)
+    try:
+        accel.setup(net, optimizer, scale_lr=True)
+    finally:
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        assert "lr_scale" not in optimizer.param_groups[0]
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "message"),
+    [
+        ("scheduler", "OptimizerError", "build the scheduler after accel.setup"),
+        ("set up", "AlreadySetUpError", "to the first setup of the optimizer"),
+        ("rank 0", "RankMismatchError", "scale_lr is True on ranks [0]; False on ranks [1]"),
+    ],
+)
+def test_learning_rates_that_cannot_be_scaled_stay(case: str, error: str, message: str) -> None:
+    for text in refusals(2, scaled_too_late, case, error=error):
+        assert message in text
+
+
 def stop_when(rank: int, last: int) -> tuple[int, bool]:
     steps = 0
     while not accel.any_rank(accel.rank() == rank and steps == last):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 import torch.distributed as dist
@@ -136,6 +137,9 @@ class SplitState:
     def __init__(self, optimizer: Optimizer, owners: Owners) -> None:
         self._owners = owners
         self._whole = False
+        self._optimizer = weakref.ref(optimizer)
+        # Of the instance: `copy` and `pickle` ask an object for its state by this name.
+        vars(optimizer)["__getstate__"] = functools.partial(_refuse_copies, type(optimizer).__name__)
         self._hooks = [
             optimizer.register_state_dict_pre_hook(self._refuse),
             optimizer.register_load_state_dict_pre_hook(self._keep_own),
@@ -145,6 +149,8 @@ class SplitState:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+        if (optimizer := self._optimizer()) is not None:
+            vars(optimizer).pop("__getstate__", None)
 
     def drop(self, optimizer: Optimizer) -> None:
         """Let go of the state of other ranks' parameters."""
@@ -184,6 +190,13 @@ class SplitState:
         # Where the numbers of parameters differ, torch's own check raises.
         mine = {number for number, own in zip(numbers, owned, strict=False) if own}
         return {**full, "state": {k: v for k, v in full["state"].items() if not isinstance(k, int) or k in mine}}
+
+
+def _refuse_copies(kind: str) -> NoReturn:
+    raise OptimizerError(
+        f"this rank has only its own part of the state of {kind}, so that a copy or pickle would miss the rest: copy it after "
+        "accel.teardown, or use accel.full_state_dict(optimizer) on every rank, or accel.save"
+    )
 
 
 def gather_state(optimizer: Optimizer, owners: Owners, rank: int, group: dist.ProcessGroup | None) -> None:

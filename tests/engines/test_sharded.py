@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 import gc
 import weakref
 from collections.abc import Callable
@@ -358,6 +359,10 @@ def refuse(case: str) -> None:
             handle.state_dict()
         if case == "state of the raw optimizer":
             optimizer.state_dict()
+        if case == "copy":
+            copy.deepcopy(optimizer)
+        if case == "pickle":
+            pickle.dumps(optimizer)
         model(x).mean().backward()
         if case == "scaler":
             scaler = torch.amp.GradScaler("cpu")
@@ -380,6 +385,8 @@ def refuse(case: str) -> None:
 REFUSALS = {
     "state of the handle": (accel.OptimizerError, "accel.full_state_dict"),
     "state of the raw optimizer": (accel.OptimizerError, "accel.save"),
+    "copy": (accel.OptimizerError, "a copy or pickle would miss the rest"),
+    "pickle": (accel.OptimizerError, "a copy or pickle would miss the rest"),
     "scaler": (accel.PrecisionError, "accel.backward"),
     "sparse": (accel.BackendError, "sparse gradient of 0.weight"),
     "raw clip after accel's": (accel.BackendError, "accel.clip_grad_norm_"),
