@@ -22,10 +22,11 @@ from .section import Data, Section, Verdict, answer, brief, failures, table
 TENSORS, RANKS, QUICK = 10_000, (256, 1024), (64, 256)
 NUMEL = 3_000 * 1_024 + 8  # of a tensor; no power of two
 MIB = 2**20
-ABOUT = f"""{TENSORS} tensors of {NUMEL} fp32 elements on simulated ranks, in one process, as a save's ranks do it after they \
-told each other what they have: *plan* decides who writes what (each rank does that), *record* is made by rank 0 and read by each \
-loading rank. *Files* is how many shard files a rank opens that loads its even share at three quarters of the ranks, the most \
-of any. Seconds are cpu time (`time.process_time`; one thread), of *plan* the wall time too. *Memory* is this process's peak, with the listings of all ranks."""
+ABOUT = f"""{TENSORS} tensors of {NUMEL} fp32 elements on simulated ranks, in one process, as a save's ranks do it after \
+they told each other what they have: *plan* decides who writes what (each rank does that), *record* is made by rank 0 and \
+read by each loading rank. Seconds are cpu time (`time.process_time`; one thread), of *plan* the wall time too. *Files* is \
+how many shard files a rank opens that loads its even share at three quarters of the ranks, the most of any. *Memory* is \
+this process's peak, with the listings of all ranks."""
 
 
 def _even(rank: int, world: int) -> Listing:
