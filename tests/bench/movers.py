@@ -142,7 +142,7 @@ class Movers:
             os.close(fd)
 
     def _pieces(self, rank: int) -> Iterator[memoryview]:
-        buffer = memory(torch.empty(PIECE, dtype=torch.uint8))
+        buffer = memoryview(bytearray(PIECE))
         fd = os.open(self.directory / f"raw{rank}", os.O_RDONLY)
         offset = 0
         while count := os.preadv(fd, [buffer], offset):
