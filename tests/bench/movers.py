@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 import accel
@@ -91,7 +93,9 @@ class Movers:
         if not self.replicated:
             self.files = {self.rank: (0, self.nbytes)}
         self.copies: list[torch.Tensor] = []
-        self.writer: Any = None
+        self.stager: Any = None
+        # DCP's background thread speaks to the other ranks while this one goes on.
+        self.group = dist.new_group(backend="gloo")
         self.accelerator: Any = None
 
     def _new(self) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -217,12 +221,14 @@ class Movers:
         dcp.load(self.whole, storage_reader=HuggingFaceStorageReader(str(self.directory / "hf")))
 
     def dcp_stall(self) -> Any:
-        return dcp.async_save(self.whole, checkpoint_id=self.directory / "dcp-background")
+        return dcp.async_save(self.whole, checkpoint_id=self.directory / "dcp-background", process_group=self.group)
 
     def dcp_reused(self) -> Any:
-        if self.writer is None:
-            self.writer = dcp.FileSystemWriter(self.directory / "dcp-reused", cache_staged_state_dict=True)
-        return dcp.async_save(self.whole, storage_writer=self.writer, checkpoint_id=self.directory / "dcp-reused")
+        if self.stager is None:
+            names = ("use_pinned_memory", "use_shared_memory", "use_async_staging", "use_non_blocking_copy")
+            self.stager = DefaultStager(StagingOptions(**dict.fromkeys(names, False)))
+        path = self.directory / "dcp-reused"
+        return dcp.async_save(self.whole, checkpoint_id=path, async_stager=self.stager, process_group=self.group)
 
     # -- others ---------------------------------------------------------------------------------------------------
 
