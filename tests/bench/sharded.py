@@ -123,7 +123,7 @@ def _judge(data: Data) -> Iterator[Verdict]:
             (RAW, "step of `sharded` against raw DDP", 1.0),
             (STOCK, "step of `sharded` against stock fairscale without buckets", 1.02),
         ):
-            yield from ratio_verdicts(data, key, f"{what}, {key}", ACCEL, base, AGAIN, limit)
+            yield from ratio_verdicts(data, key, f"{what}, {key}", ACCEL, base, AGAIN, limit, wall=base == STOCK)
 
 
 def _draw(data: Data) -> list[Panel]:

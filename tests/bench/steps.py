@@ -139,15 +139,17 @@ def tell(data: Data) -> list[str]:
     return parts
 
 
-def ratio_verdicts(data: Data, key: str, what: str, own: str, base: str, again: str, limit: float) -> list[Verdict]:
-    """cpu and wall time of one contender, as multiples of another's; ``again`` is the first once more."""
+def ratio_verdicts(
+    data: Data, key: str, what: str, own: str, base: str, again: str, limit: float, wall: bool = True
+) -> list[Verdict]:
+    """cpu and, if wanted, wall time of one contender, as multiples of another's; ``again`` is the first once more."""
     found = rows(data, key)
     if own not in found or base not in found:
         lost = data["tables"].get(key, {}).get("failed", {})
         return [Verdict(what, f"{limit:.2f}", "none", f"**not measured**: {'; '.join(lost.values()) or 'not run'}")]
     first, mine, other = next(iter(found.values())), found[own], found[base]
     verdicts = []
-    for clock, over in (("cpu", "noise"), ("wall", "wall_noise")):
+    for clock, over in (("cpu", "noise"), ("wall", "wall_noise"))[: 2 if wall else 1]:
         ratio = getattr(mine, f"{clock}_ratio") / getattr(other, f"{clock}_ratio")
         spread = getattr(mine, over) / getattr(first, clock)
         drift = abs(getattr(found[again], f"{clock}_ratio") - 1) if again in found else 0.0
