@@ -1,7 +1,7 @@
-"""``python -m tests.bench`` writes docs/benchmarks.md; a part or a short run only prints its tables.
+"""``python -m tests.bench`` measures all sections and writes docs/benchmarks.md with its pictures.
 
+python -m tests.bench --only fsdp,deepspeed
 python -m tests.bench --quick
-python -m tests.bench --only ddp
 """
 
 from __future__ import annotations
@@ -9,53 +9,77 @@ from __future__ import annotations
 import argparse
 import os
 import time
+import traceback
 import warnings
-from pathlib import Path
 
 # Before torch is imported, here and in the worker processes.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["PYTHONWARNINGS"] = "ignore"
 warnings.filterwarnings("ignore")
 
-from . import measure, picture, report  # noqa: E402
-from .contenders import missing_rivals  # noqa: E402
+from . import checkpoints, costs, fsdp, loops, memory, pipeline, report, scale, settings, sharded, zero  # noqa: E402
+from .section import Section  # noqa: E402
 
-DOCS = Path(__file__).parents[2] / "docs"
-SECTIONS = ("single", "ddp", "settings", "costs")
+SECTIONS = {
+    section.name: section
+    for section in (
+        loops.SINGLE,
+        loops.DDP,
+        settings.SECTION,
+        costs.SECTION,
+        fsdp.SECTION,
+        sharded.SECTION,
+        zero.SECTION,
+        checkpoints.SECTION,
+        scale.SECTION,
+        memory.SECTION,
+        pipeline.SECTION,
+    )
+}
 
 
-def collect(sections: tuple[str, ...], quick: bool) -> report.Results:
-    results = report.Results(quick=quick, missing=missing_rivals())
-    for name in results.missing:
-        print(f"{name} is not installed: it does not take part")
-    for name in sections:
-        start = time.perf_counter()
-        if name == "single":
-            results.single = measure.steps(1, 3 if quick else 30)
-        elif name == "ddp":
-            results.ddp = measure.steps(2, 4 if quick else 60)
-        elif name == "settings":
-            results.settings = measure.settings(8 if quick else 150)
-        else:
-            results.costs = measure.costs(1 if quick else 6)
-            results.costs["import"] = measure.imports(rivals=not quick)
-        print(f"{name}: measured in {time.perf_counter() - start:.0f} s", flush=True)
-    return results
+def take(section: Section, quick: bool) -> bool:
+    """Measure a section, print it, and keep it unless it was a try; whether it worked."""
+    print(f"{section.name}: measuring", flush=True)
+    start = time.perf_counter()
+    try:
+        record = report.taken(section.measure(quick), time.perf_counter() - start)
+        print(report.text(section, record), flush=True)
+    except Exception:
+        traceback.print_exc()
+        return False
+    if not quick:
+        report.keep(section, record)
+    return True
+
+
+def _names(value: str) -> list[str]:
+    names = value.split(",")
+    unknown = [name for name in names if name not in SECTIONS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: expected some of {', '.join(SECTIONS)}")
+    return names
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="under two minutes; figures that are only rough")
-    parser.add_argument("--only", choices=SECTIONS, help="one section")
+    parser.add_argument("--quick", action="store_true", help="short; prints rough figures and leaves the page as it is")
+    parser.add_argument("--only", type=_names, default=list(SECTIONS), help=f"some of {','.join(SECTIONS)}")
+    parser.add_argument("--render", action="store_true", help="measure nothing: the page from the last figures")
     arguments = parser.parse_args()
-    results = collect((arguments.only,) if arguments.only else SECTIONS, arguments.quick)
-    text = report.page(results)
-    if arguments.quick or arguments.only:
-        print(text)
+    sections = list(SECTIONS.values())
+    if arguments.render:
+        report.write(sections, arguments.only)
         return
-    (DOCS / "benchmarks.md").write_text(text)
-    picture.draw(results, DOCS / "benchmarks.png")
-    print("wrote docs/benchmarks.md and docs/benchmarks.png")
+    failed = []
+    for name in arguments.only:
+        if not take(SECTIONS[name], arguments.quick):
+            failed.append(name)
+        elif not arguments.quick:
+            report.write(sections, [name])
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -1,146 +1,257 @@
-"""Saving and loading against the same bytes moved by hand, ``torch.save`` and torch's distributed checkpoint.
-
-``python -m tests.bench.checkpoints [ranks] [rounds] [layers]`` prints seconds, medians of interleaved rounds, and their ratio
-to writing (and syncing) or reading this rank's share of the same bytes with plain calls.
-"""
+"""Section ``checkpoints``: saving and loading beside the same bytes moved by hand, and beside other libraries."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import nn
+import torch.distributed as dist
 
 import accel
-from accel.checkpoint.dtypes import memory
-from tests.distributed import close_all, run
+
+from . import movers
+from .movers import ACCEL, CHECKSUM, MEMCPY, RAW_LOAD, RAW_SAVE, READ, STREAM, Movers, build, trained
+from .ranks import run
+from .section import Data, Panel, Section, Verdict, answer, brief, failures, table
+from .timing import Row, Times, over_ranks, summarise
+
+WORLD = 2
+LAYOUTS = {"ddp": "replicated", "fsdp": "FSDP2"}
+GROUPS = {"save": "Saving", "load": "Loading", "async": "Stall of a background save", "verify": "Verifying"}
+MIB = 2**20
+LIMIT_SECONDS = 3600.0
+ABOUT = """A transformer's weights and AdamW's state, on 2 ranks over gloo, replicated and in FSDP2's shards; medians of \
+rounds in which all take turns, each round beginning with another, the disk idle before each. A time ends when all ranks \
+are done. *Raw write* writes this rank's share of the bytes and syncs it; all others are durable as well (where a library \
+does not sync its files, that is done within its time). Loads are from a warm page cache, and a load that does not bring \
+the saved values back counts as failed; only accel's compares checksums. *memcpy* copies what accel copies, this rank's \
+share; DCP copies all that the rank has. *extra* is what a rank's resident memory rises by, in a round that is not timed."""
 
 
-def build(layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A transformer's weights, with the state of AdamW."""
-    block = [(768, 2304), (2304,), (768, 768), (768,), (768, 3072), (3072,), (3072, 768), (768,)]
-    net = nn.ParameterList([nn.Parameter(torch.randn(*shape)) for shape in [(8000, 768), *block * layers]])
-    optimizer = torch.optim.AdamW(net.parameters())
-    for p in net.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    optimizer.zero_grad()
-    return net, optimizer
+class _Clock:
+    """Times acts on this rank; one that fails on any rank is out from then on."""
+
+    def __init__(self, times: dict[str, Times], failed: dict[str, str]) -> None:
+        self.times, self.failed = times, failed
+
+    def take(self, name: str, act: movers.Act) -> None:
+        accel.barrier()
+        error, after = "", None
+        thread, cpu, wall = time.thread_time(), time.process_time(), time.perf_counter()
+        try:
+            after = act()
+        except Exception as problem:
+            error = brief(problem)
+        accel.barrier()
+        spent = time.perf_counter() - wall, time.process_time() - cpu, time.thread_time() - thread
+        if after is not None:
+            after.result()
+        self.agree(name, error)
+        if name not in self.failed:
+            times = self.times.setdefault(name, Times())
+            for clock, value in zip((times.wall, times.cpu, times.thread), spent, strict=True):
+                clock.append(value)
+
+    def agree(self, name: str, error: str) -> None:
+        errors: list[Any] = [None] * accel.world_size()
+        dist.all_gather_object(errors, error)
+        if any(errors):
+            self.failed.setdefault(name, next(e for e in errors if e))
+            self.times.pop(name, None)
 
 
-class Contenders:
-    """Each way of saving and loading, on one rank."""
+def _noting(name: str, act: movers.Act, extra: dict[str, int]) -> movers.Act:
+    """The act, noting by how many bytes this process's resident memory was higher, at the most, than before."""
 
-    def __init__(self, directory: str, layers: int) -> None:
-        self.directory = Path(directory)
-        self.net, self.optimizer = build(layers)
-        self.model, handle, _ = accel.setup(self.net, self.optimizer)
-        self.state = {"model": self.model, "optimizer": handle}
-        held = [v for s in self.optimizer.state.values() for v in s.values() if v.dim() > 0]
-        self.tensors = [p.data for p in self.net.parameters()] + held
-        self.nbytes = sum(t.nbytes for t in self.tensors)
-        size = -(-self.nbytes // accel.world_size())
-        self.share = torch.cat([t.reshape(-1) for t in self.tensors])[size // 4 * accel.rank() :][: size // 4]
+    def watched() -> Any:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
+        after = act()
+        extra[name] = max(_status("VmHWM") - before, 0)
+        return after
 
-    def plain_save(self) -> None:
-        fd = os.open(self.directory / f"plain{accel.rank()}", os.O_WRONLY | os.O_CREAT)
-        view = memory(self.share)
-        while view:
-            view = view[os.write(fd, view[: 8 << 20]) :]
-        os.fsync(fd)
-        os.close(fd)
+    return watched
 
-    def plain_load(self) -> None:
-        """All bytes, as each rank needs them."""
-        for rank in range(accel.world_size()):
-            fd = os.open(self.directory / f"plain{rank}", os.O_RDONLY)
-            offset = 0
-            for tensor in self.tensors:
-                offset += os.preadv(fd, [memory(tensor)], offset)
-            os.close(fd)
 
-    def accel_save(self) -> None:
-        accel.save(self.state, self.directory / "accel")
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(f"{key}:")).split()[1])
 
-    def accel_stall(self) -> None:
-        self.pending = accel.save(self.state, self.directory / "background", wait=False)
 
-    def accel_load(self) -> None:
-        accel.load(self.directory / "accel", self.state)
-
-    def accel_stream(self) -> None:
-        accel.load(self.directory / "accel", self.state, check="stream")
-
-    def torch_save(self) -> None:
+def _rounds(directory: str, backend: str, layers: int, rounds: int) -> tuple[int, dict[str, Any]]:
+    moving = Movers(directory, backend, layers)
+    expected = moving.digest()
+    groups: dict[str, Any] = {g: {"times": {}, "failed": {}, "extra": {}} for g in GROUPS}
+    for number in range(rounds + 1):
+        accel.barrier()
         if accel.is_main():
-            state = {"model": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
-            torch.save(state, self.directory / "torch.pt")
-
-    def torch_load(self) -> None:
-        state = torch.load(self.directory / "torch.pt", mmap=True)
-        self.net.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
-    def _flat(self) -> dict[str, Any]:
-        return {str(i): tensor for i, tensor in enumerate(self.tensors)}
-
-    def dcp_save(self) -> None:
-        dcp.save(self._flat(), checkpoint_id=self.directory / "dcp")
-
-    def dcp_load(self) -> None:
-        dcp.load(self._flat(), checkpoint_id=self.directory / "dcp")
+            shutil.rmtree(directory)
+            os.makedirs(directory)
+        for group, found in groups.items():
+            clock = _Clock(found["times"], found["failed"])
+            _round(moving, group, number, clock, found["extra"], expected)
+        if number == 0:  # the first round is for memory, and for what a library does only once
+            for group, found in groups.items():
+                found["times"] = {name: Times() for name in moving.acts(group) if name not in found["failed"]}
+    return moving.nbytes, groups
 
 
-ORDER = ["plain_save", "accel_save", "torch_save", "dcp_save", "accel_stall"]
-ORDER += ["plain_load", "accel_load", "accel_stream", "torch_load", "dcp_load"]
+def _round(moving: Movers, group: str, number: int, clock: _Clock, extra: dict[str, int], expected: list[int]) -> None:
+    acts = list(moving.acts(group).items())
+    turn = number % len(acts)
+    for name, act in (*acts[turn:], *acts[:turn]):
+        if name in clock.failed:
+            continue
+        loads = group == "load" and name not in (CHECKSUM, "Accelerate")
+        if loads:
+            for tensor in moving.tensors:
+                tensor.zero_()
+        elif accel.is_main():
+            os.sync()
+        clock.take(name, act if number else _noting(name, act, extra))
+        if loads:
+            clock.agree(name, "" if moving.digest() == expected else "the values are not those that were saved")
+            if name in clock.failed:
+                moving.raw_load()  # for those who come after
 
 
-def measure(directory: str, rounds: int, layers: int) -> tuple[int, dict[str, list[float]]]:
-    contenders = Contenders(directory, layers)
-    values = [t.clone() for t in contenders.tensors]
-    spent: dict[str, list[float]] = {name: [] for name in ORDER}
+def _frozen(directory: str, layers: int, rounds: int) -> dict[str, Times]:
+    """A model of which 99 % is frozen: a full save, and one after a step of the rest."""
+    torch.manual_seed(0)
+    net = build(layers)
+    budget = sum(p.numel() for p in net.parameters()) // 100
+    for p in sorted(net.parameters(), key=torch.Tensor.numel):
+        budget -= p.numel()
+        p.requires_grad_(budget >= 0)
+    model, optimizer, _ = accel.setup(net, trained(net), backend="ddp", devices="cpu")
+    state = {"model": model, "optimizer": optimizer}
+    times: dict[str, Times] = {}
+    clock = _Clock(times, {})
     for _ in range(rounds):
         accel.barrier()
         if accel.is_main():
             shutil.rmtree(directory)
             os.makedirs(directory)
-        for name in ORDER:
-            spent[name].append(_timed(getattr(contenders, name)))
-            if name == "accel_stall" and contenders.pending is not None:
-                contenders.pending.result()
-            for tensor, value in zip(contenders.tensors, values, strict=True):
-                tensor.copy_(value)
-    return contenders.nbytes, spent
+            os.sync()
+        clock.take("full save", lambda: accel.save(state, f"{directory}/step-1"))
+        with torch.no_grad():
+            for p in net.parameters():
+                if p.requires_grad:
+                    p.add_(1e-3)
+        clock.take("second save", lambda: accel.save(state, f"{directory}/step-2"))
+    return times
 
 
-def _timed(act: Callable[[], None]) -> float:
-    accel.barrier()
-    begin = time.perf_counter()
-    act()
-    accel.barrier()
-    return time.perf_counter() - begin
+def _run(fn: Callable[..., Any], *args: Any) -> list[Any]:
+    with tempfile.TemporaryDirectory(prefix="accel-bench-", dir=os.environ.get("ACCEL_BENCH_DIR")) as directory:
+        return run(WORLD, fn, directory, *args, seconds=LIMIT_SECONDS)
 
 
-def main() -> None:
-    ranks, rounds, layers = (int(a) for a in [*sys.argv[1:], "2", "5", "6"][: max(3, len(sys.argv) - 1)][:3])
-    with tempfile.TemporaryDirectory(dir=os.environ.get("ACCEL_BENCH_DIR")) as directory:
-        nbytes, spent = run(ranks, measure, directory, rounds, layers, timeout=3600)[0]
-    print(f"{ranks} ranks, {nbytes / 1e6:.0f} MB, medians of {rounds} rounds")
-    for name in ORDER:
-        floor = spent["plain_save" if ORDER.index(name) < 5 else "plain_load"]
-        ratio = statistics.median(a / b for a, b in zip(spent[name], floor, strict=True))
-        print(f"{name:14} {statistics.median(spent[name]):7.3f} s  ratio {ratio:5.2f}")
-    close_all()
+def _measure(quick: bool) -> Data:
+    layers, rounds = (1, 3) if quick else (13, 7)
+    found: Data = {"rounds": rounds, "failed": {}, "layouts": {}}
+    for backend, layout in LAYOUTS.items():
+        try:
+            results = _run(_rounds, backend, layers, rounds)
+        except RuntimeError as error:
+            found["failed"][layout] = brief(error)
+            continue
+        told: Data = {"nbytes": sum(n for n, _ in results) // (WORLD if backend == "ddp" else 1)}
+        for group in GROUPS:
+            parts = [groups[group] for _, groups in results]
+            # The first act of each group is what the others are compared with.
+            rows = [asdict(row) for row in summarise(over_ranks([part["times"] for part in parts]))]
+            extra = {name: max(part["extra"].get(name, 0) for part in parts) for name in parts[0]["extra"]}
+            told[group] = {"rows": rows, "failed": parts[0]["failed"], "extra": extra}
+        found["layouts"][layout] = told
+    try:
+        times = over_ranks(_run(_frozen, 3 * layers, rounds))
+        found["frozen"] = [asdict(row) for row in summarise(times)]
+    except RuntimeError as error:
+        found["failed"]["99 % frozen"] = brief(error)
+    return found
 
 
-if __name__ == "__main__":
-    main()
+def _rows(told: Data, group: str) -> dict[str, Row]:
+    return {row["name"]: Row(**row) for row in told[group]["rows"]}
+
+
+def _tell(data: Data) -> list[str]:
+    parts = [ABOUT, *failures(data["failed"])]
+    for layout, told in data["layouts"].items():
+        for group, title in GROUPS.items():
+            parts.append(f"### {title}: {layout}, {told['nbytes'] / 1e6:.0f} MB, {data['rounds']} rounds")
+            lines = []
+            for row in _rows(told, group).values():
+                extra = told[group]["extra"].get(row.name, 0) / MIB
+                times = [f"{row.wall / 1e6:.3f}", f"{row.cpu / 1e6:.3f}"]
+                lines.append([row.name, *times, f"{row.wall_ratio:.2f}", f"{row.cpu_ratio:.2f}", f"{extra:.0f}"])
+            parts.append(table(["", "wall, s", "cpu, s", "wall ratio", "cpu ratio", "extra, MiB a rank"], lines))
+            parts += failures(told[group]["failed"])
+    if "frozen" in data:
+        parts.append("### A model of which 99 % is frozen")
+        lines = [
+            [r["name"], f"{r['wall'] / 1e6:.3f}", f"{r['cpu'] / 1e6:.3f}", f"{r['wall_ratio']:.3f}"]
+            for r in data["frozen"]
+        ]
+        parts.append(table(["", "wall, s", "cpu, s", "wall ratio"], lines))
+    return parts
+
+
+def _judge(data: Data) -> Iterator[Verdict]:
+    for name, error in data["failed"].items():
+        yield Verdict(f"checkpoints, {name}", "", "none", f"**not measured**: {error}")
+    for layout, told in data["layouts"].items():
+        yield from _judge_layout(layout, told)
+    if "frozen" in data:
+        times = 1 / data["frozen"][1]["wall_ratio"]
+        yield Verdict(
+            "second save of a model 99 % frozen, faster than a full one", "20 x", f"{times:.1f} x", answer(-times, -20)
+        )
+
+
+def _judge_layout(layout: str, told: Data) -> Iterator[Verdict]:
+    load = _rows(told, "load")
+    streaming = 1.05 if layout == "replicated" else 1.3
+    checksum = load[CHECKSUM].wall_ratio if CHECKSUM in load else 0.0
+    for group, name, base, what, limit in (
+        ("save", ACCEL, RAW_SAVE, "durable save against raw write and fsync", 1.0),
+        ("load", STREAM, RAW_LOAD, 'load, `check="stream"`, against raw pread', streaming),
+        ("load", ACCEL, RAW_LOAD, "load against raw pread, and one checksum pass", streaming + checksum),
+        ("async", ACCEL, MEMCPY, "stall of a background save against memcpy", 1.15),
+        ("verify", ACCEL, READ, "verify against reading (0.8 of its speed)", 1 / 0.8),
+    ):
+        found = _rows(told, group)
+        if name not in found or base not in found:
+            error = told[group]["failed"].get(name, "not run")
+            yield Verdict(f"{what}, {layout}", f"{limit:.2f}", "none", f"**not measured**: {error}")
+            continue
+        own = found[name]
+        verdict = answer(own.wall_ratio, limit, own.wall_noise / found[base].wall)
+        yield Verdict(f"{what}, {layout}", f"{limit:.2f}", f"{own.wall_ratio:.2f}", verdict)
+    for group, name in (("save", ACCEL), ("load", STREAM), ("load", ACCEL)):
+        extra = told[group]["extra"].get(name)
+        if extra is not None:
+            what = f"extra memory of a {group} ({name}), {layout}"
+            yield Verdict(what, "64 MiB", f"{extra / MIB:.0f} MiB", answer(extra / MIB, 64))
+
+
+def _draw(data: Data) -> list[Panel]:
+    panels = []
+    for group, title in GROUPS.items():
+        found = {layout: _rows(told, group) for layout, told in data["layouts"].items()}
+        names = list(dict.fromkeys(name for rows in found.values() for name in rows))
+        bars = {n: [rows[n].wall_ratio if n in rows else None for rows in found.values()] for n in names}
+        if bars:
+            panels.append(Panel(title, f"wall time, multiple of {names[0]}", list(found), bars, 1.0, log=True))
+    return panels
+
+
+SECTION = Section("checkpoints", "Checkpoints", _measure, _tell, _judge, _draw)

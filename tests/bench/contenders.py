@@ -13,18 +13,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accel
 
-from .timing import Contender, build
-from .workloads import Workload
+from .steps import Makers, Step
+from .workloads import Workload, workload_of
 
-Step = Callable[[], None]
-RIVALS = {"accelerate": "Accelerate", "lightning_fabric": "Fabric"}
+#: Packages of the rivals, by the names that the tables give them.
+RIVALS = {"Accelerate": "accelerate", "Fabric": "lightning_fabric"}
 DDP_PARAMETERS = inspect.signature(DistributedDataParallel).parameters
 # The models have no buffers to broadcast, and torch has renamed this switch.
 _OTHERWISE = {"broadcast_buffers"}
 
 
-def missing_rivals() -> list[str]:
-    return [title for package, title in RIVALS.items() if importlib.util.find_spec(package) is None]
+def installed_rivals() -> list[str]:
+    return [name for name, package in RIVALS.items() if importlib.util.find_spec(package) is not None]
 
 
 def accel_settings() -> dict[str, Any]:
@@ -59,10 +59,8 @@ def raw_ddp(workload: Workload, **settings: Any) -> Step:
     return plain_step(workload, DistributedDataParallel(model, **settings), optimizer)
 
 
-def by_accel(workload: Workload, **options: Any) -> Step:
-    model, optimizer = workload.build()
-    backend = accel.DDP(**options) if options else "auto"
-    handles = accel.setup(model, optimizer, backend=backend, devices="cpu")
+def by_accel(workload: Workload, backend: Any = "auto") -> Step:
+    handles = accel.setup(*workload.build(), backend=backend, devices="cpu")
     return plain_step(workload, handles.model, handles.optimizers)
 
 
@@ -88,30 +86,14 @@ def by_fabric(workload: Workload, world: int) -> Step:
 RAW, RAW_AGAIN, RAW_TUNED, ACCEL = "raw torch", "raw torch, again", "raw torch, accel's settings", "accel"
 
 
-def contenders(workload: Workload, world: int) -> list[Contender]:
+def loops(name: str, world: int) -> Makers:
     """All that take part; the first is raw torch with its defaults, the second the same again, which shows the noise."""
+    workload = workload_of(name)
     plain = raw_ddp if world > 1 else raw
-    makers: dict[str, Callable[[], Step]] = {RAW: lambda: plain(workload), RAW_AGAIN: lambda: plain(workload)}
+    makers: Makers = {RAW: lambda: plain(workload), RAW_AGAIN: lambda: plain(workload)}
     if world > 1:
         makers[RAW_TUNED] = lambda: raw_ddp(workload, **accel_settings())
     makers[ACCEL] = lambda: by_accel(workload)
     makers["Accelerate"] = lambda: by_accelerate(workload)
     makers["Fabric"] = lambda: by_fabric(workload, world)
-    return [build(name, make) for name, make in makers.items() if name not in missing_rivals()]
-
-
-def settings() -> dict[str, dict[str, Any]]:
-    """The DDP settings of the table, by their text; the first are torch's defaults."""
-    grid = [
-        {"gradient_as_bucket_view": view, "bucket_cap_mb": cap}
-        for view in (False, True)
-        for cap in (None, 1, 5, 25, 100)
-    ]
-    grid += [{"gradient_as_bucket_view": view, "bucket_cap_mb": 25, "static_graph": True} for view in (False, True)]
-    if "batched_grad_copy" in DDP_PARAMETERS:
-        grid += [
-            {"gradient_as_bucket_view": view, "bucket_cap_mb": cap, "batched_grad_copy": True}
-            for view in (False, True)
-            for cap in (None, 5, 25)
-        ]
-    return {", ".join(f"{k}={v}" for k, v in one.items()): one for one in grid}
+    return makers

@@ -1,58 +1,59 @@
-"""The picture: a step's cpu time relative to raw torch."""
+"""The pictures: bars in groups."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
 
-from .contenders import ACCEL, RAW
-from .report import Results
-from .timing import Row
-from .workloads import WORKLOADS
+from .section import Panel
 
-COLOURS = {ACCEL: "#c2410c", "Accelerate": "#64748b", "Fabric": "#a8b3c4"}
+#: accel's bars stand out; those of raw torch and the rivals are grey.
+OURS = ("#c2410c", "#ea8a4d", "#f3b48a", "#7c2d12")
+OTHERS = ("#334155", "#64748b", "#94a3b8", "#b6c2d1", "#d3dae4", "#475569", "#0f766e")
 
 
-def _panel(axes: Axes, title: str, tables: dict[str, list[Row]]) -> None:
-    names = [name for name in COLOURS if any(r.name == name for r in tables[WORKLOADS[0].name])]
-    width = 0.8 / len(names)
-    for i, name in enumerate(names):
-        for k, workload in enumerate(WORKLOADS):
-            row = next(r for r in tables[workload.name] if r.name == name)
-            percent = 100 * (row.cpu_ratio - 1)
-            label = name if k == 0 else None
-            axes.bar(k + (i - (len(names) - 1) / 2) * width, percent, width * 0.92, color=COLOURS[name], label=label)
+def _colours(names: Sequence[str]) -> dict[str, str]:
+    ours, others, found = iter(OURS), iter(OTHERS * 2), {}
+    for name in names:
+        found[name] = next(ours, OURS[-1]) if name.startswith("accel") else next(others)
+    return found
+
+
+def _panel(axes: Axes, panel: Panel) -> None:
+    width = 0.84 / len(panel.bars)
+    colours = _colours(list(panel.bars))
+    for i, (name, values) in enumerate(panel.bars.items()):
+        places = [k + (i - (len(panel.bars) - 1) / 2) * width for k in range(len(panel.groups))]
+        drawn = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
+        axes.bar([p for p, _ in drawn], [v for _, v in drawn], width * 0.92, color=colours[name], label=name)
+        for place, value in drawn:
             axes.annotate(
-                f"{percent:+.1f}",
-                (k + (i - (len(names) - 1) / 2) * width, percent),
-                (0, 3 if percent >= 0 else -3),
-                textcoords="offset points",
-                ha="center",
-                va="bottom" if percent >= 0 else "top",
-                fontsize=8,
+                f"{value:.3g}", (place, value), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=7
             )
-    axes.axhline(0, color="black", linewidth=0.8)
-    # A tiny model's bars may be a hundred times those of a large one.
-    axes.set_yscale("symlog", linthresh=10)
-    axes.set_yticks(
-        [-20, -10, -5, 0, 5, 10, 20, 50, 100, 200], [str(y) for y in (-20, -10, -5, 0, 5, 10, 20, 50, 100, 200)]
-    )
-    axes.minorticks_off()
-    axes.set_xticks(range(len(WORKLOADS)), [w.title.partition(":")[0] for w in WORKLOADS])
-    axes.set_title(title, fontsize=11)
-    axes.margins(y=0.15)
+    if panel.limit is not None:
+        axes.axhline(panel.limit, color="black", linewidth=0.8, linestyle="--")
+    if panel.log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(range(len(panel.groups)), panel.groups, fontsize=8)
+    axes.set_title(panel.title, fontsize=11)
+    axes.set_ylabel(panel.unit)
+    axes.margins(y=0.12)
     axes.grid(axis="y", alpha=0.25)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
-def draw(results: Results, path: Path) -> None:
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    _panel(left, "one process", results.single)
-    _panel(right, "DDP, 2 ranks", results.ddp)
-    left.set_ylabel(f"cpu time of a step over {RAW}, %")
-    left.legend(frameon=False, loc="upper right")
-    figure.savefig(path, dpi=130)
+def draw(panels: Sequence[Panel], path: Path) -> None:
+    """One below the other."""
+    figure = Figure(figsize=(11, 3.9 * len(panels)), layout="constrained")
+    for axes, panel in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
+        _panel(axes, panel)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)

@@ -1,4 +1,4 @@
-"""The tables of docs/pipeline.md: ``python -m tests.bench.pipeline``."""
+"""Section ``pipeline``: memory of the stages, balanced or not."""
 
 from __future__ import annotations
 
@@ -6,16 +6,25 @@ import ctypes
 import gc
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 import accel
-from tests.distributed import close_all, outcomes
+
+from .ranks import run
+from .section import Data, Panel, Section, Verdict, answer, brief, failures, table
 
 WIDTH, PAIRS, ROWS, STEPS = 1024, 8, 1024, 3
 MIB = 2**20
+#: The largest difference of a weight from the plain loop's.
+CLOSE = 1e-5
+ABOUT = f"""{PAIRS} pairs of `Linear({WIDTH}, {WIDTH})` and `GELU`, AdamW, fp32, {ROWS} rows, on CPU; MiB of each process, by \
+what its allocator has given out. *State* is weights and optimizer state between steps; *activations* what the forward adds; \
+*peak* the most during a step, gradients included. *Distance* is the largest difference of a weight from the plain \
+loop's after {STEPS} steps."""
 
 
 class _Heap(ctypes.Structure):
@@ -122,16 +131,50 @@ CASES: list[tuple[int, dict[str, Any] | None]] = [
 ]
 
 
-def main() -> None:
-    """Prints the table's rows."""
-    for world, options in CASES:
-        results = outcomes(world, measure, options, timeout=300, breaks=True)
-        assert not any(r.error for r in results), results
-        cells = [" / ".join(f"{r.value[0][i]:.0f}" for r in results) for i in range(3)]
-        name = "plain loop" if options is None else ", ".join(f"{k}={v!r}" for k, v in options.items())
-        print(f"| {world} | `{name}` | {' | '.join(cells)} | {max(r.value[1] for r in results):.0e} |", flush=True)
-    close_all()
+def _name(options: dict[str, Any] | None) -> str:
+    return "plain loop" if options is None else ", ".join(f"{k}={v!r}" for k, v in options.items())
 
 
-if __name__ == "__main__":
-    main()
+def _measure(quick: bool) -> Data:
+    found: Data = {"rows": [], "failed": {}}
+    for world, options in CASES[:1] + CASES[-3:-2] if quick else CASES:
+        try:
+            results = run(world, measure, options)
+        except RuntimeError as error:
+            found["failed"][f"{_name(options)} on {world}"] = brief(error)
+            continue
+        sizes = [[result[0][i] for result in results] for i in range(3)]
+        found["rows"].append(
+            {"world": world, "options": _name(options), "sizes": sizes, "distance": max(r[1] for r in results)}
+        )
+    return found
+
+
+def _tell(data: Data) -> list[str]:
+    rows = []
+    for row in data["rows"]:
+        cells = [" / ".join(f"{size:.0f}" for size in sizes) for sizes in row["sizes"]]
+        rows.append([f"`{row['options']}`", str(row["world"]), *cells, f"{row['distance']:.0e}"])
+    return [
+        ABOUT,
+        table(["options", "processes", "state", "activations", "peak", "distance"], rows),
+        *failures(data["failed"]),
+    ]
+
+
+def _judge(data: Data) -> Iterator[Verdict]:
+    for row in data["rows"]:
+        what = f"weights as the plain loop's: {row['options']}, {row['world']}"
+        yield Verdict(what, f"{CLOSE:.0e}", f"{row['distance']:.0e}", answer(row["distance"], CLOSE))
+    for name, error in data["failed"].items():
+        yield Verdict(f"weights as the plain loop's: {name}", f"{CLOSE:.0e}", "none", f"**not measured**: {error}")
+
+
+def _draw(data: Data) -> list[Panel]:
+    groups = [f"{row['world']}: {row['options']}".replace(", ", "\n") for row in data["rows"]]
+    most = [[max(sizes) for sizes in row["sizes"]] for row in data["rows"]]
+    bars = {name: [m[i] for m in most] for i, name in enumerate(("state", "activations", "peak"))}
+    return [Panel("The fullest process of a pipeline", "MiB", groups, bars)]
+
+
+SECTION = Section("pipeline", "Memory of a pipeline", _measure, _tell, _judge, _draw)

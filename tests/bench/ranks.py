@@ -15,6 +15,7 @@ from typing import Any
 
 _context = multiprocessing.get_context("spawn")
 LIMIT_SECONDS = 600.0
+GROUP_SECONDS = 120.0
 
 
 def _serve(rank: int, world: int, store: str, answer: Connection, work: bytes) -> None:
@@ -28,7 +29,7 @@ def _serve(rank: int, world: int, store: str, answer: Connection, work: bytes) -
     torch.set_num_threads(1)
     try:
         if world > 1:
-            limit = timedelta(seconds=60)
+            limit = timedelta(seconds=GROUP_SECONDS)
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
         fn, args = pickle.loads(work)
         answer.send((True, fn(*args)))
@@ -39,10 +40,14 @@ def _serve(rank: int, world: int, store: str, answer: Connection, work: bytes) -
     os._exit(0)
 
 
-def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """The results of ``fn(*args)`` on each rank; ``fn`` lives at the top level of a module."""
+def run(world: int, fn: Callable[..., Any], *args: Any, seconds: float = LIMIT_SECONDS) -> list[Any]:
+    """The results of ``fn(*args)`` on each rank, within ``seconds``; ``fn`` lives at the top level of a module.
+
+    Raises:
+        RuntimeError: a rank failed (with its traceback) or was late.
+    """
     work = pickle.dumps((fn, args))
-    deadline = time.monotonic() + LIMIT_SECONDS
+    deadline = time.monotonic() + seconds
     processes, pipes = [], []
     with tempfile.TemporaryDirectory(prefix="accel-bench-") as folder:
         try:
@@ -65,8 +70,11 @@ def run(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 def _receive(rank: int, pipe: Connection, deadline: float) -> Any:
     if not pipe.poll(max(0.0, deadline - time.monotonic())):
-        raise RuntimeError(f"rank {rank} of a benchmark gave nothing within {LIMIT_SECONDS:.0f} s")
-    good, value = pipe.recv()
+        raise RuntimeError(f"rank {rank} of a benchmark gave nothing in time")
+    try:
+        good, value = pipe.recv()
+    except EOFError:
+        raise RuntimeError(f"rank {rank} of a benchmark died") from None
     if not good:
         raise RuntimeError(f"rank {rank} of a benchmark failed:\n{value}")
     return value

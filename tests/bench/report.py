@@ -1,48 +1,38 @@
-"""The page: tables, how each figure was taken, the targets beside the figures."""
+"""The page, and what was measured, kept so that one section can be taken again without the others."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
-from dataclasses import dataclass, field
+import re
+import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 
 import torch
 
-from .contenders import accel_settings
-from .measure import NUM_BATCHES, NUM_IMPORTS
-from .targets import verdicts
-from .timing import Row
-from .workloads import WORKLOADS
+from . import picture
+from .section import Data, Section, table
 
-METHOD = """Every comparison comes from one run in which the contenders take turns in the same processes: a round is one \
-short block of steps of each, and each round begins with another. A ratio or an overhead is the median over the \
+ROOT = Path(__file__).parents[2]
+PAGE, PICTURES, KEPT = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "benchmarks", ROOT / "build" / "bench"
+
+METHOD = """Every comparison of times comes from one run in which the contenders take turns in the same processes: a round \
+is one short block of work of each, and each round begins with another. A ratio or an overhead is the median over the \
 rounds of what is computed within one round, so that a disturbance hits both sides; *best* is the shortest \
-block. Times of 2 ranks are their mean, a barrier starts each block. *cpu* is the process's own time with all \
+block. Times of several ranks are their mean, a barrier starts each block. *cpu* is the process's own time with all \
 its threads (`time.process_time`), *thread* is that of the thread that runs the loop (`time.thread_time`), \
-without the threads of gloo; *wall* is what the clock says. All with `OMP_NUM_THREADS=1` and without garbage \
-collection inside a block. "raw torch, again" is the same loop as "raw torch" once more: what it shows is noise. \
-± is half the 95 % interval of a median. Overheads of a step are held against their targets in *thread* time: \
-all that a library adds to a step in Python runs there, and gloo's waiting threads, whose cpu time varies by \
-more than any overhead, do not; ratios are held in *cpu* time. What a library changes for the whole process \
-(optimizer hooks, for example) is in place during its own blocks only."""
-STEPS = """zero_grad, forward, loss, backward and step in fp32, by each library's own loop (`accelerator.backward`, \
-`fabric.backward`); times in microseconds per step."""
-SETTINGS = """Raw `DistributedDataParallel` on the 500-tensor model at 2 ranks over gloo, in microseconds per step; the first \
-row is torch's defaults (`bucket_cap_mb=None`: 25 MiB, the first bucket 1 MiB)."""
+*wall* is what the clock says. All with `OMP_NUM_THREADS=1` and without garbage \
+collection inside a block. What is called "again" is the first contender once more: what it shows is noise. \
+± is half the 95 % interval of a median. What a library changes for the whole process \
+(optimizer hooks, for example) is in place during its own blocks only. A contender that fails is named with its error.
 
-
-@dataclass
-class Results:
-    """What was measured; a section that was not is empty."""
-
-    quick: bool = False
-    missing: list[str] = field(default_factory=list)
-    single: dict[str, list[Row]] = field(default_factory=dict)
-    ddp: dict[str, list[Row]] = field(default_factory=dict)
-    settings: list[Row] = field(default_factory=list)
-    costs: dict[str, list[Row]] = field(default_factory=dict)
+`make bench` takes all sections, `python -m tests.bench --only fsdp,deepspeed` takes some again and leaves the others as they \
+are, `--render` writes them anew from the figures of their last run (`build/bench`), `--quick` prints a short try and \
+leaves the page."""
+HEAD = ("target", "limit", "figure", "verdict")
 
 
 def machine() -> str:
@@ -56,124 +46,68 @@ def machine() -> str:
     return f"{os.cpu_count()} cores, {model}, torch {torch.__version__}"
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
+def taken(data: Data, seconds: float) -> Data:
+    """What is kept of a section: where and when it was measured, and what."""
+    return {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "seconds": round(seconds), "data": data}
 
 
-def _steps(rows: list[Row]) -> str:
-    head = [
-        "",
-        "wall",
-        "wall, best",
-        "cpu",
-        "wall ratio",
-        "cpu ratio",
-        "wall over raw",
-        "cpu over raw",
-        "thread over raw",
-        "rounds",
-    ]
-    return _table(
-        head,
-        [
-            [
-                r.name,
-                f"{r.wall:.1f}",
-                f"{r.wall_min:.1f}",
-                f"{r.cpu:.1f}",
-                f"{r.wall_ratio:.3f}",
-                f"{r.cpu_ratio:.3f}",
-                f"{r.wall_over:+.1f}" if i else "",
-                f"{r.cpu_over:+.1f} ± {r.noise:.1f}" if i else "",
-                f"{r.thread_over:+.1f} ± {r.thread_noise:.1f}" if i else "",
-                str(r.rounds),
-            ]
-            for i, r in enumerate(rows)
-        ],
-    )
+def keep(section: Section, record: Data) -> None:
+    KEPT.mkdir(parents=True, exist_ok=True)
+    (KEPT / f"{section.name}.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
-def _all_steps(title: str, tables: dict[str, list[Row]]) -> list[str]:
-    parts = [f"## {title}", STEPS]
-    for workload in WORKLOADS:
-        parts += [f"### {title}: {workload.title}", _steps(tables[workload.name])]
-    return parts
+def text(section: Section, record: Data) -> str:
+    """A section of the page."""
+    data = record["data"]
+    verdicts = [[v.what, v.limit, v.figure, v.answer] for v in section.judge(data)]
+    parts = [f"## {section.title}", f"Taken {record['date']} in {record['seconds']} s on {record['machine']}."]
+    parts += [table(HEAD, verdicts)] if verdicts else []
+    if section.draw(data):
+        parts.append(f"![{section.title}](benchmarks/{section.name}.png)")
+    return "\n\n".join([*parts, *section.tell(data)])
 
 
-def _effect(rows: dict[str, Row], change: str, on: str, off: str) -> list[str]:
-    """What a change gives in the mean over the pairs of rows that differ in it alone."""
-    others = {name: name.replace(on, off) for name in rows if f"{name},".count(f"{on},")}
-    pairs = [(rows[name], rows[other]) for name, other in others.items() if other in rows]
-    cpu = fmean(a.cpu_ratio - b.cpu_ratio for a, b in pairs)
-    wall = fmean(a.wall_ratio - b.wall_ratio for a, b in pairs)
-    return [change, f"{100 * cpu:+.1f} %", f"{100 * wall:+.1f} %", str(len(pairs))]
+def _marked(name: str, content: str) -> str:
+    return f"<!-- section: {name} -->\n\n{content}\n\n<!-- end: {name} -->"
 
 
-def _all_settings(rows: list[Row]) -> list[str]:
-    named = {r.name: r for r in rows}
-    changes = [("`gradient_as_bucket_view=True`", "gradient_as_bucket_view=True", "gradient_as_bucket_view=False")]
-    changes += [
-        (f"`bucket_cap_mb={cap}` for None", f"bucket_cap_mb={cap}", "bucket_cap_mb=None") for cap in (1, 5, 25, 100)
-    ]
-    changes += [(f"`{k}=True`", f", {k}=True", "") for k in ("static_graph", "batched_grad_copy")]
-    effects = [_effect(named, *change) for change in changes if any(change[1] in name for name in named)]
-    best = min(rows, key=lambda r: r.cpu_ratio)
-    chosen = ", ".join(f"`{k}={v}`" for k, v in accel_settings().items())
-    return [
-        "## Settings of DDP",
-        SETTINGS,
-        _steps(rows),
-        "What one setting gives, in the mean over the pairs of rows that differ in it alone, in percent of the step with "
-        "torch's defaults:",
-        _table(["change", "cpu", "wall", "pairs"], effects),
-        f"The least cpu: `{best.name}`, {best.cpu_ratio:.3f} of torch's defaults. accel's defaults are {chosen}.",
-    ]
+def _on_page(name: str) -> str | None:
+    """The section as the page has it, for a checkout that has not measured it."""
+    page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    found = re.search(rf"<!-- section: {name} -->\n\n(.*?)\n\n<!-- end: {name} -->", page, re.DOTALL)
+    return found[1] if found else None
 
 
-def _all_costs(costs: dict[str, list[Row]]) -> list[str]:
-    setup, mask, log, loader = (costs[name] for name in ("setup", "mask", "log", "loader"))
-    lines = [
-        ["repeated `accel.setup(model, optimizer, loader)` of raw objects", setup[0].wall, setup[0].cpu],
-        ["the same of their handles", setup[1].wall, setup[1].cpu],
-        ["trainability check of 500 tensors (`TrainableMask.changed`)", mask[0].wall, mask[0].cpu],
-        ["gradient log, for each parameter of a backward", log[1].wall_over, log[1].cpu_over],
-        *(
-            [f"dataloader, {r.name}: for each batch over the raw `DataLoader`", r.wall_over, r.cpu_over]
-            for r in loader[1:]
-        ),
-    ]
-    figures = [[what, f"{wall:.2f}", f"{cpu:.2f}"] for what, wall, cpu in lines]
-    imports = [[f"`import {r.name}`", f"{r.wall / 1e3:.1f}", f"{r.cpu / 1e3:.1f}"] for r in costs["import"]]
-    return [
-        "## Costs of single verbs",
-        "In microseconds, from loops in one process. The gradient log is the difference of backward passes into 500 scalar "
-        f"parameters with and without it, the dataloader the difference of epochs of {NUM_BATCHES} shuffled batches that "
-        f"cost almost nothing themselves (the raw one takes {loader[0].wall:.1f} a batch), their start included.",
-        _table(["", "wall", "cpu"], figures),
-        f"Imports in milliseconds, in {NUM_IMPORTS} or more fresh processes each, which take turns and import torch first; all "
-        "bytecode exists already:",
-        _table(["", "wall", "cpu"], imports),
-    ]
+#: How the answers to targets begin.
+KINDS = ("met", "not decided", "missed", "not measured")
 
 
-def page(results: Results) -> str:
-    """The whole page, of the sections that there are."""
-    parts = ["# Benchmarks", f"Written by `make bench` on {machine()}.", METHOD]
-    if results.missing:
-        parts.append(f"Not installed, so not measured: {', '.join(results.missing)}.")
-    if results.single and results.ddp:
-        parts.append("![cpu time of a step relative to raw torch](benchmarks.png)")
-    found = verdicts(results.single, results.ddp, results.costs)
-    if found:
-        rows = [[v.what, v.limit, v.figure, v.answer] for v in found]
-        parts += ["## Targets", _table(["target", "limit", "figure", "verdict"], rows)]
-    if results.single:
-        parts += _all_steps("One process", results.single)
-    if results.ddp:
-        parts += _all_steps("DDP, 2 ranks over gloo", results.ddp)
-    if results.settings:
-        parts += _all_settings(results.settings)
-    if results.costs:
-        parts += _all_costs(results.costs)
-    return "\n\n".join(parts) + "\n"
+def _counted(title: str, content: str) -> list[str]:
+    """A line of the summary, from the section's own table of targets."""
+    _, _, below = content.partition(f"| {' | '.join(HEAD)} |\n")
+    lines = below.partition("\n\n")[0].splitlines()[1:]
+    answers = [line.rstrip(" |").rpartition(" | ")[2].strip("*") for line in lines]
+    count = Counter(re.split(r"[,:*]", answer)[0] for answer in answers)
+    anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+    return [f"[{title}](#{anchor})", *(str(count[kind]) for kind in KINDS)]
+
+
+def _content(section: Section, again: bool) -> str:
+    """From what was kept, drawn too, where that is asked for; else as the page has it."""
+    kept = KEPT / f"{section.name}.json"
+    if not (again and kept.exists()):
+        return _on_page(section.name) or f"## {section.title}\n\nNot measured yet."
+    record = json.loads(kept.read_text(encoding="utf-8"))
+    panels = section.draw(record["data"])
+    if panels:
+        picture.draw(panels, PICTURES / f"{section.name}.png")
+    return text(section, record)
+
+
+def write(sections: Sequence[Section], again: Sequence[str]) -> None:
+    """The page of all sections; those named in ``again`` anew, the others as they are."""
+    contents = {section: _content(section, section.name in again) for section in sections}
+    summary = table(["section", *KINDS], [_counted(section.title, content) for section, content in contents.items()])
+    top = ["# Benchmarks", "Written by `make bench`.", METHOD, "## Targets", summary]
+    parts = [_marked(section.name, content) for section, content in contents.items()]
+    PAGE.write_text("\n\n".join([*top, *parts]) + "\n", encoding="utf-8")

@@ -45,14 +45,14 @@ class Contender:
 def build(name: str, make: Callable[[], Callable[[], Any]]) -> Contender:
     """Make a contender and take what it changed for the whole process out of the way of the others."""
     before, backward = set(_GLOBAL_HOOKS), getattr(torch.autograd, _PATCHED)
-    run = make()
-    contender = Contender(
-        name, run, {k: v for k, v in _GLOBAL_HOOKS.items() if k not in before}, getattr(torch.autograd, _PATCHED)
-    )
-    setattr(torch.autograd, _PATCHED, backward)
-    for key in contender.hooks:
-        del _GLOBAL_HOOKS[key]
-    return contender
+    try:
+        run = make()
+        hooks = {k: v for k, v in _GLOBAL_HOOKS.items() if k not in before}
+        return Contender(name, run, hooks, getattr(torch.autograd, _PATCHED))
+    finally:
+        setattr(torch.autograd, _PATCHED, backward)
+        for key in set(_GLOBAL_HOOKS) - before:
+            del _GLOBAL_HOOKS[key]
 
 
 @dataclass
@@ -115,7 +115,8 @@ def over_ranks(results: Sequence[dict[str, Times]]) -> dict[str, Times]:
 class Row:
     """A contender's figures, in microseconds; ratios and overheads are medians of those of each round.
 
-    ``noise`` and ``thread_noise`` are what ``cpu_over`` and ``thread_over`` may be off by, in 95 of 100 such runs.
+    ``wall_noise``, ``noise`` and ``thread_noise`` are what ``wall_over``, ``cpu_over`` and ``thread_over`` may be off by,
+    in 95 of 100 such runs.
     """
 
     name: str
@@ -127,6 +128,7 @@ class Row:
     wall_ratio: float
     cpu_ratio: float
     wall_over: float
+    wall_noise: float
     cpu_over: float
     noise: float
     thread_over: float
@@ -159,6 +161,7 @@ def summarise(times: dict[str, Times]) -> list[Row]:
                 wall_ratio=median(a / b for a, b in walls),
                 cpu_ratio=median(a / b for a, b in cpus),
                 wall_over=median(a - b for a, b in walls) * 1e6,
+                wall_noise=_uncertainty([a - b for a, b in walls]) * 1e6,
                 cpu_over=median(a - b for a, b in cpus) * 1e6,
                 noise=_uncertainty([a - b for a, b in cpus]) * 1e6,
                 thread_over=median(threads) * 1e6,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +68,10 @@ def _numbers(width: int, out: int) -> Callable[[], tuple[torch.Tensor, torch.Ten
     return lambda: (torch.randn(8, width), torch.randn(8, out))
 
 
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=1e-9)
+
+
 def _sgd(model: nn.Module) -> Optimizer:
     # So small that thousands of steps on one batch change nothing about the cost of a step.
     return SGD(model.parameters(), lr=1e-9)
@@ -80,10 +84,20 @@ WORKLOADS = (
         "gpt",
         "small GPT: 3.3 M parameters, AdamW",
         GPT,
-        lambda model: AdamW(model.parameters(), lr=1e-9),
+        adamw,
         lambda: (torch.randint(256, (2, 32)), torch.randint(256, (2, 32))),
         F.cross_entropy,
         1,
     ),
 )
 MANY = WORKLOADS[1]
+
+
+def workload_of(name: str) -> Workload:
+    return next(w for w in WORKLOADS if w.name == name)
+
+
+def with_adamw(name: str) -> Workload:
+    """Sharding divides an optimizer's state, so these steps need one that has some."""
+    workload = workload_of(name)
+    return replace(workload, title=workload.title.replace("SGD", "AdamW"), optimizer=adamw)

@@ -1,16 +1,15 @@
-"""What is measured: steps of whole loops, DDP's settings, and the costs of single verbs."""
+"""Section ``costs``: single verbs, and the import."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,47 +17,22 @@ import accel
 from accel.gradients import GradientLog
 from accel.trainable import TrainableMask
 
-from . import contenders
+from .contenders import RIVALS, installed_rivals
 from .ranks import run
-from .timing import Contender, Row, Times, build, interleave, over_ranks, summarise
-from .workloads import MANY, WORKLOADS
+from .section import Data, Section, Verdict, answer, table
+from .timing import Contender, Row, Times, interleave, summarise
+from .workloads import MANY
 
 NUM_BATCHES = 500
 NUM_IMPORTS = 9
+CAUSES = {
+    "setup": "each object is looked up again, the loader's options are compared",
+    "mask": "one attribute of each parameter is read in every forward",
+    "import": "the building of accel's own classes and modules, which load nothing that torch has not loaded",
+}
 
 
-def _together() -> dict[str, Any]:
-    """What keeps the ranks in step: a barrier before each block, and rank 0's number of rounds."""
-    if not dist.is_initialized():
-        return {}
-
-    def agree(rounds: int) -> int:
-        number = torch.tensor(rounds)
-        dist.broadcast(number, 0)
-        return int(number)
-
-    return {"meet": dist.barrier, "agree": agree}
-
-
-# -- in the worker processes ------------------------------------------------------------------------------------------
-
-
-def _steps(world: int, seconds: float) -> dict[str, dict[str, Times]]:
-    times = {}
-    for workload in WORKLOADS:
-        rivals = contenders.contenders(workload, world)
-        times[workload.name] = interleave(rivals, seconds, workload.steps, **_together())
-        # The next engine registers its hooks anew, where they are seen.
-        accel.teardown()
-    return times
-
-
-def _settings(seconds: float) -> dict[str, Times]:
-    def maker(settings: dict[str, Any]) -> Callable[[], contenders.Step]:
-        return lambda: contenders.raw_ddp(MANY, **settings)
-
-    grid = [build(name, maker(settings)) for name, settings in contenders.settings().items()]
-    return interleave(grid, seconds, 1, **_together())
+# -- in the worker process --------------------------------------------------------------------------------------------
 
 
 def _setup_again(seconds: float) -> dict[str, Times]:
@@ -119,8 +93,8 @@ def _loaders(seconds: float) -> dict[str, Times]:
         return Fabric(accelerator="cpu", devices=1).setup_dataloaders(loader())
 
     makers = {"raw torch": loader, "accel": by_accel, "Accelerate": by_accelerate, "Fabric": by_fabric}
-    missing = contenders.missing_rivals()
-    built = [Contender(name, epoch(make())) for name, make in makers.items() if name not in missing]
+    take_part = {"raw torch", "accel", *installed_rivals()}
+    built = [Contender(name, epoch(make())) for name, make in makers.items() if name in take_part]
     return interleave(built, seconds, 1, units=NUM_BATCHES)
 
 
@@ -132,23 +106,9 @@ def _costs(seconds: float) -> dict[str, dict[str, Times]]:
 # -- from the outside -------------------------------------------------------------------------------------------------
 
 
-def steps(world: int, seconds: float) -> dict[str, list[Row]]:
-    ranks = run(world, _steps, world, seconds)
-    return {w.name: summarise(over_ranks([rank[w.name] for rank in ranks])) for w in WORKLOADS}
-
-
-def settings(seconds: float) -> list[Row]:
-    return summarise(over_ranks(run(2, _settings, seconds)))
-
-
-def costs(seconds: float) -> dict[str, list[Row]]:
-    return {name: summarise(times) for name, times in run(1, _costs, seconds)[0].items()}
-
-
-def imports(rivals: bool) -> list[Row]:
+def _imports(rivals: bool) -> list[Row]:
     """Each library's import in fresh processes that have imported torch before, the libraries taking turns."""
-    packages = ["accel", *(contenders.RIVALS if rivals else ())]
-    packages = [name for name in packages if importlib.util.find_spec(name) is not None]
+    packages = ["accel", *(RIVALS[name] for name in installed_rivals() if rivals)]
     times = {name: Times() for name in ("torch", *packages)}
     code = (
         "import time\nfor name in {names}:\n    w, c = time.perf_counter(), time.process_time()\n    __import__(name)\n"
@@ -169,3 +129,57 @@ def imports(rivals: bool) -> list[Row]:
                     times[name].cpu.append(float(cpu))
                     times[name].thread.append(float(cpu))
     return summarise(times)
+
+
+def _measure(quick: bool) -> Data:
+    found = {name: summarise(times) for name, times in run(1, _costs, 1.0 if quick else 6.0)[0].items()}
+    found["import"] = _imports(rivals=not quick)
+    return {name: [asdict(row) for row in measured] for name, measured in found.items()}
+
+
+def _rows(data: Data) -> dict[str, list[Row]]:
+    return {name: [Row(**row) for row in measured] for name, measured in data.items()}
+
+
+def _tell(data: Data) -> list[str]:
+    costs = _rows(data)
+    setup, mask, log, loader = (costs[name] for name in ("setup", "mask", "log", "loader"))
+    lines: list[tuple[str, float, float]] = [
+        ("repeated `accel.setup(model, optimizer, loader)` of raw objects", setup[0].wall, setup[0].cpu),
+        ("the same of their handles", setup[1].wall, setup[1].cpu),
+        ("trainability check of 500 tensors (`TrainableMask.changed`)", mask[0].wall, mask[0].cpu),
+        ("gradient log, for each parameter of a backward", log[1].wall_over, log[1].cpu_over),
+        *(
+            (f"dataloader, {r.name}: for each batch over the raw `DataLoader`", r.wall_over, r.cpu_over)
+            for r in loader[1:]
+        ),
+    ]
+    figures = [[what, f"{wall:.2f}", f"{cpu:.2f}"] for what, wall, cpu in lines]
+    imports = [[f"`import {r.name}`", f"{r.wall / 1e3:.1f}", f"{r.cpu / 1e3:.1f}"] for r in costs["import"]]
+    missing = [name for name in RIVALS if name not in {r.name for r in loader}]
+    return [
+        "In microseconds, from loops in one process. The gradient log is the difference of backward passes into 500 scalar "
+        f"parameters with and without it, the dataloader the difference of epochs of {NUM_BATCHES} shuffled batches that "
+        f"cost almost nothing themselves (the raw one takes {loader[0].wall:.1f} a batch), their start included.",
+        table(["", "wall", "cpu"], figures),
+        f"Imports in milliseconds, in {NUM_IMPORTS} or more fresh processes each, which take turns and import torch first; all "
+        "bytecode exists already:",
+        table(["", "wall", "cpu"], imports),
+        *([f"Not installed, so not measured: {', '.join(missing)}."] if missing else []),
+    ]
+
+
+def _judge(data: Data) -> Iterator[Verdict]:
+    costs = _rows(data)
+    for name, what, limit in (
+        ("setup", "repeated `accel.setup(model, optimizer, loader)`", 50.0),
+        ("mask", "trainability check of 500 tensors", 40.0),
+    ):
+        row = costs[name][0]
+        yield Verdict(what, f"{limit:.0f} us", f"{row.cpu:.1f} us", answer(row.cpu, limit, cause=CAUSES[name]))
+    row = next(r for r in costs["import"] if r.name == "accel")
+    verdict = answer(row.wall, 50e3, cause=CAUSES["import"])
+    yield Verdict("`import accel` over `import torch`", "50 ms", f"{row.wall / 1e3:.1f} ms", verdict)
+
+
+SECTION = Section("costs", "Costs of single verbs", _measure, _tell, _judge)
