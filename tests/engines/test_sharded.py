@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import pickle
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
