@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
+from . import engines
 from .api import (
     backward,
     clip_grad_norm_,
@@ -18,7 +19,6 @@ from .collectives import all_gather, all_reduce, broadcast
 from .control import any_rank, barrier, main_first
 from .data import LoaderOptions, effective_batch_size, gather_for_metrics
 from .deferred import deferred_init
-from .engines import OPTIONS
 from .errors import (
     AccelError,
     AlreadySetUpError,
@@ -49,9 +49,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# The option classes of the backends, found in `engines`: a new backend brings its own.
-globals().update(OPTIONS)
-
 # What a loop may never ask for loads when it does, so that `import accel` stays light.
 _LATER: Final = {
     "latest": "checkpoint",
@@ -64,14 +61,21 @@ _LATER: Final = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    value: Any
+    if name == "__all__":
+        value = [*_NAMES, *engines.option_names()]
+    elif name in _LATER:
+        value = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+    else:  # the option classes of the backends: a new backend brings its own
+        value = engines.option_class(name)
+    if value is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+    globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__getattr__("__all__")})
 
 
 __all__ = [
@@ -126,4 +130,7 @@ __all__ = [
     "verify",
     "world_size",
 ]
-__all__ += sorted(OPTIONS)
+# With the names of the option classes, `__getattr__` makes the whole list: that imports all backends.
+_NAMES: list[str] = __all__
+if not TYPE_CHECKING:
+    del __all__

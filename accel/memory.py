@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, final
 from torch import nn
 from torch.optim import Optimizer
 
-from .engines import BASELINE, ENGINES, Engine, Options
+from .engines import BASELINE, ENGINES, Engine, Options, engine_of
 from .errors import AccelError, OptimizerError
 from .footprint import UNITS, Footprint, MemoryUse, count, human, take
 from .handles import OptimizerHandle, raw
@@ -94,14 +94,14 @@ class MemoryReport:
             ).rstrip()
             for line in lines
         ]
-        legend = [f"less: than {BASELINE.name} on as many ranks"] if any(map(self._less, self.rows)) else []
+        legend = [f"less: than {BASELINE} on as many ranks"] if any(map(self._less, self.rows)) else []
         return "\n".join([self.title, *text, *legend])
 
     def _less(self, row: MemoryRow) -> str:
         """By how much a total is smaller than the baseline's."""
-        if row.backend == BASELINE.name or row.kind != "predicted":
+        if row.backend == BASELINE or row.kind != "predicted":
             return ""
-        base = self.predicted(BASELINE.name, row.ranks).total
+        base = self.predicted(BASELINE, row.ranks).total
         percent = 100 * (1 - row.use.total / base) if base else 0.0
         return f"{percent:.0f} %" if round(percent) else ""
 
@@ -249,7 +249,7 @@ def memory_report(
 
 def label(options: Options) -> str:
     """A backend's name, and its options that are not the defaults."""
-    name = next(name for name, engine in ENGINES.items() if engine.options_type is type(options))
+    name = engine_of(options).name
     usual = type(options)()
     fields = [f.name for f in dataclasses.fields(options) if getattr(options, f.name) != getattr(usual, f.name)]
     return f"{name}({', '.join(f'{f}={getattr(options, f)!r}' for f in fields)})" if fields else name

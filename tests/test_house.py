@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import accel
-from accel.engines import ENGINES, OPTIONS
+from accel.engines import ENGINES, option_names
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "accel"
@@ -89,7 +89,9 @@ def test_files_and_functions_are_small(path: Path) -> None:
 
 
 def test_no_backend_is_named_outside_its_folder() -> None:
-    names = re.compile(rf"\b({'|'.join([*ENGINES, *OPTIONS, 'deepspeed', 'fairscale', 'DistributedDataParallel'])})\b")
+    names = re.compile(
+        rf"\b({'|'.join([*ENGINES, *option_names(), 'deepspeed', 'fairscale', 'DistributedDataParallel'])})\b"
+    )
     for path in FILES:
         if layer_of(path) == "engines":
             continue
@@ -110,7 +112,7 @@ def test_no_backend_is_named_outside_its_folder() -> None:
 
 def test_all_is_the_public_names() -> None:
     public = {n for n in dir(accel) if not n.startswith("_") and not isinstance(getattr(accel, n), type(ast))}
-    assert public - {"TYPE_CHECKING", "Any", "Final", "OPTIONS"} == set(accel.__all__)
+    assert public - {"TYPE_CHECKING", "Any", "Final"} == set(accel.__all__)
     assert len(set(accel.__all__)) == len(accel.__all__)
 
 
@@ -118,7 +120,8 @@ def test_an_unknown_backend_is_no_engine_and_each_file_is_one() -> None:
     files = {p.stem for p in (PACKAGE / "engines").glob("[!_]*.py")} - {"base"}
     assert set(ENGINES) == files
     assert all(e.name == name for name, e in ENGINES.items())
-    assert len(OPTIONS) == len(ENGINES)
+    assert sorted(name.lower() for name in option_names()) == sorted(ENGINES)
+    assert all(getattr(accel, name) is ENGINES[name.lower()].options_type for name in option_names())
 
 
 def test_import_brings_nothing_heavy() -> None:

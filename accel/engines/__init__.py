@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import pkgutil
 import sys
-from typing import Any
+from collections.abc import Iterator, MutableMapping
+from typing import Any, Final, final
 
 from ..errors import BackendError
 from ..process import Process
@@ -29,25 +30,62 @@ FOREIGN = frozenset(
 )
 
 
-def _find() -> dict[str, type[Engine]]:
-    found = {}
-    for info in pkgutil.iter_modules(__path__):
-        if info.name == "base" or info.name.startswith("_"):
-            continue
-        module = importlib.import_module(f"{__name__}.{info.name}")
-        found[info.name] = next(
-            v
-            for v in vars(module).values()
-            if isinstance(v, type) and issubclass(v, Engine) and v.__module__ == module.__name__
-        )
-    return found
+@final
+class _Engines(MutableMapping[str, type[Engine]]):
+    """The engines by name. A file of this package is imported when its engine is first asked for."""
+
+    def __init__(self) -> None:
+        names = (info.name for info in pkgutil.iter_modules(__path__))
+        self._found: dict[str, type[Engine] | None] = {n: None for n in names if n != "base" and not n.startswith("_")}
+
+    def __getitem__(self, name: str) -> type[Engine]:
+        engine = self._found[name]
+        if engine is None:
+            engine = self._found[name] = self._import(name)
+        return engine
+
+    @staticmethod
+    def _import(name: str) -> type[Engine]:
+        module = importlib.import_module(f"{__name__}.{name}")
+        own = (v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__)
+        return next(cls for cls in own if issubclass(cls, Engine))
+
+    def __setitem__(self, name: str, engine: type[Engine]) -> None:
+        self._found[name] = engine
+
+    def __delitem__(self, name: str) -> None:
+        del self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
 
 
-ENGINES: dict[str, type[Engine]] = _find()
-OPTIONS: dict[str, type[Options]] = {e.options_type.__name__: e.options_type for e in ENGINES.values()}
+ENGINES: Final = _Engines()
 
 #: The backend that the others are compared with: one model on all ranks, and nothing divided.
-BASELINE = ENGINES["ddp"]
+BASELINE: Final = "ddp"
+
+
+def option_class(name: str) -> type[Options] | None:
+    """A backend's option class by its name, which is the backend's in capitals as people write it; None without one."""
+    engine = ENGINES.get(name.lower())
+    return engine.options_type if engine is not None and engine.options_type.__name__ == name else None
+
+
+def option_names() -> list[str]:
+    """The names of all option classes; imports every engine."""
+    return sorted(engine.options_type.__name__ for engine in ENGINES.values())
+
+
+def engine_of(options: Options) -> type[Engine]:
+    """The engine that has such options."""
+    likely = ENGINES.get(type(options).__name__.lower())
+    if likely is not None and likely.options_type is type(options):
+        return likely
+    return next(engine for engine in ENGINES.values() if engine.options_type is type(options))
 
 
 def resolve(backend: object) -> tuple[type[Engine], Any]:
@@ -57,13 +95,13 @@ def resolve(backend: object) -> tuple[type[Engine], Any]:
         BackendError: no such backend (lists the known ones), or a package that it needs is missing (says what to install).
     """
     if isinstance(backend, Options):
-        engine, options = next(e for e in ENGINES.values() if e.options_type is type(backend)), backend
+        engine, options = engine_of(backend), backend
     elif isinstance(backend, str) and backend in ENGINES:
         engine, options = ENGINES[backend], ENGINES[backend].options_type()
     else:
         raise BackendError(
             f"unknown backend {backend!r}; expected 'auto', one of {', '.join(map(repr, ENGINES))}, "
-            f"or options: {', '.join(f'accel.{name}(...)' for name in OPTIONS)}"
+            f"or options: {', '.join(f'accel.{name}(...)' for name in option_names())}"
         )
     for module, package in engine.requires.items():
         if importlib.util.find_spec(module) is None:
