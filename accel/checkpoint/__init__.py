@@ -4,9 +4,10 @@ save > job > draft (what all ranks have) > listing, layout (who writes what) > s
 load > meeting (state and checkpoint) > verify > reader (bytes)
 """
 
+from .export import export
 from .load import load
 from .manage import latest, link
 from .save import save
 from .verify import verify
 
-__all__ = ["latest", "link", "load", "save", "verify"]
+__all__ = ["export", "latest", "link", "load", "save", "verify"]

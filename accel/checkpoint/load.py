@@ -11,22 +11,23 @@ from typing import Any, Literal, final
 
 import torch
 
+from .. import shard
 from ..data import LoaderHandle
 from ..errors import CheckpointError
 from ..process import current
 from ..shard import Manifest
-from . import record
 from .background import background
 from .dtypes import BY_NAME
 from .leaves import Leaf, RankLeaf, StatefulLeaf, TensorLeaf
 from .meeting import Meeting, kept_names, plain
 from .reader import Reader
-from .record import Record
+from .record import Stored
 from .together import explain, together
 from .trained import ModuleLeaf, OptimizerLeaf
 from .trees import State
 from .values import Decoder, Json
 from .verify import verify_needed
+from .weights import Source, open_source
 
 logger = logging.getLogger("accel")
 
@@ -44,7 +45,9 @@ def load(
     """Fill ``state`` in place from the checkpoint in ``dir``, whatever world size and backend saved it. Collective.
 
     Args:
-        dir: the checkpoint's directory.
+        dir: the checkpoint's directory; or one with ``model.safetensors``, or with ``model.safetensors.index.json`` and the
+            shards that it names, as ``export`` and other libraries write them. That has no checksums, and ``state`` then
+            holds one model, which is filled.
         state: as for ``save``: handles, modules, optimizers, objects with a state dict and tensors are filled in place, plain
             values in its dicts are replaced. What the checkpoint has beside is left alone. None: only the plain values are
             returned.
@@ -68,11 +71,10 @@ def load(
 
         def prepare() -> tuple[_Loading, tuple[str, str, _Differences]]:
             background.wait()
-            directory = os.path.abspath(os.fspath(dir))
-            found, digits = record.read(directory)
-            loading = _Loading(directory, found, rank, stream=check == "stream")
+            source = open_source(os.path.abspath(os.fspath(dir)), state)
+            loading = _Loading(source, rank, stream=check == "stream")
             loading.meet(state, undo, convert)
-            return loading, (directory, digits, loading.differences)
+            return loading, (source.directory, source.digits, loading.differences)
 
         loading, told = together("accel.load", prepare)
         if any(digits != told[0][1] for _, digits, _ in told):
@@ -81,7 +83,7 @@ def load(
                 "that all of them see"
             )
         _report(told[0][0], [differences for _, _, differences in told], strict, rank)
-        if check == "first":
+        if check == "first" and loading.plain is None:
             verify_needed(loading.reader, loading.found, loading.needs(), process.place)
         together("accel.load (the values)", loading.decode)
         undo.pop_all()
@@ -134,17 +136,19 @@ def _report(directory: str, differences: Sequence[_Differences], strict: bool, r
 class _Loading:
     """One rank's part of a load."""
 
-    def __init__(self, directory: str, found: Record, rank: int, *, stream: bool) -> None:
-        self.found = found
+    def __init__(self, source: Source, rank: int, *, stream: bool) -> None:
+        self.found = source.record
+        self.plain = source.plain
         self.rank = rank
         self.stream = stream
-        self.path = os.path.join(directory, record.NAME)
-        self.reader = Reader(directory, found, stream=stream)
+        self.path = source.path
+        self.reader = Reader(source.directory, self.found, stream=stream, plain=source.plain)
         self.differences = _Differences()
         self._kept: dict[str, torch.Tensor] = {}
         self._decoder = Decoder(self.path, self._fetch)
         self._meeting = Meeting()
         self._wanted: list[tuple[str, int, torch.Tensor]] = []
+        self._twins: list[tuple[str, str]] = []
         self._apply: Callable[[], Any] = dict
 
     def _fetch(self, name: str) -> torch.Tensor:
@@ -172,6 +176,7 @@ class _Loading:
             return
         own = f"{leaf.name}/" if not isinstance(leaf, TensorLeaf) else leaf.name
         tensors = {name[len(own) :]: t for name, t in self.found.tensors.items() if name.startswith(own)}
+        stored_as = self._untie(leaf, own, tensors) if isinstance(leaf, ModuleLeaf) else {}
         manifest: Manifest = {name: (t.shape, BY_NAME[t.dtype]) for name, t in tensors.items()}
         undo.callback(leaf.undo())
         touched = set()
@@ -190,9 +195,33 @@ class _Loading:
                     f"{here}: {BY_NAME[stored.dtype]} in the checkpoint, {slot.tensor.dtype} here (convert=True converts)"
                 )
             else:
-                self._wanted.append((f"{own}{name}", slot.start, slot.tensor))
+                self._wanted.append((f"{own}{stored_as.get(name, name)}", slot.start, slot.tensor))
         if not isinstance(leaf, TensorLeaf):
             self.differences.untouched.update(f"{leaf.path}, {name}" for name in tensors.keys() - touched)
+
+    def _untie(self, leaf: ModuleLeaf, own: str, tensors: dict[str, Stored]) -> dict[str, str]:
+        """Let a tied tensor have its first name in ``tensors`` alone; returns under which it was stored."""
+        stored_as = {}
+        for first, others in leaf.tied().items():
+            for name in others:
+                if name not in tensors:
+                    continue
+                if first not in tensors:
+                    tensors[first], stored_as[first] = tensors[name], name
+                else:
+                    self._twins.append((f"{own}{stored_as.get(first, first)}", f"{own}{name}"))
+                del tensors[name]
+        if self.plain is not None:
+            self.differences.missing.extend(f"{leaf.path}, {name}" for name in shard.module_values(leaf.module))
+        return stored_as
+
+    def _check_twins(self) -> None:
+        for one, other in self._twins:
+            a, b = self.found.tensors[one], self.found.tensors[other]
+            if (a.dtype, a.shape) != (b.dtype, b.shape) or (self.rank == 0 and not self.reader.same(one, other)):
+                raise CheckpointError(
+                    f"{self.path}: {one} and {other} differ, and in the model they are one tensor; it is not this model's"
+                )
 
     def _nodes(self) -> list[Json]:
         return [*self._meeting.plain, *(node for leaf, node in self._meeting.leaves)]
@@ -208,6 +237,7 @@ class _Loading:
 
     def decode(self) -> tuple[None, None]:
         """Make sure that all values can be decoded, before anything is changed."""
+        self._check_twins()
         for node in self._meeting.plain:
             plain(node, self._decoder)
         for leaf, node in self._meeting.leaves:
