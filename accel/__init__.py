@@ -13,7 +13,7 @@ from .api import (
     teardown,
     unwrap,
 )
-from .checkpoint import export, latest, link, load, save, verify
+from .checkpoint import export, import_checkpoint, latest, link, load, save, verify
 from .collectives import all_gather, all_reduce, broadcast
 from .control import any_rank, barrier, main_first
 from .data import LoaderOptions, effective_batch_size, gather_for_metrics
@@ -80,6 +80,7 @@ __all__ = [
     "export",
     "full_state_dict",
     "gather_for_metrics",
+    "import_checkpoint",
     "init",
     "is_main",
     "join",

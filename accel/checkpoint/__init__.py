@@ -5,9 +5,10 @@ load > meeting (state and checkpoint) > verify > reader (bytes)
 """
 
 from .export import export
+from .foreign import import_checkpoint
 from .load import load
 from .manage import latest, link
 from .save import save
 from .verify import verify
 
-__all__ = ["export", "latest", "link", "load", "save", "verify"]
+__all__ = ["import_checkpoint", "export", "latest", "link", "load", "save", "verify"]

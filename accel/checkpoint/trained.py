@@ -210,6 +210,8 @@ class OptimizerLeaf(Leaf):
         self._fill_values(values)
         if self._engine is not None and self._engine.precision.scaled and node.get("scale") is not None:
             self._engine.loss_scale.restore(*node["scale"])
+        if not node["class"]:
+            return  # another library's, which does not say what was frozen
         frozen = {renamed[name] for name in node["frozen"]}
         for name in renamed.values():
             parameter = self._parameters[name]

@@ -117,12 +117,12 @@ def read_weights(directory: str) -> tuple[list[tuple[Plain, dict[str, Entry]]], 
     Raises:
         CheckpointError: a file is missing or damaged, is outside of the directory, or the index does not fit the files.
     """
-    single, index = (os.path.join(directory, name) for name in (SINGLE, INDEX))
-    if os.path.lexists(single) and os.path.lexists(index):
+    alone, index = (os.path.join(directory, name) for name in (SINGLE, INDEX))
+    if os.path.lexists(alone) and os.path.lexists(index):
         raise CheckpointError(
             f"{directory} has {SINGLE} and {INDEX}, of which libraries take different ones: remove the one that is out of date"
         )
-    if os.path.lexists(single):
+    if os.path.lexists(alone):
         plain, entries, own = _read_file(directory, SINGLE)
         return [(plain, entries)], own
     content = _content(inside(directory, INDEX), _MAX_INDEX)
