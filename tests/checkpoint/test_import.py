@@ -197,6 +197,7 @@ def save_zero(directory: str, stage: int) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 8,
         "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,
         "zero_allow_untrusted_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
