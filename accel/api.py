@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from . import process
 from .agreement import execute
+from .checkpoint.initial import first_values
 from .data import LoaderOptions
 from .engines import Engine
 from .errors import AccelError
@@ -52,13 +53,20 @@ def setup(
         AlreadySetUpError: the model's engine has another backend, precision or options.
         SharedParametersError: parameters of the model belong to another live engine.
         RankMismatchError: the ranks' models or arguments differ; raised on every rank.
+        CheckpointError: the weights of a deferred model do not fit it.
         OptimizerError, LoaderError, BackendError, PrecisionError, DeviceError: an argument that cannot work.
     """
     wanted = (backend, precision, devices)
     handles = known_handles(model, optimizers, dataloaders, wanted, loader_options)
     if handles is not None:
         return handles
-    return execute(make_plan(model, optimizers, dataloaders, wanted, loader_options))
+    plan = make_plan(model, optimizers, dataloaders, wanted, loader_options)
+    if plan.error is None and plan.engine is None:
+        try:
+            plan.fill = first_values(plan.module)
+        except AccelError as error:
+            plan.error = error
+    return execute(plan)
 
 
 def teardown(model: Any = None) -> nn.Module | None:

@@ -63,7 +63,13 @@ def plan(directory: str, name: str | None, max_shard_size: int | str, dtype: str
     """
     limit, wanted = parse_size(max_shard_size), _parse_dtype(dtype)
     found, _ = record.read(directory)
-    own = f"{_choose(directory, found.values, name)}/"
+    chosen, node = choose(directory, found.values, name)
+    if extra := node.get("extra"):
+        raise CheckpointError(
+            f"{directory}: {', '.join(list(extra)[:5])} of the model {chosen!r} is state that is no tensor (get_extra_state), "
+            "which these files cannot hold"
+        )
+    own = f"{chosen}/"
     items = []
     for full, stored in found.tensors.items():
         if not full.startswith(own):
@@ -129,7 +135,13 @@ def models_in(node: Json, decoder: Decoder, name: str = "") -> Iterator[tuple[st
         yield from models_in(child, decoder, f"{name}/{component(key)}" if name else component(key))
 
 
-def _choose(directory: str, values: Json, name: str | None) -> str:
+def choose(directory: str, values: Json, name: str | None) -> tuple[str, dict[str, Json]]:
+    """The name and the node of the model that is asked for, or of the only one.
+
+    Raises:
+        CheckpointError: there is no such model, or several.
+    """
+
     def refuse(tensor: str) -> torch.Tensor:
         raise CheckpointError(f"{directory}: the key of a dict is the tensor {tensor!r}")
 
@@ -140,9 +152,4 @@ def _choose(directory: str, values: Json, name: str | None) -> str:
     chosen = next(iter(models)) if name is None else name
     if chosen not in models:
         raise CheckpointError(f"{directory} has no model {name!r}; it has {known}")
-    if extra := models[chosen].get("extra"):
-        raise CheckpointError(
-            f"{directory}: {', '.join(list(extra)[:5])} of the model {chosen!r} is state that is no tensor (get_extra_state), "
-            "which these files cannot hold"
-        )
-    return chosen
+    return chosen, models[chosen]

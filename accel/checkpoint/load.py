@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, Literal, final
 
 import torch
@@ -17,6 +16,7 @@ from ..errors import CheckpointError
 from ..process import current
 from ..shard import Manifest
 from .background import background
+from .differences import Differences, report
 from .dtypes import BY_NAME
 from .leaves import Leaf, RankLeaf, StatefulLeaf, TensorLeaf
 from .meeting import Meeting, kept_names, plain
@@ -30,8 +30,6 @@ from .verify import verify_needed
 from .weights import Source, open_source
 
 logger = logging.getLogger("accel")
-
-_FIRST = 10  # differences that a message lists
 
 
 def load(
@@ -69,10 +67,10 @@ def load(
         raise CheckpointError(f"check={check!r}: expected 'first' or 'stream'")
     with contextlib.ExitStack() as undo:
 
-        def prepare() -> tuple[_Loading, tuple[str, str, _Differences]]:
+        def prepare() -> tuple[Loading, tuple[str, str, Differences]]:
             background.wait()
             source = open_source(os.path.abspath(os.fspath(dir)), state)
-            loading = _Loading(source, rank, stream=check == "stream")
+            loading = Loading(source, rank, stream=check == "stream")
             loading.meet(state, undo, convert)
             return loading, (source.directory, source.digits, loading.differences)
 
@@ -82,7 +80,7 @@ def load(
                 f"{told[0][0]}: the ranks see different checkpoints there; load after the save is done, from a file system "
                 "that all of them see"
             )
-        _report(told[0][0], [differences for _, _, differences in told], strict, rank)
+        report(told[0][0], [differences for _, _, differences in told], strict, rank)
         if check == "first" and loading.plain is None:
             verify_needed(loading.reader, loading.found, loading.needs(), process.place)
         together("accel.load (the values)", loading.decode)
@@ -92,48 +90,8 @@ def load(
     return result if state is None else state
 
 
-@dataclass(frozen=True, slots=True)
-class _Differences:
-    """Between the state and the checkpoint, as this rank sees them.
-
-    Args:
-        missing: in the checkpoint.
-        unfit: with both sides.
-        untouched: tensors that the checkpoint has of the state's modules, and this rank does not need.
-    """
-
-    missing: list[str] = field(default_factory=list)
-    unfit: list[str] = field(default_factory=list)
-    untouched: set[str] = field(default_factory=set)
-
-
-def _report(directory: str, differences: Sequence[_Differences], strict: bool, rank: int) -> None:
-    """Raise, or warn of, what does not fit on any rank."""
-    lines = []
-    missing = dict.fromkeys(name for d in differences for name in d.missing)
-    untouched = set.intersection(*(d.untouched for d in differences))
-    for what, names in (
-        ("in the state, not in the checkpoint", list(missing)),
-        ("in the checkpoint, not in the state", sorted(untouched)),
-    ):
-        if names:
-            more = f", and {len(names) - _FIRST} more" if len(names) > _FIRST else ""
-            lines.append(f"{what}: {', '.join(names[:_FIRST])}{more}")
-    unfit = list(dict.fromkeys(text for d in differences for text in d.unfit))
-    lines += unfit[:_FIRST]
-    if len(unfit) > _FIRST:
-        lines.append(f"and {len(unfit) - _FIRST} more")
-    if lines and strict:
-        raise CheckpointError(
-            f"{directory} does not fit the state, and nothing was changed (strict=False loads what fits):\n  "
-            + "\n  ".join(lines)
-        )
-    if lines and rank == 0:
-        logger.warning("%s does not fit the state; skipped:\n  %s", directory, "\n  ".join(lines))
-
-
 @final
-class _Loading:
+class Loading:
     """One rank's part of a load."""
 
     def __init__(self, source: Source, rank: int, *, stream: bool) -> None:
@@ -143,7 +101,7 @@ class _Loading:
         self.stream = stream
         self.path = source.path
         self.reader = Reader(source.directory, self.found, stream=stream, plain=source.plain)
-        self.differences = _Differences()
+        self.differences = Differences()
         self._kept: dict[str, torch.Tensor] = {}
         self._decoder = Decoder(self.path, self._fetch)
         self._meeting = Meeting()
