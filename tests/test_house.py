@@ -24,7 +24,7 @@ LAYERS = [
     ["commands"],
     ["launch"],
     ["worker"],
-    ["api", "summary", "memory"],
+    ["api", "summary", "memory", "picture"],
     ["checkpoint"],
     ["agreement"],
     ["planning"],

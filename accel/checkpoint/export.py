@@ -82,11 +82,13 @@ def write_export(
     dtype: str | torch.dtype | None,
     overwrite: bool,
     progress: Callable[[int], Any] = lambda nbytes: None,
+    begin: Callable[[int], Any] = lambda nbytes: None,
 ) -> None:
-    """``export`` in this process; ``progress`` hears how many bytes were written."""
+    """``export`` in this process; ``begin`` hears how many bytes it will be, ``progress`` how many more were written."""
     try:
         job = plan(directory, name, max_shard_size, dtype)
         _check_target(directory, out, overwrite)
+        begin(job.nbytes)
         folder.make(out)
         lock = folder.Lock(out)
         try:

@@ -9,7 +9,7 @@ import argparse
 import os
 
 from ..checkpoint.foreign import convert
-from ..progress import bar
+from ..progress import Bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write it, and say what was found."""
-    with bar("convert", 0) as progress:
+    with Bar("convert") as progress:
         found = convert(
             os.path.abspath(args.source),
             os.path.abspath(args.directory),

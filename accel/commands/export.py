@@ -6,7 +6,7 @@ import argparse
 import os
 
 from ..checkpoint.export import write_export
-from ..progress import bar
+from ..progress import Bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write it."""
     directory, out = os.path.abspath(args.directory), os.path.abspath(args.out)
-    with bar("export", 0) as progress:
+    with Bar("export") as progress:
         write_export(
             directory,
             out,
@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             overwrite=args.overwrite,
             progress=progress,
+            begin=progress.begin,
         )
     print(f"{args.directory}: exported to {args.out}")
     return 0
