@@ -15,7 +15,7 @@ class Bar:
         total: how many bytes it will be; None where ``begin`` tells.
     """
 
-    def __init__(self, what: str, total: int | None) -> None:
+    def __init__(self, what: str, total: int | None = None) -> None:
         self._bar: Any = None
         if sys.stderr.isatty():
             with contextlib.suppress(ImportError):
