@@ -162,7 +162,7 @@ def _absent(directory: str) -> str:
         return f"{directory} holds checkpoints ({', '.join(inside[-5:])}) but is none: name one, or accel.latest({directory!r})"
     return (
         f"{directory} has no {NAME}, so that it is no complete checkpoint of accel: the save did not finish, or another "
-        f"library wrote it; it holds {', '.join(names[:5]) or 'nothing'}"
+        f"library wrote it (accel.import_checkpoint takes some); it holds {', '.join(names[:5]) or 'nothing'}"
     )
 
 
