@@ -41,6 +41,8 @@ from .rng import rng_state, seed
 from .summary import summary
 
 if TYPE_CHECKING:
+    from .checkpoint.export import export
+    from .checkpoint.foreign import import_checkpoint
     from .checkpoint.load import load
     from .checkpoint.manage import latest, link
     from .checkpoint.save import save
@@ -51,6 +53,8 @@ __version__ = "0.1.0"
 
 # What a loop may never ask for loads when it does, so that `import accel` stays light.
 _LATER: Final = {
+    "export": "checkpoint",
+    "import_checkpoint": "checkpoint",
     "latest": "checkpoint",
     "link": "checkpoint",
     "load": "checkpoint",
@@ -104,8 +108,10 @@ __all__ = [
     "deferred_init",
     "device",
     "effective_batch_size",
+    "export",
     "full_state_dict",
     "gather_for_metrics",
+    "import_checkpoint",
     "init",
     "is_main",
     "join",

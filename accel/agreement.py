@@ -31,6 +31,7 @@ def describe(plan: Plan) -> dict[str, str]:
     facts = {
         "backend": f"{plan.options}",
         "precision": plan.precision.name if plan.precision else "",
+        "values from a directory": str(plan.fill is not None),
         "set up before": str(plan.engine is not None),
         "scale_lr": str(plan.scale_lr),
         "number of new optimizers": str(len(plan.new_optimizers)),
@@ -119,6 +120,9 @@ def execute(plan: Plan) -> Handles:
             engine.start(plan.new_optimizers)
         if plan.engine is None:
             registry.add(engine)
+            if plan.fill is not None:
+                undo.callback(registry.remove, engine)
+                plan.fill(engine.handle)
         undo.pop_all()
     handles = Handles(
         engine.handle,

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from . import process
 from .agreement import execute
 from .data import LoaderOptions
+from .deferred import weights_of
 from .engines import Engine
 from .errors import AccelError
 from .handles import Handles, ModelHandle, OptimizerHandle
@@ -55,13 +56,22 @@ def setup(
         AlreadySetUpError: the model's engine has another backend, precision or options.
         SharedParametersError: parameters of the model belong to another live engine.
         RankMismatchError: the ranks' models or arguments differ; raised on every rank.
+        CheckpointError: the weights of a deferred model do not fit it.
         OptimizerError, LoaderError, BackendError, PrecisionError, DeviceError: an argument that cannot work.
     """
     wanted = (backend, precision, devices)
     handles = known_handles(model, optimizers, dataloaders, wanted, loader_options, scale_lr)
     if handles is not None:
         return handles
-    return execute(make_plan(model, optimizers, dataloaders, wanted, loader_options, scale_lr))
+    plan = make_plan(model, optimizers, dataloaders, wanted, loader_options, scale_lr)
+    if plan.error is None and plan.engine is None and weights_of(plan.module) is not None:
+        from .checkpoint.initial import first_values  # with all that checkpoints need
+
+        try:
+            plan.fill = first_values(plan.module)
+        except AccelError as error:
+            plan.error = error
+    return execute(plan)
 
 
 def teardown(model: Any = None) -> nn.Module | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
@@ -15,24 +17,33 @@ from .errors import BackendError
 
 #: On a parameter that waits for its first values; another one on the meta device lost its values.
 _MARK: Final = "_accel_deferred"
+#: Beside it: the directory that the values come from.
+_WEIGHTS: Final = "_accel_weights"
 
 
 @contextlib.contextmanager
-def deferred_init() -> Iterator[None]:
+def deferred_init(weights: str | os.PathLike[str] | None = None) -> Iterator[None]:
     """Context: parameters of modules built inside lie on the meta device, without memory or values; buffers are real.
 
     ``accel.setup`` gives them values by each module's ``reset_parameters()`` (or ``_reset_parameters()``), the same on
     all ranks; a backend that shards makes one such module whole at a time. It refuses, by name, a parameter
     that no such method covers.
+
+    Args:
+        weights: read the values from there instead: a checkpoint with one model, or a directory with
+            ``model.safetensors`` or its index. Each rank reads what it needs, and no method is called. All parameters and
+            persistent buffers of the model that is set up must be there; they are converted to its dtypes. Buffers that
+            are not persistent stay as they were built.
     """
-    hook = register_module_parameter_registration_hook(_without_memory)
+    source = None if weights is None else os.path.abspath(os.fspath(weights))
+    hook = register_module_parameter_registration_hook(functools.partial(_without_memory, source))
     try:
         yield
     finally:
         hook.remove()
 
 
-def _without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+def _without_memory(source: str | None, module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
     if parameter is None or parameter.is_meta:
         return None
     meta = parameter.detach().to("meta")
@@ -40,7 +51,24 @@ def _without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None
     made.__class__ = type(parameter)
     made.__dict__.update(parameter.__dict__)
     setattr(made, _MARK, weakref.ref(module))
+    setattr(made, _WEIGHTS, source)
     return made
+
+
+def weights_of(module: nn.Module) -> str | None:
+    """The directory that the values of a deferred module come from.
+
+    Raises:
+        BackendError: of some parameters it is another one, or none.
+    """
+    sources = {getattr(p, _WEIGHTS, None): name for name, p in module.named_parameters() if p.is_meta}
+    if len(sources) > 1:
+        places = "; ".join(f"{name} from {source or 'reset_parameters()'}" for source, name in sources.items())
+        raise BackendError(
+            f"the parameters of this {type(module).__name__} would come from several places ({places}): build all of it in one "
+            "accel.deferred_init()"
+        )
+    return next(iter(sources), None)
 
 
 def resetting(module: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], Any]]]:
@@ -86,7 +114,7 @@ def check_deferred(module: nn.Module) -> None:
             f"parameters and buffers on the meta device have no values: {', '.join(lost[:5])}; materialise the module first, or "
             "build it inside accel.deferred_init()"
         )
-    if not any(p.is_meta for p in module.parameters()):
+    if not any(p.is_meta for p in module.parameters()) or weights_of(module) is not None:
         return
     covered = {id(p) for child, _ in resetting(module) for p in child.parameters()}
     bare = [name for name, p in module.named_parameters() if p.is_meta and id(p) not in covered]
@@ -99,7 +127,11 @@ def check_deferred(module: nn.Module) -> None:
 
 @torch.no_grad()
 def materialize(module: nn.Module, device: torch.device, undo: contextlib.ExitStack) -> None:
-    """Give every parameter on the meta device memory on ``device`` and its first values; ``undo`` takes them away again."""
+    """Give every parameter on the meta device memory on ``device`` and its first values; ``undo`` takes them away again.
+
+    Values that come from a directory come later.
+    """
+    reset_all = weights_of(module) is None
     replaced = [
         (p, nn.Parameter(without_values(p, device), requires_grad=p.requires_grad))
         for p in module.parameters()
@@ -110,6 +142,8 @@ def materialize(module: nn.Module, device: torch.device, undo: contextlib.ExitSt
     for parameter, real in replaced:
         swap(parameter, real)
         undo.callback(swap, parameter, real)
+    if not reset_all:
+        return
     for child, reset in resetting(module):
         if any(id(p) in waiting for p in child.parameters()):
             reset_own(child, reset, borrowed[id(child)])
@@ -149,6 +183,6 @@ def swap(parameter: nn.Parameter, other: nn.Parameter) -> None:
     """Exchange what two parameter objects hold; each keeps its identity, which optimizers know it by."""
     other.__class__ = type(parameter)
     for name, value in parameter.__dict__.items():
-        if name != _MARK:
+        if name not in (_MARK, _WEIGHTS):
             other.__dict__.setdefault(name, value)
     torch.utils.swap_tensors(parameter, other)

@@ -44,6 +44,8 @@ class Plan:
     dataloaders: Any = None
     new_optimizers: list[Optimizer] = field(default_factory=list)
     new_loaders: list[DataLoader[Any]] = field(default_factory=list)
+    #: Reads first values into the handle, once there is one.
+    fill: Callable[[nn.Module], None] | None = None
     error: AccelError | None = None
 
 

@@ -94,6 +94,13 @@ class Leaf(ABC):
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """In a state: an object whose leaf is known already; gets the leaf's name and path."""
+
+    leaf: Callable[[str, str], Leaf]
+
+
 def full_names(leaf: Leaf, shards: Sequence[Shard]) -> Iterator[Shard]:
     """The shards under their names in the checkpoint."""
     return (replace(s, name=f"{leaf.name}/{s.name}") for s in shards)

@@ -5,32 +5,31 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, Literal, final
 
 import torch
 
+from .. import shard
 from ..data import LoaderHandle
 from ..errors import CheckpointError
 from ..process import current
 from ..shard import Manifest
-from . import record
 from .background import background
+from .differences import Differences, report
 from .dtypes import BY_NAME
 from .leaves import Leaf, RankLeaf, StatefulLeaf, TensorLeaf
 from .meeting import Meeting, kept_names, plain
 from .reader import Reader
-from .record import Record
+from .record import Stored
 from .together import explain, together
 from .trained import ModuleLeaf, OptimizerLeaf
 from .trees import State
 from .values import Decoder, Json
 from .verify import verify_needed
+from .weights import Source, open_source
 
 logger = logging.getLogger("accel")
-
-_FIRST = 10  # differences that a message lists
 
 
 def load(
@@ -44,7 +43,9 @@ def load(
     """Fill ``state`` in place from the checkpoint in ``dir``, whatever world size and backend saved it. Collective.
 
     Args:
-        dir: the checkpoint's directory.
+        dir: the checkpoint's directory; or one with ``model.safetensors``, or with ``model.safetensors.index.json`` and the
+            shards that it names, as ``export`` and other libraries write them. That has no checksums, and ``state`` then
+            holds one model, which is filled.
         state: as for ``save``: handles, modules, optimizers, objects with a state dict and tensors are filled in place, plain
             values in its dicts are replaced. What the checkpoint has beside is left alone. None: only the plain values are
             returned.
@@ -66,13 +67,12 @@ def load(
         raise CheckpointError(f"check={check!r}: expected 'first' or 'stream'")
     with contextlib.ExitStack() as undo:
 
-        def prepare() -> tuple[_Loading, tuple[str, str, _Differences]]:
+        def prepare() -> tuple[Loading, tuple[str, str, Differences]]:
             background.wait()
-            directory = os.path.abspath(os.fspath(dir))
-            found, digits = record.read(directory)
-            loading = _Loading(directory, found, rank, stream=check == "stream")
+            source = open_source(os.path.abspath(os.fspath(dir)), state)
+            loading = Loading(source, rank, stream=check == "stream")
             loading.meet(state, undo, convert)
-            return loading, (directory, digits, loading.differences)
+            return loading, (source.directory, source.digits, loading.differences)
 
         loading, told = together("accel.load", prepare)
         if any(digits != told[0][1] for _, digits, _ in told):
@@ -80,8 +80,8 @@ def load(
                 f"{told[0][0]}: the ranks see different checkpoints there; load after the save is done, from a file system "
                 "that all of them see"
             )
-        _report(told[0][0], [differences for _, _, differences in told], strict, rank)
-        if check == "first":
+        report(told[0][0], [differences for _, _, differences in told], strict, rank)
+        if check == "first" and loading.plain is None:
             verify_needed(loading.reader, loading.found, loading.needs(), process.place)
         together("accel.load (the values)", loading.decode)
         undo.pop_all()
@@ -90,61 +90,23 @@ def load(
     return result if state is None else state
 
 
-@dataclass(frozen=True, slots=True)
-class _Differences:
-    """Between the state and the checkpoint, as this rank sees them.
-
-    Args:
-        missing: in the checkpoint.
-        unfit: with both sides.
-        untouched: tensors that the checkpoint has of the state's modules, and this rank does not need.
-    """
-
-    missing: list[str] = field(default_factory=list)
-    unfit: list[str] = field(default_factory=list)
-    untouched: set[str] = field(default_factory=set)
-
-
-def _report(directory: str, differences: Sequence[_Differences], strict: bool, rank: int) -> None:
-    """Raise, or warn of, what does not fit on any rank."""
-    lines = []
-    missing = dict.fromkeys(name for d in differences for name in d.missing)
-    untouched = set.intersection(*(d.untouched for d in differences))
-    for what, names in (
-        ("in the state, not in the checkpoint", list(missing)),
-        ("in the checkpoint, not in the state", sorted(untouched)),
-    ):
-        if names:
-            more = f", and {len(names) - _FIRST} more" if len(names) > _FIRST else ""
-            lines.append(f"{what}: {', '.join(names[:_FIRST])}{more}")
-    unfit = list(dict.fromkeys(text for d in differences for text in d.unfit))
-    lines += unfit[:_FIRST]
-    if len(unfit) > _FIRST:
-        lines.append(f"and {len(unfit) - _FIRST} more")
-    if lines and strict:
-        raise CheckpointError(
-            f"{directory} does not fit the state, and nothing was changed (strict=False loads what fits):\n  "
-            + "\n  ".join(lines)
-        )
-    if lines and rank == 0:
-        logger.warning("%s does not fit the state; skipped:\n  %s", directory, "\n  ".join(lines))
-
-
 @final
-class _Loading:
+class Loading:
     """One rank's part of a load."""
 
-    def __init__(self, directory: str, found: Record, rank: int, *, stream: bool) -> None:
-        self.found = found
+    def __init__(self, source: Source, rank: int, *, stream: bool) -> None:
+        self.found = source.record
+        self.plain = source.plain
         self.rank = rank
         self.stream = stream
-        self.path = os.path.join(directory, record.NAME)
-        self.reader = Reader(directory, found, stream=stream)
-        self.differences = _Differences()
+        self.path = source.path
+        self.reader = Reader(source.directory, self.found, stream=stream, plain=source.plain)
+        self.differences = Differences()
         self._kept: dict[str, torch.Tensor] = {}
         self._decoder = Decoder(self.path, self._fetch)
         self._meeting = Meeting()
         self._wanted: list[tuple[str, int, torch.Tensor]] = []
+        self._twins: list[tuple[str, str]] = []
         self._apply: Callable[[], Any] = dict
 
     def _fetch(self, name: str) -> torch.Tensor:
@@ -172,6 +134,7 @@ class _Loading:
             return
         own = f"{leaf.name}/" if not isinstance(leaf, TensorLeaf) else leaf.name
         tensors = {name[len(own) :]: t for name, t in self.found.tensors.items() if name.startswith(own)}
+        stored_as = self._untie(leaf, own, tensors) if isinstance(leaf, ModuleLeaf) else {}
         manifest: Manifest = {name: (t.shape, BY_NAME[t.dtype]) for name, t in tensors.items()}
         undo.callback(leaf.undo())
         touched = set()
@@ -190,9 +153,33 @@ class _Loading:
                     f"{here}: {BY_NAME[stored.dtype]} in the checkpoint, {slot.tensor.dtype} here (convert=True converts)"
                 )
             else:
-                self._wanted.append((f"{own}{name}", slot.start, slot.tensor))
+                self._wanted.append((f"{own}{stored_as.get(name, name)}", slot.start, slot.tensor))
         if not isinstance(leaf, TensorLeaf):
             self.differences.untouched.update(f"{leaf.path}, {name}" for name in tensors.keys() - touched)
+
+    def _untie(self, leaf: ModuleLeaf, own: str, tensors: dict[str, Stored]) -> dict[str, str]:
+        """Let a tied tensor have its first name in ``tensors`` alone; returns under which it was stored."""
+        stored_as = {}
+        for first, others in leaf.tied().items():
+            for name in others:
+                if name not in tensors:
+                    continue
+                if first not in tensors:
+                    tensors[first], stored_as[first] = tensors[name], name
+                else:
+                    self._twins.append((f"{own}{stored_as.get(first, first)}", f"{own}{name}"))
+                del tensors[name]
+        if self.plain is not None:
+            self.differences.missing.extend(f"{leaf.path}, {name}" for name in shard.module_values(leaf.module))
+        return stored_as
+
+    def _check_twins(self) -> None:
+        for one, other in self._twins:
+            a, b = self.found.tensors[one], self.found.tensors[other]
+            if (a.dtype, a.shape) != (b.dtype, b.shape) or (self.rank == 0 and not self.reader.same(one, other)):
+                raise CheckpointError(
+                    f"{self.path}: {one} and {other} differ, and in the model they are one tensor; it is not this model's"
+                )
 
     def _nodes(self) -> list[Json]:
         return [*self._meeting.plain, *(node for leaf, node in self._meeting.leaves)]
@@ -208,6 +195,7 @@ class _Loading:
 
     def decode(self) -> tuple[None, None]:
         """Make sure that all values can be decoded, before anything is changed."""
+        self._check_twins()
         for node in self._meeting.plain:
             plain(node, self._decoder)
         for leaf, node in self._meeting.leaves:

@@ -30,6 +30,14 @@ class Fetch:
     into: memoryview
 
 
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A safetensors file that carries no checksums, and its header."""
+
+    path: str
+    header: Header
+
+
 @final
 class Reader:
     """The files of one checkpoint.
@@ -38,18 +46,22 @@ class Reader:
         directory: of the checkpoint.
         record: what it holds.
         stream: compare the checksums of all chunks that are read.
+        plain: the files, where another library wrote them.
     """
 
-    def __init__(self, directory: str, record: Record, *, stream: bool) -> None:
+    def __init__(self, directory: str, record: Record, *, stream: bool, plain: Sequence[Plain] | None = None) -> None:
         self._directory = directory
         self._record = record
-        self._stream = stream
-        self._headers: dict[int, Header] = {}
+        self._stream = stream and plain is None
+        self._plain = plain
+        self._headers: dict[int, Header] = {i: file.header for i, file in enumerate(plain or ())}
         self._pieces: dict[str, list[tuple[int, int, int]]] = {}
         self._buffer = memoryview(bytearray(CHUNK))
 
     def path(self, file: int) -> str:
         """The path of a file."""
+        if self._plain is not None:
+            return self._plain[file].path
         return os.path.join(self._directory, self._record.files[file].name)
 
     @contextlib.contextmanager
@@ -166,6 +178,17 @@ class Reader:
         tensor = torch.empty(stored.shape, dtype=BY_NAME[stored.dtype])
         self.fill([(name, 0, tensor)])
         return tensor
+
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors of one shape and dtype have the same bytes."""
+        stored = self._record.tensors[one]
+        step = max(1, _STAGE // element_bytes(stored.dtype))
+        for at in range(0, stored.numel, step):
+            pair = [torch.empty(min(step, stored.numel - at), dtype=BY_NAME[stored.dtype]) for _ in range(2)]
+            self.fill([(one, at, pair[0]), (other, at, pair[1])])
+            if memory(pair[0]) != memory(pair[1]):
+                return False
+        return True
 
     def _plan(self, name: str, start: int, tensor: torch.Tensor, by_file: dict[int, list[Fetch]]) -> None:
         view, size = memory(tensor), tensor.element_size()

@@ -14,7 +14,7 @@ from ..errors import CheckpointError
 from .dtypes import BY_NAME, element_bytes
 from .header import no_duplicates
 from .layout import Part
-from .shards import Written, checksum, open_file, read_into
+from .shards import Written, checksum, open_file, read_into, write_all
 
 NAME: Final = "accel.json"
 FORMAT: Final = "accel-checkpoint"
@@ -99,9 +99,7 @@ def commit(directory: str, content: bytes, temporary: str) -> None:
     path = os.path.join(directory, temporary)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
-        view = memoryview(content)
-        while view:
-            view = view[os.write(fd, view) :]
+        write_all(fd, content)
         os.fsync(fd)
         os.replace(path, os.path.join(directory, NAME))
     except BaseException:
@@ -164,7 +162,7 @@ def _absent(directory: str) -> str:
         return f"{directory} holds checkpoints ({', '.join(inside[-5:])}) but is none: name one, or accel.latest({directory!r})"
     return (
         f"{directory} has no {NAME}, so that it is no complete checkpoint of accel: the save did not finish, or another "
-        f"library wrote it; it holds {', '.join(names[:5]) or 'nothing'}"
+        f"library wrote it (accel.import_checkpoint takes some); it holds {', '.join(names[:5]) or 'nothing'}"
     )
 
 

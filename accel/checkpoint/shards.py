@@ -241,6 +241,13 @@ def open_file(path: str, size: int | None) -> int:
     return fd
 
 
+def write_all(fd: int, content: bytes | memoryview) -> None:
+    """Write all of it."""
+    view = memoryview(content)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
 def read_into(fd: int, path: str, views: list[memoryview], offset: int) -> None:
     """Fill ``views`` with the bytes from ``offset`` on.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, ClassVar, final
 
 from torch import nn
@@ -56,6 +57,17 @@ class ModuleLeaf(Leaf):
             return [(s.name, s) for s in shard.module_shards(self.module)]
         whole = {f"{self._prefix}{name}": value for name, value in manifest.items()}
         return [(s.name, s) for s in self._parts(engine.slots(None, whole))]
+
+    def tied(self) -> dict[str, list[str]]:
+        """The further names of parameters and buffers that have several, by the first, which a checkpoint has."""
+        first: dict[int, str] = {}
+        found: dict[str, list[str]] = {}
+        for name, tensor in chain(
+            self.module.named_parameters(remove_duplicate=False), self.module.named_buffers(remove_duplicate=False)
+        ):
+            if first.setdefault(id(tensor), name) != name:
+                found.setdefault(first[id(tensor)], []).append(name)
+        return found
 
     def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
         shard.fill_module_values(self.module, decoder.decode(node["extra"]))
@@ -154,13 +166,18 @@ class OptimizerLeaf(Leaf):
         mine = [group["params"] for group in self._values()["groups"]]
         saved = [group["params"] for group in node["groups"]]
         kind = type(self.optimizer).__name__
-        if node["class"] != kind:
+        if node["class"] and node["class"] != kind:
             return f"the checkpoint has the state of a {node['class']}, and this is a {kind}"
         if [len(g) for g in mine] != [len(g) for g in saved]:
             return (
                 f"the checkpoint has parameter groups of {[len(g) for g in saved]} parameters, and this optimizer has "
                 f"{[len(g) for g in mine]}"
             )
+        if not node["class"]:
+            # From another library's checkpoint, which does not say whose state it is; the groups' options tell.
+            lacking = sorted({k for g in self._values()["groups"] for k in g} - {k for g in node["groups"] for k in g})
+            if lacking:
+                return f"the checkpoint's groups have no {', '.join(lacking)}, so that they are not those of a {kind}"
         if node["named"] and self._named:
             for i, (ours, theirs) in enumerate(zip(mine, saved, strict=True)):
                 if ours != theirs:
@@ -193,6 +210,8 @@ class OptimizerLeaf(Leaf):
         self._fill_values(values)
         if self._engine is not None and self._engine.precision.scaled and node.get("scale") is not None:
             self._engine.loss_scale.restore(*node["scale"])
+        if not node["class"]:
+            return  # another library's, which does not say what was frozen
         frozen = {renamed[name] for name in node["frozen"]}
         for name in renamed.values():
             parameter = self._parameters[name]

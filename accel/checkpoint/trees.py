@@ -15,7 +15,7 @@ from ..errors import AccelError, CheckpointError
 from ..handles import ModelHandle, OptimizerHandle, raw
 from ..registry import Registry, registry, resolve_module
 from ..rng import RngState
-from .leaves import Leaf, Listed, RankLeaf, StatefulLeaf, TensorLeaf
+from .leaves import Leaf, Listed, RankLeaf, Ready, StatefulLeaf, TensorLeaf
 from .trained import ModuleLeaf, OptimizerLeaf
 from .values import DEPTH, TAG, Encoder, Json, check_tensor, place
 
@@ -35,7 +35,7 @@ def is_object(value: Any) -> bool:
     """Whether a value is filled in place by a checkpoint, and not replaced."""
     if isinstance(value, type):
         return False
-    if isinstance(value, torch.Tensor | nn.Module | Optimizer):
+    if isinstance(value, torch.Tensor | nn.Module | Optimizer | Ready):
         return True
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
@@ -81,6 +81,8 @@ class State:
 
     def leaf(self, value: Any, name: str, path: str) -> Leaf:
         """The leaf of an object."""
+        if isinstance(value, Ready):
+            return value.leaf(name, path)
         try:
             if isinstance(value, RngState):
                 return RankLeaf(name, path, value)

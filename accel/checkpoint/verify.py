@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
 import torch
 
@@ -13,10 +14,12 @@ from ..environments import Place
 from ..errors import CheckpointError
 from ..process import running
 from . import record
-from .header import chunks_of
+from .header import CHUNK, chunks_of
 from .reader import Reader
 from .record import Record
 from .together import together
+
+_BATCH: Final = 64  # chunks between two words of progress
 
 
 def verify_needed(reader: Reader, found: Record, needs: Sequence[tuple[str, int, int]], place: Place) -> None:
@@ -73,19 +76,36 @@ def verify(dir: str | os.PathLike[str]) -> None:
     rank, world = (0, 1) if process is None else (process.place.rank, process.place.world_size)
 
     def act() -> tuple[None, None]:
-        found = record.read(directory)[0]
-        reader = Reader(directory, found, stream=False)
-        for name, stored in found.tensors.items():
-            for _ in reader.locate(name, 0, stored.numel):
-                pass
-        for file in range(len(found.files)):
-            reader.verify(file, range(rank, len(reader.header(file).checksums), world))
+        compare_all(directory, rank, world)
         return None, None
 
     if world > 1:
         together("accel.verify", act)
     else:
         _alone(act)
+
+
+def compare_all(directory: str, rank: int, world: int, progress: Callable[[int], Any] = lambda nbytes: None) -> None:
+    """Compare one rank's share of all chunks; ``progress`` hears how many bytes are done.
+
+    Raises:
+        CheckpointError: names what is missing or damaged.
+        OSError: a file cannot be read.
+    """
+    found = record.read(directory)[0]
+    reader = Reader(directory, found, stream=False)
+    for name, stored in found.tensors.items():
+        for _ in reader.locate(name, 0, stored.numel):
+            pass
+    for file in range(len(found.files)):
+        for chunks in batched(range(rank, len(reader.header(file).checksums), world), _BATCH):
+            reader.verify(file, chunks)
+            progress(len(chunks) * CHUNK)
+
+
+def batched(chunks: range, size: int) -> Iterator[range]:
+    """Parts of a range, in order."""
+    return (chunks[at : at + size] for at in range(0, len(chunks), size))
 
 
 def _alone(act: object) -> None:

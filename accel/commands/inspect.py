@@ -12,11 +12,13 @@ import time
 from ..checkpoint import latest
 from ..checkpoint.record import read
 from ..errors import CheckpointError
+from ..picture import file_bytes, save_picture
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("directory", help="a checkpoint, or a directory of some: then the newest")
+    parser.add_argument("--plot", metavar="PATH", help="draw how it lies in its files, too")
     parser.add_argument("--values", action="store_true", help="print the values as JSON instead")
 
 
@@ -31,8 +33,8 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"{directory}: saved {when} by {record.world_size} processes, {record.nbytes:,} bytes in {len(record.files)} files"
     )
-    for file in record.files:
-        print(f"  {file.name}  {file.size:,} bytes")
+    for file, parts in zip(record.files, file_bytes(record), strict=True):
+        print(f"  {file.name}  {file.size:,} bytes: {', '.join(f'{leaf} {size:,}' for leaf, size in parts.items())}")
     width = max(map(len, record.tensors), default=0)
     for name, tensor in record.tensors.items():
         pieces = sum(part[3] for part in tensor.parts)
@@ -42,4 +44,6 @@ def run(args: argparse.Namespace) -> int:
     for key, value in record.values.items():
         text = json.dumps(value)
         print(f"  {key} = {text if len(text) <= 100 else text[:97] + '...'}")
+    if args.plot:
+        print(f"picture: {save_picture(record, directory, args.plot)}")
     return 0

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from . import _deepspeed_foreign
 from ._deepspeed_verbs import Divided
 from .base import Context
 
@@ -21,6 +22,11 @@ class Stepping(Divided, ABC):
         self.stepping: Optimizer | None = None
         #: Every step clips to it; 0.0 for none.
         self.max_norm = 0.0
+
+    @classmethod
+    def read_foreign(cls, path: str, load: Any, new: Any) -> dict[str, Any] | None:
+        """What DeepSpeed's ``save_checkpoint`` wrote."""
+        return _deepspeed_foreign.read(path, load, new)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the norm over all ranks' parts."""

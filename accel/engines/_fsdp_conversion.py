@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..control import agree
-from ..deferred import borrowing
+from ..deferred import borrowing, weights_of
 from ..errors import AccelError
 from ..flat import average_gradients_
 from ..gradients import GradientLog
@@ -52,12 +52,13 @@ class Conversion:
                 parameter.data = parameter.data.contiguous()
         grads = self._mean_gradients(list(old.values()))
         children = [self.module.get_submodule(name) for name in blocks]
-        borrowed = borrowing(self.module)
+        borrowed, weights = borrowing(self.module), weights_of(self.module)
         self.sharded.apply(children)
         storage = torch.device("cpu") if self.options.cpu_offload else self.process.device
         waiting = _fsdp_deferred.allocate(self.module, storage)
         self.scalars = [p for p in self.module.parameters() if not p.dim()]
-        _fsdp_deferred.initialize(self.module, waiting, borrowed, self.process.device, self.group)
+        if weights is None:  # else they are read into the shards
+            _fsdp_deferred.initialize(self.module, waiting, borrowed, self.process.device, self.group)
         new = dict(self.module.named_parameters())
         for name, parameter in old.items():
             shard = new[name]

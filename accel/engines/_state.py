@@ -74,6 +74,18 @@ class StateVerbs:
         """Take over the values of all ranks' ``values`` together. Local; comes after the slots were filled."""
         shard.fill_optimizer_values(optimizer, self.parameter_names, values)
 
+    @classmethod
+    def read_foreign(cls, path: str, load: Any, new: Any) -> dict[str, Any] | None:
+        """The state in a checkpoint that this backend's own library wrote; None if there is none. Local.
+
+        Args:
+            path: a directory.
+            load: reads a pickled file without running what is in it; takes its path, and the names of classes that may be
+                in it and are read as inert objects.
+            new: makes a tensor of a shape and dtype that need not fit into memory.
+        """
+        return None
+
     def filled(self) -> None:
         """Hear that slots were filled: derive what depends on them (half-precision copies, say). Collective."""
         return

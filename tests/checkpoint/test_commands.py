@@ -48,6 +48,11 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "by 2 processes" in out
     assert "x  F32   [1000] in 2 parts" in out
     assert "n = 1" in out
+    assert "bytes: x 2,000" in out
+    picture = tmp_path / "layout.svg"
+    assert main(["inspect", str(tmp_path), "--plot", str(picture)]) == 0
+    assert str(picture) in capsys.readouterr().out
+    assert picture.read_text().startswith("<?xml")
     assert main(["inspect", "--values", str(tmp_path)]) == 0
     assert '"lr": 3.0' in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "no")]) == 1

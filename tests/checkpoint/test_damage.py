@@ -220,7 +220,7 @@ def test_crafted_headers(how: str, copy: Path) -> None:
     assert shard_of(copy).name in refused(copy, "safetensors")
 
 
-@pytest.mark.parametrize("names", [[], ["model.safetensors"], [".metadata", "__0_0.distcp"]])
+@pytest.mark.parametrize("names", [[], ["pytorch_model.bin"], [".metadata", "__0_0.distcp"]])
 def test_what_is_no_checkpoint(names: list[str], tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).write_text("x")

@@ -1,0 +1,196 @@
+"""A model of a checkpoint as plain safetensors files, which other libraries load."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+
+from ..errors import CheckpointError
+from ..process import running
+from . import folder, record
+from .dtypes import BY_NAME, memory
+from .extract import Item, Job, plan
+from .header import MAX_HEADER
+from .reader import Reader
+from .shards import write_all
+from .together import explain, together
+from .weights import INDEX, SINGLE
+
+_PIECE: Final = 32 << 20  # bytes on their way
+_TEMPORARY: Final = re.compile(r"\.model[^/]*\.[0-9a-f]{12}\.tmp")
+_SHARD: Final = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
+
+
+def export(
+    dir: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    max_shard_size: int | str = "50GB",
+    dtype: str | torch.dtype | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write a model of the checkpoint ``dir`` as ``out/model.safetensors``, or in parts with ``model.safetensors.index.json``.
+
+    That is what transformers, vLLM and diffusers load; a ``config.json`` of theirs belongs beside it. Tied weights are there
+    once, under the first of their names. Needs no process group; on several ranks rank 0 writes, and all wait and see its error.
+
+    Args:
+        dir: a checkpoint.
+        out: a directory, made if need be. The files come into it whole, the index last.
+        name: which model of the state that was saved, such as ``"model"`` or ``"gan/generator"``; needed where it has several.
+        max_shard_size: of a file, in bytes, or as text such as ``"5GB"``; a tensor is never divided.
+        dtype: convert floating-point tensors to it, such as ``"bfloat16"``.
+        overwrite: replace weights that ``out`` has.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, has no such model, or ``out`` cannot be written or has weights already.
+    """
+    process = running()
+
+    def act() -> tuple[None, None]:
+        if process is None or process.place.rank == 0:
+            write_export(
+                os.path.abspath(os.fspath(dir)),
+                os.path.abspath(os.fspath(out)),
+                name=name,
+                max_shard_size=max_shard_size,
+                dtype=dtype,
+                overwrite=overwrite,
+            )
+        return None, None
+
+    if process is not None and process.place.world_size > 1:
+        together("accel.export", act)
+    else:
+        act()
+
+
+def write_export(
+    directory: str,
+    out: str,
+    *,
+    name: str | None,
+    max_shard_size: int | str,
+    dtype: str | torch.dtype | None,
+    overwrite: bool,
+    progress: Callable[[int], Any] = lambda nbytes: None,
+    begin: Callable[[int], Any] = lambda nbytes: None,
+) -> None:
+    """``export`` in this process; ``begin`` hears how many bytes it will be, ``progress`` how many more were written."""
+    try:
+        job = plan(directory, name, max_shard_size, dtype)
+        _check_target(directory, out, overwrite)
+        begin(job.nbytes)
+        folder.make(out)
+        lock = folder.Lock(out)
+        try:
+            for left in filter(_TEMPORARY.fullmatch, os.listdir(out)):
+                os.unlink(os.path.join(out, left))
+            _write(job, out, progress)
+        finally:
+            lock.release()
+    except OSError as error:
+        raise CheckpointError(f"accel.export: {explain(error)}") from error
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def _check_target(directory: str, out: str, overwrite: bool) -> None:
+    if os.path.lexists(os.path.join(out, record.NAME)):
+        raise CheckpointError(
+            f"{out} is a checkpoint{' itself' if out == directory else ''}: export into another directory"
+        )
+    present = _weights(out)
+    if present and not overwrite:
+        raise CheckpointError(f"{out} has weights already ({', '.join(present[:3])}); overwrite=True replaces them")
+
+
+def _weights(out: str) -> list[str]:
+    """The files of an export that are there, the one that names the others first."""
+    names = os.listdir(out) if os.path.isdir(out) else []
+    return [n for n in (INDEX, SINGLE) if n in names] + sorted(n for n in names if _SHARD.fullmatch(n))
+
+
+def _write(job: Job, out: str, progress: Callable[[int], Any]) -> None:
+    count = len(job.files)
+    names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    temporaries: dict[str, str] = {}
+    try:
+        for name, items in zip(names, job.files, strict=True):
+            temporaries[name] = _temporary(out, name)
+            with _new_file(temporaries[name]) as fd:
+                _write_file(fd, job.reader, items, progress)
+        if count > 1:
+            temporaries[INDEX] = _temporary(out, INDEX)
+            with _new_file(temporaries[INDEX]) as fd:
+                write_all(fd, _index(names, job))
+        _exchange(out, temporaries)
+    except BaseException:
+        for path in temporaries.values():
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        raise
+
+
+def _temporary(out: str, name: str) -> str:
+    return os.path.join(out, f".{name}.{secrets.token_hex(6)}.tmp")
+
+
+@contextlib.contextmanager
+def _new_file(path: str) -> Iterator[int]:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        yield fd
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_file(fd: int, reader: Reader, items: Sequence[Item], progress: Callable[[int], Any]) -> None:
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for item in items:
+        table[item.key] = {"dtype": item.dtype, "shape": list(item.shape), "data_offsets": [at, at + item.nbytes]}
+        at += item.nbytes
+    text = json.dumps(table, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise CheckpointError(
+            f"{len(items)} tensors make a header of {len(text)} bytes: choose a smaller max_shard_size"
+        )
+    write_all(fd, len(text).to_bytes(8, "little") + text)
+    for item in items:
+        dtype = BY_NAME[item.dtype]
+        step = _PIECE // dtype.itemsize
+        for start in range(0, item.numel, step):
+            piece = torch.empty(min(step, item.numel - start), dtype=dtype)
+            reader.fill([(item.source, start, piece)])
+            write_all(fd, memory(piece))
+            progress(piece.nbytes)
+
+
+def _index(names: Sequence[str], job: Job) -> bytes:
+    places = {item.key: name for name, items in zip(names, job.files, strict=True) for item in items}
+    count = sum(item.numel for items in job.files for item in items)
+    metadata = {"total_parameters": count, "total_size": job.nbytes}
+    return (json.dumps({"metadata": metadata, "weight_map": dict(sorted(places.items()))}, indent=2) + "\n").encode()
+
+
+def _exchange(out: str, temporaries: dict[str, str]) -> None:
+    """Give the files their names, the one that readers look for last; the old ones never stand among the new."""
+    record.sync(out)
+    for old in _weights(out):
+        if old != SINGLE or len(temporaries) > 1:
+            os.unlink(os.path.join(out, old))
+    for name, path in temporaries.items():
+        os.replace(path, os.path.join(out, name))
+    record.sync(out)

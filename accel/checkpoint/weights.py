@@ -1,0 +1,227 @@
+"""Directories of weights alone, as other libraries write them: one safetensors file, or several with an index."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import nn
+
+from ..errors import CheckpointError
+from . import record
+from .dtypes import BY_NAME
+from .header import MAX_HEADER, Entry, Header, no_duplicates
+from .reader import Plain
+from .record import FILE_NAME, Record, Stored
+from .shards import Written, checksum, open_file, read_into
+from .trees import component
+from .values import TAG, Json, place
+
+SINGLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+_MAX_INDEX: Final = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a load reads from.
+
+    Args:
+        directory: absolute.
+        record: what is there.
+        digits: equal where two ranks see the same.
+        plain: the files, where another library wrote them.
+    """
+
+    directory: str
+    record: Record
+    digits: str
+    plain: Sequence[Plain] | None = None
+
+    @property
+    def path(self) -> str:
+        """What errors name."""
+        return self.directory if self.plain is not None else os.path.join(self.directory, record.NAME)
+
+
+def open_source(directory: str, state: Any) -> Source:
+    """A checkpoint, or weights for the one model of ``state``.
+
+    Raises:
+        CheckpointError: there is neither, or it is damaged.
+    """
+    if os.path.lexists(os.path.join(directory, record.NAME)) or not is_weights(directory):
+        return Source(directory, *record.read(directory))
+    models = [] if state is None else list(_models(state, "", "state"))
+    if state is not None and len(models) != 1:
+        found = ", ".join(path for _, path in models) or "none"
+        raise CheckpointError(
+            f"{directory} has the weights of one model, and the state has {len(models)} models ({found}): give one, such as "
+            "{'model': model}"
+        )
+    name = models[0][0] if models else "model"
+    files, digits = read_weights(directory)
+    tensors: dict[str, Stored] = {}
+    plain = []
+    for number, (file, entries) in enumerate(files):
+        renamed = {f"{name}/{key}": entry for key, entry in entries.items()}
+        tensors |= {
+            key: Stored(e.dtype, e.shape, ((number, 0, e.count, 1),) if e.count else ()) for key, e in renamed.items()
+        }
+        offsets = {f"{name}/{key}": where for key, where in file.header.offsets.items()}
+        described = {key: e.described(offsets[key][0] - file.header.size) for key, e in renamed.items()}
+        plain.append(Plain(file.path, Header(file.header.size, offsets, described, ())))
+    written = [Written(os.path.basename(f.path), os.stat(f.path).st_size, ()) for f in plain]
+    values = _values(state, models[0][1]) if models else {}
+    whole = Record(id="", time=0.0, world_size=1, files=written, tensors=tensors, values=values)
+    return Source(directory, whole, digits, plain)
+
+
+def is_weights(directory: str) -> bool:
+    """Whether a directory has weights under the names that other libraries use."""
+    return any(os.path.lexists(os.path.join(directory, name)) for name in (SINGLE, INDEX))
+
+
+def _models(value: Any, name: str, path: str) -> Iterator[tuple[str, str]]:
+    """Name and path of each module in nested dicts."""
+    if isinstance(value, nn.Module):
+        yield name, path
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if isinstance(key, str):
+                yield from _models(item, f"{name}/{component(key)}" if name else component(key), place(path, key))
+
+
+def _values(value: Any, target: str, path: str = "state") -> Any:
+    """The nested dict in which only the model is."""
+    if path == target:
+        return {TAG: "module", "extra": {}}
+    kept: dict[str, Json] = {}
+    for key, item in value.items():
+        below = place(path, key)
+        if isinstance(key, str) and target.startswith(below) and isinstance(item, dict | nn.Module):
+            kept[key] = _values(item, target, below)
+    return kept
+
+
+# -- the files --------------------------------------------------------------------------------------------------------
+
+
+def read_weights(directory: str) -> tuple[list[tuple[Plain, dict[str, Entry]]], str]:
+    """The files with the entries that count, and a checksum of all headers.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, is outside of the directory, or the index does not fit the files.
+    """
+    alone, index = (os.path.join(directory, name) for name in (SINGLE, INDEX))
+    if os.path.lexists(alone) and os.path.lexists(index):
+        raise CheckpointError(
+            f"{directory} has {SINGLE} and {INDEX}, of which libraries take different ones: remove the one that is out of date"
+        )
+    if os.path.lexists(alone):
+        plain, entries, own = _read_file(directory, SINGLE)
+        return [(plain, entries)], own
+    content = _content(inside(directory, INDEX), _MAX_INDEX)
+    places = _weight_map(content, index)
+    by_file: dict[str, set[str]] = {}
+    for key, file in places.items():
+        by_file.setdefault(file, set()).add(key)
+    found, digits = [], [checksum(content)]
+    for file, keys in sorted(by_file.items()):
+        plain, entries, own = _read_file(directory, file)
+        if lacking := sorted(keys - entries.keys()):
+            raise CheckpointError(f"{plain.path}: has no {', '.join(lacking[:5])}, which {INDEX} says is in it")
+        found.append((plain, {key: entry for key, entry in entries.items() if key in keys}))
+        digits.append(own)
+    return found, checksum("".join(digits).encode())
+
+
+def _weight_map(content: bytes, path: str) -> Mapping[str, str]:
+    try:
+        places = json.loads(content, object_pairs_hook=no_duplicates)["weight_map"]
+        bad = [f for f in places.values() if not isinstance(f, str) or not FILE_NAME.fullmatch(f)]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no index of weights ({type(error).__name__}: {error})") from error
+    if bad or not places:
+        raise CheckpointError(
+            f"{path}: {f'{bad[0]!r} is not a name of a file of this directory' if bad else 'it names no tensor'}"
+        )
+    return dict(places)
+
+
+def inside(directory: str, name: str) -> str:
+    """The path of a file of a directory, which a link may lead to only where a hub's cache keeps its files.
+
+    Raises:
+        CheckpointError: the link leads elsewhere.
+    """
+    home = os.path.realpath(directory)
+    path = os.path.realpath(os.path.join(home, name))
+    cache = os.path.dirname(os.path.dirname(home))
+    of_cache = os.path.basename(os.path.dirname(home)) == "snapshots" and os.path.dirname(path) == f"{cache}/blobs"
+    if os.path.dirname(path) != home and not of_cache:
+        raise CheckpointError(
+            f"{os.path.join(directory, name)} is a link to {path}, outside of the directory: copy the file there"
+        )
+    return path
+
+
+def _content(path: str, limit: int) -> bytes:
+    fd = open_file(path, None)
+    try:
+        size = os.fstat(fd).st_size
+        if size > limit:
+            raise CheckpointError(f"{path}: {size} bytes are too many for an index")
+        content = bytearray(size)
+        read_into(fd, path, [memoryview(content)] if size else [], 0)
+    finally:
+        os.close(fd)
+    return bytes(content)
+
+
+def _read_file(directory: str, name: str) -> tuple[Plain, dict[str, Entry], str]:
+    path = inside(directory, name)
+    fd = open_file(path, None)
+    try:
+        size = os.fstat(fd).st_size
+        length = int.from_bytes(os.pread(fd, 8, 0), "little")
+        if length > min(size - 8, MAX_HEADER) or size < 8:
+            raise CheckpointError(
+                f"{path} is not a whole safetensors file: its header would be {length} bytes of {size}"
+            )
+        content = bytearray(length)
+        read_into(fd, path, [memoryview(content)] if length else [], 8)
+    finally:
+        os.close(fd)
+    try:
+        table = json.loads(content, object_pairs_hook=no_duplicates)
+        table.pop("__metadata__", None)
+        header, entries = _parse(table, length + 8, size)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file ({error})") from error
+    return Plain(path, header), entries, checksum(b"%d " % size + content)
+
+
+def _parse(table: dict[str, Any], base: int, size: int) -> tuple[Header, dict[str, Entry]]:
+    """Entries that follow one another and fill the file, so that nothing larger than it is ever allocated."""
+    offsets, entries, at = {}, {}, 0
+    for key, described in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape, (begin, end) = described["dtype"], described["shape"], described["data_offsets"]
+        numbers = [*shape, begin, end]
+        if any(type(n) is not int or not 0 <= n < 2**62 for n in numbers) or len(shape) > 64:
+            raise ValueError(f"the shape or the place of {key!r} is no such thing")
+        if dtype not in BY_NAME:
+            raise ValueError(f"{key!r} has dtype {dtype}, which torch does not know by this name")
+        entry = Entry(key, dtype, tuple(shape), 0, math.prod(shape))
+        if begin != at or end - begin != entry.nbytes:
+            raise ValueError(
+                f"the data of {key!r} overlaps another's, leaves a hole, or has another size than its shape"
+            )
+        offsets[key], entries[key], at = (base + begin, base + end), entry, end
+    if base + at != size:
+        raise ValueError(f"its entries end at byte {base + at}, the file at {size}")
+    return Header(base, offsets, table, ()), entries

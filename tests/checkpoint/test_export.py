@@ -1,0 +1,293 @@
+"""``accel.export``, and loading from directories of weights alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import accel
+from accel import CheckpointError
+from accel.cli import main
+from tests.checkpoint.helpers import Net, engines
+from tests.distributed import refusals, run
+
+
+class Tied(nn.Module):
+    """Two tied names, two dtypes, a buffer that is saved and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.body = nn.Linear(6, 6)
+        self.rest = nn.Parameter(torch.randn(5).bfloat16(), requires_grad=False)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+
+def saved(path: Path, seed: int = 0, **more: Any) -> tuple[str, Tied]:
+    torch.manual_seed(seed)
+    model = Tied()
+    accel.save({"model": model, **more}, path)
+    return str(path), model
+
+
+def equal(model: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(model.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+
+
+def save_on_ranks(directory: str) -> None:
+    torch.manual_seed(0)
+    model, _, _ = accel.setup(Tied(), backend="fsdp")
+    accel.save({"model": model}, directory)
+
+
+def export_on_ranks(directory: str, out: str) -> None:
+    accel.init()
+    accel.export(directory, out)
+    assert os.path.exists(f"{out}/model.safetensors")
+
+
+def test_a_file_that_safetensors_opens(tmp_path: Path) -> None:
+    """Written by two sharded ranks and exported by them: each tensor whole, the tied one once, and nothing else in the way."""
+    directory, out = str(tmp_path / "c"), tmp_path / "out"
+    run(2, save_on_ranks, directory)
+    run(2, export_on_ranks, directory, str(out))
+    torch.manual_seed(0)
+    state = Tied().state_dict()
+    del state["head.weight"]
+    with safe_open(out / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert set(file.keys()) == set(state)
+        assert all(torch.equal(file.get_tensor(n), t) and file.get_tensor(n).dtype == t.dtype for n, t in state.items())
+    assert [n for n in os.listdir(out) if not n.startswith(".")] == ["model.safetensors"]
+    assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def _umask() -> int:
+    now = os.umask(0)
+    os.umask(now)
+    return now
+
+
+def test_parts_with_an_index(tmp_path: Path) -> None:
+    directory, model = saved(tmp_path / "c")
+    out = tmp_path / "out"
+    accel.export(directory, out, max_shard_size=200, dtype="float16")
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    found = {name: load_file(out / file)[name] for name, file in index["weight_map"].items()}
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    assert len(files) == 2
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+    for name, tensor in model.state_dict().items():
+        if name != "head.weight":
+            assert torch.equal(found[name], tensor.half() if tensor.is_floating_point() else tensor)
+    for size in ("1KB", "1KiB", "0.5MB", 1):
+        accel.export(directory, out, max_shard_size=size, overwrite=True)
+    for size in (0, "5 bananas", 1.5, True):
+        with pytest.raises(CheckpointError, match="expected a number of bytes"):
+            accel.export(directory, out, max_shard_size=size, overwrite=True)  # type: ignore[arg-type]
+
+
+def test_which_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(2, 2), nn.Linear(2, 3)
+    accel.save({"gan": {"a/b": first}, "critic": second, "step": 1}, tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"2 models \('gan/a%2Fb', 'critic'\): say which"):
+        accel.export(tmp_path / "c", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="no model 'x'; it has 'gan"):
+        accel.export(tmp_path / "c", tmp_path / "out", name="x")
+    assert not (tmp_path / "out").exists()
+    accel.export(tmp_path / "c", tmp_path / "out", name="gan/a%2Fb")
+    assert torch.equal(load_file(tmp_path / "out/model.safetensors")["weight"], first.weight)
+
+
+def test_what_is_there_stays(tmp_path: Path) -> None:
+    """Weights are replaced only where that is asked for, whole, and never by damaged ones."""
+    directory, _ = saved(tmp_path / "c")
+    other, model = saved(tmp_path / "d", seed=1)
+    out = tmp_path / "out"
+    accel.export(directory, out, max_shard_size=200)
+    (out / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="has weights already"):
+        accel.export(other, out)
+    accel.export(other, out, overwrite=True)
+    assert sorted(n for n in os.listdir(out) if not n.startswith(".")) == ["config.json", "model.safetensors"]
+    before = (out / "model.safetensors").read_bytes()
+    shard = next(Path(directory).glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-3] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        accel.export(directory, out, overwrite=True)
+    assert (out / "model.safetensors").read_bytes() == before
+    assert not list(out.glob(".*.tmp"))
+    with pytest.raises(CheckpointError, match="is a checkpoint itself"):
+        accel.export(other, other)
+    assert equal(accel.load(out, {"model": Tied()})["model"], model)
+
+
+def test_an_error_of_rank_0_is_everyones(tmp_path: Path) -> None:
+    for message in refusals(2, export_on_ranks, str(tmp_path / "no"), str(tmp_path / "out"), error="CheckpointError"):
+        assert "does not exist" in message
+
+
+def load_into(out: str, backend: str) -> list[Any]:
+    torch.manual_seed(1 + accel.rank())
+    net = Net()
+    model, optimizer, _ = accel.setup(net, torch.optim.AdamW(net.parameters()), backend=backend)
+    accel.load(out, {"model": model})
+    return [t.tolist() for t in accel.full_state_dict(model).values()]
+
+
+@pytest.mark.parametrize("backend", engines(2))
+def test_loads_into_any_backend(tmp_path: Path, backend: str) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    save_file(dict(net.state_dict()), tmp_path / "model.safetensors")
+    expected = [t.tolist() for t in net.state_dict().values()]
+    assert run(2, load_into, str(tmp_path), backend) == [expected, expected]
+
+
+def test_what_does_not_fit_is_listed_and_nothing_changes(tmp_path: Path) -> None:
+    state = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2, dtype=torch.float64), "more": torch.zeros(1)}
+    save_file(state, tmp_path / "model.safetensors")
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    with pytest.raises(CheckpointError) as caught:
+        accel.load(tmp_path, {"nets": {"x": model}, "epoch": 3})
+    for part in ("[2, 3] in the checkpoint, [2, 2] here", "torch.float64 in the checkpoint", "more", "state['epoch']"):
+        assert part in str(caught.value).replace('"', "'")
+    assert torch.equal(model.weight, before)
+    assert accel.load(tmp_path) == {}
+    with pytest.raises(CheckpointError, match="the state has 2 models"):
+        accel.load(tmp_path, {"a": model, "b": nn.Linear(1, 1)})
+
+
+def test_tied_names_may_be_there_once_by_any_name_or_equal(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    state = {n: t.clone() for n, t in model.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    assert equal(accel.load(tmp_path, {"model": Tied()})["model"], model)
+    save_file({n: t for n, t in state.items() if n != "embed.weight"}, tmp_path / "model.safetensors")
+    assert equal(accel.load(tmp_path, {"model": Tied()})["model"], model)
+    state["head.weight"][0, 0] += 1
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"embed.weight and model/head.weight differ"):
+        accel.load(tmp_path, {"model": Tied()})
+
+
+def rewrite(change: Callable[[dict[str, Any]], Any], more: bytes = b"") -> Callable[[Path], None]:
+    def spoil(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        content = path.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:end])
+        text = change(header) or json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + content[end:] + more)
+
+    return spoil
+
+
+def to_index(entry: str) -> Callable[[Path], None]:
+    def spoil(directory: Path) -> None:
+        shutil.move(directory / "model.safetensors", directory.parent / "outside.safetensors")
+        content = {"metadata": {}, "weight_map": {"weight": entry, "bias": entry}}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(content))
+
+    return spoil
+
+
+def to_link(directory: Path) -> None:
+    shutil.move(directory / "model.safetensors", directory.parent / "outside.safetensors")
+    (directory / "model.safetensors").symlink_to("../outside.safetensors")
+
+
+SPOILERS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "parent": (to_index("../outside.safetensors"), "not a name of a file of this directory"),
+    "absolute": (to_index("/etc/passwd"), "not a name of a file of this directory"),
+    "missing": (to_index("gone.safetensors"), "No such file"),
+    "link": (to_link, "outside of the directory"),
+    "overlap": (rewrite(lambda h: h["bias"].update(data_offsets=[8, 16])), "overlaps"),
+    "huge": (rewrite(lambda h: h["weight"].update(shape=[2**40, 2**40])), "another size than its shape"),
+    "negative": (rewrite(lambda h: h["weight"].update(shape=[-2, -2])), "no such thing"),
+    "dtype": (rewrite(lambda h: h["weight"].update(dtype="F4")), "dtype F4"),
+    "longer": (rewrite(lambda h: None, b"more"), "the file at"),
+    "deep": (rewrite(lambda h: b"[" * 100_000), "not a whole safetensors file"),
+    "twice": (rewrite(lambda h: b'{"a": 1, "a": 2}'), "the same key twice"),
+    "cut": (lambda d: os.truncate(d / "model.safetensors", 5), "not a whole safetensors file"),
+    "both": (lambda d: (d / "model.safetensors.index.json").write_text("{}") and None, "remove the one"),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILERS)
+def test_a_crafted_directory_is_refused(tmp_path: Path, kind: str) -> None:
+    directory = tmp_path / "w"
+    directory.mkdir()
+    save_file(dict(nn.Linear(2, 2).state_dict()), directory / "model.safetensors")
+    spoil, message = SPOILERS[kind]
+    spoil(directory)
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=message):
+        accel.load(directory, {"model": model})
+    assert torch.equal(model.weight, before)
+
+
+def test_the_links_of_a_hub_cache_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    snapshot = tmp_path / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    source = nn.Linear(2, 2)
+    save_file(dict(source.state_dict()), tmp_path / "blobs" / "0123")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/0123")
+    assert equal(accel.load(snapshot, {"model": nn.Linear(2, 2)})["model"], source)
+
+
+@pytest.mark.parametrize("size", ["50GB", "20KB"])
+def test_transformers_loads_it(tmp_path: Path, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with tied embeddings: ``from_pretrained`` gives the same logits, and what it writes loads back."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=61, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    assert model.lm_head.weight is model.transformer.wte.weight
+    accel.save({"model": model}, tmp_path / "c")
+    out = tmp_path / "out"
+    accel.export(tmp_path / "c", out, max_shard_size=size)
+    config.save_pretrained(out)
+    tokens = torch.arange(12)[None]
+    loaded, info = transformers.GPT2LMHeadModel.from_pretrained(out, output_loading_info=True)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    assert torch.equal(loaded.eval()(tokens).logits, model(tokens).logits)
+    loaded.save_pretrained(tmp_path / "theirs", max_shard_size=size)
+    torch.manual_seed(1)
+    again = transformers.GPT2LMHeadModel(config).eval()
+    accel.load(tmp_path / "theirs", {"model": again})
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory, model = saved(tmp_path / "c")
+    out = str(tmp_path / "out")
+    assert main(["export", directory, out, "--name", "model", "--dtype", "bfloat16"]) == 0
+    assert out in capsys.readouterr().out
+    assert load_file(f"{out}/model.safetensors")["body.weight"].dtype is torch.bfloat16
+    assert main(["export", directory, out]) == 1
+    assert "has weights already" in capsys.readouterr().err
