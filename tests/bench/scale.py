@@ -1,0 +1,146 @@
+"""A checkpoint of very many ranks, simulated in one process: what planning, the record and a load cost a rank.
+
+``python -m tests.bench.scale [ranks] [tensors] [loading ranks]``. Every tensor is divided by rows over all ranks, as FSDP2 does.
+Of the shard files only those that the loading rank needs are there, so that it fails if it opens another.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import torch
+
+from accel.checkpoint import record, shards
+from accel.checkpoint.header import Entry
+from accel.checkpoint.layout import parts
+from accel.checkpoint.leaves import Listed
+from accel.checkpoint.listing import Listing, Packed, Row, make_listing, make_plan, sources, unpack
+from accel.checkpoint.reader import Reader
+from accel.checkpoint.record import Record, Stored
+from accel.checkpoint.shards import Source, Written
+from accel.shard import Shard
+
+T = TypeVar("T")
+SAVE = "0123456789ab"
+COLUMNS = 16
+
+
+@dataclass(frozen=True)
+class Scale:
+    """CPU seconds (of one thread) and bytes, of one rank."""
+
+    list_s: float
+    exchanged_bytes: int
+    plan_s: float
+    record_s: float
+    record_bytes: int
+    parse_s: float
+    load_s: float
+    files_opened: int
+    peak_bytes: int
+
+
+def simulate(world: int, tensors: int, loading: int, directory: str) -> Scale:
+    """Plan a save of ``tensors`` on ``world`` ranks, and load the share of the middle one of ``loading`` ranks."""
+    table: list[Row] = [(f"model/layers.{i}.weight", "F32", (4096 - i % 7, COLUMNS)) for i in range(tensors)]
+    memory = torch.ones(4096, COLUMNS)
+    mine = [Listed(s, sure=True) for s in _rows_of(world // 2, world, table, memory)]
+    listing, list_s = _timed(lambda: make_listing(mine, compare=True))
+    packed = [_pack(rank, world, table) for rank in range(world)]
+    assert packed[world // 2].numbers == listing.pack(0).numbers
+    plan, plan_s = _timed(lambda: make_plan(unpack(packed), world))
+    assert len(sources(plan, world // 2, mine)) == sum(one.shard.tensor.numel() > 0 for one in mine)
+
+    found = parts(plan.ranges, torch.arange(world))
+    stored = {name: Stored(dtype, shape, tuple(found.get(i, ()))) for i, (name, dtype, shape) in enumerate(table)}
+    wanted = [(s.name, s.start, s.tensor) for s in _rows_of(loading // 2, loading, table, torch.zeros_like(memory))]
+    needed = {f for name, start, into in wanted for f, _, _ in stored[name].overlaps(start, start + into.numel())}
+    files = [_write(rank, world, table, memory, directory, real=rank in needed) for rank in range(world)]
+    new = Record(id=SAVE, time=0.0, world_size=world, files=files, tensors=stored, values={})
+    content, record_s = _timed(lambda: record.encode(new))
+    (read, _), parse_s = _timed(lambda: record.parse(content, record.NAME))
+    opened = _count_opened(directory)
+    _, load_s = _timed(lambda: Reader(directory, read, stream=True).fill(wanted))
+    assert all(bool((into == 1).all()) for _, _, into in wanted)
+    return Scale(
+        list_s,
+        sum(len(one.numbers) for one in packed),
+        plan_s,
+        record_s,
+        len(content),
+        parse_s,
+        load_s,
+        len(opened),
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+    )
+
+
+def _rows(rank: int, world: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    step = (rows + world - 1) // world
+    return (step * rank).clamp(max=rows), (step * (rank + 1)).clamp(max=rows)
+
+
+def _rows_of(rank: int, world: int, table: list[Row], memory: torch.Tensor) -> list[Shard]:
+    """A rank's shards; all share ``memory``, which holds as many rows as the largest tensor."""
+    begin, end = (t.tolist() for t in _rows(rank, world, torch.tensor([shape[0] for _, _, shape in table])))
+    return [
+        Shard(name, shape, a * COLUMNS, memory[a:b]) for (name, _, shape), a, b in zip(table, begin, end, strict=True)
+    ]
+
+
+def _pack(rank: int, world: int, table: list[Row]) -> Packed:
+    """What a rank sends, without making its tensors."""
+    begin, end = _rows(rank, world, torch.tensor([shape[0] for _, _, shape in table]))
+    numbers = torch.stack([torch.arange(len(table)), begin * COLUMNS, (end - begin) * COLUMNS, torch.zeros_like(begin)])
+    return Listing(table, numbers).pack(0 if rank else None)
+
+
+def _write(rank: int, world: int, table: list[Row], memory: torch.Tensor, directory: str, *, real: bool) -> Written:
+    name = f"accel-{SAVE}-{rank:05d}.safetensors"
+    if not real:
+        return Written(name, 1 << 40, ("0" * 16,))
+    own = [
+        Source(Entry(s.name, "F32", s.shape, s.start, s.tensor.numel()), s.tensor, 0)
+        for s in _rows_of(rank, world, table, memory)
+        if s.tensor.numel()
+    ]
+    return shards.write(directory, name, own)
+
+
+def _count_opened(directory: str) -> set[str]:
+    """A set that grows by each file of ``directory`` that is opened from now on."""
+    opened: set[str] = set()
+
+    def hear(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open" and str(arguments[0]).startswith(directory):
+            opened.add(str(arguments[0]))
+
+    sys.addaudithook(hear)
+    return opened
+
+
+def _timed(act: Callable[[], T]) -> tuple[T, float]:
+    begin = time.process_time()
+    result = act()
+    return result, time.process_time() - begin
+
+
+def main() -> None:
+    world, tensors, loading = map(int, sys.argv[1:] or ("1024", "10000", "512"))
+    with tempfile.TemporaryDirectory(dir=os.environ.get("ACCEL_BENCH_DIR")) as directory:
+        scale = simulate(world, tensors, loading, directory)
+    print(f"{tensors} tensors on {world} ranks, loaded by one of {loading}")
+    for field in fields(scale):
+        value = getattr(scale, field.name)
+        print(f"{field.name:16} {value / 1e6:.1f} MB" if "bytes" in field.name else f"{field.name:16} {value:.3g}")
+
+
+if __name__ == "__main__":
+    main()
