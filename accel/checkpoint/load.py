@@ -15,7 +15,7 @@ from ..data import LoaderHandle
 from ..errors import CheckpointError
 from ..process import current
 from ..shard import Manifest
-from . import record
+from . import folder, record
 from .background import background
 from .dtypes import BY_NAME
 from .leaves import Leaf, RankLeaf, StatefulLeaf, TensorLeaf
@@ -66,21 +66,28 @@ def load(
         raise CheckpointError(f"check={check!r}: expected 'first' or 'stream'")
     with contextlib.ExitStack() as undo:
 
-        def prepare() -> tuple[_Loading, tuple[str, str, _Differences]]:
+        def look() -> tuple[Record, tuple[str, str]]:
             background.wait()
             directory = os.path.abspath(os.fspath(dir))
             found, digits = record.read(directory)
-            loading = _Loading(directory, found, rank, stream=check == "stream")
-            loading.meet(state, undo, convert)
-            return loading, (directory, digits, loading.differences)
+            if rank == 0 and state is not None:
+                folder.check_sizes(directory, found)  # before anything is made in the sizes that the record names
+            return found, (directory, digits)
 
-        loading, told = together("accel.load", prepare)
-        if any(digits != told[0][1] for _, digits, _ in told):
+        found, seen = together("accel.load (the record)", look)
+        if any(digits != seen[0][1] for _, digits in seen):
             raise CheckpointError(
-                f"{told[0][0]}: the ranks see different checkpoints there; load after the save is done, from a file system "
+                f"{seen[0][0]}: the ranks see different checkpoints there; load after the save is done, from a file system "
                 "that all of them see"
             )
-        _report(told[0][0], [differences for _, _, differences in told], strict, rank)
+
+        def prepare() -> tuple[_Loading, _Differences]:
+            loading = _Loading(seen[rank][0], found, rank, stream=check == "stream")
+            loading.meet(state, undo, convert)
+            return loading, loading.differences
+
+        loading, differences = together("accel.load", prepare)
+        _report(seen[0][0], differences, strict, rank)
         if check == "first":
             verify_needed(loading.reader, loading.found, loading.needs(), process.place)
         together("accel.load (the values)", loading.decode)

@@ -42,6 +42,11 @@ class Stored:
         """The number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the data."""
+        return self.numel * element_bytes(self.dtype)
+
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Where elements ``start`` to ``stop`` are: (file, first element that it holds, number of elements), in order."""
         at = max(bisect_right(self.parts, start, key=lambda part: part[1]) - 1, 0)
@@ -219,7 +224,9 @@ def _build(body: dict[str, Any]) -> Record:
         raise ValueError("a file is named twice")
     sizes = [0, *accumulate(file.size for file in files)]
     tensors = {name: _stored(name, value, sizes) for name, value in body["tensors"].items()}
-    if not isinstance(body["values"], dict) or not isinstance(body["time"], float | int):
+    if sum(tensor.nbytes for tensor in tensors.values()) > sizes[-1]:
+        raise ValueError("the tensors are larger than the files")
+    if not isinstance(body["values"], dict) or type(body["time"]) not in (float, int) or not 0 <= body["time"] < 1e11:
         raise ValueError("the values or the time of the save are missing")
     if not all(isinstance(values, dict) for values in body["ranks"]):
         raise ValueError("the values of a rank are no object")
