@@ -65,29 +65,15 @@ def load(
     if check not in ("first", "stream"):
         raise CheckpointError(f"check={check!r}: expected 'first' or 'stream'")
     with contextlib.ExitStack() as undo:
-
-        def look() -> tuple[Record, tuple[str, str]]:
-            background.wait()
-            directory = os.path.abspath(os.fspath(dir))
-            found, digits = record.read(directory)
-            if rank == 0 and state is not None:
-                folder.check_sizes(directory, found)  # before anything is made in the sizes that the record names
-            return found, (directory, digits)
-
-        found, seen = together("accel.load (the record)", look)
-        if any(digits != seen[0][1] for _, digits in seen):
-            raise CheckpointError(
-                f"{seen[0][0]}: the ranks see different checkpoints there; load after the save is done, from a file system "
-                "that all of them see"
-            )
+        directory, found = _read(dir, sizes=state is not None)
 
         def prepare() -> tuple[_Loading, _Differences]:
-            loading = _Loading(seen[rank][0], found, rank, stream=check == "stream")
+            loading = _Loading(directory, found, rank, stream=check == "stream")
             loading.meet(state, undo, convert)
             return loading, loading.differences
 
         loading, differences = together("accel.load", prepare)
-        _report(seen[0][0], differences, strict, rank)
+        _report(directory, differences, strict, rank)
         if check == "first":
             verify_needed(loading.reader, loading.found, loading.needs(), process.place)
         together("accel.load (the values)", loading.decode)
@@ -95,6 +81,31 @@ def load(
     result, _ = together("accel.load", lambda: (loading.apply(), None))
     loading.filled()
     return result if state is None else state
+
+
+def _read(dir: str | os.PathLike[str], *, sizes: bool) -> tuple[str, Record]:
+    """The directory and its record, which is the same on all ranks. Collective.
+
+    Args:
+        dir: the checkpoint's directory.
+        sizes: compare those of the files, before anything is made in the sizes that the record names.
+    """
+
+    def look() -> tuple[Record, tuple[str, str]]:
+        background.wait()
+        directory = os.path.abspath(os.fspath(dir))
+        found, digits = record.read(directory)
+        if sizes and current().place.rank == 0:
+            folder.check_sizes(directory, found)
+        return found, (directory, digits)
+
+    found, seen = together("accel.load (the record)", look)
+    if any(digits != seen[0][1] for _, digits in seen):
+        raise CheckpointError(
+            f"{seen[0][0]}: the ranks see different checkpoints there; load after the save is done, from a file system "
+            "that all of them see"
+        )
+    return seen[current().place.rank][0], found
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,10 @@ CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "huge shape": lambda b: tensor(b).update(shape=[2**61, 2**61]),
     "huge part": lambda b: tensor(b).update(shape=[10**12], parts=[[0, 0, 10**12, 1]]),
     "many parts": lambda b: tensor(b).update(shape=[10**12], parts=[[0, 0, 1, 10**12]]),
+    "one file for many tensors": lambda b: b["tensors"].update(
+        {f"t{i}": b["tensors"]["net/weight"] for i in range(99)}
+    ),
+    "no time": lambda b: b.update(time=1e300),
     "negative": lambda b: tensor(b).update(shape=[-1, -280]),
     "overlap": lambda b: tensor(b).update(parts=[[0, 0, 280, 1], [0, 0, 280, 1]]),
     "hole": lambda b: tensor(b).update(parts=[[0, 10, 270, 1]]),

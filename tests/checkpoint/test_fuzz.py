@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import os
 import shutil
 import sys
@@ -32,7 +33,7 @@ import accel
 from accel.errors import CheckpointError
 from tests.checkpoint.crafting import body_of, header_of, shard_of, write_header, write_record
 
-EXAMPLES = int(os.environ.get("ACCEL_TEST_FUZZ", "120"))
+EXAMPLES = int(os.environ.get("ACCEL_TEST_FUZZ", "60"))
 #: For readers' buffers, and Python objects, which take more than their JSON; sizes that a file only claims are far larger.
 MARGIN = 48 << 20
 
@@ -78,16 +79,15 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Sizes(TorchDispatchMode):
-    """Refuses tensors that are larger than the files."""
+    """Notes tensors that are asked for in a size larger than the files; an error here would become a ``CheckpointError``."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self.limit = limit
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with contextlib.suppress(AttributeError):  # the sizes of `empty` are known before it takes memory
-            shape = args[0] if func.overloadpacket is torch.ops.aten.empty else ()
-            assert numpy.prod([float(n) for n in shape]) <= self.limit, shape
+        if func.overloadpacket is torch.ops.aten.empty and math.prod(args[0]) > self.limit:
+            Watched.found.append(f"empty {args[0]}")
         return func(*args, **(kwargs or {}))
 
 
@@ -283,6 +283,18 @@ def test_records(good: Path, draw: st.DataObject) -> None:
         write_record(copy_of, text_of(body))
         with Watched(copy_of):
             read_all(copy_of)
+
+
+def test_a_size_that_only_the_record_claims(good: Path) -> None:
+    """The optimizer's state, which is made for the load, is not made in that size."""
+    with copied(good) as copy_of:
+        body, numel = body_of(good), 2**34
+        body["files"][0]["size"] = 5 * numel
+        body["tensors"]["opt/0.weight/exp_avg"].update(shape=[numel], parts=[[0, 0, numel, 1]])
+        write_record(copy_of, json.dumps(body))
+        with Watched(copy_of):
+            done = read_all(copy_of)
+        assert done == [False, False, True, False, False]
 
 
 @given(st.data())
