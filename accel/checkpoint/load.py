@@ -188,8 +188,12 @@ class _Loading:
     def _find_slots(self, leaf: Leaf, node: Json, undo: contextlib.ExitStack, convert: bool) -> None:
         if not isinstance(leaf, ModuleLeaf | OptimizerLeaf | TensorLeaf):
             return
-        own = f"{leaf.name}/" if not isinstance(leaf, TensorLeaf) else leaf.name
-        tensors = {name[len(own) :]: t for name, t in self.found.tensors.items() if name.startswith(own)}
+        if isinstance(leaf, TensorLeaf):  # a state can have very many of them
+            own = leaf.name
+            tensors = {"": self.found.tensors[own]} if own in self.found.tensors else {}
+        else:
+            own = f"{leaf.name}/"
+            tensors = {name[len(own) :]: t for name, t in self.found.tensors.items() if name.startswith(own)}
         manifest: Manifest = {name: (t.shape, BY_NAME[t.dtype]) for name, t in tensors.items()}
         undo.callback(leaf.undo())
         touched = set()
