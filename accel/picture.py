@@ -20,7 +20,7 @@ def file_bytes(record: Record) -> list[dict[str, int]]:
     total: dict[str, int] = {}
     for name, tensor in record.tensors.items():
         leaf = name.partition("/")[0]
-        for file, _, count in tensor.pieces():
+        for file, _, count in tensor.overlaps(0, tensor.numel):
             nbytes = count * element_bytes(tensor.dtype)
             found[file][leaf] = found[file].get(leaf, 0) + nbytes
             total[leaf] = total.get(leaf, 0) + nbytes

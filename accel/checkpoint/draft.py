@@ -12,12 +12,25 @@ from ..errors import CheckpointError
 from .header import Entry
 from .layout import parts
 from .leaves import Leaf, Listed, RankLeaf
-from .listing import Listing, Plan, digest, make_listing, make_plan, sources
+from .listing import Listing, Packed, Plan, digest, make_listing, make_plan, sources, unpack
 from .record import Record, Stored
 from .shards import Source, Written
 from .trained import OptimizerLeaf
 from .trees import State, kept_shard, listings
 from .values import Encoder, Json
+
+#: A rank's two listings and the nodes that are made of all ranks', where the ranks differ in them; and its own values.
+Message = tuple[tuple[Packed, ...] | None, list[dict[str, Json]] | None, dict[str, Json]]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Digests of a draft: of what must be equal on all ranks, and of what is sent only where it is not."""
+
+    structure: str
+    listings: str
+    tables: str
+    nodes: str
 
 
 @dataclass(slots=True)
@@ -42,26 +55,36 @@ class Draft:
     plans: list[Plan] = field(default_factory=list)
     own_of_all: list[dict[str, Json]] = field(default_factory=list)
 
-    def summary(self) -> tuple[str, str, str]:
-        """Digests of what must be equal on all ranks, and of what is sent only where it is not."""
+    def summary(self) -> Summary:
+        """What the ranks compare before they send more."""
         compared = [one.shard.name for listed in self.listed for one in listed if not one.sure]
         structure = [[(leaf.name, leaf.kind) for leaf in self.leaves], sorted(compared)]
-        return digest(structure), digest([one.digest() for one in self.listing]), digest(self._merged_nodes())
+        return Summary(
+            digest(structure),
+            digest([one.digest() for one in self.listing]),
+            digest([one.table for one in self.listing]),
+            digest(self._merged_nodes()),
+        )
 
     def _merged_nodes(self) -> list[dict[str, Json]]:
         """The nodes that are made of all ranks'; of the others rank 0's is taken."""
         return [n for leaf, n in zip(self.leaves, self.nodes, strict=True) if isinstance(leaf, OptimizerLeaf)]
 
-    def message(self, listings_differ: bool, nodes_differ: bool) -> tuple[Any, Any, dict[str, Json]]:
-        """What the other ranks must be told."""
-        return self.listing if listings_differ else None, self._merged_nodes() if nodes_differ else None, self.own
+    def message(self, summaries: Sequence[Summary], rank: int) -> Message:
+        """What the other ranks must be told: what is not equal on all, and each table by one of those that have it."""
+        packed = nodes = None
+        if len({s.listings for s in summaries}) > 1:
+            first = [s.tables for s in summaries].index(summaries[rank].tables)
+            packed = tuple(one.pack(None if first == rank else first) for one in self.listing)
+        if len({s.nodes for s in summaries}) > 1:
+            nodes = self._merged_nodes()
+        return packed, nodes, self.own
 
-    def complete(self, messages: Sequence[tuple[Any, Any, dict[str, Json]]]) -> None:
+    def complete(self, messages: Sequence[Message]) -> None:
         """Learn what all ranks have, and plan."""
-        world = len(messages)
         for which in (0, 1):
-            everyone = [m[0][which] for m in messages if m[0] is not None]
-            self.plans.append(make_plan(everyone or [self.listing[which]], world))
+            everyone = unpack([m[0][which] for m in messages if m[0] is not None])
+            self.plans.append(make_plan(everyone or [self.listing[which]], len(messages)))
         merged = [m[1] for m in messages if m[1] is not None] or [self._merged_nodes()]
         by_leaf = iter(zip(*merged, strict=True))
         for leaf, node in zip(self.leaves, self.nodes, strict=True):

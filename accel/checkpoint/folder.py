@@ -129,6 +129,26 @@ def complete(directory: str) -> Record | None:
     return record if sizes == [file.size for file in record.files] else None
 
 
+def check_sizes(directory: str, record: Record) -> None:
+    """Compare the files of a checkpoint with the sizes that its record names.
+
+    Raises:
+        CheckpointError: names the first that is missing or of another size.
+    """
+    for file in record.files:
+        path = os.path.join(directory, file.name)
+        try:
+            size = os.lstat(path).st_size
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: {error.strerror}; the checkpoint is not complete, load another one"
+            ) from error
+        if size != file.size:
+            raise CheckpointError(
+                f"{path}: has {size} bytes, and {file.size} were written; it was cut or changed, load another checkpoint"
+            )
+
+
 def remove(directory: str) -> None:
     """Remove the checkpoint in a directory, and the directory if nothing else is in it.
 

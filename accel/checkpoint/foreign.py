@@ -162,7 +162,7 @@ def _save_alone(state: Mapping[str, Any], directory: str) -> None:
     job = Job(directory, 0, 1, None)
     with contextlib.ExitStack() as resources:
         job.save = job.begin(resources)
-        draft.complete([draft.message(False, False)])
+        draft.complete([draft.message([draft.summary()], 0)])
         job.take(draft)
         try:
             written = job.write()

@@ -40,7 +40,9 @@ class Ranges:
 
     def select(self, which: torch.Tensor) -> Ranges:
         """The ranges that a mask or an index selects."""
-        return Ranges(self.tensor[which], self.start[which], self.count[which], self.rank[which])
+        index = which.nonzero().squeeze(1) if which.dtype is torch.bool else which
+        columns = (self.tensor, self.start, self.count, self.rank)
+        return Ranges(*(column.index_select(0, index) for column in columns))
 
 
 def vector(numbers: Sequence[int]) -> torch.Tensor:
@@ -68,21 +70,22 @@ def assign(world: int, sizes: Sizes, listed: Ranges, *, replicated: bool = False
     bases = ends - numels
     listed = listed.select(listed.count > 0)
     first = bases[listed.tensor] + listed.start
-    order = first.argsort(stable=True)
-    first, listed = first[order], listed.select(order)
+    if bool((first[1:] < first[:-1]).any()):
+        order = first.argsort(stable=True)
+        first, listed = first[order], listed.select(order)
     last = first + listed.count
     disjoint = bool((first[1:] >= last[:-1]).all())
     if disjoint and not replicated:
-        segments, holders = _Segments(first, last, listed.rank), None
-    elif replicated and disjoint:
+        _check_cover(first, last, sizes, ends, bases)
+        return listed
+    if disjoint:
         segments = _Segments(first, last, torch.full_like(first, -1))
-        holders = [(torch.arange(world), torch.ones_like(first, dtype=torch.bool))]
+        holders = [(torch.arange(world), torch.arange(len(first)))]
     else:
         segments, holders = _overlay(first, last, listed.rank, bases, world, replicated)
-    _check_cover(segments, sizes, ends, bases)
+    _check_cover(segments.first, segments.last, sizes, ends, bases)
     itemsizes = vector(sizes.itemsizes)[torch.searchsorted(ends, segments.first, right=True)]
-    if holders is not None:
-        segments = _deal(segments, holders, itemsizes, world)
+    segments = _deal(segments, holders, itemsizes, world)
     tensor = torch.searchsorted(ends, segments.first, right=True)
     return Ranges(tensor, segments.first - bases[tensor], segments.last - segments.first, segments.rank)
 
@@ -96,13 +99,14 @@ class _Segments:
     rank: torch.Tensor
 
 
+#: Sets of several ranks, each with the numbers of the segments that it holds.
 _Holders = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _overlay(
     first: torch.Tensor, last: torch.Tensor, rank: torch.Tensor, bases: torch.Tensor, world: int, replicated: bool
 ) -> tuple[_Segments, _Holders]:
-    """The segments of overlapping intervals, and each set of several ranks with a mask of its segments."""
+    """The segments of overlapping intervals, and who holds those that several ranks have."""
     cuts = torch.unique(torch.cat([first, last, bases]))
     begin, end = torch.searchsorted(cuts, first), torch.searchsorted(cuts, last)
 
@@ -119,19 +123,16 @@ def _overlay(
     held = number > 0
     owner = torch.where(number == 1, total(rank), -1)
     if replicated:
-        everyone = [(torch.arange(world), held[held])]
-        return _Segments(cuts[:-1][held], cuts[1:][held], torch.full_like(owner, -1)[held]), everyone
+        segments = _Segments(cuts[:-1][held], cuts[1:][held], torch.full_like(owner, -1)[held])
+        return segments, [(torch.arange(world), torch.arange(len(segments.first)))]
     shared = torch.nonzero(number > 1).squeeze(1)
     keys, inverse = torch.unique(key[shared], return_inverse=True)
     example = torch.full((len(keys),), len(cuts), dtype=torch.int64)
     example.scatter_reduce_(0, inverse, shared, "amin")
     members = _members(example, begin, end, rank)
-    found: _Holders = []
-    for number_of_set, ranks in enumerate(members):
-        mask = torch.zeros(len(cuts) - 1, dtype=torch.bool)
-        mask[shared[inverse == number_of_set]] = True
-        found.append((ranks, mask[held]))
-    return _Segments(cuts[:-1][held], cuts[1:][held], owner[held]), found
+    number_of = held.cumsum(0) - 1
+    of_sets = number_of[shared[inverse.argsort(stable=True)]].split(torch.bincount(inverse).tolist())
+    return _Segments(cuts[:-1][held], cuts[1:][held], owner[held]), list(zip(members, of_sets, strict=True))
 
 
 def _members(example: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, rank: torch.Tensor) -> list[torch.Tensor]:
@@ -160,10 +161,12 @@ def _scramble(rank: int) -> int:
     return (z ^ z >> 31) - 2**63
 
 
-def _check_cover(segments: _Segments, sizes: Sizes, ends: torch.Tensor, bases: torch.Tensor) -> None:
+def _check_cover(
+    first: torch.Tensor, last: torch.Tensor, sizes: Sizes, ends: torch.Tensor, bases: torch.Tensor
+) -> None:
     total = int(ends[-1]) if len(ends) else 0
-    before = torch.cat([torch.zeros(1, dtype=torch.int64), segments.last])
-    after = torch.cat([segments.first, vector([total])])
+    before = torch.cat([torch.zeros(1, dtype=torch.int64), last])
+    after = torch.cat([first, vector([total])])
     gaps = torch.nonzero(before != after)
     if len(gaps):
         at, until = int(before[gaps[0]]), int(after[gaps[0]])
@@ -179,16 +182,16 @@ def _deal(segments: _Segments, holders: _Holders, itemsizes: torch.Tensor, world
     alone = segments.rank >= 0
     loads = torch.zeros(world, dtype=torch.int64).index_add_(0, segments.rank[alone], size[alone])
     pieces = [_Segments(segments.first[alone], segments.last[alone], segments.rank[alone])]
-    for ranks, mask in sorted(holders, key=lambda pair: len(pair[0])):
-        first, last, item = segments.first[mask], segments.last[mask], itemsizes[mask]
-        behind = size[mask].cumsum(0)
+    for ranks, which in sorted(holders, key=lambda pair: len(pair[0])):
+        first, last, item = segments.first[which], segments.last[which], itemsizes[which]
+        behind = size[which].cumsum(0)
         if not len(behind):
             continue
         shares = level(loads[ranks].tolist(), int(behind[-1]))
         loads[ranks] += vector(shares)
         cuts = vector(shares).cumsum(0)[:-1]
         at = torch.searchsorted(behind, cuts, right=True).clamp_(max=len(first) - 1)
-        within = cuts - (behind[at] - size[mask][at])
+        within = cuts - (behind[at] - size[which][at])
         cuts = torch.minimum(first[at] + within // item[at], last[at])
         starts = torch.unique(torch.cat([first, cuts[cuts < last[at]]]))
         segment = torch.searchsorted(first, starts, right=True) - 1

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from array import array
+import zlib
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -16,12 +17,13 @@ from ..errors import CheckpointError
 from ..shard import Shard
 from .dtypes import NAMES, element_bytes, memory
 from .header import Entry
-from .layout import Ranges, Sizes, assign
+from .layout import Ranges, Sizes, assign, vector
 from .leaves import Listed
 from .shards import Source, checksum, pieces
 
 #: Name, dtype and shape of a tensor.
 Row = tuple[str, str, tuple[int, ...]]
+_COLUMNS: Final = 4
 
 
 def digest(value: Any) -> str:
@@ -31,17 +33,43 @@ def digest(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The ranges on one rank: of which tensor, first element, number of elements, and what they hold (0: not compared)."""
+    """The ranges on one rank.
+
+    Args:
+        table: the tensors.
+        numbers: int64, a column for each range: number of the tensor, first element, number of elements, and what they
+            hold (0: not compared).
+    """
 
     table: list[Row]
-    tensor: array[int]
-    start: array[int]
-    count: array[int]
-    content: array[int]
+    numbers: torch.Tensor
 
     def digest(self) -> str:
         """Equal on ranks that have the same ranges."""
-        return digest([self.table, *(list(c) for c in (self.tensor, self.start, self.count, self.content))])
+        return digest([self.table, hashlib.blake2b(memory(self.numbers), digest_size=16).hexdigest()])
+
+    def pack(self, same: int | None) -> Packed:
+        """As it is sent; ``same`` is a rank that sends the same table."""
+        return Packed(self.table if same is None else same, zlib.compress(memory(self.numbers), 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A listing on its way: its table, or the rank that sends the same, and its numbers, compressed."""
+
+    table: list[Row] | int
+    numbers: bytes
+
+
+def unpack(packed: Sequence[Packed]) -> list[Listing]:
+    """The listings of all ranks; equal tables are one object."""
+    found: list[Listing] = []
+    for one in packed:
+        table = one.table if isinstance(one.table, list) else found[one.table].table
+        content = bytearray(zlib.decompress(one.numbers))
+        numbers = torch.frombuffer(content, dtype=torch.int64) if content else torch.empty(0, dtype=torch.int64)
+        found.append(Listing(table, numbers.view(_COLUMNS, -1)))
+    return found
 
 
 def make_listing(listed: Sequence[Listed], compare: bool) -> Listing:
@@ -56,7 +84,7 @@ def make_listing(listed: Sequence[Listed], compare: bool) -> Listing:
     """
     table: dict[str, Row] = {}
     numbers: dict[str, int] = {}
-    columns = array("q"), array("q"), array("q"), array("q")
+    columns: list[tuple[int, int, int, int]] = []
     for one in listed:
         s = one.shard
         row = (s.name, NAMES[s.tensor.dtype], s.shape)
@@ -67,9 +95,9 @@ def make_listing(listed: Sequence[Listed], compare: bool) -> Listing:
         number = numbers.setdefault(s.name, len(numbers))
         whole = s.tensor.numel() == math.prod(s.shape)
         content = _content(s.tensor) if compare and whole and not one.sure else 0
-        for column, value in zip(columns, (number, s.start, s.tensor.numel(), content), strict=True):
-            column.append(value)
-    return Listing(list(table.values()), *columns)
+        columns.append((number, s.start, s.tensor.numel(), content))
+    numbers_of_all = torch.tensor(columns, dtype=torch.int64).view(-1, _COLUMNS)
+    return Listing(list(table.values()), numbers_of_all.T.contiguous())
 
 
 def _content(tensor: torch.Tensor) -> int:
@@ -96,28 +124,43 @@ def make_plan(listings: Sequence[Listing], world: int) -> Plan:
     Raises:
         CheckpointError: the ranks differ in a tensor's shape or dtype, or a range is on no rank.
     """
-    table: dict[str, tuple[int, Row]] = {}
-    columns: list[list[torch.Tensor]] = [[], [], [], [], []]
-    for rank, listing in enumerate(listings):
-        numbers = []
-        for row in listing.table:
-            number, known = table.setdefault(row[0], (len(table), row))
-            if known != row:
-                raise CheckpointError(
-                    f"{row[0]} is {known[1]} {list(known[2])} on one rank and {row[1]} {list(row[2])} on rank {rank}; "
-                    "make it the same on all ranks (accel.all_gather), or leave it out of the state"
-                )
-            numbers.append(number)
-        tensor = _vector(listing.tensor)
-        columns[0].append(torch.tensor(numbers, dtype=torch.int64)[tensor] if numbers else tensor)
-        for column, values in zip(columns[1:4], (listing.start, listing.count, listing.content), strict=True):
-            column.append(_vector(values))
-        columns[4].append(torch.full((len(tensor),), rank))
-    rows = [row for _, row in table.values()]
-    tensor, start, count, content, rank_of = (torch.cat(column) for column in columns)
-    ranges = _lowest(Ranges(tensor, start, count, rank_of), content, len(rows))
+    rows, columns = _merge(listings)
+    tensor, start, count, content, rank = columns
+    ranges = _lowest(Ranges(tensor, start, count, rank), content, len(rows))
+    del tensor, start, count, content, rank, columns  # of many ranks they are large
     sizes = Sizes([r[0] for r in rows], [math.prod(r[2]) for r in rows], [element_bytes(r[1]) for r in rows])
     return Plan(rows, assign(world, sizes, ranges, replicated=len(listings) == 1 and world > 1))
+
+
+def _merge(listings: Sequence[Listing]) -> tuple[list[Row], torch.Tensor]:
+    """One table, and the listings' columns after one another, with the ranks as the last."""
+    table: dict[str, tuple[int, Row]] = {}
+    numbering: dict[int, torch.Tensor] = {}  # ranks whose tables are one object share it
+    columns = []
+    for rank, listing in enumerate(listings):
+        if id(listing.table) not in numbering:
+            numbering[id(listing.table)] = _number(listing.table, table, rank)
+        number = numbering[id(listing.table)][listing.numbers[0]]
+        columns.append(torch.stack([number, *listing.numbers[1:], torch.full_like(number, rank)]))
+    rows = [row for _, row in table.values()]
+    if len({one.shape[1] for one in columns}) == 1:
+        # Ranks that list the same tensors: then the ranges of one tensor are neighbours, and need no sorting.
+        return rows, torch.stack(columns).permute(1, 2, 0).flatten(1)
+    return rows, torch.cat(columns, 1)
+
+
+def _number(rows: Sequence[Row], table: dict[str, tuple[int, Row]], rank: int) -> torch.Tensor:
+    """The number in ``table``, which grows, of each of a rank's rows."""
+    numbers = []
+    for row in rows:
+        number, known = table.setdefault(row[0], (len(table), row))
+        if known != row:
+            raise CheckpointError(
+                f"{row[0]} is {known[1]} {list(known[2])} on one rank and {row[1]} {list(row[2])} on rank {rank}; "
+                "make it the same on all ranks (accel.all_gather), or leave it out of the state"
+            )
+        numbers.append(number)
+    return vector(numbers)
 
 
 def _lowest(ranges: Ranges, content: torch.Tensor, num_tensors: int) -> Ranges:
@@ -125,24 +168,31 @@ def _lowest(ranges: Ranges, content: torch.Tensor, num_tensors: int) -> Ranges:
     compared = content != 0
     if not bool(compared.any()):
         return ranges
-    first = torch.full((num_tensors,), len(content), dtype=torch.int64)
-    first.scatter_reduce_(0, ranges.tensor, torch.arange(len(content)), "amin")
-    return ranges.select(~compared | (content == content[first[ranges.tensor]]))
-
-
-def _vector(numbers: array[int]) -> torch.Tensor:
-    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+    lowest = torch.full((num_tensors,), int(ranges.rank.max()) + 1)
+    lowest.scatter_reduce_(0, ranges.tensor, ranges.rank, "amin")
+    its = ranges.rank == lowest[ranges.tensor]
+    saved = torch.zeros(num_tensors, dtype=torch.int64)
+    saved[ranges.tensor[its]] = content[its]
+    return ranges.select(~compared | (content == saved[ranges.tensor]))
 
 
 def sources(plan: Plan, rank: int, listed: Sequence[Listed]) -> list[Source]:
     """What one rank writes, from where it lies."""
     places: dict[str, list[Shard]] = {}
-    for listing in listed:
-        places.setdefault(listing.shard.name, []).append(listing.shard)
+    for one in listed:
+        if one.shard.tensor.numel():
+            places.setdefault(one.shard.name, []).append(one.shard)
+    for shards in places.values():
+        shards.sort(key=_start)
     found = []
     mine = plan.ranges.select(plan.ranges.rank == rank)
     for number, start, count in zip(mine.tensor.tolist(), mine.start.tolist(), mine.count.tolist(), strict=True):
         name, dtype, shape = plan.table[number]
-        one = next(s for s in places[name] if s.start <= start and start + count <= s.start + s.tensor.numel())
-        found.append(Source(Entry(name, dtype, shape, start, count), one.tensor, start - one.start))
+        shards = places[name]
+        held = shards[bisect_right(shards, start, key=_start) - 1]
+        found.append(Source(Entry(name, dtype, shape, start, count), held.tensor, start - held.start))
     return found
+
+
+def _start(shard: Shard) -> int:
+    return shard.start

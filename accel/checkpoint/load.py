@@ -15,6 +15,7 @@ from ..data import LoaderHandle
 from ..errors import CheckpointError
 from ..process import current
 from ..shard import Manifest
+from . import folder
 from .background import background
 from .differences import Differences, report
 from .dtypes import BY_NAME
@@ -66,21 +67,15 @@ def load(
     if check not in ("first", "stream"):
         raise CheckpointError(f"check={check!r}: expected 'first' or 'stream'")
     with contextlib.ExitStack() as undo:
+        source = _open(dir, state)
 
-        def prepare() -> tuple[Loading, tuple[str, str, Differences]]:
-            background.wait()
-            source = open_source(os.path.abspath(os.fspath(dir)), state)
+        def prepare() -> tuple[Loading, Differences]:
             loading = Loading(source, rank, stream=check == "stream")
             loading.meet(state, undo, convert)
-            return loading, (source.directory, source.digits, loading.differences)
+            return loading, loading.differences
 
-        loading, told = together("accel.load", prepare)
-        if any(digits != told[0][1] for _, digits, _ in told):
-            raise CheckpointError(
-                f"{told[0][0]}: the ranks see different checkpoints there; load after the save is done, from a file system "
-                "that all of them see"
-            )
-        report(told[0][0], [differences for _, _, differences in told], strict, rank)
+        loading, differences = together("accel.load", prepare)
+        report(source.directory, differences, strict, rank)
         if check == "first" and loading.plain is None:
             verify_needed(loading.reader, loading.found, loading.needs(), process.place)
         together("accel.load (the values)", loading.decode)
@@ -88,6 +83,26 @@ def load(
     result, _ = together("accel.load", lambda: (loading.apply(), None))
     loading.filled()
     return result if state is None else state
+
+
+def _open(dir: str | os.PathLike[str], state: Any) -> Source:
+    """What is there, which is the same on all ranks. Collective."""
+
+    def look() -> tuple[Source, tuple[str, str]]:
+        background.wait()
+        source = open_source(os.path.abspath(os.fspath(dir)), state)
+        # Before anything is made in the sizes that the record names.
+        if state is not None and source.plain is None and current().place.rank == 0:
+            folder.check_sizes(source.directory, source.record)
+        return source, (source.directory, source.digits)
+
+    source, seen = together("accel.load (the record)", look)
+    if any(digits != seen[0][1] for _, digits in seen):
+        raise CheckpointError(
+            f"{seen[0][0]}: the ranks see different checkpoints there; load after the save is done, from a file system "
+            "that all of them see"
+        )
+    return source
 
 
 @final
@@ -132,8 +147,12 @@ class Loading:
     def _find_slots(self, leaf: Leaf, node: Json, undo: contextlib.ExitStack, convert: bool) -> None:
         if not isinstance(leaf, ModuleLeaf | OptimizerLeaf | TensorLeaf):
             return
-        own = f"{leaf.name}/" if not isinstance(leaf, TensorLeaf) else leaf.name
-        tensors = {name[len(own) :]: t for name, t in self.found.tensors.items() if name.startswith(own)}
+        if isinstance(leaf, TensorLeaf):  # a state can have very many of them
+            own = leaf.name
+            tensors = {"": self.found.tensors[own]} if own in self.found.tensors else {}
+        else:
+            own = f"{leaf.name}/"
+            tensors = {name[len(own) :]: t for name, t in self.found.tensors.items() if name.startswith(own)}
         stored_as = self._untie(leaf, own, tensors) if isinstance(leaf, ModuleLeaf) else {}
         manifest: Manifest = {name: (t.shape, BY_NAME[t.dtype]) for name, t in tensors.items()}
         undo.callback(leaf.undo())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -55,7 +54,6 @@ class Reader:
         self._stream = stream and plain is None
         self._plain = plain
         self._headers: dict[int, Header] = {i: file.header for i, file in enumerate(plain or ())}
-        self._pieces: dict[str, list[tuple[int, int, int]]] = {}
         self._buffer = memoryview(bytearray(CHUNK))
 
     def path(self, file: int) -> str:
@@ -92,17 +90,6 @@ class Reader:
                 raise CheckpointError(f"{path}: its header is not as {NAME} needs it ({error})") from error
         return self._headers[file]
 
-    def _overlaps(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The pieces of a tensor from ``start`` to ``stop``: (file, first element, number of elements)."""
-        if name not in self._pieces:
-            self._pieces[name] = self._record.tensors[name].pieces()
-        pieces = self._pieces[name]
-        first = bisect_right(pieces, start, key=lambda piece: piece[1]) - 1
-        for piece in islice(pieces, max(first, 0), None):
-            if piece[1] >= stop:
-                break
-            yield piece
-
     def locate(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """Where elements of a tensor are: (file, byte in it, first element, number of elements).
 
@@ -111,7 +98,7 @@ class Reader:
         """
         stored: Stored = self._record.tensors[name]
         size = element_bytes(stored.dtype)
-        for file, first, count in self._overlaps(name, start, stop):
+        for file, first, count in stored.overlaps(start, stop):
             entry = Entry(name, stored.dtype, stored.shape, first, count)
             header = self.header(file)
             where = header.offsets.get(entry.key)

@@ -6,8 +6,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, islice
 from typing import Any, Final
 
 from ..errors import CheckpointError
@@ -40,9 +42,19 @@ class Stored:
         """The number of elements."""
         return math.prod(self.shape)
 
-    def pieces(self) -> list[tuple[int, int, int]]:
-        """(file, first element, number of elements) in order."""
-        return [(f + i, start + i * count, count) for f, start, count, files in self.parts for i in range(files)]
+    @property
+    def nbytes(self) -> int:
+        """The size of the data."""
+        return self.numel * element_bytes(self.dtype)
+
+    def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Where elements ``start`` to ``stop`` are: (file, first element that it holds, number of elements), in order."""
+        at = max(bisect_right(self.parts, start, key=lambda part: part[1]) - 1, 0)
+        for file, begin, count, files in islice(self.parts, at, None):
+            for i in range(max(start - begin, 0) // count, min(files, -(-(stop - begin) // count))):
+                yield file + i, begin + i * count, count
+            if begin + count * files >= stop:
+                return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,8 +220,11 @@ def _build(body: dict[str, Any]) -> Record:
         files.append(Written(file["name"], _number(file["size"]), tuple(_digits(d) for d in file["header"])))
     if len({file.name for file in files}) != len(files):
         raise ValueError("a file is named twice")
-    tensors = {name: _stored(name, value, files) for name, value in body["tensors"].items()}
-    if not isinstance(body["values"], dict) or not isinstance(body["time"], float | int):
+    sizes = [0, *accumulate(file.size for file in files)]
+    tensors = {name: _stored(name, value, sizes) for name, value in body["tensors"].items()}
+    if sum(tensor.nbytes for tensor in tensors.values()) > sizes[-1]:
+        raise ValueError("the tensors are larger than the files")
+    if not isinstance(body["values"], dict) or type(body["time"]) not in (float, int) or not 0 <= body["time"] < 1e11:
         raise ValueError("the values or the time of the save are missing")
     if not all(isinstance(values, dict) for values in body["ranks"]):
         raise ValueError("the values of a rank are no object")
@@ -224,8 +239,8 @@ def _build(body: dict[str, Any]) -> Record:
     )
 
 
-def _stored(name: str, value: dict[str, Any], files: Sequence[Written]) -> Stored:
-    """A tensor whose parts follow one another and fit into their files, so that nothing larger is ever allocated."""
+def _stored(name: str, value: dict[str, Any], sizes: Sequence[int]) -> Stored:
+    """A tensor whose parts follow one another and fit into their files, the first n of which have ``sizes[n]`` bytes."""
     dtype, shape = value["dtype"], tuple(_number(n) for n in value["shape"])
     if dtype not in BY_NAME or len(shape) > 64:
         raise ValueError(f"tensor {name!r} has dtype {dtype!r} and {len(shape)} dimensions")
@@ -233,10 +248,10 @@ def _stored(name: str, value: dict[str, Any], files: Sequence[Written]) -> Store
     parts = []
     for part in value["parts"]:
         file, start, count, repeat = (_number(n) for n in part)
-        if start != at or count < 1 or repeat < 1 or file + repeat > len(files):
+        if start != at or count < 1 or repeat < 1 or file + repeat >= len(sizes):
             raise ValueError(f"the parts of tensor {name!r} overlap, leave a hole, or name a file that is not there")
-        if any(count * element_bytes(dtype) > f.size for f in files[file : file + repeat]):
-            raise ValueError(f"a part of tensor {name!r} is larger than its file")
+        if count * repeat * element_bytes(dtype) > sizes[file + repeat] - sizes[file]:
+            raise ValueError(f"a part of tensor {name!r} is larger than its files")
         at += count * repeat
         parts.append((file, start, count, repeat))
     if at != numel:

@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import CheckpointError
 from ..process import current
 from .background import background
-from .draft import Draft, make_draft
+from .draft import Draft, Message, Summary, make_draft
 from .job import Job
 from .manage import check_keep
 from .together import together
@@ -49,7 +49,7 @@ def save(
     process = current()
     rank, world = process.place.rank, process.place.world_size
 
-    def prepare() -> tuple[Draft, tuple[str, tuple[str, str, str]]]:
+    def prepare() -> tuple[Draft, tuple[str, Summary]]:
         background.settle()
         directory = os.fspath(dir)
         if keep is not None:
@@ -70,15 +70,15 @@ def save(
         )
 
 
-_Told = list[tuple[str, tuple[str, str, str]]]
+_Told = list[tuple[str, Summary]]
 
 
 def _begin(job: Job, draft: Draft, told: _Told, resources: contextlib.ExitStack, wait: bool) -> None:
     """Rank 0 takes the directory; all learn what each of them writes. Collective."""
 
-    def begin() -> tuple[None, tuple[str, Any]]:
-        differ = [len({summary[i] for _, summary in told}) > 1 for i in (1, 2)]
-        return None, (job.begin(resources) if job.rank == 0 else "", draft.message(differ[0], differ[1]))
+    def begin() -> tuple[None, tuple[str, Message]]:
+        save = job.begin(resources) if job.rank == 0 else ""
+        return None, (save, draft.message([summary for _, summary in told], job.rank))
 
     _, messages = together("accel.save (the directory)", begin)
     job.save = messages[0][0]
@@ -107,7 +107,7 @@ def _check_equal(told: _Told) -> None:
     for rank, (directory, summary) in enumerate(told):
         if directory != told[0][0]:
             raise CheckpointError(f"accel.save: rank 0 saves into {told[0][0]!r}, and rank {rank} into {directory!r}")
-        if summary[0] != told[0][1][0]:
+        if summary.structure != told[0][1].structure:
             raise CheckpointError(
                 f"accel.save: the state of rank {rank} has other objects or tensors than that of rank 0; give every rank "
                 "the same keys, and its own part of data only as plain values"

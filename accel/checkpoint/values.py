@@ -8,6 +8,7 @@ import binascii
 import collections
 import json
 import math
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ INLINE_BYTES: Final = 1024
 Json = Any
 #: Stores a tensor under a name of its own, and returns that name.
 Keep = Callable[[torch.Tensor, str], str]
+_NUMPY: Final = re.compile(r"[<|][biufcSUMm][0-9]{1,9}(\[[0-9]*[A-Za-z\u03bc]{1,9}\])?")
 _FACTORIES: Final[dict[str, Callable[[], Any]]] = {t.__name__: t for t in (list, dict, set, int, float, str, bool)}
 
 
@@ -239,9 +241,9 @@ class Decoder:
         import numpy
 
         content = to_bytes(self._fetch(data["name"])) if "name" in data else _bytes(data)
-        kind: Any = numpy.dtype(str(data["dtype"]))
-        if kind.kind not in "biufcSUMm":
+        if not _NUMPY.fullmatch(data["dtype"]):  # numpy would evaluate some of what it does not know
             raise ValueError(f"numpy dtype {data['dtype']!r}")
+        kind: Any = numpy.dtype(data["dtype"])
         shape = () if tag == "numpy" else _shape(data)
         if math.prod(shape) * kind.itemsize != len(content):
             raise ValueError("an array whose shape does not fit its bytes")
@@ -261,7 +263,7 @@ def _shape(data: Json) -> tuple[int, ...]:
 
 
 def _known_dtype(data: Json) -> torch.dtype:
-    dtype = getattr(torch, data["value"])
+    dtype = vars(torch).get(data["value"])  # getattr would import some of torch's modules
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype {data['value']!r}")
     return dtype

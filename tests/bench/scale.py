@@ -1,165 +1,181 @@
-"""Section ``scale``: what planning a checkpoint of a thousand ranks takes, simulated in one process without tensors' values."""
+"""Section ``scale``: a checkpoint of very many ranks, simulated in one process: what planning, the record and a load cost a rank.
+
+Every tensor is divided by rows over all ranks, as FSDP2 does. Of the shard files only those that the loading rank needs are
+there, so that it fails if it opens another.
+"""
 
 from __future__ import annotations
 
+import os
 import resource
+import sys
+import tempfile
 import time
-from array import array
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import torch
 
-from accel.checkpoint import record
+from accel.checkpoint import record, shards
+from accel.checkpoint.header import Entry
 from accel.checkpoint.layout import parts
-from accel.checkpoint.listing import Listing, Row, make_plan
+from accel.checkpoint.leaves import Listed
+from accel.checkpoint.listing import Listing, Packed, Row, make_listing, make_plan, sources, unpack
+from accel.checkpoint.reader import Reader
 from accel.checkpoint.record import Record, Stored
-from accel.checkpoint.shards import Written
+from accel.checkpoint.shards import Source, Written
+from accel.shard import Shard
 
 from .ranks import run
 from .section import Data, Section, Verdict, answer, brief, failures, table
 
-TENSORS, RANKS, QUICK = 10_000, (256, 1024), (64, 256)
-NUMEL = 3_000 * 1_024 + 8  # of a tensor; no power of two
-MIB = 2**20
-ABOUT = f"""{TENSORS} tensors of {NUMEL} fp32 elements on simulated ranks, in one process, as a save's ranks do it after \
-they told each other what they have: *plan* decides who writes what (each rank does that), *record* is made by rank 0 and \
-read by each loading rank. Seconds are cpu time (`time.process_time`; one thread), of *plan* the wall time too. *Files* is \
-how many shard files a rank opens that loads its even share at three quarters of the ranks, the most of any. *Memory* is \
-this process's peak, with the listings of all ranks."""
+TENSORS, RANKS, QUICK = 10_000, (256, 1024), (64,)
+ABOUT = f"""{TENSORS} tensors, each divided by rows over all ranks. What each rank does before a save: *list* its tensors, \
+receive the lists of all others, and *plan* who writes what. Rank 0 makes the record, each loading rank reads it, and *load* \
+is that of one rank of half as many, which opens only the *files* that it needs. Seconds are cpu time of one thread \
+(`time.process_time`); peak memory is that of the simulation, which holds the lists of all ranks."""
+
+T = TypeVar("T")
+SAVE = "0123456789ab"
+COLUMNS = 16
 
 
-def _even(rank: int, world: int) -> Listing:
-    """A piece of each tensor (FSDP2)."""
-    each = -(-NUMEL // world)
-    first = min(each * rank, NUMEL)
-    count = min(each, NUMEL - first)
-    numbers = range(TENSORS) if count else range(0)
-    return _listing(numbers, [first] * len(numbers), [count] * len(numbers))
+@dataclass(frozen=True)
+class Scale:
+    """CPU seconds (of one thread) and bytes, of one rank."""
+
+    list_s: float
+    exchanged_bytes: int
+    plan_s: float
+    record_s: float
+    record_bytes: int
+    parse_s: float
+    load_s: float
+    files_opened: int
+    peak_bytes: int
 
 
-def _flat(rank: int, world: int) -> Listing:
-    """A piece of all tensors behind one another, cut anywhere (ZeRO 1 and 2)."""
-    total = TENSORS * NUMEL
-    each = -(-total // world)
-    first, last = min(each * rank, total), min(each * (rank + 1), total)
-    numbers = range(first // NUMEL, -(-last // NUMEL))
-    starts = [max(first - n * NUMEL, 0) for n in numbers]
-    return _listing(numbers, starts, [min(last - n * NUMEL, NUMEL) - s for n, s in zip(numbers, starts, strict=True)])
+def simulate(world: int, tensors: int, loading: int, directory: str) -> Scale:
+    """Plan a save of ``tensors`` on ``world`` ranks, and load the share of the middle one of ``loading`` ranks."""
+    table: list[Row] = [(f"model/layers.{i}.weight", "F32", (4096 - i % 7, COLUMNS)) for i in range(tensors)]
+    memory = torch.ones(4096, COLUMNS)
+    mine = [Listed(s, sure=True) for s in _rows_of(world // 2, world, table, memory)]
+    listing, list_s = _timed(lambda: make_listing(mine, compare=True))
+    packed = [_pack(rank, world, table) for rank in range(world)]
+    assert packed[world // 2].numbers == listing.pack(0).numbers
+    plan, plan_s = _timed(lambda: make_plan(unpack(packed), world))
+    assert len(sources(plan, world // 2, mine)) == sum(one.shard.tensor.numel() > 0 for one in mine)
 
-
-def _whole(rank: int, world: int) -> Listing:
-    """Whole tensors of this rank (fairscale's owners)."""
-    numbers = range(rank, TENSORS, world)
-    return _listing(numbers, [0] * len(numbers), [NUMEL] * len(numbers))
-
-
-def _replicated(rank: int, world: int) -> Listing:
-    """Everything, as on every other rank, so that one listing stands for all (DDP)."""
-    return _listing(range(TENSORS), [0] * TENSORS, [NUMEL] * TENSORS)
-
-
-LAYOUTS: dict[str, Callable[[int, int], Listing]] = {
-    "a piece of each tensor on each rank": _even,
-    "one flat piece of everything on each rank": _flat,
-    "whole tensors, one owner each": _whole,
-    "replicated": _replicated,
-}
-
-
-def _listing(numbers: range, starts: list[int], counts: list[int]) -> Listing:
-    rows: list[Row] = [(f"model/layers.{n}.weight", "F32", (NUMEL,)) for n in numbers]
-    held = (array("q", range(len(rows))), array("q", starts), array("q", counts), array("q", [0] * len(rows)))
-    return Listing(rows, *held)
-
-
-def _simulate(layout: str, world: int) -> dict[str, Any]:
-    make = LAYOUTS[layout]
-    listings = [make(rank, world) for rank in range(1 if make is _replicated else world)]
-    wall, clock = time.perf_counter(), time.process_time()
-    plan = make_plan(listings, world)
-    wall, planned = time.perf_counter() - wall, time.process_time()
-    files = [Written(f"s-{rank:05}.safetensors", TENSORS * NUMEL * 4, ("0" * 16,)) for rank in range(world)]
     found = parts(plan.ranges, torch.arange(world))
-    tensors = {
-        name: Stored(dtype, shape, tuple(found[number])) for number, (name, dtype, shape) in enumerate(plan.table)
-    }
-    content = record.encode(Record(id="0" * 16, time=0.0, world_size=world, files=files, tensors=tensors, values={}))
-    encoded = time.process_time()
-    read, _ = record.parse(content, record.NAME)
-    return {
-        "ranges": len(plan.ranges.tensor),
-        "plan": planned - clock,
-        "wall": wall,
-        "encode": encoded - planned,
-        "parse": time.process_time() - encoded,
-        "bytes": len(content),
-        "files": _files(read, 3 * world // 4),
-        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }
+    stored = {name: Stored(dtype, shape, tuple(found.get(i, ()))) for i, (name, dtype, shape) in enumerate(table)}
+    wanted = [(s.name, s.start, s.tensor) for s in _rows_of(loading // 2, loading, table, torch.zeros_like(memory))]
+    needed = {f for name, start, into in wanted for f, _, _ in stored[name].overlaps(start, start + into.numel())}
+    files = [_write(rank, world, table, memory, directory, real=rank in needed) for rank in range(world)]
+    new = Record(id=SAVE, time=0.0, world_size=world, files=files, tensors=stored, values={})
+    content, record_s = _timed(lambda: record.encode(new))
+    (read, _), parse_s = _timed(lambda: record.parse(content, record.NAME))
+    opened = _count_opened(directory)
+    _, load_s = _timed(lambda: Reader(directory, read, stream=True).fill(wanted))
+    assert all(bool((into == 1).all()) for _, _, into in wanted)
+    return Scale(
+        list_s,
+        sum(len(one.numbers) for one in packed),
+        plan_s,
+        record_s,
+        len(content),
+        parse_s,
+        load_s,
+        len(opened),
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+    )
 
 
-def _files(read: Record, world: int) -> int:
-    """The files that hold an even share of each tensor, of the rank that opens most."""
-    each = -(-NUMEL // world)
-    pieces = {stored.parts: stored.pieces() for stored in read.tensors.values()}
-    opened: list[set[int]] = [set() for _ in range(world)]
-    for found in pieces.values():
-        for file, first, count in found:
-            for rank in range(first // each, (first + count - 1) // each + 1):
-                opened[rank].add(file)
-    return max(map(len, opened))
+def _rows(rank: int, world: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    step = (rows + world - 1) // world
+    return (step * rank).clamp(max=rows), (step * (rank + 1)).clamp(max=rows)
+
+
+def _rows_of(rank: int, world: int, table: list[Row], memory: torch.Tensor) -> list[Shard]:
+    """A rank's shards; all share ``memory``, which holds as many rows as the largest tensor."""
+    begin, end = (t.tolist() for t in _rows(rank, world, torch.tensor([shape[0] for _, _, shape in table])))
+    return [
+        Shard(name, shape, a * COLUMNS, memory[a:b]) for (name, _, shape), a, b in zip(table, begin, end, strict=True)
+    ]
+
+
+def _pack(rank: int, world: int, table: list[Row]) -> Packed:
+    """What a rank sends, without making its tensors."""
+    begin, end = _rows(rank, world, torch.tensor([shape[0] for _, _, shape in table]))
+    numbers = torch.stack([torch.arange(len(table)), begin * COLUMNS, (end - begin) * COLUMNS, torch.zeros_like(begin)])
+    return Listing(table, numbers).pack(0 if rank else None)
+
+
+def _write(rank: int, world: int, table: list[Row], memory: torch.Tensor, directory: str, *, real: bool) -> Written:
+    name = f"accel-{SAVE}-{rank:05d}.safetensors"
+    if not real:
+        return Written(name, 1 << 40, ("0" * 16,))
+    own = [
+        Source(Entry(s.name, "F32", s.shape, s.start, s.tensor.numel()), s.tensor, 0)
+        for s in _rows_of(rank, world, table, memory)
+        if s.tensor.numel()
+    ]
+    return shards.write(directory, name, own)
+
+
+def _count_opened(directory: str) -> set[str]:
+    """A set that grows by each file of ``directory`` that is opened from now on."""
+    opened: set[str] = set()
+
+    def hear(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open" and str(arguments[0]).startswith(directory):
+            opened.add(str(arguments[0]))
+
+    sys.addaudithook(hear)
+    return opened
+
+
+def _timed(act: Callable[[], T]) -> tuple[T, float]:
+    begin = time.process_time()
+    result = act()
+    return result, time.process_time() - begin
+
+
+def _measured(ranks: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(dir=os.environ.get("ACCEL_BENCH_DIR")) as directory:
+        return asdict(simulate(ranks, TENSORS, ranks // 2, directory))
 
 
 def _measure(quick: bool) -> Data:
     data: Data = {"rows": [], "failed": {}}
-    for layout in LAYOUTS:
-        for world in QUICK if quick else RANKS:
-            try:
-                found = run(1, _simulate, layout, world)[0]
-            except RuntimeError as error:
-                data["failed"][f"{layout} on {world}"] = brief(error)
-                continue
-            data["rows"].append({"layout": layout, "world": world, **found})
+    for ranks in QUICK if quick else RANKS:
+        try:
+            data["rows"].append({"ranks": ranks, **run(1, _measured, ranks)[0]})
+        except RuntimeError as error:
+            data["failed"][f"{ranks} ranks"] = brief(error)
     return data
 
 
 def _tell(data: Data) -> list[str]:
     rows = [
         [
-            row["layout"],
-            str(row["world"]),
-            f"{row['ranges']:,}",
-            *(f"{row[part]:.2f}" for part in ("plan", "wall", "encode", "parse")),
-            f"{row['bytes'] / 1e6:.2f}",
-            str(row["files"]),
-            f"{row['memory'] / MIB:.0f}",
+            str(row["ranks"]),
+            *(f"{row[part]:.2f}" for part in ("list_s", "plan_s", "record_s", "parse_s", "load_s")),
+            *(f"{row[part] / 1e6:.1f}" for part in ("exchanged_bytes", "record_bytes", "peak_bytes")),
+            str(row["files_opened"]),
         ]
         for row in data["rows"]
     ]
-    head = [
-        "",
-        "ranks",
-        "ranges",
-        "plan, s",
-        "plan, wall",
-        "record, s",
-        "read, s",
-        "record, MB",
-        "files",
-        "memory, MiB",
-    ]
+    seconds = ["list, s", "plan, s", "make record, s", "read record, s", "load, s"]
+    head = ["ranks", *seconds, "received, MB", "record, MB", "peak memory, MB", "files opened"]
     return [ABOUT, table(head, rows), *failures(data["failed"])]
 
 
 def _judge(data: Data) -> Iterator[Verdict]:
-    most = max((row["world"] for row in data["rows"]), default=0)
-    for row in data["rows"]:
-        if row["world"] != most:
-            continue
-        where = f"{row['world']} ranks, {TENSORS} tensors, {row['layout']}"
-        yield Verdict(f"plan of a save, {where}", "5 s", f"{row['plan']:.2f} s", answer(row["plan"], 5.0))
-        size = row["bytes"] / 1e6
+    for row in data["rows"][-1:]:
+        where = f"{row['ranks']} ranks, {TENSORS} tensors divided over all"
+        yield Verdict(f"plan of a save, {where}", "5 s", f"{row['plan_s']:.2f} s", answer(row["plan_s"], 5.0))
+        size = row["record_bytes"] / 1e6
         yield Verdict(f"record, {where}", "64 MB", f"{size:.2f} MB", answer(size, 64.0))
     for name, error in data["failed"].items():
         yield Verdict(f"plan of a save, {name}", "5 s", "none", f"**not measured**: {error}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 from collections.abc import Callable
@@ -15,8 +16,8 @@ import torch
 from torch import nn
 
 import accel
-from accel.checkpoint.shards import checksum
 from accel.errors import CheckpointError
+from tests.checkpoint.crafting import header_of, rewrite, shard_of, write_header
 from tests.distributed import refusals, run
 
 
@@ -47,10 +48,6 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(good: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(good, tmp_path / "c"))
-
-
-def shard_of(directory: Path) -> Path:
-    return next(directory.glob("*.safetensors"))
 
 
 def refused(directory: Path, message: str, check: str = "first") -> str:
@@ -114,17 +111,6 @@ def test_files_that_are_not_there_whole(how: str, copy: Path, tmp_path: Path) ->
     assert accel.latest(tmp_path) is None or how in ("link", "folder", "pipe", "unreadable")
 
 
-def rewrite(directory: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the record and give it the checksum that it should have."""
-    body = json.loads((directory / "accel.json").read_bytes())
-    del body["xxh3"]
-    text = change(body)
-    text = text if isinstance(text, str) else json.dumps(body)
-    content = b'{"xxh3":"' + b"0" * 16 + b'",' + text.encode()[1:]
-    content = content[:9] + checksum(content).encode() + content[25:]
-    (directory / "accel.json").write_bytes(content)
-
-
 def tensor(body: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = body["tensors"]["net/weight"]
     return found
@@ -139,6 +125,10 @@ CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "huge shape": lambda b: tensor(b).update(shape=[2**61, 2**61]),
     "huge part": lambda b: tensor(b).update(shape=[10**12], parts=[[0, 0, 10**12, 1]]),
     "many parts": lambda b: tensor(b).update(shape=[10**12], parts=[[0, 0, 1, 10**12]]),
+    "one file for many tensors": lambda b: b["tensors"].update(
+        {f"t{i}": b["tensors"]["net/weight"] for i in range(99)}
+    ),
+    "no time": lambda b: b.update(time=1e300),
     "negative": lambda b: tensor(b).update(shape=[-1, -280]),
     "overlap": lambda b: tensor(b).update(parts=[[0, 0, 280, 1], [0, 0, 280, 1]]),
     "hole": lambda b: tensor(b).update(parts=[[0, 10, 270, 1]]),
@@ -190,16 +180,9 @@ def test_a_record_that_is_put_right_loads(copy: Path) -> None:
 
 def shard_header(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change a shard's header, and the record's checksum of it."""
-    path = shard_of(directory)
-    content = path.read_bytes()
-    length = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:length])
+    header = header_of(directory)
     change(header)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (length - 8 - len(text))
-    assert len(text) == length - 8
-    path.write_bytes(content[:8] + text + content[length:])
-    rewrite(directory, lambda b: b["files"][0].update(header=[checksum(content[:8] + text)]))
+    write_header(directory, json.dumps(header, separators=(",", ":")).encode())
 
 
 HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -245,6 +228,52 @@ def load_damaged(directory: str) -> Any:
         assert after == before
         assert not state["opt"].state
         raise
+
+
+def save_there(directory: str) -> None:
+    accel.save(make_state(1.0), directory)
+
+
+def load_flipped(directory: str, places: list[tuple[str, int]]) -> int:
+    """Load with one changed byte after another; how many were refused, by name and with nothing changed."""
+    state = make_state(0.0)
+    before = flat(state)
+    refusals_seen = 0
+    for name, at in places:
+        path = Path(directory, name)
+        content = path.read_bytes()
+        accel.barrier()
+        if accel.is_main():
+            path.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
+        accel.barrier()
+        with pytest.raises(CheckpointError, match=re.escape(name)):
+            accel.load(directory, state)
+        refusals_seen += flat(state) == before
+        accel.barrier()
+        if accel.is_main():
+            path.write_bytes(content)
+    accel.barrier()
+    accel.load(directory, state)
+    assert flat(state) == flat(make_state(1.0))
+    return refusals_seen
+
+
+def test_a_changed_byte_anywhere_is_refused_with_the_name_on_all_ranks(tmp_path: Path) -> None:
+    """500 places in the record, in the headers and in the data of both ranks' files."""
+    run(2, save_there, str(tmp_path))
+    numbers = random.Random(0)
+    places: list[tuple[str, int]] = []
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) == 2
+    for path in shards:
+        content = path.read_bytes()
+        data = 8 + int.from_bytes(content[:8], "little")
+        places += [(path.name, at) for at in (*range(8), *numbers.sample(range(8, data), 92))]
+        places += [(path.name, at) for at in numbers.sample(range(data, len(content)), 100)]
+    size = (tmp_path / "accel.json").stat().st_size
+    places += [("accel.json", at) for at in (*range(27), size - 1, *numbers.sample(range(27, size - 1), 72))]
+    assert len(set(places)) == 500
+    assert run(2, load_flipped, str(tmp_path), places) == [500, 500]
 
 
 def test_damage_is_an_error_on_all_ranks(copy: Path) -> None:

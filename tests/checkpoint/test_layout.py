@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -118,24 +115,3 @@ def test_a_range_that_no_rank_has_is_an_error() -> None:
         assign(2, sizes([5, 10], [4, 4]), ranges([(0, 0, 5, 0), (1, 0, 4, 0), (1, 7, 3, 1)]))
     with pytest.raises(CheckpointError, match="elements 0 to 4 of t0 lie on no rank"):
         assign(2, sizes([5, 10], [4, 4]), ranges([(1, 0, 10, 0)]))
-
-
-@pytest.mark.parametrize("kind", ["replicated", "sharded", "grouped"])
-def test_the_time_grows_with_the_number_of_ranges(kind: str) -> None:
-    """Eight times the ranges take far less than 64 times as long."""
-    spent = []
-    for tensors in (500, 4000):
-        world = 64
-        numels = [4096] * tensors
-        groups = {"replicated": 1, "sharded": 64, "grouped": 8}[kind]
-        tensor, rank = torch.arange(tensors).repeat(world), torch.arange(world).repeat_interleave(tensors)
-        step = 4096 // groups
-        listed = Ranges(tensor, rank % groups * step, torch.full_like(rank, step), rank)
-        begin = time.process_time()
-        found = assign(world, sizes(numels, [4] * tensors), listed)
-        table = parts(found, torch.arange(world))
-        spent.append(time.process_time() - begin)
-        assert len(table) == tensors
-        starts = rows_of(found)[:100]
-        assert all(a[0] < b[0] or a[1] + a[2] == b[1] for a, b in pairwise(starts))
-    assert spent[1] < 24 * max(spent[0], 0.01)

@@ -199,7 +199,10 @@ def test_foreign_json_is_refused_or_read(data: Any) -> None:
         {"!": "tensor", "dtype": "F33", "shape": [1], "data": "AAAAAA=="},
         {"!": "ndarray", "dtype": "O", "shape": [1], "data": "AAAAAAAAAAA="},
         {"!": "ndarray", "dtype": "<f8", "shape": [10**9], "data": ""},
+        {"!": "ndarray", "dtype": "0", "shape": [0], "data": ""},  # numpy evaluates it
+        {"!": "ndarray", "dtype": "i4,i4", "shape": [0], "data": ""},
         {"!": "dtype", "value": "load"},
+        {"!": "dtype", "value": "_inductor"},
         {"!": "no such type"},
         {"!": ["list"]},
         {"!": "set", "items": [[1]]},
