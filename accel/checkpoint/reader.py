@@ -122,21 +122,25 @@ class Reader:
         """
         with self._open(file) as fd:
             for chunk in chunks:
-                self._read_chunk(fd, file, chunk, self._buffer)
+                begin, end = self._bounds(file, chunk)
+                self._read_chunk(fd, file, chunk, [self._buffer[: end - begin]])
 
-    def _read_chunk(self, fd: int, file: int, chunk: int, into: memoryview) -> memoryview:
-        header, size = self.header(file), self._record.files[file].size
-        begin = header.size + chunk * CHUNK
-        data = into[: min(CHUNK, size - begin)]
-        read_into(fd, self.path(file), [data], begin)
-        if checksum(data) != header.checksums[chunk]:
-            end = begin + len(data)
+    def _read_chunk(self, fd: int, file: int, chunk: int, views: list[memoryview]) -> None:
+        """Read a chunk into ``views``, one after the other, and compare its checksum."""
+        header, path = self.header(file), self.path(file)
+        begin, end = self._bounds(file, chunk)
+        read_into(fd, path, views, begin)
+        if checksum(*views) != header.checksums[chunk]:
             inside = [key for key, (low, high) in header.offsets.items() if low < end and high > begin]
             raise CheckpointError(
-                f"{self.path(file)} is damaged between bytes {begin} and {end}, in {', '.join(inside[:3])}"
+                f"{path} is damaged between bytes {begin} and {end}, in {', '.join(inside[:3])}"
                 f"{', ...' if len(inside) > 3 else ''}; {_ADVICE}"
             )
-        return data
+
+    def _bounds(self, file: int, chunk: int) -> tuple[int, int]:
+        """The first byte of a chunk in its file, and the one after the last."""
+        begin = self.header(file).size + chunk * CHUNK
+        return begin, min(begin + CHUNK, self._record.files[file].size)
 
     def fill(self, wanted: Sequence[tuple[str, int, torch.Tensor]]) -> None:
         """Read elements of tensors, from the given one on, into tensors of any device, layout and dtype.
@@ -211,30 +215,42 @@ class Reader:
                 read_into(fd, self.path(file), views, begin)
 
     def _run_compared(self, fd: int, file: int, fetches: list[Fetch]) -> None:
-        """Each chunk is read once: into its place where it has one, else by way of a buffer."""
-        base, size = self.header(file).size, self._record.files[file].size
+        """Each chunk is read once, into the places of what is wanted of it."""
+        base = self.header(file).size
         at, chunk = 0, -1
         while at < len(fetches):
             chunk = max(chunk + 1, (fetches[at].offset - base) // CHUNK)
-            begin = base + chunk * CHUNK
-            end = min(begin + CHUNK, size)
-            fetch = fetches[at]
-            if fetch.offset <= begin and fetch.offset + len(fetch.into) >= end:
-                self._read_chunk(fd, file, chunk, fetch.into[begin - fetch.offset :])
+            begin, end = self._bounds(file, chunk)
+            if views := self._places(begin, end, fetches, at):
+                self._read_chunk(fd, file, chunk, views)
             else:
-                data = self._read_chunk(fd, file, chunk, self._buffer)
-                self._scatter(data, begin, end, fetches, at)
+                self._read_chunk(fd, file, chunk, [self._buffer[: end - begin]])
+                self._scatter(begin, end, fetches, at)
             while at < len(fetches) and fetches[at].offset + len(fetches[at].into) <= end:
                 at += 1
 
-    @staticmethod
-    def _scatter(data: memoryview, begin: int, end: int, fetches: list[Fetch], at: int) -> None:
+    def _places(self, begin: int, end: int, fetches: list[Fetch], at: int) -> list[memoryview]:
+        """Where the bytes of a chunk go, and into the buffer what nobody wants; empty where something is wanted twice."""
+        views: list[memoryview] = []
+        placed = begin
+        for fetch in islice(fetches, at, None):
+            if fetch.offset >= end:
+                break
+            low, high = max(begin, fetch.offset), min(end, fetch.offset + len(fetch.into))
+            if low < placed:
+                return []
+            views += [self._buffer[placed - begin : low - begin], fetch.into[low - fetch.offset : high - fetch.offset]]
+            placed = high
+        return [*views, self._buffer[placed - begin : end - begin]]
+
+    def _scatter(self, begin: int, end: int, fetches: list[Fetch], at: int) -> None:
+        """Copy what is wanted of a chunk out of the buffer."""
         for fetch in islice(fetches, at, None):
             if fetch.offset >= end:
                 break
             low, high = max(begin, fetch.offset), min(end, fetch.offset + len(fetch.into))
             if low < high:
-                fetch.into[low - fetch.offset : high - fetch.offset] = data[low - begin : high - begin]
+                fetch.into[low - fetch.offset : high - fetch.offset] = self._buffer[low - begin : high - begin]
 
 
 def _lazy(tensor: torch.Tensor) -> bool:

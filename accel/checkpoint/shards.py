@@ -48,9 +48,12 @@ def _hashing() -> Any:
     return xxhash
 
 
-def checksum(data: Any) -> str:
-    """XXH3-64 of some bytes, as 16 hexadecimal digits."""
-    digest: str = _hashing().xxh3_64_hexdigest(data)
+def checksum(*data: Any) -> str:
+    """XXH3-64 of some bytes, which may come in parts, as 16 hexadecimal digits."""
+    state = _hashing().xxh3_64()
+    for part in data:
+        state.update(part)
+    digest: str = state.hexdigest()
     return digest
 
 
@@ -254,15 +257,15 @@ def read_into(fd: int, path: str, views: list[memoryview], offset: int) -> None:
     Raises:
         CheckpointError: the file ends before.
     """
-    while views:
-        count = os.preadv(fd, views[:_MAX_VECTORS], offset)
+    at = 0
+    while at < len(views):
+        count = os.preadv(fd, views[at : at + _MAX_VECTORS], offset)
         if count == 0:
             raise CheckpointError(f"{path}: ends at byte {offset}, in the middle of a tensor; load another checkpoint")
         offset += count
-        done = 0
-        while done < len(views) and count >= len(views[done]):
-            count -= len(views[done])
-            done += 1
-        views = views[done:]
-        if count:
-            views[0] = views[0][count:]
+        while at < len(views) and count >= len(views[at]):
+            count -= len(views[at])
+            at += 1
+        if count:  # the rest of a view that was filled in part
+            views = [views[at][count:], *views[at + 1 :]]
+            at = 0
