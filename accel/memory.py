@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, final
 from torch import nn
 from torch.optim import Optimizer
 
+from .drawing import new_figure, write_figure
 from .engines import BASELINE, ENGINES, Engine, Options, engine_of
 from .errors import AccelError, OptimizerError
 from .footprint import UNITS, Footprint, MemoryUse, count, human, take
@@ -113,19 +114,13 @@ class MemoryReport:
         Raises:
             AccelError: matplotlib is missing, or cannot write such a file.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise AccelError(
-                f"the picture {os.fspath(path)} needs matplotlib, which is not installed: pip install 'accel[plot]'"
-            ) from error
         panels = self._panels()
         highest = max(row.use.total + row.use.transient for rows in panels.values() for row in rows)
         unit = human(highest).partition(" ")[2]
         size = 1024 ** UNITS.index(unit)
         columns = min(len(panels), 4)
         lines = -(-len(panels) // columns)
-        figure = Figure(figsize=(max(1 + 2.6 * columns, 6.5), 0.8 + 3 * lines), layout="constrained")
+        figure = new_figure(path, max(1 + 2.6 * columns, 6.5), 0.8 + 3 * lines)
         grid = figure.subplots(lines, columns, sharey=True, squeeze=False).flat
         for axes, (title, rows) in zip(grid, panels.items(), strict=False):
             _draw(axes, title, rows, size)
@@ -139,13 +134,7 @@ class MemoryReport:
             label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
         figure.legend(handles.values(), handles, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
-        path = Path(path)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=130)
-        except (OSError, ValueError) as error:
-            raise AccelError(f"the picture {path} cannot be written: {error}") from error
-        return path
+        return write_figure(figure, path)
 
     def _panels(self) -> dict[str, list[MemoryRow]]:
         """The predictions by backend, or backends where they are the same for several."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .checkpoint.dtypes import element_bytes
 from .checkpoint.record import Record
-from .errors import AccelError
+from .drawing import new_figure, write_figure
 
 _FILES = 64  # that a picture shows
 _OBJECTS = 9
@@ -34,16 +34,10 @@ def save_picture(record: Record, title: str, path: str | os.PathLike[str]) -> Pa
     Raises:
         AccelError: matplotlib is missing, or cannot write such a file.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise AccelError(
-            f"the picture {os.fspath(path)} needs matplotlib, which is not installed: pip install 'accel[plot]'"
-        ) from error
     files = file_bytes(record)[:_FILES]
     leaves = list(dict.fromkeys(leaf for file in files for leaf in file))
     labels = [file.name for file in record.files[: len(files)]]
-    figure = Figure(figsize=(9, 1.6 + 0.32 * max(len(files), 1)), layout="constrained")
+    figure = new_figure(path, 9, 1.6 + 0.32 * max(len(files), 1))
     axes = figure.subplots()
     starts = [0.0] * len(files)
     for group in (*((leaf,) for leaf in leaves[:_OBJECTS]), tuple(leaves[_OBJECTS:])):
@@ -59,13 +53,7 @@ def save_picture(record: Record, title: str, path: str | os.PathLike[str]) -> Pa
     )
     if leaves:
         figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
-    path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise AccelError(f"the picture {path} cannot be written: {error}") from error
-    return path
+    return write_figure(figure, path)
 
 
 def _sizes(files: Sequence[dict[str, int]], group: Sequence[str]) -> list[float]:

@@ -16,7 +16,7 @@ from ..errors import CheckpointError
 from .dtypes import BY_NAME, element_bytes
 from .header import no_duplicates
 from .layout import Part
-from .shards import Written, checksum, open_file, read_into, write_all
+from .shards import Written, checksum, open_file, read_whole, write_all
 
 NAME: Final = "accel.json"
 FORMAT: Final = "accel-checkpoint"
@@ -140,16 +140,7 @@ def read(directory: str) -> tuple[Record, str]:
     path = os.path.join(directory, NAME)
     if not os.path.lexists(path):
         raise CheckpointError(_absent(directory))
-    fd = open_file(path, None)
-    try:
-        size = os.fstat(fd).st_size
-        if size > _MAX_BYTES:
-            raise CheckpointError(f"{path}: {size} bytes are too many for a record")
-        content = bytearray(size)
-        read_into(fd, path, [memoryview(content)] if size else [], 0)
-    finally:
-        os.close(fd)
-    return parse(bytes(content), path)
+    return parse(read_whole(path, _MAX_BYTES, "a record"), path)
 
 
 def is_record(path: str) -> bool:

@@ -269,3 +269,21 @@ def read_into(fd: int, path: str, views: list[memoryview], offset: int) -> None:
         if count:  # the rest of a view that was filled in part
             views = [views[at][count:], *views[at + 1 :]]
             at = 0
+
+
+def read_whole(path: str, limit: int, kind: str) -> bytes:
+    """A small file.
+
+    Raises:
+        CheckpointError: it is missing, or too large for ``kind`` (a record, say).
+    """
+    fd = open_file(path, None)
+    try:
+        size = os.fstat(fd).st_size
+        if size > limit:
+            raise CheckpointError(f"{path}: {size} bytes are too many for {kind}")
+        content = bytearray(size)
+        read_into(fd, path, [memoryview(content)] if size else [], 0)
+    finally:
+        os.close(fd)
+    return bytes(content)

@@ -17,7 +17,7 @@ from .dtypes import BY_NAME
 from .header import MAX_HEADER, Entry, Header, no_duplicates
 from .reader import Plain
 from .record import FILE_NAME, Record, Stored
-from .shards import Written, checksum, open_file, read_into
+from .shards import Written, checksum, open_file, read_into, read_whole
 from .trees import component
 from .values import TAG, Json, place
 
@@ -125,7 +125,7 @@ def read_weights(directory: str) -> tuple[list[tuple[Plain, dict[str, Entry]]], 
     if os.path.lexists(alone):
         plain, entries, own = _read_file(directory, SINGLE)
         return [(plain, entries)], own
-    content = _content(inside(directory, INDEX), _MAX_INDEX)
+    content = read_whole(inside(directory, INDEX, "an index"), _MAX_INDEX)
     places = _weight_map(content, index)
     by_file: dict[str, set[str]] = {}
     for key, file in places.items():
@@ -168,19 +168,6 @@ def inside(directory: str, name: str) -> str:
             f"{os.path.join(directory, name)} is a link to {path}, outside of the directory: copy the file there"
         )
     return path
-
-
-def _content(path: str, limit: int) -> bytes:
-    fd = open_file(path, None)
-    try:
-        size = os.fstat(fd).st_size
-        if size > limit:
-            raise CheckpointError(f"{path}: {size} bytes are too many for an index")
-        content = bytearray(size)
-        read_into(fd, path, [memoryview(content)] if size else [], 0)
-    finally:
-        os.close(fd)
-    return bytes(content)
 
 
 def _read_file(directory: str, name: str) -> tuple[Plain, dict[str, Entry], str]:
