@@ -125,7 +125,7 @@ def read_weights(directory: str) -> tuple[list[tuple[Plain, dict[str, Entry]]], 
     if os.path.lexists(alone):
         plain, entries, own = _read_file(directory, SINGLE)
         return [(plain, entries)], own
-    content = read_whole(inside(directory, INDEX, "an index"), _MAX_INDEX)
+    content = read_whole(inside(directory, INDEX), _MAX_INDEX, "an index")
     places = _weight_map(content, index)
     by_file: dict[str, set[str]] = {}
     for key, file in places.items():
