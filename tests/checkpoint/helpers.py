@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,18 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from tests.backends import BACKENDS, engine_of
+from tests.backends import BACKENDS, engine_of, replica_of
 
 ROWS = 72
 GLOBAL_BATCH = 12
 
 
-class Net(nn.Module):
-    """Weights of several shapes and sizes, a buffer that training changes, and one parameter that is never trained."""
+class Middle(nn.Module):
+    """A parameter that is one number, one that is never trained, and a buffer that training changes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 17)
         self.scale = nn.Parameter(torch.full((), 1.5))
-        self.head = nn.Linear(17, 3)
         self.frozen = nn.Linear(5, 5)
         self.frozen.requires_grad_(False)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
@@ -34,8 +33,15 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.seen += 1
-        out: torch.Tensor = self.head(torch.tanh(self.first(x)) * self.scale)
-        return out
+        return torch.tanh(x) * self.scale
+
+
+class Net(nn.Sequential):
+    """Weights of several shapes and sizes, in four parts, which a pipeline can have in four places."""
+
+    def __init__(self) -> None:
+        parts = {"first": nn.Linear(6, 17), "middle": Middle(), "wide": nn.Linear(17, 11), "head": nn.Linear(11, 3)}
+        super().__init__(OrderedDict(parts))
 
 
 class Counter:
@@ -58,12 +64,13 @@ class Run:
     def __init__(self, backend: str, seed: int) -> None:
         torch.manual_seed(seed)
         self.net = Net()
-        heads = [*self.net.head.parameters(), self.net.scale]
-        rest = [*self.net.first.parameters(), *self.net.frozen.parameters()]
+        heads = [*self.net.head.parameters(), self.net.middle.scale]
+        rest = [p for p in self.net.parameters() if all(p is not q for q in heads)]
+        replicas = replica_of(backend)[1] if backend == "pipeline" else accel.world_size()
         self.raw = torch.optim.AdamW([{"params": rest}, {"params": heads, "lr": 0.02}], lr=0.05, weight_decay=0.1)
         generator = torch.Generator().manual_seed(5)
         data = TensorDataset(torch.randn(ROWS, 6, generator=generator), torch.randn(ROWS, 3, generator=generator))
-        loader = DataLoader(data, batch_size=GLOBAL_BATCH // accel.world_size(), shuffle=True)
+        loader = DataLoader(data, batch_size=GLOBAL_BATCH // replicas, shuffle=True)
         self.model, self.optimizer, self.loader = accel.setup(
             self.net, self.raw, loader, backend=backend, loader_options=accel.LoaderOptions(seed=seed)
         )
@@ -133,7 +140,7 @@ def engines(world: int) -> list[Any]:
     """The backends that are worth a test at a world size: on one process nearly all of them only call the module."""
     if world == 1:
         return ["single"]
-    return [b for b in BACKENDS if engine_of(b).synchronizes and b not in ("ddp2", "horovod", "xla", "pipeline")]
+    return [b for b in BACKENDS if engine_of(b).synchronizes and b not in ("ddp2", "horovod", "xla")]
 
 
 def fresh(path: Path) -> str:
