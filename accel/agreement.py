@@ -18,7 +18,7 @@ from .deferred import materialize
 from .engines import Context, Engine
 from .errors import LoaderError, RankMismatchError
 from .handles import Handles
-from .planning import Plan, known_loader, known_optimizer, map_leaves
+from .planning import Plan, home_of, known_loader, known_optimizer, map_leaves
 from .process import Process, current
 from .registry import registry
 from .slot import Slot
@@ -70,7 +70,7 @@ def _agree_on(plan: Plan) -> int:
     """All ranks want the same, or all raise. Returns the seed for the dataloaders."""
     facts = describe(plan) if plan.error is None else {}
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    options = plan.loader_options or LoaderOptions()
+    options = plan.loader_options if plan.loader_options and plan.error is None else LoaderOptions()
     seed = options.seed if options.seed is not None else torch.initial_seed()
     values = agree("accel.setup", (digest, _text(plan.error), seed))
     _raise_together(plan.error, [error for _, error, _ in values])
@@ -163,7 +163,7 @@ def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
     for optimizer in plan.new_optimizers:
         convert_optimizer(optimizer, undo)
         if plan.scale_lr:
-            learning_rates.scale(optimizer, engine.replica()[1], undo)
+            learning_rates.scale(optimizer, engine.replica(engine.process)[1], undo)
         engine.attach(optimizer)
         if plan.engine is not None:
             undo.callback(engine.detach, optimizer)
@@ -171,17 +171,19 @@ def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
 
 
 def _loader_handle(loader: Any, options: LoaderOptions | None, engine: Engine, seed: int) -> LoaderHandle:
+    home = home_of(engine)
     with contextlib.suppress(LookupError):
-        return known_loader(loader, options)
+        return known_loader(loader, options, home)
     options = options or LoaderOptions()
-    rank, replicas = engine.replica()
     handle = data.distribute(
         loader,
         options,
-        rank=rank,
-        world_size=replicas,
-        device=engine.process.device,
+        rank=home.rank,
+        world_size=home.world,
+        device=home.device,
         seed=seed + next(registry.loader_numbers),
+        process=home.process,
     )
-    Slot.put(loader, (handle, options))
+    living = {key: value for key, value in (Slot.get(loader) or {}).items() if key.process is home.process}
+    Slot.put(loader, {**living, home: (handle, options)})
     return handle

@@ -17,8 +17,8 @@ from .control import agree
 from .errors import LoaderError
 from .feeds import WHOLE, Kept, Position, Start
 from .iteration import Iteration, LoaderOptions, LoaderState, latest
-from .loader_checks import check, describe, length_of
-from .process import rank, world_size
+from .loader_checks import check, check_options, describe, length_of
+from .process import Process, rank, world_size
 from .sampling import digest
 from .trees import map_tensors
 
@@ -26,6 +26,7 @@ __all__ = [
     "LoaderHandle",
     "LoaderOptions",
     "check",
+    "check_options",
     "describe",
     "distribute",
     "effective_batch_size",
@@ -43,6 +44,7 @@ def distribute(
     world_size: int,
     device: torch.device | str,
     seed: int,
+    process: Process | None = None,
 ) -> LoaderHandle:
     """The handle of a loader on one rank. Local.
 
@@ -54,13 +56,22 @@ def distribute(
         device: where batches go.
         seed: decides the order of every epoch; the same on all ranks, and another for each loader, since loaders of
             one length and one seed are shuffled alike.
+        process: with the end of this process the handle ends too.
 
     Raises:
         LoaderError: as ``check``.
     """
     check(loader, options, world_size)
     return LoaderHandle(
-        LoaderState(raw=loader, options=options, rank=rank, world=world_size, device=torch.device(device), seed=seed)
+        LoaderState(
+            raw=loader,
+            options=options,
+            rank=rank,
+            world=world_size,
+            device=torch.device(device),
+            seed=seed,
+            process=process,
+        )
     )
 
 

@@ -7,12 +7,14 @@ import dataclasses
 import weakref
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from .errors import LoaderError
 from .feeds import Feed, Kept, Shard, Start, Whole, shape_of
+from .process import Process, ended, running
 from .sampling import Plan, mix
 from .streams import Stream
 
@@ -36,6 +38,15 @@ class LoaderOptions:
     seed: int | None = None
 
 
+class Home(NamedTuple):
+    """For whom a loader is divided: a place among the replicas of a model, and where its batches go."""
+
+    process: Process | None
+    rank: int
+    world: int
+    device: torch.device
+
+
 @final
 @dataclass(eq=False, kw_only=True)
 class LoaderState:
@@ -47,6 +58,8 @@ class LoaderState:
     world: int
     device: torch.device
     seed: int
+    #: The process in which the division holds; None holds everywhere.
+    process: Process | None = None
     start: Start = Start(0)
     #: The epoch after ``start``.
     following: int = 1
@@ -56,6 +69,11 @@ class LoaderState:
     #: The copy whose workers outlive an epoch, and the iteration that has it.
     persistent: tuple[DataLoader[Any], Feed] | None = None
     holder: weakref.ref[Iteration] | None = None
+
+    @property
+    def home(self) -> Home:
+        """For whom the batches are."""
+        return Home(self.process, self.rank, self.world, self.device)
 
     def feed(self) -> Feed:
         """A new feed for the loader as it is now."""
@@ -117,6 +135,11 @@ class Iteration:
     __slots__ = ("__weakref__", "_batches", "_device", "_state", "feed", "finished", "last")
 
     def __init__(self, state: LoaderState) -> None:
+        if state.process is not None and running() is not state.process and not ended():
+            raise LoaderError(
+                f"this LoaderHandle gives the part of rank {state.rank} of {state.world} of what accel.teardown() has ended: "
+                "use the raw DataLoader, or give it to accel.setup again"
+            )
         self._state = state
         self._device = state.device if state.options.move and state.device.type != "cpu" else None
         self.last = 0

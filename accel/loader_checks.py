@@ -25,7 +25,7 @@ def check(loader: Any, options: Any, world_size: int) -> None:
     """
     if not isinstance(loader, DataLoader):
         raise LoaderError(f"expected a torch.utils.data.DataLoader, found a {type(loader).__qualname__}")
-    _check_options(options)
+    check_options(options)
     if world_size < 1:
         raise LoaderError(f"expected a world size of at least 1, found {world_size}")
     if not options.shard:
@@ -47,7 +47,7 @@ def check(loader: Any, options: Any, world_size: int) -> None:
     _check_sampler(loader)
 
 
-def _check_options(options: Any) -> None:
+def check_options(options: Any) -> None:
     """Refuses other things than LoaderOptions, and bad values in them."""
     if not isinstance(options, LoaderOptions):
         raise LoaderError(f"expected LoaderOptions, found a {type(options).__qualname__}")

@@ -6,7 +6,7 @@ import functools
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -91,6 +91,11 @@ def require(obj: object, name: str, attempt: _Attempt = _by_value) -> list[Any]:
     """What ``attempt`` finds in ``obj``; a LaunchError names what cannot be pickled."""
     try:
         return attempt(obj)
+    except RecursionError as error:
+        raise LaunchError(
+            f"cannot be pickled, and so not sent to another process: {name} is nested too deeply, such as a long chain of "
+            "objects that each hold the next one: keep them in a list"
+        ) from error
     except Exception as error:
         culprits = list(dict.fromkeys(_culprits(obj, name, attempt, set())))
         more = f" and {len(culprits) - _MOST} more" if len(culprits) > _MOST else ""
@@ -121,14 +126,14 @@ def _error(obj: object, attempt: _Attempt) -> Exception | None:
 
 
 def _children(obj: Any) -> Iterator[tuple[str, object]]:
-    if type(obj) in (ModelHandle, OptimizerHandle):
+    if isinstance(obj, ModelHandle | OptimizerHandle | type | ModuleType):
         return
     if isinstance(obj, dict):
-        yield from ((f"[{key!r}]", value) for key, value in obj.items())
+        yield from ((f"[{_shown(key)}]", value) for key, value in obj.items())
     elif isinstance(obj, list | tuple):
         yield from ((f"[{index}]", value) for index, value in enumerate(obj))
     elif isinstance(obj, set | frozenset):
-        yield from ((f"{{{value!r}}}", value) for value in obj)
+        yield from ((f"{{{_shown(value)}}}", value) for value in obj)
     elif isinstance(obj, functools.partial):
         yield from ((".func", obj.func), (".args", obj.args), (".keywords", obj.keywords))
     elif isinstance(obj, MethodType):
@@ -139,8 +144,20 @@ def _children(obj: Any) -> Iterator[tuple[str, object]]:
         yield from _attributes(obj)
 
 
+def _shown(key: object) -> str:
+    """A key as it is written; by its class where it cannot be written."""
+    try:
+        return repr(key)
+    except Exception:
+        return type(key).__qualname__
+
+
 def _attributes(obj: Any) -> Iterator[tuple[str, object]]:
-    for name, value in getattr(obj, "__dict__", {}).items():
+    try:
+        attributes = dict(vars(obj))
+    except Exception:  # it has none, or says so in its own way
+        return
+    for name, value in attributes.items():
         if isinstance(obj, nn.Module) and name in ("_parameters", "_buffers", "_modules"):
             yield from ((f".{key}", child) for key, child in value.items())
         else:

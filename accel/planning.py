@@ -18,6 +18,7 @@ from .deferred import check_deferred
 from .engines import Engine
 from .errors import AccelError, AlreadySetUpError, BackendError, LoaderError, OptimizerError
 from .handles import Handles, OptimizerHandle, raw
+from .iteration import Home
 from .precision import Precision
 from .process import Process, current, running, use_devices
 from .registry import registry, resolve_module
@@ -66,7 +67,7 @@ def known_handles(
         return Handles(
             engine.handle,
             map_leaves(optimizers, lambda o, path: known_optimizer(o, engine, scale_lr), "optimizers"),
-            map_leaves(dataloaders, lambda d, path: known_loader(d, loaders), "dataloaders"),
+            map_leaves(dataloaders, lambda d, path: known_loader(d, loaders, home_of(engine)), "dataloaders"),
         )
     except (AccelError, LookupError):
         return None
@@ -82,15 +83,32 @@ def known_optimizer(optimizer: Any, engine: Engine, scale_lr: bool = False) -> O
     return handle
 
 
-def known_loader(loader: Any, options: LoaderOptions | None) -> LoaderHandle:
-    """The handle of a dataloader; LookupError without one, or where it was made with other options."""
+def home_of(engine: Engine) -> Home:
+    """For whom an engine's loaders are divided."""
+    return _home(type(engine), engine.process)
+
+
+def _home(engine_type: type[Engine], process: Process) -> Home:
+    return Home(process, *engine_type.replica(process), process.device)
+
+
+def known_loader(loader: Any, options: LoaderOptions | None, home: Home) -> LoaderHandle:
+    """The handle of a dataloader; LookupError without one, or where it was made with other options or divided otherwise."""
     if type(loader) is LoaderHandle:
+        if loader._accel.home != home:
+            raise LookupError
         return loader
-    handle, made_with = Slot.get(loader) or (None, None)
+    handle, made_with = _made(loader, home)
     if handle is None or options not in (made_with, None):
         raise LookupError
     found: LoaderHandle = handle
     return found
+
+
+def _made(loader: DataLoader[Any], home: Home) -> tuple[LoaderHandle | None, LoaderOptions | None]:
+    """The handle that a loader has for ``home``, and its options."""
+    made: tuple[LoaderHandle | None, LoaderOptions | None] = (Slot.get(loader) or {}).get(home, (None, None))
+    return made
 
 
 def _check_live(engine: Engine, wanted: Wanted) -> None:
@@ -136,6 +154,7 @@ def make_plan(
     process = current()
     plan = Plan(wanted, loader_options, scale_lr, optimizers=optimizers, dataloaders=dataloaders)
     try:
+        data.check_options(loader_options or LoaderOptions())
         plan.module, plan.entry = resolve_module(model)
         plan.engine = registry.engine(plan.module)
         if plan.engine is None:
@@ -233,14 +252,21 @@ def _shapes(parameters: list[torch.Tensor]) -> str:
 
 
 def _plan_loader(plan: Plan, loader: Any, path: str, process: Process) -> None:
+    home = _home(plan.engine_type, process)
     if type(loader) is LoaderHandle:
+        if loader._accel.home != home:
+            raise LoaderError(
+                f"{path} is a handle that gives the part of rank {loader._accel.rank} of {loader._accel.world}, on "
+                f"{loader._accel.device}, of an earlier setup; backend {plan.engine_type.name!r} needs that of rank "
+                f"{home.rank} of {home.world}, on {home.device}: give accel.setup the raw DataLoader"
+            )
         return
     if not isinstance(loader, DataLoader):
         raise LoaderError(
             f"{path} is a {type(loader).__module__}.{type(loader).__qualname__}; expected a torch.utils.data.DataLoader: "
             "the order is accel.setup(model, optimizers, dataloaders)"
         )
-    handle, made_with = Slot.get(loader) or (None, None)
+    handle, made_with = _made(loader, home)
     if handle is not None:
         if plan.loader_options not in (made_with, None):
             raise AlreadySetUpError(f"{path} is already set up with {made_with}; asked for {plan.loader_options}")

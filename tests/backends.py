@@ -52,6 +52,6 @@ def need(backend: Any, world: int = 1, build: Callable[[], nn.Module] = small) -
 def replica_of(backend: Any) -> tuple[int, int]:
     """This rank's place among the replicas of a model; in a worker process."""
     model = accel.setup(small(), backend=backend).model
-    place = registry.of_handle(model).replica()
+    place = registry.of_handle(model).replica(current())
     accel.teardown(model)
     return place

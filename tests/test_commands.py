@@ -95,6 +95,8 @@ def free_port() -> int:
     [
         (("--processes", "0", "x.py"), "--processes 0: expected at least 1"),
         (("--processes", "2", "nowhere.py"), "there is no file nowhere.py in "),
+        (("--max-restarts", "-1", __file__), "--max-restarts -1: expected at least 0"),
+        (("--hosts", "a,b", "--port", "0", __file__), "--port 0: expected a port"),
         (("--hosts", "a,,b", __file__), "--hosts a,,b: expected different names"),
         (("--hosts", "a,a", __file__), "--hosts a,a: expected different names"),
     ],

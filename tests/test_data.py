@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -34,6 +35,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+import accel
 from accel import LoaderError
 from accel.data import LoaderHandle, LoaderOptions, check, describe, distribute, gather_for_metrics
 from accel.iteration import move
@@ -1174,3 +1176,47 @@ def test_no_warning_is_given_that_torch_does_not_give() -> None:
         handle = make(DataLoader(Counting(7), batch_size=2), 1, 2)
         assert len(handle) == 2
         assert len(list(handle)) == 2
+
+
+def _samples(loader: Any) -> list[int]:
+    return [int(i) for batch in loader for i in batch]
+
+
+def _changed_replicas() -> tuple[list[int], list[int]]:
+    """What one loader gives to a pipeline, and then to ranks that each have a replica."""
+    net, raw = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), numbers(8, batch_size=2)
+    stages = accel.setup(net, None, raw, backend="pipeline")
+    whole = _samples(stages.dataloaders)
+    accel.teardown(stages.model)
+    with pytest.raises(LoaderError, match="raw DataLoader"):
+        accel.setup(net, None, stages.dataloaders, backend="ddp")
+    replicas = accel.setup(net, None, raw, backend="ddp")
+    assert accel.setup(net, None, raw).dataloaders is replicas.dataloaders
+    assert accel.setup(copy.deepcopy(net), None, raw, backend="pipeline").dataloaders is stages.dataloaders
+    return whole, _samples(replicas.dataloaders)
+
+
+def test_a_loader_is_divided_for_the_engine_that_it_is_set_up_with() -> None:
+    every = list(range(8))
+    assert run(2, _changed_replicas) == [(every, [0, 1, 4, 5]), (every, [2, 3, 6, 7])]
+
+
+def _ended() -> list[int]:
+    net, raw = nn.Linear(1, 1), numbers(8, batch_size=2)
+    handle = accel.setup(net, None, raw).dataloaders
+    accel.teardown()
+    with pytest.raises(LoaderError, match="teardown"):
+        iter(handle)
+    return _samples(accel.setup(net, None, raw).dataloaders)
+
+
+def test_a_loader_ends_with_the_process_that_it_was_divided_for() -> None:
+    assert run(2, _ended) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def _refused_options() -> None:
+    accel.setup(nn.Linear(1, 1), None, numbers(8), loader_options={"shard": False})  # type: ignore[arg-type]
+
+
+def test_options_of_another_type_are_refused() -> None:
+    assert all("LoaderOptions" in message for message in refusals(2, _refused_options, error="LoaderError"))

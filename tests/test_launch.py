@@ -418,7 +418,14 @@ def test_what_has_a_state_is_found_once() -> None:
 
 
 class Odd:
+    @property
+    def __dict__(self) -> Any:
+        raise RuntimeError("odd")
+
     def __reduce__(self) -> Any:
+        raise RuntimeError("odd")
+
+    def __repr__(self) -> str:
         raise RuntimeError("odd")
 
 
@@ -446,5 +453,12 @@ def test_check_picklable_names_the_paths() -> None:
         accel.check_picklable(loop, "x")
     with pytest.raises(accel.LaunchError, match=r"obj: tests.test_launch.nested.<locals>.Local \("):
         accel.check_picklable(nested())
+    with pytest.raises(accel.LaunchError, match=r"obj\[Odd\]\[0\]: builtins.module \("):
+        accel.check_picklable({Odd(): [sys]})
+    deep: list[Any] = []
+    for _ in range(3000):
+        deep = [deep]
+    with pytest.raises(accel.LaunchError, match="nested too deeply"):
+        accel.check_picklable(deep)
     with pytest.raises(accel.LaunchError, match=r"obj\[0\]: lambda.*; obj\[4\]: lambda.* and 2 more$"):
         accel.check_picklable([eval("lambda: 0") for _ in range(7)])

@@ -43,7 +43,7 @@ class ModuleLeaf(Leaf):
             shards = self._parts(engine.shards(None))
             parameters = {n[len(prefix) :]: p for n, p in zip(engine.names, engine.parameters, strict=True)}
             sure = set(parameters) if engine.synchronizes else set()
-            if engine.synchronizes and engine.replica()[1] == 1:
+            if engine.synchronizes and engine.replica(engine.process)[1] == 1:
                 sure.update(s.name for s in shards)  # one model on all ranks together: each buffer lies on one of them
         still = {n for n, p in parameters.items() if not p.requires_grad}
         for mine, listed in zip(shards, full_names(self, shards), strict=True):

@@ -36,6 +36,10 @@ def run(args: argparse.Namespace) -> int:
     processes = args.processes if args.processes is not None else max(1, available()[1])
     if processes < 1:
         raise LaunchError(f"--processes {processes}: expected at least 1")
+    if args.max_restarts < 0:
+        raise LaunchError(f"--max-restarts {args.max_restarts}: expected at least 0")
+    if not 0 < args.port < 65536:
+        raise LaunchError(f"--port {args.port}: expected a port from 1 to 65535")
     if not args.module and not os.path.isfile(args.script):
         raise LaunchError(f"there is no file {args.script} in {os.getcwd()}")
     # A threaded library in each process would otherwise take all cores, or torchrun would leave it one.
@@ -44,8 +48,14 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     torchrun = importlib.import_module("torch.distributed.run")
     errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
+    rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous")
     try:
         torchrun.run(torchrun.get_args_parser().parse_args(_arguments(args, processes)))
+    except rendezvous.RendezvousError as error:
+        raise LaunchError(
+            f"the hosts {args.hosts} did not meet at port {args.port} of the first one ({type(error).__name__}: {error}): "
+            "start the same command on all of them, with a port that is free and open there"
+        ) from error
     except errors.ChildFailedError as error:
         raise LaunchError(_explain(error)) from error
     return 0

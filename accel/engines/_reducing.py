@@ -46,12 +46,14 @@ class ReducingOptions(Options):
     auto_refresh: bool = True
 
     def __post_init__(self) -> None:
+        Options.__post_init__(self)
         name = type(self).__name__
         if self.comm_hook not in (None, "fp16", "bf16", "powersgd"):
             raise BackendError(f"{name}(comm_hook={self.comm_hook!r}): expected 'fp16', 'bf16', 'powersgd' or None")
-        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
+        size = self.bucket_cap_mb
+        if size is not None and (type(size) not in (int, float) or not size > 0):
             raise BackendError(f"{name}(bucket_cap_mb={self.bucket_cap_mb!r}): expected a positive number of MiB")
-        if self.powersgd_rank < 1:
+        if type(self.powersgd_rank) is not int or self.powersgd_rank < 1:
             raise BackendError(f"{name}(powersgd_rank={self.powersgd_rank!r}): expected at least 1")
 
 

@@ -123,9 +123,10 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Undo ``wrap`` and ``start``: module and optimizers as their author made them, with their trained values."""
 
-    def replica(self) -> tuple[int, int]:
+    @classmethod
+    def replica(cls, process: Process) -> tuple[int, int]:
         """This rank's place among the replicas of the model, and their number: ranks of one replica read one batch."""
-        return self.process.place.rank, self.process.place.world_size
+        return process.place.rank, process.place.world_size
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Skip the reduction of gradients in the backward passes of the forwards inside."""

@@ -56,6 +56,7 @@ class DeepSpeed(Options):
     auto_refresh: bool = True
 
     def __post_init__(self) -> None:
+        Options.__post_init__(self)
         if self.stage not in (None, 0, 1, 2, 3):
             raise BackendError(f"DeepSpeed(stage={self.stage!r}): expected 0, 1, 2 or 3")
 

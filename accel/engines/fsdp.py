@@ -56,6 +56,7 @@ class FSDP(Options):
     auto_refresh: bool = True
 
     def __post_init__(self) -> None:
+        Options.__post_init__(self)
         classes = isinstance(self.wrap, tuple) and all(isinstance(c, type) for c in self.wrap)
         if not (self.wrap is None or classes or callable(self.wrap)) or isinstance(self.wrap, type):
             raise BackendError(

@@ -44,8 +44,8 @@ class Pipeline(Options):
     checkpoint: Literal["always", "except_last", "never"] = "except_last"
 
     def __post_init__(self) -> None:
-        balance = "size" if self.balance is None else self.balance
-        if not isinstance(balance, str):
+        balance: Any = "size" if self.balance is None else self.balance
+        if isinstance(balance, Sequence) and not isinstance(balance, str):
             balance = tuple(balance)
             if not balance or any(type(n) is not int or n < 1 for n in balance):
                 raise BackendError(f"Pipeline(balance={self.balance!r}): expected at least one child for each stage")
@@ -98,7 +98,8 @@ class PipelineEngine(Engine):
         """A stage on each rank; by size, unless the balance is given for as many ranks."""
         return predicted(footprint, options.balance, world_size)
 
-    def replica(self) -> tuple[int, int]:
+    @classmethod
+    def replica(cls, process: Process) -> tuple[int, int]:
         """All ranks hold one model together."""
         return 0, 1
 
@@ -166,9 +167,8 @@ class PipelineEngine(Engine):
         return self._moved(put_together(values, where), self.process.device)
 
     def _moved(self, value: Any, device: torch.device) -> Any:
-        if len(self.process.devices) == 1:
-            return value
-        return map_tensors(lambda tensor: tensor.to(device), value, others=True)
+        several = len(self.process.devices) > 1
+        return map_tensors(lambda tensor: tensor.to(device), value, others=True) if several else value
 
     def _run_over_ranks(self, batch: Any, tensors: list[torch.Tensor], form: Any, where: Cut, keep: list[bool]) -> Any:
         mask = self.mask.now()

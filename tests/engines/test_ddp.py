@@ -90,7 +90,13 @@ def test_comm_hooks_compress_and_keep_the_ranks_equal(hook: str, tolerance: floa
 
 
 def refused_options() -> None:
-    for options in ({"comm_hook": "x"}, {"bucket_cap_mb": 0}, {"powersgd_rank": 0}):
+    for options in (
+        {"comm_hook": "x"},
+        {"bucket_cap_mb": 0},
+        {"powersgd_rank": 0},
+        {"bucket_cap_mb": "25"},
+        {"static_graph": 1},
+    ):
         with pytest.raises(accel.BackendError, match=next(iter(options))):
             accel.DDP(**options)
     with pytest.raises(accel.BackendError, match="accelerator"):

@@ -503,7 +503,7 @@ def refused_setups() -> None:
     refuse("SyncBatchNorm", lambda: net(nn.SyncBatchNorm(16)))
     refuse("compile the children", lambda: torch.compile(net()))  # type: ignore[return-value]
     refuse("bf16-mixed", net, accel.PrecisionError, precision="16-mixed")
-    for options in ({"balance": []}, {"balance": "fair"}, {"chunks": 0}, {"checkpoint": "some"}):
+    for options in ({"balance": []}, {"balance": "fair"}, {"chunks": 0}, {"checkpoint": "some"}, {"balance": 3}):
         with pytest.raises(accel.BackendError, match=next(iter(options))):
             accel.Pipeline(**options)
     raw = net()

@@ -46,7 +46,7 @@ def switch(backends: list[Any], kind: str) -> tuple[float, float, list[list[floa
     end = 0
     for backend in backends:
         model, optimizer, _ = accel.setup(raw, raw_optimizer, backend=backend)
-        replica, replicas = registry.of_handle(model).replica()
+        replica, replicas = registry.of_handle(model).replica(accel.process.current())
         for step in range(end, end + STEPS):
             optimizer.zero_grad()
             x, y = parts(step, 0, replicas)[replica]
