@@ -94,7 +94,6 @@ class FSDPEngine(ShardedState, Engine):
         self._checkpointed = Checkpointed()
         self._sync = True
         self._stale_buffers = False
-        self._all_marked = False
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
@@ -152,6 +151,7 @@ class FSDPEngine(ShardedState, Engine):
             self.read_parameters()
             self._backwards = Backwards(self._parts, self.parameter_names, self.log if self.precision.scaled else None)
             self._parts.sharded.begin(self._backwards.begin, self._backwards.end)
+            self._parts.mark_gathered()
             self.known = self._parts.known
             self._started = True
         for optimizer in optimizers:
@@ -183,6 +183,7 @@ class FSDPEngine(ShardedState, Engine):
     def _run(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._parts is not None
         sharded, grad = self._parts.sharded, torch.is_grad_enabled()
+        outside = torch._C._current_graph_task_id() == -1
         self._backwards.notice_exception()
         try:
             out = fn(*args, **kwargs)
@@ -190,10 +191,12 @@ class FSDPEngine(ShardedState, Engine):
             sharded.reset()
             raise
         # Whoever asks for parameters must find shards: they have the gradients, and an edit of a gathered one is lost.
-        if torch._C._current_graph_task_id() == -1 and (not grad or sharded.exposed_gradients()):
+        if outside and (not grad or sharded.exposed_gradients()):
             sharded.reshard()
-        if not self._all_marked:
-            self._all_marked = self._parts.mark_gathered()
+        if outside:
+            sharded.order.close("forward" if grad else "evaluation")
+            if not grad:
+                sharded.order.check(self.compare)
         self._stale_buffers = self._stale_buffers or grad
         return out
 
@@ -236,6 +239,7 @@ class FSDPEngine(ShardedState, Engine):
         self._backwards.refuse_broken()
         self._backwards.take_markers()
         sharded = self._parts.sharded
+        sharded.order.check(self.compare)
         if pending := sharded.pending():
             self.compare(
                 "a reduction of accumulated gradients", [self.parameter_names[id(p.sharded_param)] for p in pending]
@@ -249,8 +253,9 @@ class FSDPEngine(ShardedState, Engine):
             self._stale_buffers = False
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Make a backward from an earlier forward an error, as a step in place does in one process."""
+        """Refuse mixed-up gradients; make a backward from an earlier forward an error, as a step in place does in one process."""
         if self._parts is not None:
+            self._parts.sharded.order.check(self.compare)
             self._parts.age(optimizer)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
