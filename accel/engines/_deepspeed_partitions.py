@@ -139,7 +139,7 @@ class Partitions(ABC):
 
     def arrived(self, index: int) -> None:
         """Autograd has accumulated a gradient in ``p.grad``."""
-        if not self.eager or self.local:
+        if not self.eager or self.local or self.parameters[index].grad is None:  # frozen since the forward
             return
         task = torch._C._current_graph_task_id()
         if task not in self._open:

@@ -102,7 +102,7 @@ class DeepSpeedEngine(steps.Stepping):
         configuration.check(self._config, self.stage, self.precision.name)
         if not self.distributed or not self.stage:
             return
-        configuration.refuse_mixed(self.parameters, self.names)
+        configuration.refuse_parameters(self.parameters, self.names)
         if self.precision.scaled:
             raise PrecisionError(
                 f"precision '16-mixed' with DeepSpeed stage {self.stage}: its gradients leave p.grad during backward, while "
