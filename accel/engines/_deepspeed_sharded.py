@@ -13,6 +13,7 @@ import torch
 
 from ._deepspeed_library import library
 from ._deepspeed_partitions import Partitions
+from ._order import Order
 
 _STAGE3: Final = "_DeepSpeedZeroOptimizer_Stage3__"
 _INFLIGHT: Final = "_PartitionedParameterCoordinator__inflight_param_registry"
@@ -37,6 +38,7 @@ class Sharded(Partitions):
     """Stage 3: every rank holds a part of each parameter, and gathers the rest when a module runs."""
 
     eager = True
+    has_copies = True
 
     def arrange(self) -> None:
         """A fragment for each parameter of which this rank's part is not padding only."""
@@ -64,7 +66,9 @@ class Sharded(Partitions):
         # The module is only pushed while it runs: a module on the library's global stack would never be freed.
         self._stack = library("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
         self._stack[:] = [m for m in self._stack if m is not self.module]
-        kind = _waiting(type(self.module._parameters), self._stack, zero.parameter_offload.get_param_coordinator())
+        coordinator = zero.parameter_offload.get_param_coordinator()
+        _watch(coordinator, self.order, {id(m): i for i, m in enumerate(self.module.modules())})
+        kind = _waiting(type(self.module._parameters), self._stack, coordinator)
         for module in self.module.modules():
             module._parameters.__class__ = kind
 
@@ -189,6 +193,18 @@ class Sharded(Partitions):
         """Let go of the shards as well."""
         self.scatter()
         super().end(full)
+
+
+def _watch(coordinator: Any, order: Order, numbers: dict[int, int]) -> None:
+    """Tell ``order`` which modules gather weights in a forward; small weights are gathered for good."""
+    fetch = coordinator.fetch_sub_module
+
+    def fetching(module: Any, forward: bool) -> None:
+        if forward and any(p is not None and not p.ds_persist for p in module._parameters.values()):
+            order.note(numbers[id(module)])
+        fetch(module, forward)
+
+    coordinator.fetch_sub_module = fetching
 
 
 def _waiting(kind: type[Any], stack: list[Any], coordinator: Any) -> type[Any]:

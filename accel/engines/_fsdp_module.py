@@ -15,8 +15,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
-from ._fsdp_order import Order, has_gradient
+from ._fsdp_order import has_gradient, watch
 from ._fsdp_standin import Gathered
+from ._order import Order
 
 
 @final
@@ -72,7 +73,9 @@ class ShardedModule:
         self.params = [p for g in self.groups for p in g.fsdp_params]
         for param in self.params:
             _prepare(param, self._group.size(), self._device)
-        self.order = Order(self.groups)
+        self.order = Order()
+        for number, group in enumerate(self.groups):
+            watch(self.order, number, group)
         for state in self.context.all_states:
             _tell(state, self.context, before, after)
         inside = {id(m) for child in self._modules if child is not self.module for m in child.modules()}

@@ -163,11 +163,14 @@ class DeepSpeedEngine(steps.Stepping):
     @contextlib.contextmanager
     def _noticing(self) -> Iterator[None]:
         self._recover()
+        assert self.zero is not None
+        self.refuse_edits()
         try:
             yield
         except BaseException:
             self._failed = True
             raise
+        self.zero.order.end_forward(self.compare)
 
     def _recover(self) -> None:
         """Start afresh after a forward or backward that ended half-way."""
@@ -214,6 +217,7 @@ class DeepSpeedEngine(steps.Stepping):
                 average_gradients_(self.parameters, self.process.group)
             else:
                 came = hash(tuple(self.log.entries)) if self.zero.eager else True
+                self.zero.order.check(self.compare)
                 self.compare("the gradients of a step", came, lambda _: "other parameters, or in another order")
                 self.zero.flush(self.process.group)
                 self._kept.update(self.log.entries)

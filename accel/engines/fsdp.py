@@ -183,7 +183,6 @@ class FSDPEngine(ShardedState, Engine):
     def _run(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._parts is not None
         sharded, grad = self._parts.sharded, torch.is_grad_enabled()
-        outside = torch._C._current_graph_task_id() == -1
         self._backwards.notice_exception()
         try:
             out = fn(*args, **kwargs)
@@ -191,12 +190,9 @@ class FSDPEngine(ShardedState, Engine):
             sharded.reset()
             raise
         # Whoever asks for parameters must find shards: they have the gradients, and an edit of a gathered one is lost.
-        if outside and (not grad or sharded.exposed_gradients()):
+        if torch._C._current_graph_task_id() == -1 and (not grad or sharded.exposed_gradients()):
             sharded.reshard()
-        if outside:
-            sharded.order.close("forward" if grad else "evaluation")
-            if not grad:
-                sharded.order.check(self.compare)
+        sharded.order.end_forward(self.compare)
         self._stale_buffers = self._stale_buffers or grad
         return out
 

@@ -633,6 +633,43 @@ def refuse_all(stage: int) -> None:
         accel.teardown()
 
 
+def edited_in_place() -> None:
+    pair = Pair(zero(3))
+    before = whole(pair.model)
+    with torch.no_grad():
+        pair.raw.left.bias.zero_()
+    for use in (lambda: pair.model(data(0)), pair.optimizer.step, lambda: accel.full_state_dict(pair.model)):
+        with pytest.raises(accel.BackendError, match="left.bias changed in place, which is lost"):
+            use()
+    pair.model.load_state_dict(before)
+    pair.train()
+    pair.check()
+
+
+def test_an_edit_of_divided_weights_is_refused() -> None:
+    run(2, edited_in_place)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
+        return self.blocks[chosen](x)
+
+
+def evaluated_with_other_blocks() -> None:
+    config = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    model, _, _ = accel.setup(Branches(), backend=accel.DeepSpeed(stage=3, config=config))
+    with torch.no_grad():
+        model(torch.ones(1, 4), accel.rank())
+
+
+def test_ranks_that_gather_other_blocks_of_equal_size() -> None:
+    refusals(2, evaluated_with_other_blocks, error="RankMismatchError", breaks=True)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_would_see_a_part_raises_and_changes_nothing(stage: int) -> None:
     run(2, refuse_all, stage)
