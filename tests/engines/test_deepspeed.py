@@ -660,8 +660,7 @@ class Branches(nn.Module):
 
 
 def evaluated_with_other_blocks() -> None:
-    config = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
-    model, _, _ = accel.setup(Branches(), backend=accel.DeepSpeed(stage=3, config=config))
+    model, _, _ = accel.setup(Branches(), backend=zero(3))
     with torch.no_grad():
         model(torch.ones(1, 4), accel.rank())
 
