@@ -220,14 +220,21 @@ def complete(
     }
 
 
-def refuse_mixed(parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
-    """Refuse weights of several floating dtypes, which DeepSpeed would put into one buffer.
+def refuse_parameters(parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
+    """Refuse weights that DeepSpeed cannot divide, or of several floating dtypes, which it would put into one buffer.
 
     Raises:
         BackendError: names them.
     """
     kinds: dict[torch.dtype, str] = {}
     for name, parameter in zip(names, parameters, strict=True):
+        if parameter.is_complex() or not parameter.numel():
+            what = (
+                f"is {parameter.dtype}"
+                if parameter.is_complex()
+                else f"has no elements (shape {tuple(parameter.shape)})"
+            )
+            raise BackendError(f"DeepSpeed cannot divide {name}, which {what}: use stage 0, or another backend")
         if parameter.is_floating_point():
             kinds.setdefault(parameter.dtype, name)
     if len(kinds) > 1:

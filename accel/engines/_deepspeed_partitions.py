@@ -10,45 +10,17 @@ import contextlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ._deepspeed_fragment import Fragment
 from ._deepspeed_library import initialise
 from ._deepspeed_snapshot import Snapshot
-
-
-@final
-@dataclass(slots=True, eq=False)
-class Fragment:
-    """The part of one parameter that this rank owns.
-
-    Args:
-        index: of the parameter.
-        start: its first element.
-        home: the part in the model's own memory.
-        weights: what an optimizer steps: ``home`` itself, or a copy of higher precision or on another device.
-        grad: the mean gradient of this part, or None as in ``p.grad``.
-    """
-
-    index: int
-    start: int
-    home: torch.Tensor
-    weights: torch.Tensor
-    grad: torch.Tensor | None = None
-
-    @torch.no_grad()
-    def accumulate(self, part: torch.Tensor) -> None:
-        """Add a reduced gradient."""
-        part = part.to(device=self.weights.device, dtype=self.weights.dtype)
-        if self.grad is None:
-            self.grad = part.clone()
-        else:
-            self.grad.add_(part)
+from ._order import Order
 
 
 class Partitions(ABC):
@@ -78,6 +50,8 @@ class Partitions(ABC):
         self._hooks: list[RemovableHandle] = []
         self._open: set[int] = set()
         self.snapshot = Snapshot(module)
+        self.order = Order()
+        self._versions: list[int] = []
 
     def start(self, config: dict[str, Any], device: torch.device) -> None:
         """Divide the model. Collective."""
@@ -110,6 +84,7 @@ class Partitions(ABC):
             if (fragment := self.fragments.get(index)) is not None:
                 part = original.reshape(-1).narrow(0, fragment.start, fragment.home.numel())
                 fragment.weights.copy_(part)
+        self.note_versions()
 
     def make_scalar(self, parameter: nn.Parameter) -> None:
         """Give a parameter that was shown with one dimension its true shape again."""
@@ -139,7 +114,7 @@ class Partitions(ABC):
 
     def arrived(self, index: int) -> None:
         """Autograd has accumulated a gradient in ``p.grad``."""
-        if not self.eager or self.local:
+        if not self.eager or self.local or self.parameters[index].grad is None:  # frozen since the forward
             return
         task = torch._C._current_graph_task_id()
         if task not in self._open:
@@ -212,6 +187,7 @@ class Partitions(ABC):
     def reset(self) -> None:
         """Forget a backward or forward that ended half-way. Collective."""
         self._open.clear()
+        self.order.drop()
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -225,6 +201,20 @@ class Partitions(ABC):
         return torch.float32 if self.masters and parameter.is_floating_point() else parameter.dtype
 
     # -- weights --------------------------------------------------------------------------------------------------
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether the module does not hold what the optimizer steps, so that an edit of its weights is lost."""
+        return self.masters or self._weights_on is not None
+
+    def edited(self) -> list[int]:
+        """Which parameters the user changed in place, where that is lost. Local."""
+        now = [p._version for p in self.parameters] if self.has_copies else self._versions
+        return [i for i, (old, new) in enumerate(zip(self._versions, now, strict=True)) if old != new]
+
+    def note_versions(self) -> None:
+        """Take the weights as they are."""
+        self._versions = [p._version for p in self.parameters]
 
     @torch.no_grad()
     def spread(self) -> None:
@@ -266,6 +256,7 @@ class Partitions(ABC):
                     fragment.weights.copy_(part)
                 parameter.data = held[index]
             self.spread()
+            self.note_versions()
 
     @torch.no_grad()
     def end(self, full: Sequence[torch.Tensor]) -> None:

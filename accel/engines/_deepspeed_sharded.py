@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
@@ -12,8 +13,10 @@ import torch
 
 from ._deepspeed_library import library
 from ._deepspeed_partitions import Partitions
+from ._order import Order
 
 _STAGE3: Final = "_DeepSpeedZeroOptimizer_Stage3__"
+_INFLIGHT: Final = "_PartitionedParameterCoordinator__inflight_param_registry"
 
 
 class _Gradients(dict[int, torch.Tensor]):
@@ -35,6 +38,7 @@ class Sharded(Partitions):
     """Stage 3: every rank holds a part of each parameter, and gathers the rest when a module runs."""
 
     eager = True
+    has_copies = True
 
     def arrange(self) -> None:
         """A fragment for each parameter of which this rank's part is not padding only."""
@@ -62,6 +66,11 @@ class Sharded(Partitions):
         # The module is only pushed while it runs: a module on the library's global stack would never be freed.
         self._stack = library("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
         self._stack[:] = [m for m in self._stack if m is not self.module]
+        coordinator = zero.parameter_offload.get_param_coordinator()
+        _watch(coordinator, self.order, {id(m): i for i, m in enumerate(self.module.modules())})
+        kind = _waiting(type(self.module._parameters), self._stack, coordinator)
+        for module in self.module.modules():
+            module._parameters.__class__ = kind
 
     def make_scalar(self, parameter: Any) -> None:
         """In what the library remembers of it."""
@@ -184,6 +193,38 @@ class Sharded(Partitions):
         """Let go of the shards as well."""
         self.scatter()
         super().end(full)
+
+
+def _watch(coordinator: Any, order: Order, numbers: dict[int, int]) -> None:
+    """Tell ``order`` which modules gather weights in a forward; small weights are gathered for good."""
+    fetch = coordinator.fetch_sub_module
+
+    def fetching(module: Any, forward: bool) -> None:
+        if forward and any(p is not None and not p.ds_persist for p in module._parameters.values()):
+            order.note(numbers[id(module)])
+        fetch(module, forward)
+
+    coordinator.fetch_sub_module = fetching
+
+
+def _waiting(kind: type[Any], stack: list[Any], coordinator: Any) -> type[Any]:
+    """The library's dict of a module's parameters, which waits for one that is being gathered ahead of its own module.
+
+    Another module that reads such a parameter would find it empty, and compute with that.
+    """
+    library_get, reference = kind.__getitem__, weakref.ref(coordinator)
+
+    def get(parameters: Any, name: str) -> Any:
+        parameter, owner = OrderedDict.__getitem__(parameters, name), reference()
+        if parameters._in_forward and owner is not None and getattr(parameter, "ds_status", None) is not None:
+            handle = getattr(owner, _INFLIGHT).pop(parameter, None)
+            if handle is not None:
+                handle.wait()
+                if stack:
+                    library("deepspeed.runtime.zero").register_external_parameter(stack[-1], parameter)
+        return library_get(parameters, name)
+
+    return type(kind.__name__, (kind,), {"__getitem__": get})
 
 
 def _free_coordinator(coordinator: Any) -> None:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ..control import agree
-from ._deepspeed_partitions import Fragment, Partitions
+from ._deepspeed_fragment import Fragment
+from ._deepspeed_partitions import Partitions
 
 _PIECE_BYTES: Final = 16 << 20
 _ALIGNMENT: Final = 16

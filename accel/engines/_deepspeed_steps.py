@@ -50,6 +50,7 @@ class Stepping(Divided, ABC):
     def before_step(self, optimizer: Optimizer) -> None:
         """From now on, what is final is shown to this optimizer."""
         self.hide()
+        self.refuse_edits()
         self.stepping = optimizer
 
     def show(self, optimizer: Optimizer) -> None:

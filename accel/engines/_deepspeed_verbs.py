@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from .. import shard
 from ..control import agree
 from ..conversion import convert_optimizer
-from ..errors import AccelError
+from ..errors import AccelError, BackendError
 from ..shard import Manifest, Shard
 from . import _deepspeed_state as states
 from ._deepspeed_guards import Guards
@@ -45,6 +45,18 @@ class Divided(Engine, ABC):
     @abstractmethod
     def drop_gradients(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> bool:
         """``zero_grad`` of a module with these parameters; False where that is not for fragments."""
+
+    def refuse_edits(self) -> None:
+        """Refuse weights that were changed in place, where the next step would undo it.
+
+        Raises:
+            BackendError: names them.
+        """
+        if self.zero is not None and (edited := self.zero.edited()):
+            raise BackendError(
+                f"{', '.join(self.names[i] for i in edited[:5])} changed in place, which is lost: the optimizer steps other "
+                "copies, divided over the ranks; set weights by load_state_dict(full) of the model's handle, on every rank"
+            )
 
     def indices(self, optimizer: Optimizer) -> list[int]:
         """The numbers of the optimizer's parameters."""
@@ -128,6 +140,7 @@ class Divided(Engine, ABC):
         if zero is None or (optimizer is None and not self.weights_divided):
             return super().full_state_dict(optimizer)
         if optimizer is None:
+            self.refuse_edits()
             with self.guards.inside():
                 state: dict[str, Any] = self.module.state_dict(keep_vars=True)
             numbers = zero.numbers
@@ -174,6 +187,7 @@ class Divided(Engine, ABC):
         if zero is None:
             return super().shards(optimizer)
         if optimizer is None:
+            self.refuse_edits()
             with self.guards.inside():
                 rest = shard.module_shards(self.module)
             fragments = []

@@ -19,7 +19,7 @@ from ..gradients import GradientLog
 from ..process import Process
 from ..shard import Manifest, Shard
 from . import _fsdp_deferred, _fsdp_shards, _fsdp_standin
-from ._fsdp_module import ShardedModule
+from ._fsdp_module import ShardedModule, kept_whole
 from ._fsdp_pending import drop
 from ._fsdp_shards import here
 
@@ -56,7 +56,7 @@ class Conversion:
         self.sharded.apply(children)
         storage = torch.device("cpu") if self.options.cpu_offload else self.process.device
         waiting = _fsdp_deferred.allocate(self.module, storage)
-        self.scalars = [p for p in self.module.parameters() if not p.dim()]
+        self.scalars = kept_whole(self.module)
         if weights is None:  # else they are read into the shards
             _fsdp_deferred.initialize(self.module, waiting, borrowed, self.process.device, self.group)
         new = dict(self.module.named_parameters())
@@ -81,11 +81,10 @@ class Conversion:
         """The shard of a parameter object."""
         return self.known.get(id(parameter), parameter)
 
-    def mark_gathered(self) -> bool:
-        """Know the gathered parameters; whether all were gathered by now."""
-        done = self.sharded.mark_gathered()
+    def mark_gathered(self) -> None:
+        """Know the gathered parameters."""
+        self.sharded.mark_gathered()
         self.known.update((id(whole), shard) for whole, shard in self.sharded.gathered())
-        return done
 
     def rebind(self, optimizer: Optimizer) -> None:
         """Put shards into the optimizer's groups, and cut its state. In place."""

@@ -15,7 +15,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
+from ._fsdp_order import has_gradient, watch
 from ._fsdp_standin import Gathered
+from ._order import Order
 
 
 @final
@@ -40,11 +42,11 @@ class ShardedModule:
         self._modules: list[nn.Module] = []
 
     def apply(self, blocks: Sequence[nn.Module]) -> None:
-        """Put shards in the parameters' places; scalars stay whole. ``blocks`` are gathered as one, inner ones come first."""
+        """Put shards in the parameters' places, but for what cannot be cut. ``blocks`` are gathered as one, inner ones first."""
         options = self._options
         mesh = DeviceMesh.from_group(self._group, self._device.type)
         offload = CPUOffloadPolicy(pin_memory=self._device.type != "cpu") if options.cpu_offload else OffloadPolicy()
-        scalars = {p for p in self.module.parameters() if not p.dim()}
+        whole_ones = set(kept_whole(self.module))
         for child in [*blocks, self.module]:
             whole = child is self.module and options.param_dtype is not None
             policy = MixedPrecisionPolicy(
@@ -59,7 +61,7 @@ class ShardedModule:
                 reshard_after_forward=None if options.reshard_after_forward else False,
                 mp_policy=policy,
                 offload_policy=offload,
-                ignored_params=scalars,
+                ignored_params=whole_ones,
             )
 
     def begin(self, before: Callable[[], None], after: Callable[[], None]) -> None:
@@ -69,6 +71,11 @@ class ShardedModule:
         self.context = self.root._state_ctx
         self.groups = [g for s in self.context.all_states for g in s._fsdp_param_groups]
         self.params = [p for g in self.groups for p in g.fsdp_params]
+        for param in self.params:
+            _prepare(param, self._group.size(), self._device)
+        self.order = Order()
+        for number, group in enumerate(self.groups):
+            watch(self.order, number, group)
         for state in self.context.all_states:
             _tell(state, self.context, before, after)
         inside = {id(m) for child in self._modules if child is not self.module for m in child.modules()}
@@ -83,20 +90,15 @@ class ShardedModule:
     # -- parameters -----------------------------------------------------------------------------------------------
 
     def gathered(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Each parameter that was gathered at least once, with its shard."""
-        for param in self.params:
-            whole = getattr(param, "_unsharded_param", None)
-            if whole is not None:
-                yield whole, param.sharded_param
+        """Each parameter as it is while it is gathered, with its shard."""
+        return ((param._unsharded_param, param.sharded_param) for param in self.params)
 
-    def mark_gathered(self) -> bool:
-        """Give gathered parameters the class that keeps them and their shards alike; whether all have it."""
+    def mark_gathered(self) -> None:
+        """Give gathered parameters the class that keeps them and their shards alike."""
         for whole, shard in self.gathered():
-            if type(whole) is nn.Parameter:
-                marked: Any = whole
-                marked.__class__ = Gathered
-                marked.shard = shard
-        return all(hasattr(p, "_unsharded_param") for p in self.params)
+            marked: Any = whole
+            marked.__class__ = Gathered
+            marked.shard = shard
 
     def reshard(self) -> None:
         """Free what is gathered: the next use gathers again. Local."""
@@ -119,12 +121,7 @@ class ShardedModule:
 
     def pending(self) -> list[Any]:
         """FSDP2's parameters with gradients that were not reduced."""
-        return [
-            p
-            for p in self.params
-            if p.unsharded_accumulated_grad is not None
-            or ((whole := getattr(p, "_unsharded_param", None)) is not None and whole.grad is not None)
-        ]
+        return [p for p in self.params if has_gradient(p)]
 
     def reduce(self, synchronised: bool) -> None:
         """Reduce every gradient that is pending. Collective."""
@@ -133,6 +130,7 @@ class ShardedModule:
         for group in self.groups:
             group._training_state = TrainingState.IDLE
         self.root._root_post_backward_final_callback()
+        self.order.drop()  # compared already
         self.module.set_requires_gradient_sync(synchronised)
 
     def synchronise(self, value: bool) -> None:
@@ -147,6 +145,7 @@ class ShardedModule:
         """Forget a forward or backward that ended half-way."""
         if torch._C._current_graph_task_id() == -1:  # inside a backward it is activation checkpointing that ends early
             self.module.reset_iter_state()
+            self.order.drop()
 
     # -- the way back ---------------------------------------------------------------------------------------------
 
@@ -167,6 +166,19 @@ class ShardedModule:
         for child in self.module.modules():
             for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
                 child.__dict__.pop(name, None)
+
+
+def kept_whole(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that cannot be cut, which every rank has: scalars, and those without elements."""
+    return [p for p in module.parameters() if not p.dim() or not p.numel()]
+
+
+def _prepare(param: Any, world_size: int, device: torch.device) -> None:
+    """Make the tensors that a parameter is gathered into: a first forward in inference mode would make them useless."""
+    inputs = param.all_gather_inputs
+    param.init_all_gather_outputs([t.numel() for t in inputs], [t.dtype for t in inputs], world_size, device)
+    param.init_unsharded_param()
+    param.free_unsharded_param()
 
 
 def _tell(state: Any, context: Any, before: Callable[[], None], after: Callable[[], None]) -> None:

@@ -125,6 +125,7 @@ class Backwards:
 
     def end(self) -> None:
         """Hear that it ended."""
+        self._parts.sharded.order.close("backward")
         if pending := self._parts.sharded.pending():
             self._markers.place(pending)
         elif self._parts.scalars_pending():

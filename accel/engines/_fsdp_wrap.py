@@ -109,7 +109,7 @@ def _check_dtypes(module: nn.Module, options: Any) -> None:
     named = {id(p): (n, p) for n, p in module.named_parameters()}
     for identity, places in owners(module).items():
         name, parameter = named[identity]
-        if parameter.requires_grad and parameter.dim():
+        if parameter.requires_grad and parameter.dim() and parameter.numel():
             dtypes.setdefault(_group(module, places[0][0], chosen), {}).setdefault(parameter.dtype, name)
     for found in dtypes.values():
         if len(found) > 1:

@@ -103,7 +103,7 @@ class DeepSpeedEngine(steps.Stepping):
         configuration.check(self._config, self.stage, self.precision.name)
         if not self.distributed or not self.stage:
             return
-        configuration.refuse_mixed(self.parameters, self.names)
+        configuration.refuse_parameters(self.parameters, self.names)
         if self.precision.scaled:
             raise PrecisionError(
                 f"precision '16-mixed' with DeepSpeed stage {self.stage}: its gradients leave p.grad during backward, while "
@@ -164,11 +164,14 @@ class DeepSpeedEngine(steps.Stepping):
     @contextlib.contextmanager
     def _noticing(self) -> Iterator[None]:
         self._recover()
+        assert self.zero is not None
+        self.refuse_edits()
         try:
             yield
         except BaseException:
             self._failed = True
             raise
+        self.zero.order.end_forward(self.compare)
 
     def _recover(self) -> None:
         """Start afresh after a forward or backward that ended half-way."""
@@ -215,6 +218,7 @@ class DeepSpeedEngine(steps.Stepping):
                 average_gradients_(self.parameters, self.process.group)
             else:
                 came = hash(tuple(self.log.entries)) if self.zero.eager else True
+                self.zero.order.check(self.compare)
                 self.compare("the gradients of a step", came, lambda _: "other parameters, or in another order")
                 self.zero.flush(self.process.group)
                 self._kept.update(self.log.entries)

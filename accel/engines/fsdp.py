@@ -95,7 +95,6 @@ class FSDPEngine(ShardedState, Engine):
         self._checkpointed = Checkpointed()
         self._sync = True
         self._stale_buffers = False
-        self._all_marked = False
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
@@ -153,6 +152,7 @@ class FSDPEngine(ShardedState, Engine):
             self.read_parameters()
             self._backwards = Backwards(self._parts, self.parameter_names, self.log if self.precision.scaled else None)
             self._parts.sharded.begin(self._backwards.begin, self._backwards.end)
+            self._parts.mark_gathered()
             self.known = self._parts.known
             self._started = True
         for optimizer in optimizers:
@@ -193,8 +193,7 @@ class FSDPEngine(ShardedState, Engine):
         # Whoever asks for parameters must find shards: they have the gradients, and an edit of a gathered one is lost.
         if torch._C._current_graph_task_id() == -1 and (not grad or sharded.exposed_gradients()):
             sharded.reshard()
-        if not self._all_marked:
-            self._all_marked = self._parts.mark_gathered()
+        sharded.order.end_forward(self.compare)
         self._stale_buffers = self._stale_buffers or grad
         return out
 
@@ -237,6 +236,7 @@ class FSDPEngine(ShardedState, Engine):
         self._backwards.refuse_broken()
         self._backwards.take_markers()
         sharded = self._parts.sharded
+        sharded.order.check(self.compare)
         if pending := sharded.pending():
             self.compare(
                 "a reduction of accumulated gradients", [self.parameter_names[id(p.sharded_param)] for p in pending]
@@ -250,8 +250,9 @@ class FSDPEngine(ShardedState, Engine):
             self._stale_buffers = False
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Make a backward from an earlier forward an error, as a step in place does in one process."""
+        """Refuse mixed-up gradients; make a backward from an earlier forward an error, as a step in place does in one process."""
         if self._parts is not None:
+            self._parts.sharded.order.check(self.compare)
             self._parts.age(optimizer)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:

@@ -51,6 +51,9 @@ class Net(nn.Module):
     def embed(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(x) * self.scale
 
+    def size(self) -> torch.Tensor:
+        return self.right.weight.square().mean()
+
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
@@ -201,6 +204,16 @@ def closures(stage: int) -> None:
     pair.check()
 
 
+def weights_of_another_module(stage: int) -> None:
+    """A method reads what a submodule owns, while it may be gathered ahead for that submodule."""
+    pair = Pair(zero(stage))
+    pair.train(forward=lambda m, x: {"out": m(x)["out"] + m.size()})
+    with torch.no_grad():
+        pair.model(data(0))
+        torch.testing.assert_close(pair.model.size(), pair.plain.size())
+    pair.check()
+
+
 def raw_objects(stage: int) -> None:
     """The loop may hold the raw optimizer, and a scheduler on either."""
     pair = Pair(zero(stage))
@@ -236,7 +249,7 @@ def no_sync(stage: int) -> None:
     pair.check()
 
 
-LOOPS = [several_backwards, zero_grad_anywhere, unused, closures, raw_objects, no_sync]
+LOOPS = [several_backwards, zero_grad_anywhere, unused, closures, weights_of_another_module, raw_objects, no_sync]
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda f: f.__name__)
@@ -424,9 +437,21 @@ def frozen_at_setup(stage: int) -> None:
     assert distance(whole(model), plain.state_dict()) <= 1e-5
 
 
+def frozen_before_the_backward(stage: int) -> None:
+    pair = Pair(zero(stage))
+    for net, share in ((pair.raw, data(0, accel.rank())), (pair.plain, data(0))):
+        loss = loss_of((pair.model if net is pair.raw else net)(share))
+        net.left.requires_grad_(False)
+        loss.backward()
+    pair.optimizer.step()
+    pair.plain_optimizer.step()
+    pair.check()
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_trainability_may_change_at_any_time(stage: int) -> None:
     run(2, freeze_and_unfreeze, stage)
+    run(2, frozen_before_the_backward, stage)
     run(2, frozen_at_setup, stage)
 
 
@@ -608,6 +633,42 @@ def refuse_all(stage: int) -> None:
         accel.teardown()
 
 
+def edited_in_place() -> None:
+    pair = Pair(zero(3))
+    before = whole(pair.model)
+    with torch.no_grad():
+        pair.raw.left.bias.zero_()
+    for use in (lambda: pair.model(data(0)), pair.optimizer.step, lambda: accel.full_state_dict(pair.model)):
+        with pytest.raises(accel.BackendError, match="left.bias changed in place, which is lost"):
+            use()
+    pair.model.load_state_dict(before)
+    pair.train()
+    pair.check()
+
+
+def test_an_edit_of_divided_weights_is_refused() -> None:
+    run(2, edited_in_place)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
+        return self.blocks[chosen](x)
+
+
+def evaluated_with_other_blocks() -> None:
+    model, _, _ = accel.setup(Branches(), backend=zero(3))
+    with torch.no_grad():
+        model(torch.ones(1, 4), accel.rank())
+
+
+def test_ranks_that_gather_other_blocks_of_equal_size() -> None:
+    refusals(2, evaluated_with_other_blocks, error="RankMismatchError", breaks=True)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_would_see_a_part_raises_and_changes_nothing(stage: int) -> None:
     run(2, refuse_all, stage)
@@ -685,6 +746,19 @@ def other_optimizers(stage: int) -> None:
         pair = Pair(zero(stage), lambda m, name=name: getattr(torch.optim, name)(m.parameters(), lr=0.01))
         pair.train()
         pair.check()
+
+
+def indivisible() -> None:
+    for values in (torch.ones(2, dtype=torch.complex64), torch.ones(0)):
+        raw = nn.Linear(2, 1)
+        raw.extra = nn.Parameter(values)
+        for stage in STAGES:
+            with pytest.raises(accel.BackendError, match="cannot divide extra"):
+                accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=zero(stage))
+
+
+def test_weights_that_cannot_be_divided_are_refused() -> None:
+    run(2, indivisible)
 
 
 @pytest.mark.parametrize("stage", STAGES)

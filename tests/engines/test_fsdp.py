@@ -231,6 +231,53 @@ def test_an_optimizer_after_an_evaluation_only_setup() -> None:
     assert max(run(2, evaluation_then_training)) < 1e-5
 
 
+def inference_then_training() -> float:
+    model, _, *_ = start()
+    with torch.inference_mode():
+        local_loss(model, 0)
+    reference, _ = build()
+    local_loss(model, 1).backward()
+    mean_loss(reference, 1).backward()
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+    return float((accel.clip_grad_norm_(model, 1.0) - norm).abs())
+
+
+def test_a_first_forward_in_inference_mode() -> None:
+    assert max(run(2, inference_then_training)) < 1e-5
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        self.empty = nn.Parameter(torch.ones(0, 3))
+
+    def forward(self, x: torch.Tensor, *chosen: int) -> torch.Tensor:
+        for number in chosen:
+            x = self.blocks[number](x)
+        return x + self.empty.sum()
+
+
+def branches(differ: str) -> None:
+    model = Branches()
+    handles = accel.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="fsdp")
+    other = accel.rank() if differ else 0
+    for chosen in ((0, 1), (0, 1), (2,), (1, 0) if differ == "order" and other else (0, 1 + other)):
+        with torch.set_grad_enabled(differ != "evaluation"):
+            loss = handles.model(torch.ones(2, 4), *chosen).square().mean()
+        if loss.requires_grad:
+            loss.backward()
+            handles.optimizers.step()
+            handles.optimizers.zero_grad()
+
+
+def test_ranks_that_use_other_blocks_of_equal_size() -> None:
+    run(2, branches, "")
+    for differ in ("order", "training", "evaluation"):
+        messages = refusals(2, branches, differ, error="RankMismatchError", breaks=True)
+        assert all("used other parameters, or in another order" in message for message in messages)
+
+
 def state_verbs() -> list[str]:
     model, handle, net, raw = start()
     train(model, handle, range(2))
