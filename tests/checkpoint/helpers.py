@@ -61,7 +61,7 @@ class Counter:
 class Run:
     """A training run: model, optimizer of two groups, scheduler, loader, values."""
 
-    def __init__(self, backend: str, seed: int) -> None:
+    def __init__(self, backend: Any, seed: int, precision: str = "auto") -> None:
         torch.manual_seed(seed)
         self.net = Net()
         heads = [*self.net.head.parameters(), self.net.middle.scale]
@@ -72,7 +72,12 @@ class Run:
         data = TensorDataset(torch.randn(ROWS, 6, generator=generator), torch.randn(ROWS, 3, generator=generator))
         loader = DataLoader(data, batch_size=GLOBAL_BATCH // replicas, shuffle=True)
         self.model, self.optimizer, self.loader = accel.setup(
-            self.net, self.raw, loader, backend=backend, loader_options=accel.LoaderOptions(seed=seed)
+            self.net,
+            self.raw,
+            loader,
+            backend=backend,
+            precision=precision,
+            loader_options=accel.LoaderOptions(seed=seed),
         )
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
         self.counter = Counter()

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import accel
+from accel.checkpoint import record
 from tests.backends import need
 from tests.checkpoint.helpers import Run, differences, engines
 from tests.distributed import run
@@ -16,8 +18,8 @@ from tests.distributed import run
 BEFORE, AFTER = 4, 5  # mid-epoch, then over its end
 
 
-def train_and_save(backend: str, directory: str, wait: bool = True) -> dict[str, Any]:
-    training = Run(backend, seed=1)
+def train_and_save(backend: Any, directory: str, wait: bool = True, precision: str = "auto") -> dict[str, Any]:
+    training = Run(backend, 1, precision)
     training.steps(BEFORE)
     pending = accel.save(training.state, directory, wait=wait)
     training.steps(AFTER)
@@ -26,8 +28,8 @@ def train_and_save(backend: str, directory: str, wait: bool = True) -> dict[str,
     return training.result()
 
 
-def resume(backend: str, directory: str, check: str) -> dict[str, Any]:
-    training = Run(backend, seed=2)
+def resume(backend: Any, directory: str, check: str, precision: str = "auto") -> dict[str, Any]:
+    training = Run(backend, 2, precision)
     training.steps(2)  # a state that must be replaced
     assert accel.load(directory, training.state, check=check) is training.state  # type: ignore[arg-type]
     training.batches = iter(())
@@ -62,6 +64,65 @@ def test_same_world_is_bit_equal(world: int, tmp_path: Path) -> None:
     found = run(world, resume, backend, directory, "stream")
     for rank in range(world):
         assert not differences(expected[rank], found[rank])
+
+
+def stored_dtypes(directory: str) -> set[str]:
+    return {
+        t.dtype for name, t in record.read(directory)[0].tensors.items() if name.startswith(("model/", "optimizer/"))
+    }
+
+
+@pytest.mark.parametrize("backend", [b for b in engines(2) if b != "pipeline"], ids=str)
+def test_bf16_mixed_keeps_fp32(backend: Any, tmp_path: Path) -> None:
+    need(backend)
+    directory = str(tmp_path / "checkpoint")
+    expected = run(2, train_and_save, backend, directory, True, "bf16-mixed", timeout=240)[0]
+    assert stored_dtypes(directory) == {"F32", "I64"}  # I64: a buffer
+    assert not differences(expected, run(2, resume, backend, directory, "first", "bf16-mixed", timeout=240)[0])
+    for world, other in ((1, "single"), (4, "ddp")):
+        found = run(world, resume, other, directory, "first", "bf16-mixed", timeout=240)
+        assert not differences(expected, found[0], tolerance=2e-3), f"{other} on {world} ranks"
+
+
+def halves(stage: int, directory: str, save: bool) -> Any:
+    """bf16 weights whose fp32 copies are stepped; or the same model in fp32, from their checkpoint."""
+    torch.manual_seed(0 if save else 1)
+    net = nn.Sequential(nn.Linear(6, 17), nn.Linear(17, 4))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+    options: dict[str, Any] = {"backend": "single"}
+    if save:
+        backend = accel.DeepSpeed(stage=stage, config={"bf16": {"enabled": True}})
+        options = {"backend": backend, "precision": "bf16-true"}
+    model, handle, _ = accel.setup(net, optimizer, **options)
+    state = {"model": model, "optimizer": handle}
+    if not save:
+        accel.load(directory, state)
+        return {n: p.detach().clone() for n, p in net.named_parameters()}
+    for step in range(3):
+        handle.zero_grad()
+        generator = torch.Generator().manual_seed(step)
+        model(torch.randn(8, 6, generator=generator).bfloat16()).float().square().mean().backward()
+        handle.step()
+    accel.save(state, directory)
+    before = accel.full_state_dict(model)
+    model(torch.ones(8, 6).bfloat16()).float().square().mean().backward()
+    handle.step()
+    accel.load(directory, state)
+    again = accel.full_state_dict(model)
+    assert all(torch.equal(again[name], value) for name, value in before.items())
+    return before
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fp32_copies_are_what_is_saved(stage: int, tmp_path: Path) -> None:
+    need("deepspeed")
+    directory = str(tmp_path / "checkpoint")
+    rounded = run(2, halves, stage, directory, True)[0]
+    assert stored_dtypes(directory) == {"F32"}
+    exact = run(1, halves, stage, directory, False)[0]
+    assert any(not torch.equal(v, v.bfloat16().float()) for v in exact.values())
+    for name, value in rounded.items():
+        assert torch.allclose(value.float(), exact[name], rtol=2**-8, atol=0)
 
 
 def random_numbers(directory: str, load: bool) -> tuple[Any, Any]:
