@@ -82,15 +82,6 @@ def _flatten(chosen: Iterable[Sequence[torch.Tensor]], parts: Iterable[Sequence[
     return _flatten_dense_tensors(tensors) if tensors else next(t for part in parts for t in part).new_empty(0)
 
 
-def _add_and_divide_(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor], world: int) -> None:
-    """Make ``tensors`` the means of all ranks' ones, given the sums of the others'."""
-    # By place in memory: a loop may assign one gradient to two parameters, which must not be changed twice.
-    found = {tensor.data_ptr(): (tensor, other) for tensor, other in zip(tensors, others, strict=True)}
-    once, sums = map(list, zip(*found.values(), strict=True))
-    torch._foreach_add_(once, sums)
-    torch._foreach_mul_(once, 1 / world)
-
-
 @torch.no_grad()
 def reduce_to_owners(by_owner: Sequence[Sequence[torch.Tensor]], rank: int, group: dist.ProcessGroup | None) -> None:
     """Replace, on each owner, its tensors by their means over the ranks; elsewhere they stay as they are.
@@ -120,7 +111,8 @@ def reduce_to_owners(by_owner: Sequence[Sequence[torch.Tensor]], rank: int, grou
         )
         if mine:
             rows = came.view(sent.dtype).view(world - 1, -1)
-            _add_and_divide_(mine, _unflatten_dense_tensors(rows.sum(0) if world > 2 else rows[0], mine), world)
+            torch._foreach_add_(mine, _unflatten_dense_tensors(rows.sum(0) if world > 2 else rows[0], mine))
+            torch._foreach_mul_(mine, 1 / world)
     _put_back(by_owner[rank], used[rank])
 
 
@@ -138,8 +130,7 @@ def broadcast_from_owners(
         buffers = []
         for owner, part in enumerate(parts):
             if part:
-                size = sum(t.numel() for t in part)
-                buffer = _flatten_dense_tensors(part) if owner == rank else part[0].new_empty(size)
+                buffer = _flatten_dense_tensors(part) if owner == rank else part[0].new_empty(_numel(part))
                 work = dist.broadcast(buffer.view(torch.uint8), owner, group=group, async_op=True)
                 buffers.append((owner, part, buffer, work))
         for owner, part, buffer, work in buffers:

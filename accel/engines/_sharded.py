@@ -91,12 +91,20 @@ def knowledge(gradient: torch.Tensor | None, touched: bool) -> int:
     return LOCAL if noted is None else noted
 
 
-def complete(parameter: nn.Parameter, world: int) -> None:
-    """Make this rank's gradient one whose mean with the other ranks' is the final one."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    elif Slot.get(parameter.grad) == OWNED:
-        spread(parameter.grad, world)
+def complete(parameters: Iterable[nn.Parameter], world: int) -> list[torch.Tensor]:
+    """Make this rank's gradients ones whose means with the other ranks' are the final ones, each in memory of its own."""
+    gradients = []
+    places: set[int] = set()
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif Slot.get(parameter.grad) == OWNED:
+            spread(parameter.grad, world)
+        if parameter.grad.data_ptr() in places:  # a loop may assign one to several parameters, and it is changed in place
+            parameter.grad = parameter.grad.clone()
+        places.add(parameter.grad.data_ptr())
+        gradients.append(parameter.grad)
+    return gradients
 
 
 def spread(gradient: torch.Tensor, world: int) -> None:

@@ -186,9 +186,7 @@ class ShardedEngine(Engine):
         if len(self._owners.rank_of) < len(self.parameters):
             self._owners.take(self.parameters[i] for i in live)
         pending = [self.parameters[i] for i, code in zip(indices, codes, strict=True) if code >= weakest]
-        for parameter in pending:
-            parts.complete(parameter, self._world)
-        gradients: list[Any] = [p.grad for p in pending]
+        gradients = parts.complete(pending, self._world)
         if everywhere:
             average_(gradients, self._world, lambda flat: dist.all_reduce(flat, group=self.process.group))
             for gradient in gradients:

@@ -329,19 +329,22 @@ def test_a_foreign_optimizer_steps_whole_unless_told_otherwise() -> None:
     assert all(distance > 1e-3 for distance, _ in found)
 
 
-def one_gradient_for_all() -> list[float]:
-    raw = nn.ParameterList([torch.zeros(3) for _ in range(4 * accel.world_size())])
+def one_gradient_for_all(size: int) -> list[float]:
+    # With the large one on one rank, the small ones come to another rank one after the other.
+    sizes = [3 * size, *[size] * (4 * accel.world_size() - 1)]
+    raw = nn.ParameterList([torch.zeros(n) for n in sizes])
     model, handle = sharded(raw, torch.optim.SGD(raw.parameters(), lr=1.0))
-    gradient = torch.full((3,), accel.rank() + 1.0)
+    gradient = torch.full((size,), accel.rank() + 1.0)
     for parameter in raw.parameters():
-        parameter.grad = gradient
+        parameter.grad = gradient if len(parameter) == size else torch.full_like(parameter, accel.rank() + 1.0)
     handle.step()
     return [float(p.mean()) for p in model.parameters()]
 
 
-def test_a_gradient_under_several_parameters_is_averaged_once() -> None:
+@pytest.mark.parametrize("size", [3, 700_000])  # in one exchange, and in several
+def test_a_gradient_under_several_parameters_is_averaged_once(size: int) -> None:
     for world, mean in ((2, 1.5), (4, 2.5)):
-        for values in run(world, one_gradient_for_all):
+        for values in run(world, one_gradient_for_all, size):
             assert values == [-mean] * (4 * world)
 
 
