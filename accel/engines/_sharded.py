@@ -100,7 +100,9 @@ def complete(parameters: Iterable[nn.Parameter], world: int) -> list[torch.Tenso
             parameter.grad = torch.zeros_like(parameter)
         elif Slot.get(parameter.grad) == OWNED:
             spread(parameter.grad, world)
-        if parameter.grad.data_ptr() in places:  # a loop may assign one to several parameters, and it is changed in place
+        if (
+            parameter.grad.data_ptr() in places
+        ):  # a loop may assign one to several parameters, and it is changed in place
             parameter.grad = parameter.grad.clone()
         places.add(parameter.grad.data_ptr())
         gradients.append(parameter.grad)
