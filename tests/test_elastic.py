@@ -28,17 +28,19 @@ STEPS = 48  # three epochs
 def agents(number: int, folder: Path, *options: str) -> Iterator[list[psutil.Popen]]:
     """``number`` torchrun agents of one worker each; the first one has the store. All of them end here."""
     port = free_port()
-    command = [
+    torchrun = [
         sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{number}", "--nproc-per-node=1",
         "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1",
         "--monitor-interval=0.1",
-        "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
-        str(EXAMPLE), f"--steps={STEPS}", f"--checkpoints={folder / 'interrupted'}", *options,
     ]  # fmt: skip
+    program = [str(EXAMPLE), f"--steps={STEPS}", f"--checkpoints={folder / 'interrupted'}", *options]
     environ = clean_environ() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONUNBUFFERED": "1"}
     started: list[psutil.Popen] = []
     try:
         for index in range(number):
+            # Said outright: both agents are on the endpoint's host, and whichever came first would have the store.
+            store = f"--rdzv-conf=is_host={index == 0},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+            command = [*torchrun, store, *program]
             with (folder / f"agent{index}.log").open("w") as log:
                 started.append(psutil.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT))
         yield started
