@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 import torch
 from torch import nn
@@ -42,6 +42,12 @@ class GradientLog:
         self.pending = pending
         self._accepted = 0
         self.entries.clear()
+
+    def drop(self, indices: Container[int]) -> None:
+        """Forget the entries of parameters whose gradients were dropped."""
+        kept = [e is None or (e if e >= 0 else ~e) not in indices for e in self.entries]
+        self._accepted = sum(kept[: self._accepted])
+        self.entries[:] = [e if e is None or e >= 0 else ~e for e, keep in zip(self.entries, kept, strict=True) if keep]
 
     @property
     def active(self) -> bool:

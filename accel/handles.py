@@ -28,6 +28,7 @@ class Owner(Protocol):
     def add_param_group(self, optimizer: Optimizer, group: dict[str, Any]) -> None: ...
     def state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def load_state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def skips(self, optimizer: Optimizer) -> tuple[bool, int]: ...
 
 
 class Handles(NamedTuple):
@@ -178,6 +179,16 @@ class OptimizerHandle(Optimizer):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Make the gradients final, then step the raw optimizer with the same arguments."""
         return (self._accel_engine or _engine(self)).step(self._accel_raw, args, kwargs)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step changed nothing, because gradients of a scaled loss had overflowed (``16-mixed``)."""
+        return _engine(self).skips(self._accel_raw)[0]
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped since ``setup``."""
+        return _engine(self).skips(self._accel_raw)[1]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop (or zero) the gradients, wherever the engine keeps them."""

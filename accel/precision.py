@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from types import CoroutineType, GeneratorType
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 import torch
 from torch import nn
@@ -12,6 +12,14 @@ from torch.optim import Optimizer
 
 from .errors import PrecisionError
 from .trees import map_tensors
+
+
+class Accumulator(Protocol):
+    """Where a backward leaves a gradient: a leaf tensor, or an engine's part of one."""
+
+    @property
+    def grad(self) -> torch.Tensor | None: ...
+
 
 NAMES: Final = ("32-true", "bf16-mixed", "16-mixed", "bf16-true")
 
@@ -130,16 +138,15 @@ class LossScale:
         """Go on from a ``state``."""
         self.value, self._good_steps = value, good_steps
 
-    def backward(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], retain_graph: bool) -> None:
-        """``loss.backward()`` with the loss scaled on the way; ``parameters`` and all other leaves get true gradients."""
-        leaves: dict[int, torch.Tensor] = {id(p): p for p in parameters}
-        leaves.update((id(t), t) for t in _leaves(loss))
-        tensors = list(leaves.values())
-        _multiply(tensors, self.value)
+    def backward(self, loss: torch.Tensor, accumulators: Iterable[Accumulator], retain_graph: bool) -> None:
+        """``loss.backward()`` with the loss scaled on the way; ``accumulators`` and all other leaves get true gradients."""
+        holders: dict[int, Accumulator] = {id(a): a for a in accumulators}
+        holders.update((id(t), t) for t in _leaves(loss))
+        _multiply(holders.values(), self.value)
         try:
             (loss * self.value).backward(retain_graph=retain_graph)
         finally:
-            _multiply(tensors, 1.0 / self.value)
+            _multiply(holders.values(), 1.0 / self.value)
             self.serial += 1
 
     def judge(self, finite: bool) -> bool:
@@ -154,8 +161,8 @@ class LossScale:
         return finite
 
 
-def _multiply(tensors: Iterable[torch.Tensor], factor: float) -> None:
-    grads = [_here(t.grad) for t in tensors if t.grad is not None]
+def _multiply(holders: Iterable[Accumulator], factor: float) -> None:
+    grads = [_here(a.grad) for a in holders if a.grad is not None]
     if grads:
         with torch.no_grad():
             torch._foreach_mul_(grads, factor)

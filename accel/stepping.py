@@ -35,6 +35,7 @@ class Stepped(Owner, Protocol):
     def before_step(self, optimizer: Optimizer) -> None: ...
     def after_step(self, optimizer: Optimizer) -> None: ...
     def unsettled(self) -> bool: ...
+    def hides_gradients(self) -> bool: ...
     def finite(self, optimizer: Optimizer) -> bool: ...
     def check_optimizer(self, optimizer: Optimizer) -> None: ...
 
@@ -54,26 +55,37 @@ class Stepper:
         self._num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
         self._serial = engine.loss_scale.serial
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        #: Whether the last step was skipped, and how many were; tensors where an optimizer judges on its device.
+        self.skipped: bool | torch.Tensor = False
+        self.skips: int | torch.Tensor = 0
         names = list(inspect.signature(type(optimizer).step).parameters)
         self._closure_at = names.index("closure") if "closure" in names else -1
         self._fused = hasattr(optimizer, _PROTOCOL)
         if not self._fused:
             setattr(optimizer, _PROTOCOL, True)
         self._prepare = optimizer.register_step_pre_hook(self._before)
-        self._restore: RemovableHandle | None = None
         self._finish: RemovableHandle | None = None
         if engine.hears_steps:
             self._finish = optimizer.register_step_post_hook(self._after)
 
     def close(self) -> None:
         """Give the optimizer back to its user."""
-        for hook in (self._prepare, self._restore, self._finish):
+        for hook in (self._prepare, self._finish):
             if hook is not None:
                 hook.remove()
         if not self._fused:
             delattr(self.optimizer, _PROTOCOL)
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self._get_ready(optimizer, args, kwargs)
+        except BaseException:
+            # A GradScaler takes these back after a step only; the next one would be taken for its own.
+            for name in ("grad_scale", "found_inf"):
+                optimizer.__dict__.pop(name, None)
+            raise
+
+    def _get_ready(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         engine = self._engine()
         if engine is None:
             return None
@@ -91,10 +103,12 @@ class Stepper:
             self._refuse_double_scaling(engine)
         engine.prepare_step(optimizer, by_grad_scaler=found_inf is not None)
         if found_inf is not None:
-            safe = self._unscale_for_user(found_inf)
+            self.skipped = self._unscale_for_user(found_inf)
         else:
-            safe = self._serial == engine.loss_scale.serial or self._judge(engine)
-        if not safe:
+            self.skipped = self._serial != engine.loss_scale.serial and not self._judge(engine)
+        if self.skipped is not False:
+            self.skips = self.skips + self.skipped
+        if self.skipped is True:
             self._hide_gradients()
         # By this mark a scheduler built on the other object knows that a step came before its own.
         optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -119,41 +133,40 @@ class Stepper:
             raise PrecisionError(
                 "a GradScaler steps gradients that accel.backward made, which are not scaled: use one of the two"
             )
-        if engine.unsettled():
+        if engine.unsettled() or engine.hides_gradients():
             raise PrecisionError(
                 "a GradScaler looked for overflow in gradients that were not reduced yet (accel.no_sync, a second backward, "
-                "a call around the handle, or an engine that reduces at the step), where each rank sees its own: use "
-                "accel.backward and optimizer.step()"
+                "a call around the handle, or an engine that reduces at the step), where each rank sees its own, or that "
+                "are divided over the ranks: use accel.backward and optimizer.step()"
             )
 
-    def _unscale_for_user(self, found_inf: torch.Tensor) -> bool:
+    def _unscale_for_user(self, found_inf: torch.Tensor) -> bool | torch.Tensor:
+        """Whether the step is skipped; an optimizer that supports scaling unscales and skips by itself, without a sync."""
         if self._fused:
-            return True
+            return found_inf > 0
         scale, self.optimizer.grad_scale = self.optimizer.grad_scale, None  # type: ignore[attr-defined]
         self.optimizer.found_inf = None  # type: ignore[attr-defined]
         if scale is not None and (grads := gradients_of(self.optimizer)):
             torch._foreach_mul_(grads, scale.double().reciprocal().float().to(grads[0].device))
-        return not found_inf.item()
+        return bool(found_inf.item())
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for parameter, grad in self._hidden:
+            parameter.grad = grad
+        self._hidden.clear()
         engine = self._engine()
         if engine is not None:
             engine.after_step(optimizer)
 
     def _hide_gradients(self) -> None:
         """Let the overflowed step find no gradient: optimizers then skip the parameter, its state included."""
-        if self._restore is None:
-            self._restore = self.optimizer.register_step_post_hook(self._show_gradients)
+        if self._finish is None:
+            self._finish = self.optimizer.register_step_post_hook(self._after)
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._hidden.append((parameter, parameter.grad))
                     parameter.grad = None
-
-    def _show_gradients(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for parameter, grad in self._hidden:
-            parameter.grad = grad
-        self._hidden.clear()
 
     def _global(self, engine: Stepped, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure as it would be in one process: final gradients, and the ranks' mean loss."""

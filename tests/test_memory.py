@@ -142,8 +142,8 @@ N = 4 * 64 * 16
         (lambda f, w: zero(f, w, 2), 4, (1, 1 / 4, 1 / 2)),
         (lambda f, w: zero(f, w, 3), 4, (1 / 4, 1 / 4, 1 / 2)),
         (lambda f, w: zero(f, w, 3), 1, (1, 1, 2)),
-        (lambda f, w: zero(f, w, 1, masters=True), 4, (1 / 2, 1 / 4, 3 / 4)),
-        (lambda f, w: zero(f, w, 3, masters=True), 4, (1 / 8, 1 / 4, 3 / 4)),
+        (lambda f, w: zero(f, w, 1, masters=True), 4, (1 / 2, 1 / 8, 3 / 4)),
+        (lambda f, w: zero(f, w, 3, masters=True), 4, (1 / 8, 1 / 8, 3 / 4)),
     ],
 )
 def test_rules_in_units_of_the_parameters(rule: Any, world: int, units: tuple[float, ...]) -> None:

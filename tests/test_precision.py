@@ -267,7 +267,9 @@ def overflow() -> None:
         assert all(torch.equal(v, before[0][k]) for k, v in raw.state_dict().items())
         assert repr(optimizer.state_dict()) == repr(before[1])
         assert raw[0].weight.grad is not None
+        assert optimizer.step_was_skipped
     train(1.0, inner)
+    assert (optimizer.step_was_skipped, optimizer.skipped_steps) == (False, 2)
     assert registry.loss_scale.value == scale / 4
     assert difference(raw, net()) > 0
     assert all(bool(p.isfinite().all()) for p in raw.parameters())
@@ -276,6 +278,22 @@ def overflow() -> None:
 def test_an_overflow_skips_the_step_everywhere_and_halves_the_scale() -> None:
     overflow()
     run(2, overflow)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_skipped_step_is_seen_on_the_handle(fused: bool) -> None:
+    raw = net()
+    optimizer = torch.optim.AdamW(raw.parameters(), lr=0.01, fused=fused)
+    model, handle, _ = accel.setup(raw, optimizer, precision="16-mixed")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for factor, seen in ((1.0, (False, 0)), (1e38, (True, 1)), (1.0, (False, 1)), (1e38, (True, 2))):
+        before = copy.deepcopy(raw.state_dict())
+        handle.zero_grad()
+        scaler.scale(model(batch(0)).square().mean() * factor).backward()
+        scaler.step(handle)
+        scaler.update()
+        assert (handle.step_was_skipped, handle.skipped_steps) == seen
+        assert all(torch.equal(v, before[k]) for k, v in raw.state_dict().items()) == seen[0]
 
 
 def joint_loss() -> float:

@@ -18,7 +18,8 @@ class Fragment:
         start: its first element.
         home: the part in the model's own memory.
         weights: what an optimizer steps: ``home`` itself, or a copy of higher precision or on another device.
-        grad: the mean gradient of this part, or None as in ``p.grad``.
+        grad: the mean gradient of this part, or None as in ``p.grad``. One that came from a single reduction is of the
+            dtype that it came in, which loses nothing; a sum is of the dtype of ``weights``.
     """
 
     index: int
@@ -30,8 +31,13 @@ class Fragment:
     @torch.no_grad()
     def accumulate(self, part: torch.Tensor) -> None:
         """Add a reduced gradient."""
-        part = part.to(device=self.weights.device, dtype=self.weights.dtype)
         if self.grad is None:
-            self.grad = part.clone()
+            self.grad = part.to(self.weights.device, copy=True)
         else:
-            self.grad.add_(part)
+            self.widen()
+            self.grad.add_(part.to(self.weights.device))
+
+    def widen(self) -> None:
+        """Keep the gradient in the dtype of ``weights``, so that it can be computed with."""
+        if self.grad is not None:
+            self.grad = self.grad.to(self.weights.dtype)

@@ -165,6 +165,7 @@ class Partitions(ABC):
 
     def norm(self, norm_type: float, group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
         """The global norm of all gradients. Collective."""
+        self.widen()
         grads = [f.grad for f in self.fragments.values() if f.grad is not None]
         infinite = norm_type == float("inf")
         local = torch.zeros((), dtype=torch.float32, device=device)
@@ -174,8 +175,14 @@ class Partitions(ABC):
         dist.all_reduce(local, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
         return local if infinite else local.pow(1.0 / norm_type)
 
+    def widen(self) -> None:
+        """Before gradients are computed with."""
+        for fragment in self.fragments.values():
+            fragment.widen()
+
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply every gradient."""
+        self.widen()
         for fragment in self.fragments.values():
             if fragment.grad is not None:
                 fragment.grad.mul_(factor.to(device=fragment.grad.device, dtype=fragment.grad.dtype))
@@ -223,6 +230,8 @@ class Partitions(ABC):
             if fragment.weights is not fragment.home and fragment.weights.data_ptr() != fragment.home.data_ptr():
                 fragment.home.copy_(fragment.weights)
         self.gather()
+        # A parameter that is alone in its flat memory shares its version counter.
+        self.note_versions()
 
     @abstractmethod
     def gather(self) -> None:
@@ -256,7 +265,6 @@ class Partitions(ABC):
                     fragment.weights.copy_(part)
                 parameter.data = held[index]
             self.spread()
-            self.note_versions()
 
     @torch.no_grad()
     def end(self, full: Sequence[torch.Tensor]) -> None:

@@ -20,17 +20,23 @@ _INFLIGHT: Final = "_PartitionedParameterCoordinator__inflight_param_registry"
 
 
 class _Gradients(dict[int, torch.Tensor]):
-    """Where stage 3 adds a reduced gradient, made when it is asked for."""
+    """Where stage 3 adds a reduced gradient, made when it is asked for; a second one is added in the weights' dtype."""
 
     def __init__(self, sharded: Sharded) -> None:
         super().__init__()
         self._sharded = sharded
 
-    def __missing__(self, ds_id: int) -> torch.Tensor:
-        shard = self._sharded.by_id[ds_id].ds_tensor
-        weights = self._sharded.weights_of(ds_id)
-        made = self[ds_id] = torch.zeros(shard.ds_numel, dtype=weights.dtype, device=weights.device)
-        return made
+    def __getitem__(self, ds_id: int) -> torch.Tensor:
+        if ds_id in self:
+            self.widen(ds_id)
+        else:
+            shard, weights = self._sharded.by_id[ds_id].ds_tensor, self._sharded.weights_of(ds_id)
+            self[ds_id] = torch.zeros(shard.ds_numel, dtype=shard.dtype, device=weights.device)
+        return super().__getitem__(ds_id)
+
+    def widen(self, ds_id: int) -> None:
+        """Keep one in the dtype of the weights."""
+        self[ds_id] = super().__getitem__(ds_id).to(self._sharded.weights_of(ds_id).dtype)
 
 
 @final
@@ -112,10 +118,20 @@ class Sharded(Partitions):
         zero._offload_boundary_param_ids.clear()
         for number in zero.params_already_reduced:
             zero.params_already_reduced[number] = False
+        self._hand_out()
+        zero.parameter_offload.release_backward_leftovers()
+
+    def widen(self) -> None:
+        """Of what the library adds to."""
+        for ds_id in self._gradients:
+            self._gradients.widen(ds_id)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """A fragment's gradient is what the library has added, without the padding."""
         for ds_id, grad in self._gradients.items():
             fragment = self.fragments[self.numbers[id(self.by_id[ds_id])]]
             fragment.grad = grad.narrow(0, 0, fragment.home.numel())
-        zero.parameter_offload.release_backward_leftovers()
 
     def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
         """Also what the library adds to."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..control import agree
+from ..precision import Accumulator
 from . import _deepspeed_foreign
 from ._deepspeed_verbs import Divided
 from .base import Context
@@ -40,6 +43,21 @@ class Stepping(Divided, ABC):
         self.zero.scale((float(max_norm) / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
+    def accumulators(self) -> Sequence[Accumulator]:
+        """The fragments too: at stages 2 and 3 gradients come there while backward runs."""
+        return self.parameters if self.zero is None else [*self.parameters, *self.zero.fragments.values()]
+
+    def has_gradients(self, *, zeros: bool) -> bool:
+        """Whether any rank has some, since no rank has all of them. A collective unless ``zeros``."""
+        if self.zero is None:
+            return super().has_gradients(zeros=zeros)
+        return self.hides_gradients() and (zeros or any(agree("the gradients", super().has_gradients(zeros=False))))
+
+    def finite(self, optimizer: Optimizer) -> bool:
+        """Whether all ranks' fragments are."""
+        mine = super().finite(optimizer)
+        return mine if self.zero is None else all(agree("the gradients' finiteness", mine))
+
     def step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Step; an exception leaves the groups as they were."""
         try:
@@ -65,7 +83,7 @@ class Stepping(Divided, ABC):
             fragments = [self.zero.fragments.get(numbers[id(p)]) for p in group["params"]]
             group["params"] = [f.weights for f in fragments if f is not None]
         for fragment in self.zero.fragments.values():
-            fragment.weights.grad = fragment.grad
+            fragment.weights.grad = None if fragment.grad is None else fragment.grad.to(fragment.weights.dtype)
 
     def hide(self) -> None:
         """Put the parameters back."""

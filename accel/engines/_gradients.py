@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..errors import BackendError, PrecisionError
 from ..gradients import GradientLog
-from ..precision import all_finite
+from ..precision import Accumulator, all_finite
 
 
 class GradientVerbs:
@@ -23,9 +23,13 @@ class GradientVerbs:
     #: Gradients stay this rank's own until a step or clipping: a rebuild loses none, and their overflow is not seen before.
     defers: ClassVar[bool] = False
 
-    def accumulators(self) -> Sequence[torch.Tensor]:
-        """Every leaf in whose ``grad`` a backward may leave gradients of this model."""
+    def accumulators(self) -> Sequence[Accumulator]:
+        """Everything in whose ``grad`` a backward may leave gradients of this model."""
         return self.parameters
+
+    def has_gradients(self, *, zeros: bool) -> bool:
+        """Whether there are any, judged alike on all ranks that saw the same backwards; ``zeros`` counts those of zeros."""
+        return any(a.grad is not None and (zeros or bool(a.grad.any())) for a in self.accumulators())
 
     def unsettled(self) -> bool:
         """Whether ``settle`` has something to do. Local."""
@@ -61,7 +65,7 @@ class GradientVerbs:
         Raises:
             PrecisionError: says what to call instead.
         """
-        if self.log.plain and any(p.grad is not None and (zeros or bool(p.grad.any())) for p in self.parameters):
+        if self.log.plain and self.has_gradients(zeros=zeros):
             raise PrecisionError(
                 f"gradients of this '16-mixed' {type(self.module).__name__} came from a plain loss.backward(), so that the "
                 "loss was not scaled: call accel.backward(loss), or use torch.amp.GradScaler as in raw PyTorch"

@@ -89,8 +89,8 @@ def zero(
         footprint: the model.
         world_size: number of ranks.
         stage: 1 to 3.
-        masters: the optimizer steps fp32 copies, which count as its state; its other state and the gradients that it
-            sees are fp32 too, and the model's own parameters have two bytes.
+        masters: the optimizer steps fp32 copies, which count as its state; its other state is fp32 too. The model's own
+            parameters have two bytes, and so has a gradient of one backward.
         whole_below: at stage 3, parameters of so many elements or fewer are whole on every rank, beside the parts.
         bucket: elements of the memory to reduce in that stage 3 keeps; no more than the model has.
     """
@@ -101,7 +101,7 @@ def zero(
     state = gradients = 0
     for index, parameter in enumerate(footprint.parameters):
         if parameter.trainable:
-            gradients += parameter.numel * (4 if masters else parameter.itemsize)
+            gradients += sizes[parameter.name]
         if not masters:
             state += parameter.state_bytes
         elif index in stepped and parameter.trainable:

@@ -231,6 +231,12 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         """Step ``optimizer``; its own ``step`` does the same, through its hooks."""
         return optimizer.step(*args, **kwargs)
 
+    @final
+    def skips(self, optimizer: Optimizer) -> tuple[bool, int]:
+        """Whether the last step of ``optimizer`` was skipped for an overflow, and how many were."""
+        stepper = self.steppers[id(optimizer)]
+        return bool(stepper.skipped), int(stepper.skips)
+
     def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Drop the optimizer's gradients."""
         optimizer.zero_grad(set_to_none=set_to_none)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import BackendError, OptimizerError, PrecisionError
+from ..errors import BackendError, OptimizerError
 from ..flat import average_gradients_, broadcast_
 from ..footprint import Footprint, MemoryUse
 from ..process import Process
@@ -104,11 +104,6 @@ class DeepSpeedEngine(steps.Stepping):
         if not self.distributed or not self.stage:
             return
         configuration.refuse_parameters(self.parameters, self.names)
-        if self.precision.scaled:
-            raise PrecisionError(
-                f"precision '16-mixed' with DeepSpeed stage {self.stage}: its gradients leave p.grad during backward, while "
-                "they are scaled; use 'bf16-mixed', or stage 0"
-            )
         if self.stage == 3 and self.entry is not self.module:
             raise BackendError("a torch.compile wrapper with DeepSpeed stage 3: its weights come and go; use stage 2")
         self.guards.module(self.module)
@@ -253,8 +248,7 @@ class DeepSpeedEngine(steps.Stepping):
         if set_to_none:
             dropped = set(indices)
             self._kept -= dropped
-            entries = [e if e is None or e >= 0 else ~e for e in self.log.entries]
-            self.log.entries[:] = [e for e in entries if e not in dropped]
+            self.log.drop(dropped)
 
     # -- step -----------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -739,9 +740,6 @@ def other_optimizers(stage: int) -> None:
         raw = Net()
         with pytest.raises(accel.OptimizerError, match=name):
             accel.setup(raw, getattr(torch.optim, name)(raw.parameters()), backend=zero(stage))
-    raw = Net()
-    with pytest.raises(accel.PrecisionError, match="16-mixed"):
-        accel.setup(raw, adamw(raw), backend=zero(stage), precision="16-mixed")
     for name in ("Adagrad", "RMSprop"):
         pair = Pair(zero(stage), lambda m, name=name: getattr(torch.optim, name)(m.parameters(), lr=0.01))
         pair.train()
@@ -797,7 +795,7 @@ def test_configuration_and_offload() -> None:
 
 
 def half(stage: int) -> None:
-    """bf16-true is plain torch's bfloat16; with DeepSpeed's 'bf16' the optimizer steps fp32 copies of the exact weights."""
+    """bf16-true is plain torch's bfloat16; with DeepSpeed's 'bf16' the optimizer steps fp32 copies."""
     reference = Net().bfloat16()
     optimizer = adamw(reference)
     raw = Net()
@@ -819,7 +817,7 @@ def half(stage: int) -> None:
     pair = Pair(DeepSpeed(stage=stage, config={**CONFIG, "bf16": {"enabled": True}}), precision="bf16-true")
     pair.train()
     accel.teardown(pair.model)
-    # Steps of 0.01 survive in fp32, and no weight was rounded at setup.
+    # Steps of 0.01 survive in fp32.
     assert distance(pair.raw.state_dict(), pair.plain.state_dict()) <= 0.02
     frozen = Net()
     frozen.body.requires_grad_(False)
@@ -833,6 +831,113 @@ def half(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_bf16_true(stage: int) -> None:
     run(2, half, stage)
+
+
+def kept_gradients(stage: int) -> None:
+    """The gradients of one backward wait in bfloat16; a sum of several is fp32's."""
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    torch.manual_seed(3)
+    raw = nn.Linear(64, 64, bias=False)
+    raw.weight.data = raw.weight.data.bfloat16().float()
+    expected = raw.weight.detach().clone()
+    model, optimizer, _ = accel.setup(
+        raw,
+        torch.optim.SGD(raw.parameters(), lr=0.5),
+        precision="bf16-true",
+        backend=DeepSpeed(stage=stage, config=config),
+    )
+    for values, itemsize in (((1.0,), 2), ((1.0, 2.0**-9), 4), ((1.0,), 2)):
+        optimizer.zero_grad()
+        for value in values:
+            model(torch.full((1, 64), value)).sum().backward()
+            if len(values) > 1:  # stage 1 leaves the sum to p.grad until something asks for the mean
+                accel.clip_grad_norm_(model, 1e9)
+        optimizer.step()
+        measured = accel.memory_report(model, measured=True).rows[-1].use
+        assert measured.gradients == 64 * 64 * itemsize // accel.world_size()
+        expected -= 0.5 * sum(values)
+    accel.teardown(model)
+    assert torch.equal(raw.weight, expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bfloat16_gradients_wait_in_bfloat16_and_add_up_in_fp32(stage: int) -> None:
+    run(2, kept_gradients, stage)
+
+
+def fp16(stage: int, accumulation: int, synced: bool, clip: bool, set_to_none: bool) -> None:
+    """16-mixed against plain torch in fp32: the gradients are true ones wherever they are."""
+    pair = Pair(zero(stage), momentum, precision="16-mixed")
+    registry.loss_scale.restore(1024.0, 0)  # the first one would overflow in this model, as torch's does
+    for step in range(3):
+        pair.optimizer.zero_grad(set_to_none=set_to_none)
+        pair.plain_optimizer.zero_grad(set_to_none=set_to_none)
+        for micro in range(accumulation):
+            last = micro == accumulation - 1
+            with contextlib.nullcontext() if synced or last else accel.no_sync(pair.model):
+                accel.backward(loss_of(pair.model(data(9 * step + micro, accel.rank()))))
+            mean_loss(pair.plain, lambda m, x: m(x), 9 * step + micro).backward()
+        if clip:
+            norm = accel.clip_grad_norm_(pair.model, 0.05)
+            expected = nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.05)
+            assert abs(float(norm / expected) - 1) < 5e-3
+        pair.optimizer.step()
+        pair.plain_optimizer.step()
+    assert (pair.optimizer.step_was_skipped, pair.optimizer.skipped_steps) == (False, 0)
+    assert distance(whole(pair.model), Net().state_dict()) > 1e-3
+    pair.check(2e-3)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("accumulation", "synced", "clip", "set_to_none"),
+    [(1, True, False, True), (3, True, True, True), (2, False, False, False), (2, True, False, False)],
+)
+def test_fp16(stage: int, accumulation: int, synced: bool, clip: bool, set_to_none: bool) -> None:
+    run(2, fp16, stage, accumulation, synced, clip, set_to_none)
+
+
+def fp16_refusals(stage: int) -> None:
+    """An overflow on one rank skips the step on all; a plain backward and a scaler of the user's are refused."""
+    pair = Pair(zero(stage), precision="16-mixed")
+    registry.loss_scale.restore(1024.0, 0)
+    model, optimizer = pair.model, pair.optimizer
+
+    def train(factor: float, stepped: Any) -> None:
+        optimizer.zero_grad()
+        accel.backward(loss_of(model(data(0, accel.rank()))) * factor)
+        stepped.step()
+
+    train(1.0, optimizer)
+    before = copy.deepcopy((whole(model), accel.full_state_dict(optimizer)))
+    for skips, stepped in enumerate((optimizer, pair.raw_optimizer), 1):
+        train(1e35 if accel.rank() == 0 else 1.0, stepped)
+        assert (optimizer.step_was_skipped, optimizer.skipped_steps) == (True, skips)
+        assert distance(whole(model), before[0]) == 0
+        assert repr(accel.full_state_dict(optimizer)) == repr(before[1])
+    accel.backward(loss_of(model(data(0, accel.rank()))))
+    for stepped in (optimizer, pair.raw_optimizer):
+        optimizer.zero_grad()
+        loss_of(model(data(0, accel.rank()))).backward()
+        with pytest.raises(accel.PrecisionError, match=r"accel\.backward"):
+            stepped.step()
+    with pytest.raises(accel.PrecisionError, match=r"plain loss\.backward"):
+        accel.backward(loss_of(model(data(0, accel.rank()))))
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model(data(0, accel.rank())))).backward()
+    accel.clip_grad_norm_(model, 1.0)
+    with pytest.raises(accel.PrecisionError, match="GradScaler"):
+        scaler.step(optimizer)
+    assert distance(whole(model), before[0]) == 0
+    train(1.0, optimizer)
+    assert (optimizer.step_was_skipped, optimizer.skipped_steps) == (False, 2)
+    assert distance(whole(model), before[0]) > 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp16_overflow_and_refusals(stage: int) -> None:
+    run(2, fp16_refusals, stage)
 
 
 # -- errors, exit, and the library alone ------------------------------------------------------------------------------
