@@ -53,11 +53,6 @@ class Stepping(Divided, ABC):
             return super().has_gradients(zeros=zeros)
         return self.hides_gradients() and (zeros or any(agree("the gradients", super().has_gradients(zeros=False))))
 
-    def finite(self, optimizer: Optimizer) -> bool:
-        """Whether all ranks' fragments are."""
-        mine = super().finite(optimizer)
-        return mine if self.zero is None else all(agree("the gradients' finiteness", mine))
-
     def step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Step; an exception leaves the groups as they were."""
         try:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..control import agree
 from ..errors import BackendError, PrecisionError
 from ..gradients import GradientLog
 from ..precision import Accumulator, all_finite
@@ -22,6 +23,8 @@ class GradientVerbs:
     log: GradientLog
     #: Gradients stay this rank's own until a step or clipping: a rebuild loses none, and their overflow is not seen before.
     defers: ClassVar[bool] = False
+    #: Each rank has a part of the gradients, so that nothing is said of all of them without the others.
+    partial_gradients: ClassVar[bool] = False
 
     def accumulators(self) -> Sequence[Accumulator]:
         """Everything in whose ``grad`` a backward may leave gradients of this model."""
@@ -56,7 +59,8 @@ class GradientVerbs:
 
     def finite(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer``'s final gradients hold neither inf nor nan, judged alike on all ranks."""
-        return all_finite(optimizer)
+        mine = all_finite(optimizer)
+        return all(agree("the gradients' finiteness", mine)) if self.partial_gradients else mine
 
     @final
     def refuse_plain_gradients(self, *, zeros: bool) -> None:

@@ -68,7 +68,7 @@ class DeepSpeedEngine(steps.Stepping):
     name = "deepspeed"
     options_type = DeepSpeed
     requires = {"deepspeed": "deepspeed"}
-    reduces = True
+    reduces = partial_gradients = True
     hears_steps = True
     variants = tuple(DeepSpeed(stage=stage) for stage in (0, 1, 3))
     options: DeepSpeed

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..control import agree
 from ..errors import BackendError, OptimizerError
 from ..flat import broadcast_
 from ..footprint import Footprint, MemoryUse
@@ -82,8 +81,7 @@ class FSDPEngine(ShardedState, Engine):
 
     name = "fsdp"
     options_type = FSDP
-    reduces = True
-    logs = False
+    reduces = partial_gradients = True
     hears_strangers = True
     materializes = True
     options: FSDP
@@ -261,11 +259,6 @@ class FSDPEngine(ShardedState, Engine):
             return super().clip_grad_norm_(max_norm, norm_type)
         self.settle()
         return self._parts.clip(max_norm, norm_type)
-
-    def finite(self, optimizer: Optimizer) -> bool:
-        """Whether the gradients are finite on all ranks."""
-        mine = super().finite(optimizer)
-        return mine if self._parts is None else all(agree("the gradients' finiteness", mine))
 
     def rebuild(self) -> None:
         """FSDP2 follows ``requires_grad`` by itself; only its dtypes are of those that were trainable first."""

@@ -64,7 +64,7 @@ class PipelineEngine(Engine):
 
     name = "pipeline"
     options_type = Pipeline
-    spreads = True
+    spreads = partial_gradients = True
     options: Pipeline
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
@@ -109,10 +109,6 @@ class PipelineEngine(Engine):
             raise BackendError(
                 "a pipeline calls the children of the Sequential, so a torch.compile of the whole never runs: compile "
                 "the children instead (child.compile())"
-            )
-        if self.distributed and self.precision.scaled:
-            raise PrecisionError(
-                "'16-mixed' over the ranks of a pipeline: each would see the overflow of its own stage only; use 'bf16-mixed'"
             )
         if not self.distributed and (self._balance != "time" or len(self.process.devices) == 1):
             self._place(listed(self._balance, self._children, count_stages(self._balance, self.process)))
@@ -211,7 +207,7 @@ class PipelineEngine(Engine):
             )
         if getattr(optimizer, "found_inf", None) is not None:
             raise PrecisionError(
-                "a GradScaler sees the overflow of one stage only, on each rank of a pipeline: use precision 'bf16-mixed'"
+                "a GradScaler sees the overflow of one stage only, on each rank of a pipeline: use accel.backward(loss)"
             )
 
     # -- state --------------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class ShardedEngine(Engine):
     name = "sharded"
     options_type = Sharded
     requires = {"fairscale": "accel[sharded]"}
-    reduces = True
+    reduces = partial_gradients = True
     hears_steps = True
     defers = True
     options: Sharded
@@ -242,11 +242,6 @@ class ShardedEngine(Engine):
         stepped = [self.parameters[i] for i in sorted(self._unpublished)]
         broadcast_from_owners(self._by_owner(stepped, stepped), self._rank, self.process.group)
         self._unpublished.clear()
-
-    def finite(self, optimizer: Optimizer) -> bool:
-        """Whether all ranks' parts of the gradients are finite."""
-        finite = super().finite(optimizer)
-        return all(agree("the overflow check", finite)) if self.distributed else finite
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip each owner's part by the norm of all parts."""

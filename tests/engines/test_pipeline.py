@@ -502,7 +502,6 @@ def refused_setups() -> None:
     refuse("one tensor", tied, balance="time")
     refuse("SyncBatchNorm", lambda: net(nn.SyncBatchNorm(16)))
     refuse("compile the children", lambda: torch.compile(net()))  # type: ignore[return-value]
-    refuse("bf16-mixed", net, accel.PrecisionError, precision="16-mixed")
     for options in ({"balance": []}, {"balance": "fair"}, {"chunks": 0}, {"checkpoint": "some"}, {"balance": 3}):
         with pytest.raises(accel.BackendError, match=next(iter(options))):
             accel.Pipeline(**options)
@@ -787,6 +786,43 @@ def all_half_precisions() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_half_precision(world: int) -> None:
     run(world, all_half_precisions)
+
+
+def fp16() -> float:
+    """The loss is scaled on every stage alike, and an overflow in one stage skips the step in all."""
+    raw, plain = net(), net()
+    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=accel.Pipeline(chunks=2), precision="16-mixed")
+    reference = sgd(plain)
+    for step in range(4):
+        x, y = batch(step)
+        before = accel.full_state_dict(model)
+        for m, o, backward in ((model, optimizer, accel.backward), (plain, reference, torch.Tensor.backward)):
+            o.zero_grad()
+            backward(F.mse_loss(m(x), y))
+        accel.clip_grad_norm_(model, 0.1)
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        if step == 2:
+            # Of the last stage alone, as it lies on one rank.
+            bias = raw[-1].bias
+            if bias.grad is not None:
+                bias.grad.fill_(float("inf"))
+            optimizer.step()
+            torch.testing.assert_close(accel.full_state_dict(model), before, rtol=0, atol=0)
+        else:
+            optimizer.step()
+            reference.step()
+        assert optimizer.skipped_steps == (step >= 2)
+    optimizer.zero_grad()
+    F.mse_loss(model(batch(0)[0]), batch(0)[1]).backward()
+    with pytest.raises(accel.PrecisionError, match=r"accel\.backward"):
+        optimizer.step()
+    accel.teardown(model)
+    return apart(raw, plain)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_fp16(world: int) -> None:
+    assert max(run(world, fp16)) < 2e-3
 
 
 def two_models() -> float:
