@@ -162,13 +162,13 @@ class LossScale:
 
 
 def _multiply(holders: Iterable[Accumulator], factor: float) -> None:
-    grads = [_here(a.grad) for a in holders if a.grad is not None]
+    grads = [here(a.grad) for a in holders if a.grad is not None]
     if grads:
         with torch.no_grad():
             torch._foreach_mul_(grads, factor)
 
 
-def _here(tensor: torch.Tensor) -> torch.Tensor:
+def here(tensor: torch.Tensor) -> torch.Tensor:
     """What of a sharded tensor lies on this rank; any other is here as a whole."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
@@ -196,5 +196,5 @@ def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def all_finite(optimizer: Optimizer) -> bool:
     """Whether ``optimizer``'s gradients on this rank hold neither inf nor nan."""
-    grads = [g for g in map(_here, gradients_of(optimizer)) if g.numel()]
+    grads = [g for g in map(here, gradients_of(optimizer)) if g.numel()]
     return not grads or all(bool(norm.isfinite()) for norm in torch._foreach_norm(grads, float("inf")))

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..control import agree
 from ..precision import Accumulator
 from . import _deepspeed_foreign
 from ._deepspeed_verbs import Divided
@@ -46,12 +45,6 @@ class Stepping(Divided, ABC):
     def accumulators(self) -> Sequence[Accumulator]:
         """The fragments too: at stages 2 and 3 gradients come there while backward runs."""
         return self.parameters if self.zero is None else [*self.parameters, *self.zero.fragments.values()]
-
-    def has_gradients(self, *, zeros: bool) -> bool:
-        """Whether any rank has some, since no rank has all of them. A collective unless ``zeros``."""
-        if self.zero is None:
-            return super().has_gradients(zeros=zeros)
-        return self.hides_gradients() and (zeros or any(agree("the gradients", super().has_gradients(zeros=False))))
 
     def step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Step; an exception leaves the groups as they were."""

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
+from . import _fsdp_numbers
 from ._fsdp_order import has_gradient, watch
 from ._fsdp_standin import Gathered
 from ._order import Order
@@ -44,7 +45,8 @@ class ShardedModule:
     def apply(self, blocks: Sequence[nn.Module]) -> None:
         """Put shards in the parameters' places, but for what cannot be cut. ``blocks`` are gathered as one, inner ones first."""
         options = self._options
-        mesh = DeviceMesh.from_group(self._group, self._device.type)
+        self._mesh = DeviceMesh.from_group(self._group, self._device.type)
+        _fsdp_numbers.guard(self._mesh)
         offload = CPUOffloadPolicy(pin_memory=self._device.type != "cpu") if options.cpu_offload else OffloadPolicy()
         whole_ones = set(kept_whole(self.module))
         for child in [*blocks, self.module]:
@@ -57,7 +59,7 @@ class ShardedModule:
             self._modules.append(child)
             fully_shard(
                 child,
-                mesh=mesh,
+                mesh=self._mesh,
                 reshard_after_forward=None if options.reshard_after_forward else False,
                 mp_policy=policy,
                 offload_policy=offload,
@@ -158,6 +160,7 @@ class ShardedModule:
 
     def undo(self) -> None:
         """Make the modules plain again; whoever calls puts parameters in the shards' places. Local."""
+        _fsdp_numbers.release(self._mesh)
         for hook in self._hooks:
             hook.remove()
         for child in self._modules:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ..control import agree
 from ..errors import BackendError, PrecisionError
 from ..gradients import GradientLog
-from ..precision import Accumulator, all_finite
+from ..precision import Accumulator, all_finite, here
 
 
 class GradientVerbs:
@@ -32,7 +32,8 @@ class GradientVerbs:
 
     def has_gradients(self, *, zeros: bool) -> bool:
         """Whether there are any, judged alike on all ranks that saw the same backwards; ``zeros`` counts those of zeros."""
-        return any(a.grad is not None and (zeros or bool(a.grad.any())) for a in self.accumulators())
+        mine = any(a.grad is not None and (zeros or bool(here(a.grad).any())) for a in self.accumulators())
+        return any(agree("the gradients", mine)) if self.partial_gradients else mine
 
     def unsettled(self) -> bool:
         """Whether ``settle`` has something to do. Local."""

@@ -82,6 +82,7 @@ class FSDPEngine(ShardedState, Engine):
     name = "fsdp"
     options_type = FSDP
     reduces = partial_gradients = True
+    logs = False
     hears_strangers = True
     materializes = True
     options: FSDP

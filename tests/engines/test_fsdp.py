@@ -447,6 +447,37 @@ def test_parameter_objects_that_were_replaced_work_or_raise() -> None:
     run(2, old_objects)
 
 
+def numbers() -> None:
+    """DTensor alone would give the number of this rank's part: float(weight.norm()) and the like."""
+    from torch.distributed.tensor import DTensor
+
+    torch.manual_seed(0)
+    raw = nn.Linear(6, 6)
+    whole = raw.weight.detach().clone()
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    before = dict(handlers)
+    model, _, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend="fsdp")
+    model(torch.ones(2, 6)).sum().backward()
+    for tensor in (model.weight, model.weight.grad):
+        for read in (
+            lambda t: t.norm().item(),
+            lambda t: float(t.sum().detach()),
+            lambda t: t.abs().max().item(),
+            lambda t: bool(t.isnan().any()),
+        ):
+            with pytest.raises(accel.BackendError, match="full_tensor"):
+                read(tensor)
+    assert torch.equal(model.weight.detach().full_tensor(), whole)
+    assert abs(model.weight.detach().norm().full_tensor().item() - float(whole.norm())) < 1e-6
+    assert abs(float(model.weight.detach()[-1, -1]) - float(whole[-1, -1])) < 1e-6
+    accel.teardown(model)
+    assert dict(handlers) == before
+
+
+def test_a_number_of_a_part_is_refused() -> None:
+    run(2, numbers)
+
+
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
