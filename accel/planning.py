@@ -190,6 +190,19 @@ def _plan_engine(plan: Plan, process: Process) -> None:
     )
     plan.precision.check(plan.module)
     plan.engine_type.check(plan.module, plan.options, process)
+    if plan.engine_type.reduces and process.place.world_size > 1:
+        _refuse_max_norm(plan.module)
+
+
+def _refuse_max_norm(module: nn.Module) -> None:
+    """Each rank's forward would shrink other rows, those of its own batch, and the ranks would drift apart."""
+    kinds = nn.Embedding | nn.EmbeddingBag
+    names = [n or "it" for n, m in module.named_modules() if isinstance(m, kinds) and m.max_norm is not None]
+    if names:
+        raise BackendError(
+            f"max_norm of {', '.join(names[:5])} changes weights in forward, on each rank those of its own batch: set it to "
+            "None, and shrink the rows after each step on every rank (with torch.no_grad(): weight.renorm_(2, 0, max_norm))"
+        )
 
 
 def _from_environment(variable: str, asked: Any, default: str, parse: Callable[[Any], Any]) -> Any:

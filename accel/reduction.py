@@ -28,6 +28,7 @@ class Reduction:
         #: All existing gradients are known to be final.
         self.settled = False
         self._stepped: set[int] = set()
+        self._stepping: int | None = None
         self._expected: frozenset[int] = frozenset()
         self._open_since = -1
 
@@ -92,6 +93,7 @@ class Reduction:
         if not self.log.entries and optimizer_id in self._stepped:
             self.settled = False
         self._stepped.add(optimizer_id)
+        self._stepping = optimizer_id
 
     def changed(self) -> list[int]:
         """The parameters that were frozen, or got another dtype, between their forward and backward."""
@@ -101,6 +103,7 @@ class Reduction:
         """Every gradient is final now."""
         if self.log.entries:
             self.armed = False
-            self._stepped.clear()
+            self._stepped.intersection_update({self._stepping})
+        self._stepping = None
         self.log.fold(pending=False)
         self.settled = True

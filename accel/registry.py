@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .backwards import BackwardPatch
 from .clipping import ClipPatch
 from .control import agree
 from .engines import FOREIGN, Engine
@@ -40,6 +41,7 @@ class Registry:
         self._hooks: list[RemovableHandle] = []
         self._watched: list[RemovableHandle] = []
         self._clipping = ClipPatch(self)
+        self._backward = BackwardPatch(self._leaf)
 
     def add(self, engine: Engine) -> None:
         """Make ``engine`` the one engine of its module."""
@@ -56,6 +58,7 @@ class Registry:
         if engine.watched and not self._watched:
             self._watched = [register_optimizer_step_pre_hook(self._before_any_step)]
             self._clipping.install()
+            self._backward.install()
         weakref.finalize(engine, self._prune).atexit = False
 
     def remove(self, engine: Engine) -> None:
@@ -74,6 +77,7 @@ class Registry:
         if not any(engine.watched for engine in engines):
             _remove(self._watched)
             self._clipping.remove()
+            self._backward.remove()
 
     # -- look-up --------------------------------------------------------------------------------------------------
 
@@ -184,6 +188,13 @@ class Registry:
                     f"torch.nn.utils finds no final gradients in p.grad of a {type(engine.module).__name__} with backend "
                     f"{engine.name!r}, which keeps them elsewhere: use accel.clip_grad_norm_(model, max_norm)"
                 )
+
+    def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor in the graph that a parameter of a live engine stands for."""
+        for engine in self.engines:
+            if id(tensor) in engine.known:
+                return engine.leaf(tensor)
+        return tensor
 
     def _spread(self) -> list[Engine]:
         return [e for e in self.engines if e.spreads and e.distributed]

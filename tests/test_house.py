@@ -32,7 +32,7 @@ LAYERS = [
     ["engines"],
     ["stepping", "pickling"],
     ["handles"],
-    ["precision", "reduction", "data", "clipping", "trainable", "compression", "learning_rates"],
+    ["precision", "reduction", "data", "clipping", "backwards", "trainable", "compression", "learning_rates"],
     ["loader_checks"],
     ["iteration"],
     ["streams"],

@@ -376,6 +376,22 @@ def test_bad_input_is_refused_and_changes_nothing() -> None:
     run(2, bad_input)
 
 
+def renormed() -> None:
+    for kind, backend in ((nn.Embedding, "ddp"), (nn.EmbeddingBag, "fsdp"), (nn.Embedding, "sharded")):
+        raw = nn.Sequential(kind(4, 2, max_norm=1.0), nn.Linear(2, 1))
+        refuse(
+            accel.BackendError,
+            "max_norm of 0 changes weights in forward",
+            lambda r=raw, b=backend: accel.setup(r, backend=b),
+        )
+
+
+def test_embeddings_that_change_in_forward_are_refused_on_several_processes() -> None:
+    run(2, renormed)
+    raw = nn.Embedding(4, 2, max_norm=1.0)
+    assert accel.unwrap(accel.setup(raw).model) is raw
+
+
 def test_a_missing_package_gives_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ENGINES["single"], "requires", {"no_such_package": "accel[extra]"})
     for backend in ("single", accel.Single()):

@@ -163,6 +163,13 @@ class Partitions(ABC):
                 else:
                     holder.grad = holder.grad.detach().zero_()
 
+    def replace(self, indices: Sequence[int]) -> None:
+        """Drop the final gradients of parameters whose ``p.grad`` was assigned since."""
+        assigned = [self.parameters[i].grad for i in indices]
+        self.drop(indices, set_to_none=True)
+        for index, grad in zip(indices, assigned, strict=True):
+            self.parameters[index].grad = grad
+
     def norm(self, norm_type: float, group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
         """The global norm of all gradients. Collective."""
         self.widen()

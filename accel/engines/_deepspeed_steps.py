@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from . import _deepspeed_foreign
 from ._deepspeed_verbs import Divided
 from .base import Context
 
+logger = logging.getLogger("accel")
+
 
 class Stepping(Divided, ABC):
     """Between ``before_step`` and ``after_step`` the fragments are in the parameters' places in the groups."""
@@ -24,6 +27,13 @@ class Stepping(Divided, ABC):
         self.stepping: Optimizer | None = None
         #: Every step clips to it; 0.0 for none.
         self.max_norm = 0.0
+        #: Parameters with final gradients in fragments, and those of them that were stepped with and not dropped since.
+        self._kept: set[int | None] = set()
+        self._spent: set[int | None] = set()
+        self._told = False
+        # Where nothing is divided: whether what p.grad holds is known to be final, and who stepped with it.
+        self._final = False
+        self._stepped: set[int] = set()
 
     @classmethod
     def read_foreign(cls, path: str, load: Any, new: Any) -> dict[str, Any] | None:
@@ -58,6 +68,49 @@ class Stepping(Divided, ABC):
         self.hide()
         self.refuse_edits()
         self.stepping = optimizer
+        if self.log.entries:
+            self._stepped.clear()
+        elif id(optimizer) in self._stepped:  # without a backward in between: with gradients of unknown origin
+            self._final = False
+        self._stepped.add(id(optimizer))
+
+    def unsettled(self) -> bool:
+        """Whether gradients came since the last ``settle``."""
+        return self.distributed and (bool(self.log.entries) or bool(self.assigned()))
+
+    def hides_gradients(self) -> bool:
+        """Whether fragments have any."""
+        return self.zero is not None and (bool(self._kept) or self.unsettled())
+
+    def assigned(self) -> list[int]:
+        """The parameters whose ``p.grad`` no backward explains: it was assigned by hand. Local."""
+        if self.zero is None and self._final:
+            return []
+        came = set(self.log.entries)
+        return [i for i, p in enumerate(self.parameters) if p.grad is not None and i not in came and ~i not in came]
+
+    def note_final(self) -> None:
+        """Note that every gradient is final now."""
+        if self.stepping is None:
+            self._stepped.clear()
+        self.log.fold(pending=False)
+        self._final = True
+
+    def keep(self, assigned: Iterable[int]) -> None:
+        """Note that the gradients since the last ``settle`` are in fragments now, and those that were assigned."""
+        self._kept.update(self.log.entries, assigned)
+        if not self._told and self._spent.intersection(self.log.entries):
+            self._told = True
+            logger.warning(
+                "gradients were added to those of an earlier step, which nothing has dropped since: where that is not meant, "
+                "call zero_grad() of the optimizer or the model, since p.grad = None drops nothing under this backend"
+            )
+
+    def dropped(self, indices: Iterable[int], *, whole: bool) -> None:
+        """Note that gradients were dropped; ``whole`` where none is left, not even zeros."""
+        self._spent.difference_update(indices)
+        if whole:
+            self._kept.difference_update(indices)
 
     def show(self, optimizer: Optimizer) -> None:
         """Clip as the configuration says, then put the fragments in the parameters' places in the groups."""
@@ -87,4 +140,5 @@ class Stepping(Divided, ABC):
         """Every rank sees the new weights."""
         self.hide()
         if self.zero is not None:
+            self._spent = set(self._kept)
             self.zero.spread()

@@ -47,6 +47,7 @@ class DeferredEngine(Engine, ABC):
         #: All existing gradients are known to be equal on all ranks.
         self._settled = False
         self._stepped: set[int] = set()
+        self._stepping: int | None = None
         self._num_steps = 0
 
     @abstractmethod
@@ -82,17 +83,19 @@ class DeferredEngine(Engine, ABC):
         if id(optimizer) in self._stepped and not self.log.entries:
             self._settled = False
         self._stepped.add(id(optimizer))
+        self._stepping = id(optimizer)
 
     def settle(self) -> None:
         """Average all gradients, on every rank: one without any must take part for the others."""
         if not self.distributed:
             super().settle()
             return
+        stepping, self._stepping = self._stepping, None
         if self._settled and not self.log.entries:
             return
         came = self._average()
         if self.log.entries:
-            self._stepped.clear()
+            self._stepped.intersection_update({stepping})
         self.log.fold(pending=False)
         self._settled = True
         if came and self.options.broadcast_buffers:

@@ -81,6 +81,11 @@ class Conversion:
         """The shard of a parameter object."""
         return self.known.get(id(parameter), parameter)
 
+    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What autograd knows of a parameter object."""
+        shard = self.known.get(id(parameter), parameter)
+        return next((whole for whole, s in self.sharded.gathered() if s is shard), parameter)
+
     def mark_gathered(self) -> None:
         """Know the gathered parameters."""
         self.sharded.mark_gathered()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
@@ -101,6 +102,8 @@ class ShardedModule:
             marked: Any = whole
             marked.__class__ = Gathered
             marked.shard = shard
+            # Autograd never comes to the shard: a hook there would wait for ever.
+            vars(shard)["register_hook"] = _hooking(weakref.ref(whole))
 
     def reshard(self) -> None:
         """Free what is gathered: the next use gathers again. Local."""
@@ -243,6 +246,16 @@ def _undo(child: Any) -> None:
     _composable_state._module_state_mapping.pop(child, None)
     for key in (STATE_KEY, REGISTRY_KEY):
         child.__dict__.pop(key, None)
+
+
+def _hooking(reference: weakref.ref[nn.Parameter]) -> Callable[..., Any]:
+    def register_hook(hook: Callable[..., Any]) -> Any:
+        """As any tensor's: the hook gets this rank's own gradient, whole, before it is reduced."""
+        whole = reference()
+        assert whole is not None  # as long as the shard
+        return whole.register_hook(hook)
+
+    return register_hook
 
 
 def is_shard(value: object) -> bool:

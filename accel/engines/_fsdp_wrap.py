@@ -94,6 +94,11 @@ def check_module(module: nn.Module, options: Any) -> None:
             raise BackendError(
                 f"FSDP(wrap=...) chose {', '.join(empty[:5])}, which has no forward: choose its children"
             )
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and _is_container(module):
+        raise BackendError(
+            f"a {type(module).__name__} has no forward, where its weights would be gathered: give accel.setup a module with "
+            "one, which calls these children, or choose backend='ddp'"
+        )
     hooked = [n for n, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     if hooked:
         raise BackendError(

@@ -78,7 +78,6 @@ class DeepSpeedEngine(steps.Stepping):
         self._config = configuration.read(self.options.config)
         self.max_norm = configuration.clipping(self._config)
         self.stage = configuration.stage_of(self._config, self.options.stage)
-        self._kept: set[int | None] = set()
         self._failed = False
         self._stale_buffers = False
 
@@ -192,14 +191,6 @@ class DeepSpeedEngine(steps.Stepping):
         finally:
             self.zero.local = before
 
-    def unsettled(self) -> bool:
-        """Whether gradients came since the last ``settle``."""
-        return self.distributed and bool(self.log.entries)
-
-    def hides_gradients(self) -> bool:
-        """Whether fragments have any."""
-        return self.zero is not None and (bool(self._kept) or self.unsettled())
-
     def settle(self) -> None:
         """Reduce what no hook has reduced; what the hooks did is compared over the ranks."""
         if not self.distributed:
@@ -212,12 +203,15 @@ class DeepSpeedEngine(steps.Stepping):
                 self.compare("a reduction of gradients", True)
                 average_gradients_(self.parameters, self.process.group)
             else:
-                came = hash(tuple(self.log.entries)) if self.zero.eager else True
+                assigned = self.assigned()
+                came = hash((tuple(self.log.entries) if self.zero.eager else (), tuple(assigned)))
                 self.zero.order.check(self.compare)
                 self.compare("the gradients of a step", came, lambda _: "other parameters, or in another order")
+                self.zero.replace(assigned)
+                self.dropped(assigned, whole=False)
                 self.zero.flush(self.process.group)
-                self._kept.update(self.log.entries)
-            self.log.fold(pending=False)
+                self.keep(assigned)
+            self.note_final()
             if self._stale_buffers:
                 broadcast_([b.data for b in self.module.buffers()], self.process.group)
                 self._stale_buffers = False
@@ -245,10 +239,9 @@ class DeepSpeedEngine(steps.Stepping):
             zero.forget_backward()
             self._failed = True
         zero.drop(indices, set_to_none)
+        self.dropped(indices, whole=set_to_none)
         if set_to_none:
-            dropped = set(indices)
-            self._kept -= dropped
-            self.log.drop(dropped)
+            self.log.drop(set(indices))
 
     # -- step -----------------------------------------------------------------------------------------------------
 

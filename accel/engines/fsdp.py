@@ -167,6 +167,10 @@ class FSDPEngine(ShardedState, Engine):
         if self._parts is not None:
             self._parts.rebind(optimizer)
 
+    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The gathered parameter, which is what forward computes with."""
+        return parameter if self._parts is None else self._parts.leaf(parameter)
+
     # -- forward --------------------------------------------------------------------------------------------------
 
     def run(self, *args: Any, **kwargs: Any) -> Any:

@@ -543,6 +543,21 @@ def gradients_from_before() -> None:
         assert equal_on_all_ranks(raw)
 
 
+def gradients_after_a_step() -> None:
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(data(0, accel.rank())).square().mean().backward()
+        optimizer.step()
+        before = [p.detach().clone() for p in raw.parameters()]
+        for p in raw.parameters():
+            p.grad = torch.full_like(p, 2.0 * accel.rank())
+        optimizer.step()
+        for p, old in zip(raw.parameters(), before, strict=True):
+            torch.testing.assert_close(p.detach(), old - 0.1)
+
+
 def closure_on_one_rank() -> None:
     raw = net()
     model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
@@ -570,6 +585,9 @@ def scaler_with_local_gradients() -> None:
     assert all(torch.equal(v, before[k]) for k, v in raw.state_dict().items())
 
 
-@pytest.mark.parametrize("case", [other_dtype, gradients_from_before, closure_on_one_rank, scaler_with_local_gradients])
+@pytest.mark.parametrize(
+    "case",
+    [other_dtype, gradients_from_before, gradients_after_a_step, closure_on_one_rank, scaler_with_local_gradients],
+)
 def test_what_changes_under_the_engine(case: Any) -> None:
     run(2, case)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import logging
 import os
 import socket
 import subprocess
@@ -649,6 +650,56 @@ def edited_in_place() -> None:
 
 def test_an_edit_of_divided_weights_is_refused() -> None:
     run(2, edited_in_place)
+
+
+def assigned_by_hand(stage: int) -> None:
+    net = nn.Linear(4, 2)
+    model, optimizer, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), backend=zero(stage))
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()  # what is assigned later takes its place
+        if stage:
+            accel.clip_grad_norm_(model, 1.0)
+        else:
+            optimizer.step()
+        before = {k: v.clone() for k, v in accel.full_state_dict(model).items()}
+        for p in net.parameters():
+            p.grad = torch.full_like(p, 2.0 * accel.rank())
+        optimizer.step()
+        for name, value in accel.full_state_dict(model).items():
+            torch.testing.assert_close(value, before[name] - 0.1)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_assigned_by_hand(stage: int) -> None:
+    run(2, assigned_by_hand, stage)
+
+
+def never_dropped(stage: int) -> list[str]:
+    net = nn.Linear(4, 2)
+    model, optimizer, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), backend=zero(stage))
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accel").addHandler(handler)
+    try:
+        for drop in (True, False, False):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            if drop:
+                model.zero_grad()
+                assert not told
+            for p in net.parameters():
+                p.grad = None
+    finally:
+        logging.getLogger("accel").removeHandler(handler)
+    return told
+
+
+def test_gradients_that_nothing_dropped_are_told_of() -> None:
+    for told in run(2, never_dropped, 2):
+        assert len(told) == 1
+        assert "call zero_grad()" in told[0]
 
 
 class Branches(nn.Module):

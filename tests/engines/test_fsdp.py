@@ -374,6 +374,8 @@ def refused(kind: str) -> None:
         net.blocks[1].up.bfloat16()
     elif kind == "container":
         options = accel.FSDP(wrap=(nn.ModuleList,))
+    elif kind == "no forward":
+        accel.setup(nn.ModuleDict({"net": net}), optimizer, backend=options)
     before = {k: v.clone() for k, v in net.state_dict().items()}
     try:
         accel.setup(net, optimizer, backend=options)
@@ -396,6 +398,7 @@ def refused(kind: str) -> None:
         ("hook", "BackendError", "embed.weight has gradient hooks"),
         ("dtype", "BackendError", "blocks.1.norm.weight (float32), blocks.1.up.weight (bfloat16)"),
         ("container", "BackendError", "blocks, which has no forward"),
+        ("no forward", "BackendError", "a ModuleDict has no forward"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_and_left_as_it_was(kind: str, error: str, text: str) -> None:
@@ -476,6 +479,32 @@ def numbers() -> None:
 
 def test_a_number_of_a_part_is_refused() -> None:
     run(2, numbers)
+
+
+def hooks_and_inputs() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    old = list(net.parameters())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, optimizer, _ = accel.setup(net, optimizer, backend="fsdp")
+    shards = list(model.parameters())
+    hooks = [p.register_hook(lambda g: g * 0.5) for p in shards]
+    for inputs in (None, shards[2:], old[:1], shards[3], None):
+        optimizer.zero_grad()
+        model(torch.arange(8.0).view(2, 4)).square().mean().backward(inputs=inputs)
+        optimizer.step()
+    hooks[0].remove()
+    optimizer.zero_grad()
+    model(torch.arange(8.0).view(2, 4)).square().mean().backward(inputs=list(model.parameters()))
+    optimizer.step()
+    return {k: v.cpu() for k, v in accel.full_state_dict(model).items()}
+
+
+def test_tensor_hooks_and_backward_with_inputs() -> None:
+    (single,) = run(1, hooks_and_inputs)
+    for full in run(2, hooks_and_inputs):
+        for name, value in single.items():
+            torch.testing.assert_close(full[name], value)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
