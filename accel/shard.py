@@ -42,6 +42,17 @@ def whole(name: str, tensor: torch.Tensor) -> Shard:
     return Shard(name, tuple(tensor.shape), 0, tensor.detach())
 
 
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether several elements may lie in one place, as in an expanded tensor."""
+    reach = 0  # of the dimensions so far, which the next one must step over
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and tensor.numel():
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
 def module_shards(module: nn.Module) -> list[Shard]:
     """Parameters and persistent buffers under the names of ``state_dict``; what is tied has the first of its names.
 

@@ -14,7 +14,7 @@ from .. import shard
 from ..data import LoaderHandle
 from ..errors import CheckpointError
 from ..process import current
-from ..shard import Manifest
+from ..shard import Manifest, Shard
 from . import folder
 from .background import background
 from .differences import Differences, report
@@ -163,14 +163,8 @@ class Loading:
             here = f"{leaf.path}{f', {name}' if name else ''}"
             if stored is None:
                 self.differences.missing.append(here)
-            elif stored.shape != tuple(slot.shape):
-                self.differences.unfit.append(
-                    f"{here}: {list(stored.shape)} in the checkpoint, {list(slot.shape)} here"
-                )
-            elif BY_NAME[stored.dtype] is not slot.tensor.dtype and not convert:
-                self.differences.unfit.append(
-                    f"{here}: {BY_NAME[stored.dtype]} in the checkpoint, {slot.tensor.dtype} here (convert=True converts)"
-                )
+            elif problem := _unfit(stored, slot, convert):
+                self.differences.unfit.append(f"{here}: {problem}")
             else:
                 self._wanted.append((f"{own}{stored_as.get(name, name)}", slot.start, slot.tensor))
         if not isinstance(leaf, TensorLeaf):
@@ -268,6 +262,18 @@ class Loading:
         for engine in sorted(engines.values(), key=lambda e: e.serial):
             engine.filled()
             engine.refresh()
+
+
+def _unfit(stored: Stored, slot: Shard, convert: bool) -> str:
+    """Why a saved tensor cannot be read into a range; empty if it can."""
+    dtype = BY_NAME[stored.dtype]
+    if stored.shape != tuple(slot.shape):
+        return f"{list(stored.shape)} in the checkpoint, {list(slot.shape)} here"
+    if dtype is not slot.tensor.dtype and not convert:
+        return f"{dtype} in the checkpoint, {slot.tensor.dtype} here (convert=True converts)"
+    if shard.overlaps_itself(slot.tensor):
+        return "its elements share memory (an expanded or overlapping view), so that they cannot be filled; give its clone()"
+    return ""
 
 
 def _order(leaf: Leaf) -> bool:
