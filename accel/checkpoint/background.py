@@ -26,7 +26,7 @@ class Background:
     def __init__(self) -> None:
         self._future: Future[None] | None = None
         self._thread: threading.Thread | None = None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def start(self, finish: Callable[[], None], resources: contextlib.ExitStack) -> Future[None]:
         """Run ``finish`` in a thread, then let go of ``resources``."""
@@ -73,8 +73,8 @@ class Background:
             offsets.append(total)
             total += -(-source.entry.nbytes // 64) * 64
         if self._buffer.numel() < total:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # not both at once
-            self._buffer = torch.empty(total, dtype=torch.uint8)
+            self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # not both at once
+            self._buffer = torch.empty(total, dtype=torch.uint8, device="cpu")
         places = iter(offsets)
         return tuple([self._copy(source, next(places)) for source in group] for group in groups)
 

@@ -12,13 +12,32 @@ from collections.abc import Iterable
 from typing import Final, final
 
 from ..errors import CheckpointError
-from .record import NAME, Record, is_record, read, sync
+from .record import NAME, Record, is_damaged, read, sync
 
 _LOCK: Final = ".accel.lock"
 #: Only names of this form are ever removed: shards, records on their way, and what background saves tell each other.
 _OURS: Final = re.compile(
     r"accel-[0-9a-f]{12}-\d{5,}(-still)?\.safetensors|\.accel-[0-9a-f]{12}(-\d{5,})?\.(record|done)(\.tmp)?"
 )
+
+
+def named(path: object) -> str:
+    """A directory as a user names it; ``~`` at its beginning is the home directory.
+
+    Raises:
+        CheckpointError: it is no path.
+    """
+    if path is None:
+        raise CheckpointError("expected a directory, found None; accel.latest gives None where there is no checkpoint")
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise CheckpointError(f"expected the path of a directory, found {path!r}")
+    return os.path.expanduser(text)
+
+
+def absolute(path: object) -> str:
+    """The same from the root on, whatever the working directory becomes."""
+    return os.path.abspath(named(path))
 
 
 def new_id() -> str:
@@ -89,6 +108,8 @@ class Lock:
     def release(self) -> None:
         """Let the next job in; again is harmless."""
         if self._fd >= 0:
+            # A process that was forked meanwhile (a loader's worker) has the file open too, and would keep the lock.
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
             self._fd = -1
 
@@ -106,7 +127,7 @@ def present(directory: str) -> Record | None:
     """The record of a directory that is to be replaced; None if there is none, or a damaged one.
 
     Raises:
-        CheckpointError: another program wrote a file of that name.
+        CheckpointError: another program, or a newer version, wrote a file of that name.
     """
     path = os.path.join(directory, NAME)
     if not os.path.lexists(path):
@@ -114,7 +135,7 @@ def present(directory: str) -> Record | None:
     try:
         return read(directory)[0]
     except CheckpointError:
-        if is_record(path):
+        if is_damaged(path):
             return None
         raise
 

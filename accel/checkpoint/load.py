@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, final
 
 import torch
@@ -90,7 +90,7 @@ def _open(dir: str | os.PathLike[str], state: Any) -> Source:
 
     def look() -> tuple[Source, tuple[str, str]]:
         background.wait()
-        source = open_source(os.path.abspath(os.fspath(dir)), state)
+        source = open_source(folder.absolute(dir), state)
         # Before anything is made in the sizes that the record names.
         if state is not None and source.plain is None and current().place.rank == 0:
             folder.check_sizes(source.directory, source.record)
@@ -153,7 +153,10 @@ class Loading:
         else:
             own = f"{leaf.name}/"
             tensors = {name[len(own) :]: t for name, t in self.found.tensors.items() if name.startswith(own)}
-        stored_as = self._untie(leaf, own, tensors) if isinstance(leaf, ModuleLeaf) else {}
+        stored_as = {}
+        if isinstance(leaf, ModuleLeaf):
+            stored_as = self._untie(leaf, own, tensors)
+            self._compare_extra(leaf, node["extra"])
         manifest: Manifest = {name: (t.shape, BY_NAME[t.dtype]) for name, t in tensors.items()}
         undo.callback(leaf.undo())
         touched = set()
@@ -182,9 +185,13 @@ class Loading:
                 else:
                     self._twins.append((f"{own}{stored_as.get(first, first)}", f"{own}{name}"))
                 del tensors[name]
-        if self.plain is not None:
-            self.differences.missing.extend(f"{leaf.path}, {name}" for name in shard.module_values(leaf.module))
         return stored_as
+
+    def _compare_extra(self, leaf: ModuleLeaf, saved: Iterable[str]) -> None:
+        """What is no tensor in a module is to be there on both sides, too."""
+        mine = shard.extra_modules(leaf.module).keys()
+        self.differences.missing.extend(f"{leaf.path}, {name}" for name in sorted(mine - set(saved)))
+        self.differences.untouched.update(f"{leaf.path}, {name}" for name in set(saved) - mine)
 
     def _check_twins(self) -> None:
         for one, other in self._twins:
@@ -269,8 +276,13 @@ def _unfit(stored: Stored, slot: Shard, convert: bool) -> str:
     dtype = BY_NAME[stored.dtype]
     if stored.shape != tuple(slot.shape):
         return f"{list(stored.shape)} in the checkpoint, {list(slot.shape)} here"
-    if dtype is not slot.tensor.dtype and not convert:
-        return f"{dtype} in the checkpoint, {slot.tensor.dtype} here (convert=True converts)"
+    if dtype is not slot.tensor.dtype:
+        if not torch.can_cast(dtype, slot.tensor.dtype):
+            return f"{dtype} in the checkpoint, {slot.tensor.dtype} here, which cannot hold its values"
+        if not convert:
+            return f"{dtype} in the checkpoint, {slot.tensor.dtype} here (convert=True converts)"
+    if slot.tensor.is_meta:
+        return "it is on the meta device, which holds no values; give it memory first (module.to_empty(device=...))"
     if shard.overlaps_itself(slot.tensor):
         return "its elements share memory (an expanded or overlapping view), so that they cannot be filled; give its clone()"
     return ""

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..process import current
+from . import folder
 from .background import background
 from .draft import Draft, Message, Summary, make_draft
 from .job import Job
@@ -51,7 +52,7 @@ def save(
 
     def prepare() -> tuple[Draft, tuple[str, Summary]]:
         background.settle()
-        directory = os.fspath(dir)
+        directory = folder.named(dir)
         if keep is not None:
             check_keep(directory, keep)
         draft = make_draft(state, filter, world)
@@ -60,7 +61,7 @@ def save(
     draft, told = together("accel.save", prepare)
     _check_equal(told)
     with contextlib.ExitStack() as resources:
-        job = Job(os.path.abspath(os.fspath(dir)), rank, world, keep)
+        job = Job(folder.absolute(dir), rank, world, keep)
         _begin(job, draft, told, resources, wait)
         if wait:
             _finish(job)
