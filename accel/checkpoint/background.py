@@ -86,6 +86,10 @@ class Background:
             at += piece.numel()
         return Source(source.entry, copy, 0)
 
+    def forget(self) -> None:
+        """In a forked process, which has no part in the save that was under way."""
+        self._thread = self._future = None
+
     def at_exit(self) -> None:
         """Make a failed save the failure of the process."""
         try:
@@ -107,3 +111,4 @@ def _wrapped(error: BaseException) -> CheckpointError:
 background: Final = Background()
 # Registered with the library, so that it runs after what was registered later.
 atexit.register(background.at_exit)
+os.register_at_fork(after_in_child=background.forget)

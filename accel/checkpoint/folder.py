@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import time
+import weakref
 from collections.abc import Iterable
 from typing import Final, final
 
@@ -88,10 +89,11 @@ class Lock:
     def __init__(self, directory: str) -> None:
         path = os.path.join(directory, _LOCK)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        _open.add(self)
         try:
             self._take(path)
         except BaseException:
-            os.close(self._fd)
+            self.forget()
             raise
 
     def _take(self, path: str) -> None:
@@ -108,10 +110,26 @@ class Lock:
     def release(self) -> None:
         """Let the next job in; again is harmless."""
         if self._fd >= 0:
-            # A process that was forked meanwhile (a loader's worker) has the file open too, and would keep the lock.
             fcntl.flock(self._fd, fcntl.LOCK_UN)
-            os.close(self._fd)
-            self._fd = -1
+            self.forget()
+
+    def forget(self) -> None:
+        """Close the file; the lock stays with the processes that have it open too."""
+        os.close(self._fd)
+        self._fd = -1
+        _open.discard(self)
+
+
+_open: Final[weakref.WeakSet[Lock]] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_open):
+        lock.forget()
+
+
+# Else a forked process, such as a loader's worker, would keep the lock of a job that has died.
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def sweep(directory: str, keep: Iterable[str]) -> None:
