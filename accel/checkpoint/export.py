@@ -96,7 +96,7 @@ def write_export(
                 os.unlink(os.path.join(out, left))
             _write(job, out, progress)
         finally:
-            lock.release()
+            lock.remove()
     except OSError as error:
         raise CheckpointError(f"accel.export: {explain(error)}") from error
 

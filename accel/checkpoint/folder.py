@@ -87,7 +87,7 @@ class Lock:
     """
 
     def __init__(self, directory: str) -> None:
-        path = os.path.join(directory, _LOCK)
+        self._path = path = os.path.join(directory, _LOCK)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         _open.add(self)
         try:
@@ -102,10 +102,25 @@ class Lock:
             time.sleep(wait)
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+                if self._is_there(path):
+                    return
+                raise CheckpointError(f"{path} was removed by another job just now; try again")
         raise CheckpointError(
             f"{path} is held by another job that saves here now; give each job a directory of its own, or end the other"
         )
+
+    def _is_there(self, path: str) -> bool:
+        """Whether the file is the one that others will find."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.lstat(path))
+        except FileNotFoundError:
+            return False
+
+    def remove(self) -> None:
+        """Let the next job in, and leave no file."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+        self.release()
 
     def release(self) -> None:
         """Let the next job in; again is harmless."""
@@ -199,8 +214,7 @@ def remove(directory: str) -> None:
         os.unlink(os.path.join(directory, NAME))  # first: from here on it is no checkpoint
         sync(directory)
         sweep(directory, ())
-        os.unlink(os.path.join(directory, _LOCK))
     finally:
-        lock.release()
+        lock.remove()
     with contextlib.suppress(OSError):
         os.rmdir(directory)
