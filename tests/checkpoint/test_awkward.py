@@ -198,3 +198,28 @@ def test_scripted_modules(tmp_path: Path) -> None:
     other = nn.Linear(2, 2)
     accel.load(tmp_path, {"model": other})
     assert torch.equal(other.weight, net.weight)
+
+
+def differing_options(directory: str) -> list[str]:
+    state = {"x": torch.ones(3)}
+    accel.init()
+    accel.save(state, directory)
+    odd = bool(accel.rank())
+    found = []
+    for call in (
+        lambda: accel.save(state, directory, wait=odd),
+        lambda: accel.save(state, f"{directory}-1", keep=1 + odd),
+        lambda: accel.load(directory, state, strict=odd),
+        lambda: accel.load(directory, state, check="stream" if odd else "first"),
+        lambda: accel.load(directory, {} if odd else state),
+    ):
+        with pytest.raises(CheckpointError, match="give every\\s+rank the same") as caught:
+            call()
+        found.append(str(caught.value))
+    accel.load(directory, state)
+    return found
+
+
+def test_options_that_differ_between_ranks(tmp_path: Path) -> None:
+    one, other = run(2, differing_options, str(tmp_path / "c"))
+    assert one == other
