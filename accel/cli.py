@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import pkgutil
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -13,7 +15,7 @@ from .errors import AccelError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit status: 0, or 1 after an error of accel's, which is printed."""
+    """Run a command; returns its exit status: 0, 1 after an error of accel's, which is printed, 141 after a closed pipe."""
     parser = argparse.ArgumentParser(prog="python -m accel", description="Tools beside the library.")
     parsers = parser.add_subparsers(dest="command", required=True)
     modules = {}
@@ -24,7 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         status: int = modules[args.command].run(args)
+        sys.stdout.flush()
     except AccelError as error:
         print(f"accel {args.command}: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        # Whoever reads the output (`| head`) has enough; what is left in the buffer must not raise again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     return status

@@ -35,7 +35,7 @@ def deferred_init(weights: str | os.PathLike[str] | None = None) -> Iterator[Non
             persistent buffers of the model that is set up must be there; they are converted to its dtypes. Buffers that
             are not persistent stay as they were built.
     """
-    source = None if weights is None else os.path.abspath(os.fspath(weights))
+    source = None if weights is None else os.path.abspath(os.path.expanduser(os.fspath(weights)))
     hook = register_module_parameter_registration_hook(functools.partial(_without_memory, source))
     try:
         yield

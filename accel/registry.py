@@ -263,9 +263,8 @@ def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:
         raise AccelError(
             f"expected a torch.nn.Module as the model, got {type(model).__module__}.{type(model).__qualname__}"
         )
-    inner = model._modules.get("_orig_mod")
-    if type(model).__name__ == "OptimizedModule" and inner is not None:
-        return resolve_module(inner)[0], model
+    if type(model).__name__ == "OptimizedModule" and "_orig_mod" in model._modules:
+        return resolve_module(model._modules["_orig_mod"])[0], model
     return model, model
 
 

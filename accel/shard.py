@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .errors import CheckpointError
@@ -42,6 +43,17 @@ def whole(name: str, tensor: torch.Tensor) -> Shard:
     return Shard(name, tuple(tensor.shape), 0, tensor.detach())
 
 
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether several elements may lie in one place, as in an expanded tensor."""
+    reach = 0  # of the dimensions so far, which the next one must step over
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and tensor.numel():
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
 def module_shards(module: nn.Module) -> list[Shard]:
     """Parameters and persistent buffers under the names of ``state_dict``; what is tied has the first of its names.
 
@@ -58,23 +70,31 @@ def module_shards(module: nn.Module) -> list[Shard]:
                 f"the state_dict() of this {type(module).__name__} has {name!r} ({type(value).__name__}), which is not one of "
                 "its parameters or buffers, so that it cannot be filled in place; save model.state_dict() as a value instead"
             )
+        if is_lazy(value):
+            raise CheckpointError(f"{name!r} of this {type(module).__name__} has no shape yet: run one forward before")
         found.setdefault(id(value), whole(name, value))
     return list(found.values())
 
 
-def module_values(module: nn.Module) -> dict[str, Any]:
-    """What ``get_extra_state`` returns in the submodules that have one, under the names of ``state_dict``."""
+def extra_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """The submodules that have ``get_extra_state``, under the names of ``state_dict``."""
     return {
-        f"{name}.{_EXTRA}" if name else _EXTRA: part.get_extra_state()
+        f"{name}.{_EXTRA}" if name else _EXTRA: part
         for name, part in module.named_modules()
         if type(part).get_extra_state is not nn.Module.get_extra_state
     }
 
 
+def module_values(module: nn.Module) -> dict[str, Any]:
+    """What ``get_extra_state`` returns in them."""
+    return {name: part.get_extra_state() for name, part in extra_modules(module).items()}
+
+
 def fill_module_values(module: nn.Module, values: Mapping[str, Any]) -> None:
-    """Give each submodule the extra state that ``module_values`` found in it."""
-    for name, value in values.items():
-        module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+    """Give each submodule the extra state that ``module_values`` found in it; the others' is left."""
+    parts = extra_modules(module)
+    for name in values.keys() & parts.keys():
+        parts[name].set_extra_state(values[name])
 
 
 def _entries(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
@@ -94,13 +114,36 @@ def _is_shard(key: str, value: Any, parameter: torch.Tensor) -> bool:
 
 
 def optimizer_shards(optimizer: Optimizer, names: Mapping[int, str]) -> list[Shard]:
-    """The tensors of an optimizer's state; ``names`` are those of its parameters, by ``id``."""
+    """The tensors of an optimizer's state; ``names`` are those of its parameters, by ``id``.
+
+    Raises:
+        CheckpointError: the state has an entry that could not be found again.
+    """
+    _check_keys(optimizer, names)
     return [
         whole(f"{name}/{key}", value)
         for name, parameter, state in _entries(optimizer, names)
         for key, value in state.items()
         if _is_shard(key, value, parameter)
     ]
+
+
+def _check_keys(optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    kind = type(optimizer).__name__
+    keys: Iterable[object] = optimizer.state
+    for owner in keys:
+        if not isinstance(owner, torch.Tensor):
+            raise CheckpointError(
+                f"the state of this {kind} has the entry {owner!r}, which belongs to none of its parameters and would be lost: "
+                "keep it in param_groups, or save it as a value"
+            )
+    for name, _, state in _entries(optimizer, names):
+        entries: Iterable[tuple[object, object]] = state.items()
+        for key, value in entries:
+            if isinstance(value, torch.Tensor) and (not isinstance(key, str) or "/" in key):
+                raise CheckpointError(
+                    f"the state of {name} in this {kind} has a tensor under {key!r}: expected a string without a slash"
+                )
 
 
 def optimizer_values(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
@@ -124,6 +167,7 @@ def optimizer_values(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str
 def optimizer_slots(optimizer: Optimizer, names: Mapping[int, str], manifest: Manifest) -> list[Shard]:
     """Shards to fill, one for each tensor of ``manifest`` that is of a parameter of this optimizer; creates what is not there."""
     slots = []
+    like_parameters = _is_elementwise(optimizer)
     parameters = {name: (parameter, optimizer.state[parameter]) for name, parameter, _ in _entries(optimizer, names)}
     for full_name, (shape, dtype) in manifest.items():
         name, _, key = full_name.rpartition("/")
@@ -131,8 +175,15 @@ def optimizer_slots(optimizer: Optimizer, names: Mapping[int, str], manifest: Ma
             parameter, state = parameters[name]
             if not _is_shard(key, state.get(key), parameter):
                 state[key] = torch.empty(shape, dtype=dtype, device=parameter.device)
-            slots.append(whole(full_name, state[key]))
+            slot = whole(full_name, state[key])
+            slots.append(replace(slot, shape=tuple(parameter.shape)) if like_parameters else slot)
     return slots
+
+
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether tensors of its state are known to have the parameters' shapes."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim.") and kind.__name__ not in ("LBFGS", "Adafactor")
 
 
 def fill_optimizer_values(optimizer: Optimizer, names: Mapping[int, str], values: Mapping[str, Any]) -> None:

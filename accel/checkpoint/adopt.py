@@ -10,6 +10,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..shard import whole
+from .dtypes import check_tensor
 from .leaves import Leaf, Listed, Ready
 from .values import DEPTH, Decoder, Encoder, Json, place
 
@@ -50,7 +51,7 @@ def _adopt(value: Any, path: str, source: str, optimizer: bool, found: dict[str,
             ) from error
     if is_model(value):
         found["models"].append(path)
-        return _model(value)
+        return _model(value, f"{source}: {path}")
     if type(value) is dict or (isinstance(value, list | tuple) and type(value) in (list, tuple)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         taken = [(k, _adopt(v, place(path, k), source, optimizer, found, depth + 1)) for k, v in items]
@@ -77,7 +78,7 @@ def is_optimizer(value: Any) -> bool:
     return isinstance(groups, list) and all(isinstance(g, Mapping) and "params" in g for g in groups)
 
 
-def _model(state: Mapping[str, Any]) -> Ready:
+def _model(state: Mapping[str, Any], where_from: str) -> Ready:
     prefix = ""
     while more := next((p for p in _PREFIXES if all(key.startswith(prefix + p) for key in state)), None):
         prefix += more
@@ -91,6 +92,7 @@ def _model(state: Mapping[str, Any]) -> Ready:
         if name.rpartition(".")[2] == _EXTRA:
             extra[name] = value
             continue
+        check_tensor(value, f"{where_from}, {full}")
         where = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype)
         if value.numel() and where in seen:
             continue  # tied: it is there under its first name

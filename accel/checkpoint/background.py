@@ -26,7 +26,7 @@ class Background:
     def __init__(self) -> None:
         self._future: Future[None] | None = None
         self._thread: threading.Thread | None = None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def start(self, finish: Callable[[], None], resources: contextlib.ExitStack) -> Future[None]:
         """Run ``finish`` in a thread, then let go of ``resources``."""
@@ -73,8 +73,8 @@ class Background:
             offsets.append(total)
             total += -(-source.entry.nbytes // 64) * 64
         if self._buffer.numel() < total:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # not both at once
-            self._buffer = torch.empty(total, dtype=torch.uint8)
+            self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # not both at once
+            self._buffer = torch.empty(total, dtype=torch.uint8, device="cpu")
         places = iter(offsets)
         return tuple([self._copy(source, next(places)) for source in group] for group in groups)
 
@@ -85,6 +85,10 @@ class Background:
             copy[at : at + piece.numel()].copy_(piece)
             at += piece.numel()
         return Source(source.entry, copy, 0)
+
+    def forget(self) -> None:
+        """In a forked process, which has no part in the save that was under way."""
+        self._thread = self._future = None
 
     def at_exit(self) -> None:
         """Make a failed save the failure of the process."""
@@ -107,3 +111,4 @@ def _wrapped(error: BaseException) -> CheckpointError:
 background: Final = Background()
 # Registered with the library, so that it runs after what was registered later.
 atexit.register(background.at_exit)
+os.register_at_fork(after_in_child=background.forget)

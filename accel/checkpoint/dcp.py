@@ -76,7 +76,7 @@ def _tensor(
     if sum(numels) != math.prod(size) or math.prod(size) * dtype.itemsize > room:
         raise ValueError(f"the parts of {name} do not make it up")
     whole = new(size, dtype)
-    seen = torch.zeros(size, dtype=torch.bool) if len(chunks) > 1 else None
+    seen = torch.zeros(size, dtype=torch.bool, device="cpu") if len(chunks) > 1 else None
     for (offsets, sizes), info in zip(chunks, infos, strict=True):
         part = _load(directory, name, info)
         if not isinstance(part, torch.Tensor) or tuple(part.shape) != sizes or part.dtype is not dtype:

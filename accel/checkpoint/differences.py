@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import torch
+
 from ..errors import CheckpointError
+from ..shard import Shard, overlaps_itself
+from .dtypes import BY_NAME
+from .record import Stored
 
 logger = logging.getLogger("accel")
 
@@ -52,3 +57,30 @@ def report(directory: str, differences: Sequence[Differences], strict: bool, ran
         )
     if lines and rank == 0:
         logger.warning("%s does not fit the state; skipped:\n  %s", directory, "\n  ".join(lines))
+
+
+def unfit(stored: Stored, slot: Shard, convert: bool, planned: bool) -> str:
+    """Why a saved tensor cannot be read into a range; empty if it can."""
+    dtype = BY_NAME[stored.dtype]
+    if stored.shape != tuple(slot.shape):
+        return f"{list(stored.shape)} in the checkpoint, {list(slot.shape)} here"
+    if dtype is not slot.tensor.dtype:
+        if not torch.can_cast(dtype, slot.tensor.dtype):
+            return f"{dtype} in the checkpoint, {slot.tensor.dtype} here, which cannot hold its values"
+        if not convert:
+            return f"{dtype} in the checkpoint, {slot.tensor.dtype} here (convert=True converts)"
+    if slot.tensor.is_meta and not planned:
+        return "it is on the meta device, which holds no values; give it memory first (module.to_empty(device=...))"
+    if overlaps_itself(slot.tensor):
+        return "its elements share memory (an expanded or overlapping view), so that they cannot be filled; give its clone()"
+    return ""
+
+
+def check_objects(digests: Sequence[str]) -> None:
+    """What is filled on some ranks only would let the others go on with another model, optimizer or position."""
+    for rank, one in enumerate(digests):
+        if one != digests[0]:
+            raise CheckpointError(
+                f"accel.load: the state of rank {rank} has other objects than that of rank 0, and nothing was changed; give "
+                "every rank the same keys"
+            )

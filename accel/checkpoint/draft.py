@@ -107,7 +107,7 @@ class Draft:
                 numbers.append(len(files) if file is not None else -1)
                 if file is not None:
                     files.append(file)
-            found = parts(plan.ranges, torch.tensor(numbers, dtype=torch.int64))
+            found = parts(plan.ranges, torch.tensor(numbers, dtype=torch.int64, device="cpu"))
             for number, (name, dtype, shape) in enumerate(plan.table):
                 tensors[name] = Stored(dtype, shape, tuple(found.get(number, ())))
         return Record(

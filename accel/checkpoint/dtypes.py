@@ -1,4 +1,4 @@
-"""Dtypes by their names in a checkpoint, and tensors as bytes."""
+"""Dtypes by their names in a checkpoint, tensors as bytes, and which tensors have no others."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ctypes
 from typing import Any, Final
 
 import torch
+
+from ..errors import CheckpointError
 
 #: As safetensors names them. Where it has no name for a dtype, the file's entry has another one: see ``STORED``.
 BY_NAME: Final[dict[str, torch.dtype]] = {
@@ -50,6 +52,25 @@ def to_bytes(tensor: torch.Tensor) -> bytes:
 
 def from_bytes(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor of these bytes."""
-    tensor = torch.empty(shape, dtype=dtype)
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
     memory(tensor)[:] = content
     return tensor
+
+
+def check_tensor(value: torch.Tensor, path: str) -> None:
+    """Refuse a tensor whose bytes are not all there is to it.
+
+    Raises:
+        CheckpointError: names its path.
+    """
+    problem = ""
+    if value.layout is not torch.strided:
+        problem = f"of layout {value.layout}"
+    elif value.dtype not in NAMES:
+        problem = f"of dtype {value.dtype}"
+    elif value.device.type == "meta":
+        problem = "on the meta device"
+    elif type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        problem = f"of class {type(value).__name__}"
+    if problem:
+        raise CheckpointError(f"{path}: a tensor {problem} cannot be stored; store a plain dense tensor")

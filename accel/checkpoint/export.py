@@ -58,8 +58,8 @@ def export(
     def act() -> tuple[None, None]:
         if process is None or process.place.rank == 0:
             write_export(
-                os.path.abspath(os.fspath(dir)),
-                os.path.abspath(os.fspath(out)),
+                folder.absolute(dir),
+                folder.absolute(out),
                 name=name,
                 max_shard_size=max_shard_size,
                 dtype=dtype,
@@ -96,7 +96,7 @@ def write_export(
                 os.unlink(os.path.join(out, left))
             _write(job, out, progress)
         finally:
-            lock.release()
+            lock.remove()
     except OSError as error:
         raise CheckpointError(f"accel.export: {explain(error)}") from error
 
@@ -172,7 +172,7 @@ def _write_file(fd: int, reader: Reader, items: Sequence[Item], progress: Callab
         dtype = BY_NAME[item.dtype]
         step = _PIECE // dtype.itemsize
         for start in range(0, item.numel, step):
-            piece = torch.empty(min(step, item.numel - start), dtype=dtype)
+            piece = torch.empty(min(step, item.numel - start), dtype=dtype, device="cpu")
             reader.fill([(item.source, start, piece)])
             write_all(fd, memory(piece))
             progress(piece.nbytes)

@@ -147,6 +147,8 @@ def choose(directory: str, values: Json, name: str | None) -> tuple[str, dict[st
 
     models = dict(models_in(values, Decoder(os.path.join(directory, record.NAME), refuse)))
     known = ", ".join(map(repr, models)) or "none"
+    if not models:
+        raise CheckpointError(f"{directory} has no model")
     if name is None and len(models) != 1:
         raise CheckpointError(f"{directory} has {len(models)} models ({known}): say which one with name=...")
     chosen = next(iter(models)) if name is None else name

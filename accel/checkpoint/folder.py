@@ -8,17 +8,37 @@ import os
 import re
 import secrets
 import time
+import weakref
 from collections.abc import Iterable
 from typing import Final, final
 
 from ..errors import CheckpointError
-from .record import NAME, Record, is_record, read, sync
+from .record import NAME, Record, is_damaged, read, sync
 
 _LOCK: Final = ".accel.lock"
 #: Only names of this form are ever removed: shards, records on their way, and what background saves tell each other.
 _OURS: Final = re.compile(
     r"accel-[0-9a-f]{12}-\d{5,}(-still)?\.safetensors|\.accel-[0-9a-f]{12}(-\d{5,})?\.(record|done)(\.tmp)?"
 )
+
+
+def named(path: object) -> str:
+    """A directory as a user names it; ``~`` at its beginning is the home directory.
+
+    Raises:
+        CheckpointError: it is no path.
+    """
+    if path is None:
+        raise CheckpointError("expected a directory, found None; accel.latest gives None where there is no checkpoint")
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise CheckpointError(f"expected the path of a directory, found {path!r}")
+    return os.path.expanduser(text)
+
+
+def absolute(path: object) -> str:
+    """The same from the root on, whatever the working directory becomes."""
+    return os.path.abspath(named(path))
 
 
 def new_id() -> str:
@@ -67,12 +87,13 @@ class Lock:
     """
 
     def __init__(self, directory: str) -> None:
-        path = os.path.join(directory, _LOCK)
+        self._path = path = os.path.join(directory, _LOCK)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        _open.add(self)
         try:
             self._take(path)
         except BaseException:
-            os.close(self._fd)
+            self.forget()
             raise
 
     def _take(self, path: str) -> None:
@@ -81,16 +102,49 @@ class Lock:
             time.sleep(wait)
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+                if self._is_there(path):
+                    return
+                raise CheckpointError(f"{path} was removed by another job just now; try again")
         raise CheckpointError(
             f"{path} is held by another job that saves here now; give each job a directory of its own, or end the other"
         )
 
+    def _is_there(self, path: str) -> bool:
+        """Whether the file is the one that others will find."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.lstat(path))
+        except FileNotFoundError:
+            return False
+
+    def remove(self) -> None:
+        """Let the next job in, and leave no file."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+        self.release()
+
     def release(self) -> None:
         """Let the next job in; again is harmless."""
         if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            self.forget()
+
+    def forget(self) -> None:
+        """Close the file; the lock stays with the processes that have it open too."""
+        os.close(self._fd)
+        self._fd = -1
+        _open.discard(self)
+
+
+_open: Final[weakref.WeakSet[Lock]] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_open):
+        lock.forget()
+
+
+# Else a forked process, such as a loader's worker, would keep the lock of a job that has died.
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def sweep(directory: str, keep: Iterable[str]) -> None:
@@ -106,7 +160,7 @@ def present(directory: str) -> Record | None:
     """The record of a directory that is to be replaced; None if there is none, or a damaged one.
 
     Raises:
-        CheckpointError: another program wrote a file of that name.
+        CheckpointError: another program, or a newer version, wrote a file of that name.
     """
     path = os.path.join(directory, NAME)
     if not os.path.lexists(path):
@@ -114,7 +168,7 @@ def present(directory: str) -> Record | None:
     try:
         return read(directory)[0]
     except CheckpointError:
-        if is_record(path):
+        if is_damaged(path):
             return None
         raise
 
@@ -160,8 +214,7 @@ def remove(directory: str) -> None:
         os.unlink(os.path.join(directory, NAME))  # first: from here on it is no checkpoint
         sync(directory)
         sweep(directory, ())
-        os.unlink(os.path.join(directory, _LOCK))
     finally:
-        lock.release()
+        lock.remove()
     with contextlib.suppress(OSError):
         os.rmdir(directory)

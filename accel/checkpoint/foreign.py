@@ -54,7 +54,7 @@ def import_checkpoint(
     def act() -> tuple[dict[str, list[str]], None]:
         if process is not None and process.place.rank != 0:
             return {}, None
-        return convert(os.path.abspath(os.fspath(source)), os.path.abspath(os.fspath(dir)), optimizer=optimizer), None
+        return convert(folder.absolute(source), folder.absolute(dir), optimizer=optimizer), None
 
     if process is not None and process.place.world_size > 1:
         return together("accel.import_checkpoint", act)[0]
@@ -149,7 +149,7 @@ class Scratch:
         """A new one, of zeros."""
         numel = math.prod(shape)
         if not numel:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         self._count += 1
         path = os.path.join(self._directory, str(self._count))
         self._progress(numel * dtype.itemsize)

@@ -31,7 +31,7 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
         return None
     state = _state_for(directory, module)
     with contextlib.ExitStack() as undo:
-        loading = Loading(open_source(directory, state), 0, stream=False)
+        loading = Loading(open_source(directory, state), 0, stream=False, planned=True)
         loading.meet(state, undo, convert=True)
         report(directory, [loading.differences], True, 0)
 

@@ -50,6 +50,7 @@ class Job:
     def begin(self, stack: contextlib.ExitStack) -> str:
         """Rank 0: take the directory, and clean what dead saves left. Returns the id of this save."""
         folder.make(self.directory)
+        folder.present(self.directory)  # raises before anything is written into another program's directory
         lock = folder.Lock(self.directory)
         stack.callback(lock.release)
         old = folder.present(self.directory)

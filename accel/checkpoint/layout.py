@@ -47,7 +47,7 @@ class Ranges:
 
 def vector(numbers: Sequence[int]) -> torch.Tensor:
     """An int64 vector."""
-    return torch.tensor(numbers, dtype=torch.int64)
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def assign(world: int, sizes: Sizes, listed: Ranges, *, replicated: bool = False) -> Ranges:
@@ -80,7 +80,7 @@ def assign(world: int, sizes: Sizes, listed: Ranges, *, replicated: bool = False
         return listed
     if disjoint:
         segments = _Segments(first, last, torch.full_like(first, -1))
-        holders = [(torch.arange(world), torch.arange(len(first)))]
+        holders = [(torch.arange(world, device="cpu"), torch.arange(len(first), device="cpu"))]
     else:
         segments, holders = _overlay(first, last, listed.rank, bases, world, replicated)
     _check_cover(segments.first, segments.last, sizes, ends, bases)
@@ -112,7 +112,7 @@ def _overlay(
 
     def total(weights: torch.Tensor) -> torch.Tensor:
         """For each segment the sum of the weights of the intervals that cover it."""
-        steps = torch.zeros(len(cuts), dtype=torch.int64)
+        steps = torch.zeros(len(cuts), dtype=torch.int64, device="cpu")
         steps.index_add_(0, begin, weights).index_add_(0, end, -weights)
         return steps.cumsum(0)[:-1]
 
@@ -124,10 +124,10 @@ def _overlay(
     owner = torch.where(number == 1, total(rank), -1)
     if replicated:
         segments = _Segments(cuts[:-1][held], cuts[1:][held], torch.full_like(owner, -1)[held])
-        return segments, [(torch.arange(world), torch.arange(len(segments.first)))]
+        return segments, [(torch.arange(world, device="cpu"), torch.arange(len(segments.first), device="cpu"))]
     shared = torch.nonzero(number > 1).squeeze(1)
     keys, inverse = torch.unique(key[shared], return_inverse=True)
-    example = torch.full((len(keys),), len(cuts), dtype=torch.int64)
+    example = torch.full((len(keys),), len(cuts), dtype=torch.int64, device="cpu")
     example.scatter_reduce_(0, inverse, shared, "amin")
     members = _members(example, begin, end, rank)
     number_of = held.cumsum(0) - 1
@@ -142,12 +142,12 @@ def _members(example: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, rank
     ordered, back = example.sort()
     low, high = torch.searchsorted(ordered, begin), torch.searchsorted(ordered, end)
     counts = high - low
-    rows = torch.repeat_interleave(torch.arange(len(begin)), counts)
-    offsets = torch.arange(len(rows)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    rows = torch.repeat_interleave(torch.arange(len(begin), device="cpu"), counts)
+    offsets = torch.arange(len(rows), device="cpu") - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     which = low[rows] + offsets
     which, by = which.sort(stable=True)
     groups = rank[rows[by]].split(torch.bincount(which, minlength=len(example)).tolist())
-    result = [torch.empty(0, dtype=torch.int64)] * len(example)
+    result = [torch.empty(0, dtype=torch.int64, device="cpu")] * len(example)
     for position, ranks in zip(back.tolist(), groups, strict=True):
         result[position] = torch.unique(ranks)
     return result
@@ -165,7 +165,7 @@ def _check_cover(
     first: torch.Tensor, last: torch.Tensor, sizes: Sizes, ends: torch.Tensor, bases: torch.Tensor
 ) -> None:
     total = int(ends[-1]) if len(ends) else 0
-    before = torch.cat([torch.zeros(1, dtype=torch.int64), last])
+    before = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), last])
     after = torch.cat([first, vector([total])])
     gaps = torch.nonzero(before != after)
     if len(gaps):
@@ -180,7 +180,7 @@ def _deal(segments: _Segments, holders: _Holders, itemsizes: torch.Tensor, world
     """Give every segment that several ranks hold to one of them, cut where that makes their bytes level."""
     size = (segments.last - segments.first) * itemsizes
     alone = segments.rank >= 0
-    loads = torch.zeros(world, dtype=torch.int64).index_add_(0, segments.rank[alone], size[alone])
+    loads = torch.zeros(world, dtype=torch.int64, device="cpu").index_add_(0, segments.rank[alone], size[alone])
     pieces = [_Segments(segments.first[alone], segments.last[alone], segments.rank[alone])]
     for ranks, which in sorted(holders, key=lambda pair: len(pair[0])):
         first, last, item = segments.first[which], segments.last[which], itemsizes[which]
@@ -226,7 +226,7 @@ def parts(ranges: Ranges, files: torch.Tensor) -> dict[int, list[Part]]:
     if not len(ranges.tensor):
         return found
     file = files[ranges.rank]
-    new = torch.ones(len(file), dtype=torch.bool)
+    new = torch.ones(len(file), dtype=torch.bool, device="cpu")
     new[1:] = (
         (ranges.tensor[1:] != ranges.tensor[:-1])
         | (file[1:] != file[:-1] + 1)

@@ -67,7 +67,9 @@ def unpack(packed: Sequence[Packed]) -> list[Listing]:
     for one in packed:
         table = one.table if isinstance(one.table, list) else found[one.table].table
         content = bytearray(zlib.decompress(one.numbers))
-        numbers = torch.frombuffer(content, dtype=torch.int64) if content else torch.empty(0, dtype=torch.int64)
+        numbers = (
+            torch.frombuffer(content, dtype=torch.int64) if content else torch.empty(0, dtype=torch.int64, device="cpu")
+        )
         found.append(Listing(table, numbers.view(_COLUMNS, -1)))
     return found
 
@@ -87,6 +89,7 @@ def make_listing(listed: Sequence[Listed], compare: bool) -> Listing:
     columns: list[tuple[int, int, int, int]] = []
     for one in listed:
         s = one.shard
+        _check_name(s.name)
         row = (s.name, NAMES[s.tensor.dtype], s.shape)
         if table.setdefault(s.name, row) != row or s.start + s.tensor.numel() > math.prod(s.shape):
             raise CheckpointError(
@@ -96,8 +99,15 @@ def make_listing(listed: Sequence[Listed], compare: bool) -> Listing:
         whole = s.tensor.numel() == math.prod(s.shape)
         content = _content(s.tensor) if compare and whole and not one.sure else 0
         columns.append((number, s.start, s.tensor.numel(), content))
-    numbers_of_all = torch.tensor(columns, dtype=torch.int64).view(-1, _COLUMNS)
+    numbers_of_all = torch.tensor(columns, dtype=torch.int64, device="cpu").view(-1, _COLUMNS)
     return Listing(list(table.values()), numbers_of_all.T.contiguous())
+
+
+def _check_name(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"the tensor {name!r} of the state has a name that is no valid Unicode") from error
 
 
 def _content(tensor: torch.Tensor) -> int:
@@ -168,10 +178,10 @@ def _lowest(ranges: Ranges, content: torch.Tensor, num_tensors: int) -> Ranges:
     compared = content != 0
     if not bool(compared.any()):
         return ranges
-    lowest = torch.full((num_tensors,), int(ranges.rank.max()) + 1)
+    lowest = torch.full((num_tensors,), int(ranges.rank.max()) + 1, device="cpu")
     lowest.scatter_reduce_(0, ranges.tensor, ranges.rank, "amin")
     its = ranges.rank == lowest[ranges.tensor]
-    saved = torch.zeros(num_tensors, dtype=torch.int64)
+    saved = torch.zeros(num_tensors, dtype=torch.int64, device="cpu")
     saved[ranges.tensor[its]] = content[its]
     return ranges.select(~compared | (content == saved[ranges.tensor]))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, final
 
 import torch
@@ -17,9 +17,10 @@ from ..process import current
 from ..shard import Manifest
 from . import folder
 from .background import background
-from .differences import Differences, report
+from .differences import Differences, check_objects, report, unfit
 from .dtypes import BY_NAME
 from .leaves import Leaf, RankLeaf, StatefulLeaf, TensorLeaf
+from .listing import digest
 from .meeting import Meeting, kept_names, plain
 from .reader import Reader
 from .record import Stored
@@ -67,15 +68,16 @@ def load(
     if check not in ("first", "stream"):
         raise CheckpointError(f"check={check!r}: expected 'first' or 'stream'")
     with contextlib.ExitStack() as undo:
-        source = _open(dir, state)
+        source = _open(dir, state, (strict, check, convert))
 
-        def prepare() -> tuple[Loading, Differences]:
+        def prepare() -> tuple[Loading, tuple[Differences, str]]:
             loading = Loading(source, rank, stream=check == "stream")
             loading.meet(state, undo, convert)
-            return loading, loading.differences
+            return loading, (loading.differences, loading.objects_digest())
 
-        loading, differences = together("accel.load", prepare)
-        report(source.directory, differences, strict, rank)
+        loading, told = together("accel.load", prepare)
+        report(source.directory, [differences for differences, _ in told], strict, rank)
+        check_objects([objects for _, objects in told])
         if check == "first" and loading.plain is None:
             verify_needed(loading.reader, loading.found, loading.needs(), process.place)
         together("accel.load (the values)", loading.decode)
@@ -85,35 +87,49 @@ def load(
     return result if state is None else state
 
 
-def _open(dir: str | os.PathLike[str], state: Any) -> Source:
+def _open(dir: str | os.PathLike[str], state: Any, options: tuple[object, ...]) -> Source:
     """What is there, which is the same on all ranks. Collective."""
 
-    def look() -> tuple[Source, tuple[str, str]]:
+    def look() -> tuple[Source, tuple[str, str, tuple[object, ...]]]:
         background.wait()
-        source = open_source(os.path.abspath(os.fspath(dir)), state)
+        source = open_source(folder.absolute(dir), state)
         # Before anything is made in the sizes that the record names.
         if state is not None and source.plain is None and current().place.rank == 0:
             folder.check_sizes(source.directory, source.record)
-        return source, (source.directory, source.digits)
+        return source, (source.directory, source.digits, options)
 
     source, seen = together("accel.load (the record)", look)
-    if any(digits != seen[0][1] for _, digits in seen):
+    if any(digits != seen[0][1] for _, digits, _ in seen):
         raise CheckpointError(
             f"{seen[0][0]}: the ranks see different checkpoints there; load after the save is done, from a file system "
             "that all of them see"
         )
+    for rank, (_, _, theirs) in enumerate(seen):
+        if theirs != seen[0][2]:
+            raise CheckpointError(
+                f"accel.load: strict, check and convert are {seen[0][2]} on rank 0, and {theirs} on rank {rank}; give every "
+                "rank the same"
+            )
     return source
 
 
 @final
 class Loading:
-    """One rank's part of a load."""
+    """One rank's part of a load.
 
-    def __init__(self, source: Source, rank: int, *, stream: bool) -> None:
+    Args:
+        source: what is read.
+        rank: this one.
+        stream: compare checksums while filling.
+        planned: nothing will be filled yet, so that what is filled needs no memory.
+    """
+
+    def __init__(self, source: Source, rank: int, *, stream: bool, planned: bool = False) -> None:
         self.found = source.record
         self.plain = source.plain
         self.rank = rank
         self.stream = stream
+        self._planned = planned
         self.path = source.path
         self.reader = Reader(source.directory, self.found, stream=stream, plain=source.plain)
         self.differences = Differences()
@@ -153,7 +169,10 @@ class Loading:
         else:
             own = f"{leaf.name}/"
             tensors = {name[len(own) :]: t for name, t in self.found.tensors.items() if name.startswith(own)}
-        stored_as = self._untie(leaf, own, tensors) if isinstance(leaf, ModuleLeaf) else {}
+        stored_as = {}
+        if isinstance(leaf, ModuleLeaf):
+            stored_as = self._untie(leaf, own, tensors)
+            self._compare_extra(leaf, node["extra"])
         manifest: Manifest = {name: (t.shape, BY_NAME[t.dtype]) for name, t in tensors.items()}
         undo.callback(leaf.undo())
         touched = set()
@@ -163,14 +182,8 @@ class Loading:
             here = f"{leaf.path}{f', {name}' if name else ''}"
             if stored is None:
                 self.differences.missing.append(here)
-            elif stored.shape != tuple(slot.shape):
-                self.differences.unfit.append(
-                    f"{here}: {list(stored.shape)} in the checkpoint, {list(slot.shape)} here"
-                )
-            elif BY_NAME[stored.dtype] is not slot.tensor.dtype and not convert:
-                self.differences.unfit.append(
-                    f"{here}: {BY_NAME[stored.dtype]} in the checkpoint, {slot.tensor.dtype} here (convert=True converts)"
-                )
+            elif problem := unfit(stored, slot, convert, self._planned):
+                self.differences.unfit.append(f"{here}: {problem}")
             else:
                 self._wanted.append((f"{own}{stored_as.get(name, name)}", slot.start, slot.tensor))
         if not isinstance(leaf, TensorLeaf):
@@ -188,9 +201,13 @@ class Loading:
                 else:
                     self._twins.append((f"{own}{stored_as.get(first, first)}", f"{own}{name}"))
                 del tensors[name]
-        if self.plain is not None:
-            self.differences.missing.extend(f"{leaf.path}, {name}" for name in shard.module_values(leaf.module))
         return stored_as
+
+    def _compare_extra(self, leaf: ModuleLeaf, saved: Iterable[str]) -> None:
+        """What is no tensor in a module is to be there on both sides, too."""
+        mine = shard.extra_modules(leaf.module).keys()
+        self.differences.missing.extend(f"{leaf.path}, {name}" for name in sorted(mine - set(saved)))
+        self.differences.untouched.update(f"{leaf.path}, {name}" for name in set(saved) - mine)
 
     def _check_twins(self) -> None:
         for one, other in self._twins:
@@ -199,6 +216,10 @@ class Loading:
                 raise CheckpointError(
                     f"{self.path}: {one} and {other} differ, and in the model they are one tensor; it is not this model's"
                 )
+
+    def objects_digest(self) -> str:
+        """Equal on ranks that fill objects of the same names and kinds."""
+        return digest([(leaf.name, leaf.kind) for leaf, _ in self._meeting.leaves])
 
     def _nodes(self) -> list[Json]:
         return [*self._meeting.plain, *(node for leaf, node in self._meeting.leaves)]

@@ -58,7 +58,7 @@ def latest(root: str | os.PathLike[str]) -> str | None:
         root: a directory of checkpoints; it need not exist.
     """
     background.wait()
-    path = os.fspath(root)
+    path = folder.named(root)
     candidates = [path]
     with contextlib.suppress(OSError):
         candidates += [os.path.join(path, name) for name in os.listdir(path)]
@@ -82,7 +82,7 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
     def act() -> tuple[None, None]:
         background.wait()
         if rank() == 0:
-            _link(os.path.abspath(os.fspath(src)), os.path.abspath(os.fspath(dst)))
+            _link(folder.absolute(src), folder.absolute(dst))
         return None, None
 
     together("accel.link", act)

@@ -166,7 +166,7 @@ class Reader:
         stored = self._record.tensors[name]
         for _ in self.locate(name, 0, stored.numel):
             pass  # all of it is in the files: so much memory may be taken
-        tensor = torch.empty(stored.shape, dtype=BY_NAME[stored.dtype])
+        tensor = torch.empty(stored.shape, dtype=BY_NAME[stored.dtype], device="cpu")
         self.fill([(name, 0, tensor)])
         return tensor
 
@@ -175,7 +175,9 @@ class Reader:
         stored = self._record.tensors[one]
         step = max(1, _STAGE // element_bytes(stored.dtype))
         for at in range(0, stored.numel, step):
-            pair = [torch.empty(min(step, stored.numel - at), dtype=BY_NAME[stored.dtype]) for _ in range(2)]
+            pair = [
+                torch.empty(min(step, stored.numel - at), dtype=BY_NAME[stored.dtype], device="cpu") for _ in range(2)
+            ]
             self.fill([(one, at, pair[0]), (other, at, pair[1])])
             if memory(pair[0]) != memory(pair[1]):
                 return False
@@ -191,7 +193,7 @@ class Reader:
         dtype = BY_NAME[self._record.tensors[name].dtype]
         step = max(1, _STAGE // dtype.itemsize) if tensor.is_contiguous() else max(1, tensor.numel())
         for at in range(0, tensor.numel(), step):
-            stage = torch.empty(min(step, tensor.numel() - at), dtype=dtype)
+            stage = torch.empty(min(step, tensor.numel() - at), dtype=dtype, device="cpu")
             self.fill([(name, start + at, stage)])
             if tensor.is_contiguous():
                 tensor.view(-1)[at : at + step].copy_(stage)

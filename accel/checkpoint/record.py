@@ -16,7 +16,7 @@ from ..errors import CheckpointError
 from .dtypes import BY_NAME, element_bytes
 from .header import no_duplicates
 from .layout import Part
-from .shards import Written, checksum, open_file, read_whole, write_all
+from .shards import Written, checksum, read_whole, write_all
 
 NAME: Final = "accel.json"
 FORMAT: Final = "accel-checkpoint"
@@ -143,13 +143,15 @@ def read(directory: str) -> tuple[Record, str]:
     return parse(read_whole(path, _MAX_BYTES, "a record"), path)
 
 
-def is_record(path: str) -> bool:
-    """Whether a file begins as accel's records do, whole or damaged."""
-    fd = open_file(path, None)
-    try:
-        return os.pread(fd, len(_START), 0) == _START
-    finally:
-        os.close(fd)
+def is_damaged(path: str) -> bool:
+    """Whether a file begins as accel's records do, and is not whole; one that is whole may be of a newer version."""
+    content = read_whole(path, _MAX_BYTES, "a record")
+    return content.startswith(_START) and not _is_whole(content)
+
+
+def _is_whole(content: bytes) -> bool:
+    begin, end = len(_START), len(_START) + 16
+    return checksum(content[:begin] + _ZEROS + content[end:]).encode("ascii") == content[begin:end]
 
 
 def _absent(directory: str) -> str:
@@ -175,10 +177,8 @@ def parse(content: bytes, path: str) -> tuple[Record, str]:
     Raises:
         CheckpointError: as ``read``.
     """
-    begin, end = len(_START), len(_START) + 16
     ours = content.startswith(_START)
-    digits = content[begin:end].decode("ascii", "replace")
-    if ours and checksum(content[:begin] + _ZEROS + content[end:]) != digits:
+    if ours and not _is_whole(content):
         raise CheckpointError(f"{path} is damaged: its checksum does not fit; load another checkpoint")
     try:
         body = json.loads(content, object_pairs_hook=no_duplicates, parse_constant=_refuse_constant)
@@ -192,7 +192,7 @@ def parse(content: bytes, path: str) -> tuple[Record, str]:
             "update accel"
         )
     try:
-        return _build(body), digits
+        return _build(body), content[len(_START) : len(_START) + 16].decode("ascii")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(
             f"{path} does not keep to the format of accel's checkpoints ({type(error).__name__}: {error})"

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..process import current
+from . import folder
 from .background import background
 from .draft import Draft, Message, Summary, make_draft
 from .job import Job
@@ -49,18 +50,18 @@ def save(
     process = current()
     rank, world = process.place.rank, process.place.world_size
 
-    def prepare() -> tuple[Draft, tuple[str, Summary]]:
+    def prepare() -> tuple[Draft, tuple[str, tuple[object, ...], Summary]]:
         background.settle()
-        directory = os.fspath(dir)
+        directory = folder.named(dir)
         if keep is not None:
             check_keep(directory, keep)
         draft = make_draft(state, filter, world)
-        return draft, (directory, draft.summary())
+        return draft, (directory, (wait, keep), draft.summary())
 
     draft, told = together("accel.save", prepare)
     _check_equal(told)
     with contextlib.ExitStack() as resources:
-        job = Job(os.path.abspath(os.fspath(dir)), rank, world, keep)
+        job = Job(folder.absolute(dir), rank, world, keep)
         _begin(job, draft, told, resources, wait)
         if wait:
             _finish(job)
@@ -70,7 +71,7 @@ def save(
         )
 
 
-_Told = list[tuple[str, Summary]]
+_Told = list[tuple[str, tuple[object, ...], Summary]]
 
 
 def _begin(job: Job, draft: Draft, told: _Told, resources: contextlib.ExitStack, wait: bool) -> None:
@@ -78,7 +79,7 @@ def _begin(job: Job, draft: Draft, told: _Told, resources: contextlib.ExitStack,
 
     def begin() -> tuple[None, tuple[str, Message]]:
         save = job.begin(resources) if job.rank == 0 else ""
-        return None, (save, draft.message([summary for _, summary in told], job.rank))
+        return None, (save, draft.message([summary for _, _, summary in told], job.rank))
 
     _, messages = together("accel.save (the directory)", begin)
     job.save = messages[0][0]
@@ -104,10 +105,14 @@ def _finish(job: Job) -> None:
 
 
 def _check_equal(told: _Told) -> None:
-    for rank, (directory, summary) in enumerate(told):
+    for rank, (directory, options, summary) in enumerate(told):
         if directory != told[0][0]:
             raise CheckpointError(f"accel.save: rank 0 saves into {told[0][0]!r}, and rank {rank} into {directory!r}")
-        if summary.structure != told[0][1].structure:
+        if options != told[0][1]:
+            raise CheckpointError(
+                f"accel.save: wait and keep are {told[0][1]} on rank 0, and {options} on rank {rank}; give every rank the same"
+            )
+        if summary.structure != told[0][2].structure:
             raise CheckpointError(
                 f"accel.save: the state of rank {rank} has other objects or tensors than that of rank 0; give every rank "
                 "the same keys, and its own part of data only as plain values"

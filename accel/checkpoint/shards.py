@@ -101,7 +101,8 @@ def pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor
         for at in range(start, stop, step):
             yield flat[at : min(at + step, stop)].cpu()
     elif tensor.numel() <= step:
-        yield tensor.resolve_conj().resolve_neg().reshape(-1)[start:stop].cpu()
+        # reshape() of one dimension is a view, which may skip elements.
+        yield tensor.resolve_conj().resolve_neg().reshape(-1)[start:stop].contiguous().cpu()
     else:
         row = tensor.numel() // tensor.shape[0]
         rows = max(1, step // row)

@@ -15,9 +15,10 @@ from ..errors import AccelError, CheckpointError
 from ..handles import ModelHandle, OptimizerHandle, raw
 from ..registry import Registry, registry, resolve_module
 from ..rng import RngState
+from .dtypes import check_tensor
 from .leaves import Leaf, Listed, RankLeaf, Ready, StatefulLeaf, TensorLeaf
 from .trained import ModuleLeaf, OptimizerLeaf
-from .values import DEPTH, TAG, Encoder, Json, check_tensor, place
+from .values import DEPTH, TAG, Encoder, Json, place
 
 #: Names of tensors that values hold begin with it.
 KEPT: Final = "~"

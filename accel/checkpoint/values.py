@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from ..errors import CheckpointError
-from .dtypes import BY_NAME, NAMES, element_bytes, from_bytes, to_bytes
+from .dtypes import BY_NAME, NAMES, check_tensor, element_bytes, from_bytes, to_bytes
 
 #: A JSON object with this key is not a dict, but the value of the type that it names.
 TAG: Final = "!"
@@ -30,6 +30,7 @@ INLINE_BYTES: Final = 1024
 Json = Any
 #: Stores a tensor under a name of its own, and returns that name.
 Keep = Callable[[torch.Tensor, str], str]
+_PAIR: Final = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _NUMPY: Final = re.compile(r"[<|][biufcSUMm][0-9]{1,9}(\[[0-9]*[A-Za-z\u03bc]{1,9}\])?")
 _FACTORIES: Final[dict[str, Callable[[], Any]]] = {t.__name__: t for t in (list, dict, set, int, float, str, bool)}
 
@@ -62,8 +63,10 @@ class Encoder:
         if depth > DEPTH:
             raise CheckpointError(f"{path}: nested more than {DEPTH} levels deep, or a container that holds itself")
         kind = type(value)
-        if value is None or kind is bool or kind is str:
+        if value is None or kind is bool:
             return value
+        if kind is str:
+            return _string(value, path)
         if kind in _SCALARS:
             return _SCALARS[kind](value)
         if kind in _CONTAINERS:
@@ -98,7 +101,7 @@ class Encoder:
     def _mapping(self, value: Any, path: str, depth: int) -> Json:
         kind = type(value)
         if kind is dict and all(type(key) is str for key in value) and TAG not in value:
-            return {key: self.encode(item, place(path, key), depth + 1) for key, item in value.items()}
+            return {_string(k, path): self.encode(v, place(path, k), depth + 1) for k, v in value.items()}
         tagged = {TAG: kind.__name__, "items": self._items(value, path, depth)}
         if kind is collections.defaultdict:
             factory = value.default_factory
@@ -134,25 +137,6 @@ class Encoder:
         return {**tagged, "data": _text(data)}
 
 
-def check_tensor(value: torch.Tensor, path: str) -> None:
-    """Refuse a tensor whose bytes are not all there is to it.
-
-    Raises:
-        CheckpointError: names its path.
-    """
-    problem = ""
-    if value.layout is not torch.strided:
-        problem = f"of layout {value.layout}"
-    elif value.dtype not in NAMES:
-        problem = f"of dtype {value.dtype}"
-    elif value.device.type == "meta":
-        problem = "on the meta device"
-    elif type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        problem = f"of class {type(value).__name__}"
-    if problem:
-        raise CheckpointError(f"{path}: a tensor {problem} cannot be stored; store a plain dense tensor")
-
-
 def refuse(value: Any, path: str) -> NoReturn:
     """Say that a value cannot be stored, and what could be."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
@@ -160,6 +144,12 @@ def refuse(value: Any, path: str) -> NoReturn:
         f"{path} is a {kind}, which cannot be stored without pickle; store what it consists of (numbers, strings, "
         "bytes, dicts, lists, tuples, sets, tensors, numpy arrays), or give it state_dict() and load_state_dict()"
     )
+
+
+def _string(value: str, path: str) -> str:
+    if not value.isascii() and _PAIR.search(value):
+        raise CheckpointError(f"{path}: text with a surrogate pair cannot be stored: JSON has one character for it")
+    return value
 
 
 def _float(value: float) -> Json:

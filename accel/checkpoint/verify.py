@@ -13,7 +13,7 @@ import torch
 from ..environments import Place
 from ..errors import CheckpointError
 from ..process import running
-from . import record
+from . import folder, record
 from .header import CHUNK, chunks_of
 from .reader import Reader
 from .record import Record
@@ -28,11 +28,11 @@ def verify_needed(reader: Reader, found: Record, needs: Sequence[tuple[str, int,
     Raises:
         CheckpointError: a file is missing, cut or damaged; on every rank.
     """
-    sizes = torch.tensor([chunks_of(file.size) for file in found.files], dtype=torch.int64)
+    sizes = torch.tensor([chunks_of(file.size) for file in found.files], dtype=torch.int64, device="cpu")
     bases = (sizes.cumsum(0) - sizes).tolist()
 
     def mark() -> tuple[torch.Tensor, tuple[str, bytes]]:
-        needed = torch.zeros(int(sizes.sum()), dtype=torch.bool)
+        needed = torch.zeros(int(sizes.sum()), dtype=torch.bool, device="cpu")
         for need in needs:
             for file, first, last in reader.chunks(*need):
                 needed[bases[file] + first : bases[file] + last] = True
@@ -55,13 +55,17 @@ def verify_needed(reader: Reader, found: Record, needs: Sequence[tuple[str, int,
 
 def _mask(packed: bytes, length: int) -> torch.Tensor:
     content = bytearray(zlib.decompress(packed))
-    return torch.frombuffer(content, dtype=torch.uint8).bool() if length else torch.empty(0, dtype=torch.bool)
+    return (
+        torch.frombuffer(content, dtype=torch.uint8).bool()
+        if length
+        else torch.empty(0, dtype=torch.bool, device="cpu")
+    )
 
 
 def _share(everyone: torch.Tensor, me: int) -> torch.Tensor:
     """The chunks that fall to one of several ranks; each falls to one that needs it, in turn."""
     order = everyone.cumsum(0)
-    turn = torch.arange(everyone.shape[1]) % order[-1].clamp(min=1)
+    turn = torch.arange(everyone.shape[1], device="cpu") % order[-1].clamp(min=1)
     return everyone[me] & (order[me] - 1 == turn)
 
 
@@ -71,7 +75,7 @@ def verify(dir: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: names what is missing or damaged.
     """
-    directory = os.path.abspath(os.fspath(dir))
+    directory = folder.absolute(dir)
     process = running()
     rank, world = (0, 1) if process is None else (process.place.rank, process.place.world_size)
 

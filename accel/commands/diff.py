@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
 
 import torch
@@ -20,14 +21,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", help="a checkpoint")
     parser.add_argument("second", help="another")
     parser.add_argument(
-        "--tolerance", type=float, default=0.0, help="largest difference that counts as equal (default 0)"
+        "--tolerance", type=_tolerance, default=0.0, help="largest difference that counts as equal (default 0)"
     )
+
+
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 on, found {text!r}")
+    return value
 
 
 def run(args: argparse.Namespace) -> int:
     """Print each difference on a line."""
     (first, _), (second, _) = read(args.first), read(args.second)
     lines = [*_tensors(args, first, second), *_values(first.values, second.values, "state")]
+    for rank, (one, other) in enumerate(zip(first.ranks, second.ranks, strict=False)):
+        lines += _values(one, other, f"rank {rank}")
     for line in lines:
         print(line)
     print(f"{len(lines)} differences" if lines else "no difference")
@@ -50,10 +60,16 @@ def _content(name: str, one: torch.Tensor, other: torch.Tensor, tolerance: float
     if torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)):
         return
     wide = torch.complex128 if one.is_complex() else torch.float64
-    distance = (one.to(wide) - other.to(wide)).abs()
-    if not bool((distance <= tolerance).all()):
-        count = int((distance > 0).sum() + distance.isnan().sum())
-        yield f"{name}: {count} of {one.numel()} elements differ, by at most {float(distance.max()):.3g}"
+    a, b = one.to(wide), other.to(wide)
+    distance = (a - b).abs()
+    if one.is_complex() or one.is_floating_point():
+        differ = (a != b) & ~(a.isnan() & b.isnan())
+    else:
+        differ = one.to(torch.int64) != other.to(torch.int64)  # as floats large ones could be equal
+    if tolerance > 0:
+        differ &= ~(distance <= tolerance)
+    if count := int(differ.sum()):
+        yield f"{name}: {count} of {one.numel()} elements differ, by at most {float(distance[differ].max()):.3g}"
 
 
 def _values(one: object, other: object, path: str) -> Iterator[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,34 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "x: F32 [1000] and F32 [4]" in out
     assert f"y: only in {c}" in out
     assert "state.n: only in the first" in out
+
+
+def test_diff_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Integers are not rounded, equal NaN are equal, and the ranks' own values count."""
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    accel.save({"i": torch.tensor([2**60, 1]), "f": torch.tensor([float("nan"), 1.0, 2.0]), "r": accel.rng_state()}, a)
+    torch.rand(1)
+    accel.save(
+        {"i": torch.tensor([2**60 + 1, 1]), "f": torch.tensor([float("nan"), 1.0, 3.0]), "r": accel.rng_state()}, b
+    )
+    assert main(["diff", a, b]) == 1
+    out = capsys.readouterr().out
+    assert "i: 1 of 2 elements differ" in out
+    assert "f: 1 of 3 elements differ, by at most 1" in out
+    assert "rank 0." in out
+    for text in ("-1", "nan", "x"):
+        with pytest.raises(SystemExit):
+            main(["diff", a, b, "--tolerance", text])
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    save(str(tmp_path), 3.0)
+    command = [sys.executable, "-m", "accel", "diff", str(tmp_path), str(tmp_path)]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -225,3 +225,10 @@ def test_a_zero_checkpoint(tmp_path: Path, stage: int) -> None:
                 os.unlink(f"{source}/three/{name}")
         with pytest.raises(CheckpointError, match=r"1 ranks, and 2 saved"):
             accel.import_checkpoint(source, tmp_path / "d")
+
+
+def test_tensors_that_are_not_dense_are_refused_by_name(tmp_path: Path) -> None:
+    torch.save({"net": {"a": torch.ones(2), "b": torch.eye(3).to_sparse()}}, tmp_path / "old.pt")
+    with pytest.raises(CheckpointError, match=r"old.pt: net, b: a tensor of layout torch.sparse_coo"):
+        accel.import_checkpoint(tmp_path / "old.pt", tmp_path / "c")
+    assert not (tmp_path / "c").exists()
