@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
@@ -42,13 +42,17 @@ def whole(name: str, tensor: torch.Tensor) -> Shard:
     return Shard(name, tuple(tensor.shape), 0, tensor.detach())
 
 
-def module_shards(module: nn.Module) -> list[Shard]:
+#: Makes the shard of a tensor of the state, or None where nothing of it lies on this rank.
+Make = Callable[[str, torch.Tensor], Shard | None]
+
+
+def module_shards(module: nn.Module, make: Make = whole) -> list[Shard]:
     """Parameters and persistent buffers under the names of ``state_dict``; what is tied has the first of its names.
 
     Raises:
         CheckpointError: ``state_dict`` makes entries of its own, which could not be filled in place.
     """
-    found: dict[int, Shard] = {}
+    found: dict[int, tuple[str, torch.Tensor]] = {}
     own = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
     for name, value in module.state_dict(keep_vars=True).items():
         if name.rpartition(".")[2] == _EXTRA:
@@ -58,8 +62,8 @@ def module_shards(module: nn.Module) -> list[Shard]:
                 f"the state_dict() of this {type(module).__name__} has {name!r} ({type(value).__name__}), which is not one of "
                 "its parameters or buffers, so that it cannot be filled in place; save model.state_dict() as a value instead"
             )
-        found.setdefault(id(value), whole(name, value))
-    return list(found.values())
+        found.setdefault(id(value), (name, value))
+    return [made for name, value in found.values() if (made := make(name, value)) is not None]
 
 
 def module_values(module: nn.Module) -> dict[str, Any]:
@@ -93,13 +97,13 @@ def _is_shard(key: str, value: Any, parameter: torch.Tensor) -> bool:
     return is_sharded(value) or (isinstance(value, torch.Tensor) and parameter.dim() == 0 and key != "step")
 
 
-def optimizer_shards(optimizer: Optimizer, names: Mapping[int, str]) -> list[Shard]:
+def optimizer_shards(optimizer: Optimizer, names: Mapping[int, str], make: Make = whole) -> list[Shard]:
     """The tensors of an optimizer's state; ``names`` are those of its parameters, by ``id``."""
     return [
-        whole(f"{name}/{key}", value)
+        made
         for name, parameter, state in _entries(optimizer, names)
         for key, value in state.items()
-        if _is_shard(key, value, parameter)
+        if _is_shard(key, value, parameter) and (made := make(f"{name}/{key}", value)) is not None
     ]
 
 
