@@ -102,9 +102,10 @@ class Reader:
         for file, first, count in stored.overlaps(start, stop):
             entry = Entry(name, stored.dtype, stored.shape, first, count)
             header = self.header(file)
-            where = header.offsets.get(entry.key)
-            if where is None or header.described[entry.key] != entry.described(where[0] - header.size):
-                raise CheckpointError(f"{self.path(file)}: does not hold {entry.key!r} as {NAME} says; {_ADVICE}")
+            key = entry.key
+            where = header.offsets.get(key)
+            if where is None or header.described[key] != entry.described(where[0] - header.size):
+                raise CheckpointError(f"{self.path(file)}: does not hold {key!r} as {NAME} says; {_ADVICE}")
             low, high = max(start, first), min(stop, first + count)
             yield file, where[0] + (low - first) * size, low, high - low
 
