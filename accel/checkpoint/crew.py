@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Final, TypeVar, final
 
 from ..process import running
@@ -43,8 +43,15 @@ class Crew:
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(threads, "accel.read")
-        for _ in self._pool.map(act, items):
-            pass
+        futures = [self._pool.submit(act, item) for item in items]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            # Nobody may write to the caller's memory, or read from its file, once the caller goes on.
+            for future in futures:
+                future.cancel()
+            wait(futures)
 
     @property
     def buffer(self) -> memoryview:
