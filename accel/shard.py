@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final
@@ -54,13 +54,17 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def module_shards(module: nn.Module) -> list[Shard]:
+#: Makes the shard of a tensor of the state, or None where nothing of it lies on this rank.
+Make = Callable[[str, torch.Tensor], Shard | None]
+
+
+def module_shards(module: nn.Module, make: Make = whole) -> list[Shard]:
     """Parameters and persistent buffers under the names of ``state_dict``; what is tied has the first of its names.
 
     Raises:
         CheckpointError: ``state_dict`` makes entries of its own, which could not be filled in place.
     """
-    found: dict[int, Shard] = {}
+    found: dict[int, tuple[str, torch.Tensor]] = {}
     own = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
     for name, value in module.state_dict(keep_vars=True).items():
         if name.rpartition(".")[2] == _EXTRA:
@@ -72,8 +76,8 @@ def module_shards(module: nn.Module) -> list[Shard]:
             )
         if is_lazy(value):
             raise CheckpointError(f"{name!r} of this {type(module).__name__} has no shape yet: run one forward before")
-        found.setdefault(id(value), whole(name, value))
-    return list(found.values())
+        found.setdefault(id(value), (name, value))
+    return [made for name, value in found.values() if (made := make(name, value)) is not None]
 
 
 def extra_modules(module: nn.Module) -> dict[str, nn.Module]:
@@ -113,7 +117,7 @@ def _is_shard(key: str, value: Any, parameter: torch.Tensor) -> bool:
     return is_sharded(value) or (isinstance(value, torch.Tensor) and parameter.dim() == 0 and key != "step")
 
 
-def optimizer_shards(optimizer: Optimizer, names: Mapping[int, str]) -> list[Shard]:
+def optimizer_shards(optimizer: Optimizer, names: Mapping[int, str], make: Make = whole) -> list[Shard]:
     """The tensors of an optimizer's state; ``names`` are those of its parameters, by ``id``.
 
     Raises:
@@ -121,10 +125,10 @@ def optimizer_shards(optimizer: Optimizer, names: Mapping[int, str]) -> list[Sha
     """
     _check_keys(optimizer, names)
     return [
-        whole(f"{name}/{key}", value)
+        made
         for name, parameter, state in _entries(optimizer, names)
         for key, value in state.items()
-        if _is_shard(key, value, parameter)
+        if _is_shard(key, value, parameter) and (made := make(f"{name}/{key}", value)) is not None
     ]
 
 

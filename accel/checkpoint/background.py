@@ -79,12 +79,15 @@ class Background:
         return tuple([self._copy(source, next(places)) for source in group] for group in groups)
 
     def _copy(self, source: Source, offset: int) -> Source:
-        copy = self._buffer[offset : offset + source.entry.nbytes].view(source.tensor.dtype)
+        entry, dtype = source.entry, source.tensor.dtype
+        first = offset // dtype.itemsize
+        copy = self._buffer.view(dtype)[first : first + entry.count]
         at = 0
-        for piece in pieces(source.tensor, source.offset, source.offset + source.entry.count):
-            copy[at : at + piece.numel()].copy_(piece)
+        for piece in pieces(source.tensor, source.offset, source.offset + entry.count):
+            part = copy if piece.numel() == entry.count else copy[at : at + piece.numel()]
+            part.copy_(piece)
             at += piece.numel()
-        return Source(source.entry, copy, 0)
+        return Source(entry, copy, 0)
 
     def forget(self) -> None:
         """In a forked process, which has no part in the save that was under way."""

@@ -29,11 +29,14 @@ class Entry:
     count: int
 
     @property
+    def whole(self) -> bool:
+        """Whether it is all of the tensor."""
+        return self.start == 0 and self.count == math.prod(self.shape)
+
+    @property
     def key(self) -> str:
         """Its name in the file: the tensor's where it is whole, else with the range behind it."""
-        if self.start == 0 and self.count == math.prod(self.shape):
-            return self.name
-        return f"{self.name}[{self.start}:{self.start + self.count}]"
+        return self.name if self.whole else f"{self.name}[{self.start}:{self.start + self.count}]"
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +46,7 @@ class Entry:
     def described(self, offset: int) -> dict[str, Any]:
         """What the header says of it."""
         dtype, per_element = STORED[self.dtype]
-        shape = list(self.shape) if self.key == self.name else [self.count]
+        shape = list(self.shape) if self.whole else [self.count]
         if per_element > 1:
             shape.append(per_element)
         return {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + self.nbytes]}
@@ -69,9 +72,10 @@ def build(entries: Sequence[Entry], checksums: str) -> bytes:
     table: dict[str, Any] = {"__metadata__": {"format": "pt", "accel": "1", "xxh3": checksums}}
     offset = 0
     for entry in entries:
-        if entry.key in table:
-            raise CheckpointError(f"two tensors have the name {entry.key!r} in one checkpoint; rename one")
-        table[entry.key] = entry.described(offset)
+        key = entry.key
+        if key in table:
+            raise CheckpointError(f"two tensors have the name {key!r} in one checkpoint; rename one")
+        table[key] = entry.described(offset)
         offset += entry.nbytes
     text = json.dumps(table, separators=(",", ":")).encode("ascii")
     text += b" " * (-(8 + len(text)) % _ALIGN)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import torch
@@ -103,7 +103,7 @@ class Ready:
 
 def full_names(leaf: Leaf, shards: Sequence[Shard]) -> Iterator[Shard]:
     """The shards under their names in the checkpoint."""
-    return (replace(s, name=f"{leaf.name}/{s.name}") for s in shards)
+    return (Shard(f"{leaf.name}/{s.name}", s.shape, s.start, s.tensor) for s in shards)
 
 
 @final

@@ -12,6 +12,7 @@ from typing import Final, final
 import torch
 
 from ..errors import CheckpointError
+from .crew import Crew
 from .dtypes import BY_NAME, element_bytes, memory
 from .header import CHUNK, MAX_HEADER, Entry, Header, chunks_of, parse
 from .record import NAME, Record, Stored
@@ -54,7 +55,7 @@ class Reader:
         self._stream = stream and plain is None
         self._plain = plain
         self._headers: dict[int, Header] = {i: file.header for i, file in enumerate(plain or ())}
-        self._buffer = memoryview(bytearray(CHUNK))
+        self._crew = Crew()
 
     def path(self, file: int) -> str:
         """The path of a file."""
@@ -101,9 +102,10 @@ class Reader:
         for file, first, count in stored.overlaps(start, stop):
             entry = Entry(name, stored.dtype, stored.shape, first, count)
             header = self.header(file)
-            where = header.offsets.get(entry.key)
-            if where is None or header.described[entry.key] != entry.described(where[0] - header.size):
-                raise CheckpointError(f"{self.path(file)}: does not hold {entry.key!r} as {NAME} says; {_ADVICE}")
+            key = entry.key
+            where = header.offsets.get(key)
+            if where is None or header.described[key] != entry.described(where[0] - header.size):
+                raise CheckpointError(f"{self.path(file)}: does not hold {key!r} as {NAME} says; {_ADVICE}")
             low, high = max(start, first), min(stop, first + count)
             yield file, where[0] + (low - first) * size, low, high - low
 
@@ -121,14 +123,13 @@ class Reader:
             CheckpointError: names the file, and a tensor in the first damaged chunk.
         """
         with self._open(file) as fd:
-            for chunk in chunks:
-                begin, end = self._bounds(file, chunk)
-                self._read_chunk(fd, file, chunk, [self._buffer[: end - begin]])
+            self._crew.each(lambda chunk: self._read_chunk(fd, file, chunk, None), chunks)
 
-    def _read_chunk(self, fd: int, file: int, chunk: int, views: list[memoryview]) -> None:
-        """Read a chunk into ``views``, one after the other, and compare its checksum."""
+    def _read_chunk(self, fd: int, file: int, chunk: int, views: list[memoryview] | None) -> None:
+        """Read a chunk into ``views``, one after the other, or into this thread's buffer; and compare its checksum."""
         header, path = self.header(file), self.path(file)
         begin, end = self._bounds(file, chunk)
+        views = [self._crew.buffer[: end - begin]] if views is None else views
         read_into(fd, path, views, begin)
         if checksum(*views) != header.checksums[chunk]:
             inside = [key for key, (low, high) in header.offsets.items() if low < end and high > begin]
@@ -206,30 +207,29 @@ class Reader:
             if self._stream:
                 self._run_compared(fd, file, fetches)
                 return
-            at = 0
-            while at < len(fetches):
-                begin = end = fetches[at].offset
-                views = []
-                while at < len(fetches) and fetches[at].offset == end:
-                    views.append(fetches[at].into)
-                    end += len(fetches[at].into)
-                    at += 1
-                read_into(fd, self.path(file), views, begin)
+            self._crew.each(lambda run: read_into(fd, self.path(file), run[1], run[0]), list(_runs(fetches)))
 
     def _run_compared(self, fd: int, file: int, fetches: list[Fetch]) -> None:
         """Each chunk is read once, into the places of what is wanted of it."""
         base = self.header(file).size
+        wanted: list[tuple[int, int]] = []
         at, chunk = 0, -1
         while at < len(fetches):
             chunk = max(chunk + 1, (fetches[at].offset - base) // CHUNK)
-            begin, end = self._bounds(file, chunk)
-            if views := self._places(begin, end, fetches, at):
-                self._read_chunk(fd, file, chunk, views)
-            else:
-                self._read_chunk(fd, file, chunk, [self._buffer[: end - begin]])
-                self._scatter(begin, end, fetches, at)
+            wanted.append((chunk, at))
+            _, end = self._bounds(file, chunk)
             while at < len(fetches) and fetches[at].offset + len(fetches[at].into) <= end:
                 at += 1
+
+        def fill(chunk_and_first: tuple[int, int]) -> None:
+            chunk, first = chunk_and_first
+            begin, end = self._bounds(file, chunk)
+            views = self._places(begin, end, fetches, first)
+            self._read_chunk(fd, file, chunk, views or None)
+            if not views:
+                self._scatter(begin, end, fetches, first)
+
+        self._crew.each(fill, wanted)
 
     def _places(self, begin: int, end: int, fetches: list[Fetch], at: int) -> list[memoryview]:
         """Where the bytes of a chunk go, and into the buffer what nobody wants; empty where something is wanted twice."""
@@ -241,18 +241,39 @@ class Reader:
             low, high = max(begin, fetch.offset), min(end, fetch.offset + len(fetch.into))
             if low < placed:
                 return []
-            views += [self._buffer[placed - begin : low - begin], fetch.into[low - fetch.offset : high - fetch.offset]]
+            if placed < low:
+                views.append(self._crew.buffer[placed - begin : low - begin])
+            views.append(fetch.into[low - fetch.offset : high - fetch.offset])
             placed = high
-        return [*views, self._buffer[placed - begin : end - begin]]
+        return [*views, self._crew.buffer[placed - begin : end - begin]] if placed < end else views
 
     def _scatter(self, begin: int, end: int, fetches: list[Fetch], at: int) -> None:
-        """Copy what is wanted of a chunk out of the buffer."""
+        """Copy what is wanted of a chunk out of this thread's buffer."""
+        buffer = self._crew.buffer
         for fetch in islice(fetches, at, None):
             if fetch.offset >= end:
                 break
             low, high = max(begin, fetch.offset), min(end, fetch.offset + len(fetch.into))
             if low < high:
-                fetch.into[low - fetch.offset : high - fetch.offset] = self._buffer[low - begin : high - begin]
+                fetch.into[low - fetch.offset : high - fetch.offset] = buffer[low - begin : high - begin]
+
+
+def _runs(fetches: Sequence[Fetch]) -> Iterator[tuple[int, list[memoryview]]]:
+    """What one call reads each: where in the file it begins, and the places of what lies there side by side."""
+    begin = end = 0
+    views: list[memoryview] = []
+    for fetch in fetches:
+        for at in range(0, len(fetch.into), _STAGE):
+            part = fetch.into[at : at + _STAGE]
+            if views and (fetch.offset + at != end or end - begin + len(part) > _STAGE):
+                yield begin, views
+                views = []
+            if not views:
+                begin = end = fetch.offset + at
+            views.append(part)
+            end += len(part)
+    if views:
+        yield begin, views
 
 
 def _lazy(tensor: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ import os
 import socket
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Final
 
 import torch
@@ -98,7 +99,7 @@ def compare_all(directory: str, rank: int, world: int, progress: Callable[[int],
     """
     found = record.read(directory)[0]
     reader = Reader(directory, found, stream=False)
-    for name, stored in found.tensors.items():
+    for name, stored in islice(found.tensors.items(), rank, None, world):
         for _ in reader.locate(name, 0, stored.numel):
             pass
     for file in range(len(found.files)):

@@ -167,12 +167,6 @@ class Conversion:
         state = {n: _fsdp_shards.cut_state(s, owners[n]) if n in owners else s for n, s in full["state"].items()}
         return {**full, "state": state}
 
-    @staticmethod
-    def local_shards(shards: Iterable[Shard]) -> list[Shard]:
-        """What of these tensors lies here."""
-        found = [_fsdp_shards.local_shard(s.name, s.tensor) for s in shards]
-        return [s for s in found if s is not None]
-
     def slots(self, optimizer: Optimizer, names: Mapping[int, str], manifest: Manifest) -> list[Shard]:
         """State to fill of this rank's rows."""
         return _fsdp_shards.optimizer_slots(optimizer, names, manifest)

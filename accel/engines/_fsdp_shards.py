@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -60,15 +60,27 @@ def gather(value: Any, device: torch.device, group: dist.ProcessGroup | None) ->
     return out if out.shape == value.shape else out[: value.shape[0]].clone()
 
 
-def local_shard(name: str, value: torch.Tensor) -> Shard | None:
-    """The range of a tensor's elements that lies here; None where nothing does."""
-    if not isinstance(value, DTensor):
-        return Shard(name, tuple(value.shape), 0, value.detach())
-    first, end = rows(value.shape[0], value.device_mesh.size(), value.device_mesh.get_local_rank())
-    if first == end:
-        return None
-    local = value.to_local().detach()
-    return Shard(name, tuple(value.shape), first * (local.numel() // (end - first)), local)
+@final
+class LocalShards:
+    """Makes the shards of tensors of one model, each mesh being asked once for this rank's place in it."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, tuple[int, int]] = {}
+
+    @torch.no_grad()  # then a DTensor gives its local tensor as it is, without a node of autograd
+    def __call__(self, name: str, value: torch.Tensor) -> Shard | None:
+        """The range of a tensor's elements that lies here; None where nothing does."""
+        shape = tuple(value.shape)
+        if not isinstance(value, DTensor):
+            return Shard(name, shape, 0, value.detach())
+        mesh = value.device_mesh
+        if id(mesh) not in self._places:
+            self._places[id(mesh)] = mesh.size(), mesh.get_local_rank()
+        first, end = rows(shape[0], *self._places[id(mesh)])
+        if first == end:
+            return None
+        local = value.to_local().detach()
+        return Shard(name, shape, first * (local.numel() // (end - first)), local)
 
 
 def optimizer_slots(
@@ -76,7 +88,7 @@ def optimizer_slots(
 ) -> list[Shard]:
     """As ``shard.optimizer_slots``, state of a parameter's shape being sharded as the parameter is."""
     by_name = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-    found = []
+    found, make = [], LocalShards()
     for full_name, (shape, dtype) in manifest.items():
         name, _, key = full_name.rpartition("/")
         if name not in by_name:
@@ -88,7 +100,7 @@ def optimizer_slots(
                 state[key] = wrap(torch.zeros_like(parameter.to_local(), dtype=dtype), shape, parameter)
             else:
                 state[key] = torch.empty(shape, dtype=dtype, device=parameter.device)
-        found.append(local_shard(full_name, state[key]))
+        found.append(make(full_name, state[key]))
     return [s for s in found if s is not None]
 
 

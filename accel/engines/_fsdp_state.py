@@ -16,6 +16,7 @@ from .. import shard
 from ..errors import AccelError, BackendError
 from ..flat import broadcast_
 from ..shard import Manifest, Shard
+from ._fsdp_shards import LocalShards
 from ._state import StateVerbs
 
 if TYPE_CHECKING:
@@ -131,10 +132,10 @@ class ShardedState(StateVerbs):
         if parts is None:
             return super().shards(optimizer)
         if optimizer is not None:
-            return parts.local_shards(shard.optimizer_shards(optimizer, self.parameter_names))
+            return shard.optimizer_shards(optimizer, self.parameter_names, LocalShards())
         parts.sharded.reshard()
         with self.guard.opened():
-            return parts.local_shards(shard.module_shards(self.module))
+            return shard.module_shards(self.module, LocalShards())
 
     def slots(self, optimizer: Optimizer | None, manifest: Manifest) -> list[Shard]:
         """What ``shards`` lists; an optimizer's state is created."""

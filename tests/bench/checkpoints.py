@@ -28,7 +28,7 @@ GROUPS = {"save": "Saving", "load": "Loading", "async": "Stall of a background s
 #: Why a figure can miss its target.
 CAUSES = {
     "load": "from a warm page cache the bytes come nearly as fast as they are hashed, on as many cores as ranks",
-    "async": "beside the copy, each shard is listed and planned (DTensor's `to_local`), whatever its size",
+    "async": "beside the copy, each shard is listed and planned, and the ranks agree on it, whatever its size",
     "verify": "from a warm page cache the bytes come nearly as fast as they are hashed",
 }
 MIB = 2**20
