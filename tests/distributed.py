@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "accel", "tests.distributed"])
+_context.set_forkserver_preload(["tests.preload"])
 
 
 @dataclass(frozen=True)
