@@ -307,11 +307,11 @@ def alive(pids: list[int]) -> list[int]:
 
 
 WAITING = """
-import sys
-from pathlib import Path
+import signal, sys
 from torch import nn
 import accel
 from tests.test_launch import fail
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with Ctrl-C ignored
 try:
     accel.launch(fail, "SIGSTOP", sys.argv[1], nn.Linear(1, 1), num_processes=2)
 except KeyboardInterrupt:
