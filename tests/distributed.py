@@ -53,6 +53,9 @@ def _initialise(rank: int, world: int, rendezvous: str) -> None:
 
 
 def _perform(fn: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
+    import torch
+
+    torch.manual_seed(0)  # alike on all ranks, whatever the call before this one left
     start = time.monotonic()
     try:
         value = fn(*args)
