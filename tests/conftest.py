@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +11,14 @@ from tests.distributed import close_all
 
 # They are no part of a run on a machine without a GPU; `make test-gpu` fails there, finding no test.
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
+
+with contextlib.suppress(ImportError):  # not in the environments of the packages that need one of their own
+    from hypothesis import HealthCheck, settings
+
+    # The same examples each time, and no limit of time, which a busy machine misses; random ones are for longer searches.
+    steady = "ACCEL_TEST_FUZZ" not in os.environ
+    settings.register_profile("steady", deadline=None, derandomize=steady, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("steady")
 
 
 @pytest.fixture(scope="session", autouse=True)

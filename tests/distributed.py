@@ -2,6 +2,7 @@
 
 ``run(world, fn, *args)`` calls ``fn(*args)`` on every rank and returns the ranks' results;
 ``outcomes`` returns what each rank did, errors included. ``fn`` lives at the top level of a test module.
+The timeouts are guards against a hang, long enough for a busy machine, and no measures.
 A call that outlives its timeout, and a call that may break the process group (``breaks=True``),
 costs the pool its workers, which are killed by pid; the next call gets new ones.
 """
@@ -23,8 +24,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+GUARD = 180.0  # seconds
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "accel", "tests.distributed"])
+_context.set_forkserver_preload(["tests.preload"])
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,9 @@ def _initialise(rank: int, world: int, rendezvous: str) -> None:
 
 
 def _perform(fn: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
+    import torch
+
+    torch.manual_seed(0)  # alike on all ranks, whatever the call before this one left
     start = time.monotonic()
     try:
         value = fn(*args)
@@ -122,6 +127,14 @@ class Pool:
 _pools: dict[int, Pool] = {}
 
 
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Polls until the condition holds; used instead of a sleep where one process waits for another."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"still waiting after {seconds} s"
+        time.sleep(0.01)
+
+
 def _discard(world: int) -> None:
     pool = _pools.pop(world, None)
     if pool is not None:
@@ -135,7 +148,7 @@ def close_all() -> None:
 
 
 def outcomes(
-    world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, breaks: bool = False
+    world: int, fn: Callable[..., Any], *args: Any, timeout: float = GUARD, breaks: bool = False
 ) -> list[Outcome]:
     """What every rank did in ``fn(*args)``; ``breaks=True`` where the process group may not survive."""
     pool = _pools.get(world) or _pools.setdefault(world, Pool(world))
@@ -149,7 +162,7 @@ def outcomes(
     return results
 
 
-def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = GUARD) -> list[Any]:
     """The ranks' results of ``fn(*args)``; an error on any rank fails the test with its traceback."""
     results = outcomes(world, fn, *args, timeout=timeout)
     failures = [
@@ -161,7 +174,7 @@ def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -
 
 
 def refusals(
-    world: int, fn: Callable[..., Any], *args: Any, error: str, timeout: float = 30.0, breaks: bool = False
+    world: int, fn: Callable[..., Any], *args: Any, error: str, timeout: float = GUARD, breaks: bool = False
 ) -> list[str]:
     """The messages with which ``fn(*args)`` fails on every rank, all of class ``error``."""
     results = outcomes(world, fn, *args, timeout=timeout, breaks=breaks)

@@ -16,6 +16,7 @@ import accel
 from accel import cli, engines
 from accel.engines import ENGINES
 from accel.errors import BackendError
+from tests.test_process import free_port
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,7 +25,7 @@ def accel_command(*arguments: str, cwd: Path, **variables: str) -> subprocess.Co
     kept = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     environment = {**kept, "PYTHONPATH": str(ROOT), **variables}
     command = [sys.executable, "-m", "accel", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, cwd=cwd)
 
 
 SCRIPT = """
@@ -78,16 +79,11 @@ def test_run_on_several_hosts_meets_at_the_first(tmp_path: Path) -> None:
     ]
     agents = [subprocess.Popen([*command, "train.py"], env=environment, cwd=tmp_path) for _ in range(2)]
     try:
-        assert [agent.wait(120) for agent in agents] == [0, 0]
+        assert [agent.wait(240) for agent in agents] == [0, 0]
     finally:
         for agent in agents:
             agent.kill()
     assert [line[:2] for line in ranks(tmp_path)] == [[0, 2], [1, 2]]
-
-
-def free_port() -> int:
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return store.port
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel
 from accel.pickling import stateful
 from accel.worker import Memory
+from tests.distributed import GUARD, wait_for
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,10 +37,11 @@ def environment() -> dict[str, str]:
 
 
 def here() -> tuple[set[psutil.Process], int, int, set[str]]:
-    """Child processes, open files, threads, and files in shared memory (those of multiprocessing have no name for long)."""
+    """Child processes, open files, threads, and torch's files in shared memory that processes which are gone have left."""
     me = psutil.Process()
-    shared = {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
-    return set(me.children(recursive=True)), me.num_fds(), threading.active_count(), shared
+    shared = (re.match(r"torch_(\d+)_", name) for name in os.listdir("/dev/shm"))
+    left = {found.string for found in shared if found and not psutil.pid_exists(int(found[1]))}
+    return set(me.children(recursive=True)), me.num_fds(), threading.active_count(), left
 
 
 @pytest.fixture
@@ -48,7 +51,7 @@ def nothing_stays() -> Iterator[None]:
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     before = here()
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while any(not now <= then for now, then in zip(here(), before, strict=True)):
         assert time.monotonic() < deadline, f"before {before}, after {here()}"
         time.sleep(0.05)
@@ -150,7 +153,7 @@ def test_a_script_without_a_guard_and_all_of_it_in_main(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-W", "error", str(script), "--flag", "7"]
-    out = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    out = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=GUARD)
     assert out.returncode == 0, out.stderr
     found = json.loads(out.stdout)
     assert found["type"]
@@ -256,7 +259,8 @@ def fail(how: str, path: str, model: nn.Module) -> None:
     with torch.no_grad():
         accel.unwrap(model).weight.fill_(9)
     pids = [os.getpid(), *(child.pid for child in psutil.Process().children())]
-    Path(path, str(accel.rank())).write_text(json.dumps(pids))
+    Path(path, f"{accel.rank()}.part").write_text(json.dumps(pids))
+    os.replace(Path(path, f"{accel.rank()}.part"), Path(path, str(accel.rank())))  # whole as soon as it is there
     accel.barrier()
     if accel.rank() == 1:
         if how == "raise":
@@ -267,7 +271,7 @@ def fail(how: str, path: str, model: nn.Module) -> None:
             os._exit(3)
         os.kill(os.getpid(), getattr(signal, how))
     accel.barrier()
-    time.sleep(60)
+    time.sleep(GUARD)
 
 
 FAILURES = {
@@ -289,7 +293,7 @@ def test_a_failure_ends_all_and_says_why(how: str, tmp_path: Path, nothing_stays
     assert torch.equal(model.weight, before)
     pids = [pid for rank in (0, 1) for pid in json.loads((tmp_path / str(rank)).read_text())]
     assert len(pids) == 4
-    wait_for(lambda: not alive(pids), 5)
+    wait_for(lambda: not alive(pids))
 
 
 def alive(pids: list[int]) -> list[int]:
@@ -303,11 +307,11 @@ def alive(pids: list[int]) -> list[int]:
 
 
 WAITING = """
-import sys
-from pathlib import Path
+import signal, sys
 from torch import nn
 import accel
 from tests.test_launch import fail
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with Ctrl-C ignored
 try:
     accel.launch(fail, "SIGSTOP", sys.argv[1], nn.Linear(1, 1), num_processes=2)
 except KeyboardInterrupt:
@@ -322,24 +326,17 @@ def test_the_end_of_the_caller_is_the_end_of_all(number: int, status: int, tmp_p
     script.write_text(WAITING)
     process = subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=environment(), start_new_session=True)
     try:
-        wait_for(lambda: all((tmp_path / str(rank)).exists() for rank in (0, 1)), 60)
+        wait_for(lambda: all((tmp_path / str(rank)).exists() for rank in (0, 1)), GUARD)
         pids = [pid for rank in (0, 1) for pid in json.loads((tmp_path / str(rank)).read_text())]
-        wait_for(lambda: psutil.Process(pids[2]).status() == psutil.STATUS_STOPPED, 30)
+        wait_for(lambda: psutil.Process(pids[2]).status() == psutil.STATUS_STOPPED)
         if number == signal.SIGKILL:  # a stopped process cannot watch its parent; a debugger would let it go on
             os.kill(pids[2], signal.SIGCONT)
         process.send_signal(number)
-        assert process.wait(30) == status
-        wait_for(lambda: not alive(pids), 10)
+        assert process.wait(GUARD) == status
+        wait_for(lambda: not alive(pids))
     finally:
         process.kill()
         process.wait()
-
-
-def wait_for(condition: Any, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 # -- refusals, before any process starts ------------------------------------------------------------------------------

@@ -25,10 +25,14 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     path = str(tmp_path_factory.mktemp("notebook"))
     # With pytest's variable the kernel would not read what its child processes print.
     kept = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    environment = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "IPYTHONDIR": f"{path}/ipython"}
     client = nbclient.NotebookClient(
-        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": path}}
+        notebook, timeout=240, startup_timeout=240, kernel_name="python3", resources={"metadata": {"path": path}}
     )
+    # Sockets that are files: a port that is free now may be taken when the kernel opens it.
+    client.create_kernel_manager()
+    client.km.transport = "ipc"
+    client.km.connection_file = f"{path}/kernel.json"
     client.execute(env=environment)
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 

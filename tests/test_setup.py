@@ -513,13 +513,13 @@ def different(what: str) -> None:
     ],
 )
 def test_ranks_that_differ_all_raise(what: str, named: str) -> None:
-    for message in refusals(2, different, what, error="RankMismatchError", timeout=20):
+    for message in refusals(2, different, what, error="RankMismatchError"):
         assert named in message
         assert "rank" in message
 
 
 def test_an_error_on_one_rank_is_an_error_on_all() -> None:
-    first, second = outcomes(2, different, "bad input", timeout=20)
+    first, second = outcomes(2, different, "bad input")
     assert "RankMismatchError" in first.error
     assert "rank 1" in first.message
     assert "AccelError" in second.error
@@ -589,7 +589,7 @@ def rounds(n: int) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_fifty_rounds_of_setup_and_teardown_leave_memory_flat(world: int) -> None:
-    for early, late, model_bytes in run(world, rounds, 50, timeout=120):
+    for early, late, model_bytes in run(world, rounds, 50):
         # One leaked copy a round would be 45 times the model; the allocator alone is good for a few.
         assert late - early < 10 * model_bytes
 

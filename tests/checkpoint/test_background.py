@@ -50,7 +50,7 @@ def test_it_returns_before_the_files_are_written(tmp_path: Path, monkeypatch: py
     write = shards.write
 
     def slow(*args: Any) -> Any:
-        assert gate.wait(30)
+        assert gate.wait(60)
         return write(*args)
 
     monkeypatch.setattr(shards, "write", slow)
@@ -70,7 +70,7 @@ def test_load_and_latest_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     accel.save(large(1.0), tmp_path / "1")
     gate = threading.Event()
     write = shards.write
-    monkeypatch.setattr(shards, "write", lambda *args: (gate.wait(30), write(*args))[1])
+    monkeypatch.setattr(shards, "write", lambda *args: (gate.wait(60), write(*args))[1])
     threading.Timer(0.2, gate.set).start()
     accel.save(large(2.0), tmp_path / "1", wait=False)
     assert accel.load(tmp_path / "1")["n"] == 2.0

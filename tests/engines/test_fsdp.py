@@ -638,7 +638,7 @@ def other_optimizers() -> dict[str, float]:
 
 
 def test_torch_optimizers() -> None:
-    for found in run(2, other_optimizers, timeout=120):
+    for found in run(2, other_optimizers):
         assert not {k: v for k, v in found.items() if not v < 1e-4}
 
 
@@ -872,6 +872,6 @@ def flips() -> tuple[float, list[int]]:
 
 
 def test_a_hundred_flips_of_trainability() -> None:
-    for found, sizes in run(2, flips, timeout=120):
+    for found, sizes in run(2, flips):
         assert found < 1e-4
         assert max(sizes) - min(sizes) <= 12, sizes

@@ -697,7 +697,7 @@ class Slow(nn.Module):
         import time
 
         self.calls += 1
-        time.sleep(0.05)
+        time.sleep(0.2)  # more than a busy machine adds to the others
         return x
 
 
@@ -897,7 +897,7 @@ def test_the_end_of_a_rank_ends_the_others_with_an_error() -> None:
     assert results[2].error == ("Died",)
     for rank in (0, 1, 3):
         assert "AccelError" in results[rank].error, results[rank].trace
-        assert results[rank].seconds < 30
+        assert results[rank].seconds < 50  # the group's own timeout is 60 s
 
 
 def collected() -> None:

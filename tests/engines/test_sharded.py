@@ -180,7 +180,7 @@ def flips() -> tuple[float, int, int]:
 
 
 def test_a_hundred_flips() -> None:
-    for weights, state, entries in run(2, flips, timeout=120):
+    for weights, state, entries in run(2, flips):
         assert weights <= 1e-5
         assert state <= 1e-5
         assert entries == 10
