@@ -95,6 +95,7 @@ def test_run_on_several_hosts_meets_at_the_first(tmp_path: Path) -> None:
         (("--hosts", "a,b", "--port", "0", __file__), "--port 0: expected a port"),
         (("--hosts", "a,,b", __file__), "--hosts a,,b: expected different names"),
         (("--hosts", "a,a", __file__), "--hosts a,a: expected different names"),
+        (("--hosts", "no-such-host.invalid,b", __file__), "--hosts: no address is known for 'no-such-host.invalid'"),
     ],
 )
 def test_run_refuses(
@@ -102,6 +103,7 @@ def test_run_refuses(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setattr("accel.commands.run._KNOWN_WITHIN", 0.1)
     assert cli.main(["run", *arguments]) == 1
     assert capsys.readouterr().err.startswith(f"accel run: {message}")
 

@@ -9,9 +9,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import socket
+import time
 
 from ..devices import available
 from ..errors import LaunchError
+
+#: Seconds; a cluster may make the name of a host known after the host has started.
+_KNOWN_WITHIN = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,11 +72,32 @@ def _arguments(args: argparse.Namespace, processes: int) -> list[str]:
         raise LaunchError(f"--hosts {args.hosts}: expected different names with commas between them, as node1,node2")
     meeting = ["--standalone"]
     if len(hosts) > 1:
+        _look_up(hosts[0], args.port)
         endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0]}:{args.port}", "--rdzv-id", "accel"]
         meeting = ["--nnodes", str(len(hosts)), *endpoint]
     module = ["--module"] if args.module else []
     counts = ["--nproc-per-node", str(processes), "--max-restarts", str(args.max_restarts)]
     return [*meeting, *counts, *module, args.script, *args.args]
+
+
+def _look_up(host: str, port: int) -> None:
+    """Wait until a host's name is known; torchrun would wait for an hour, and not say so.
+
+    Raises:
+        LaunchError: it is not.
+    """
+    deadline = time.monotonic() + _KNOWN_WITHIN
+    while True:
+        try:
+            socket.getaddrinfo(host, port)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"--hosts: no address is known for {host!r}, at which the others would meet ({error}): give one "
+                    "that all of them can reach"
+                ) from error
+        time.sleep(min(1.0, _KNOWN_WITHIN / 4))
 
 
 def _explain(error: BaseException) -> str:
