@@ -13,6 +13,7 @@ import torch
 
 from ._deepspeed_library import library
 from ._deepspeed_partitions import Partitions
+from ._deepspeed_weights import Watch, plainly, watch_library
 from ._order import Order
 
 _STAGE3: Final = "_DeepSpeedZeroOptimizer_Stage3__"
@@ -39,6 +40,7 @@ class Sharded(Partitions):
 
     eager = True
     has_copies = True
+    _running = 0
 
     def arrange(self) -> None:
         """A fragment for each parameter of which this rank's part is not padding only."""
@@ -68,9 +70,12 @@ class Sharded(Partitions):
         self._stack[:] = [m for m in self._stack if m is not self.module]
         coordinator = zero.parameter_offload.get_param_coordinator()
         _watch(coordinator, self.order, {id(m): i for i, m in enumerate(self.module.modules())})
-        kind = _waiting(type(self.module._parameters), self._stack, coordinator)
+        watch_library(coordinator)
+        reveal = _revealing(weakref.ref(self))
+        kind = _waiting(type(self.module._parameters), reveal)
         for module in self.module.modules():
             module._parameters.__class__ = kind
+        self.weights = Watch(self.module, reveal)
 
     def make_scalar(self, parameter: Any) -> None:
         """In what the library remembers of it."""
@@ -87,6 +92,7 @@ class Sharded(Partitions):
         """The library's flat buffers."""
         return [bucket.buffer for bucket in self.zero.ipg_buckets.values() if bucket.buffer is not None]
 
+    @plainly
     def offer(self, index: int) -> None:
         """Zeros where this rank has no gradient."""
         parameter = self.parameters[index]
@@ -97,10 +103,12 @@ class Sharded(Partitions):
                 parameter.grad = zeros
                 parameter.data = held
 
+    @plainly
     def take(self, index: int) -> None:
         """Into the library's bucket."""
         self.zero.reduce_independent_p_g_buckets_and_remove_grads(self.parameters[index])
 
+    @plainly
     def finish(self) -> None:
         """Reduce what is in the buckets, and let go of modules whose own hook did not fire."""
         zero = self.zero
@@ -117,6 +125,7 @@ class Sharded(Partitions):
             fragment.grad = grad.narrow(0, 0, fragment.home.numel())
         zero.parameter_offload.release_backward_leftovers()
 
+    @plainly
     def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
         """Also what the library adds to."""
         super().drop(indices, set_to_none)
@@ -159,12 +168,25 @@ class Sharded(Partitions):
         self._stack.append(self.module)
         for module in self.module.modules():
             module._parameters._in_forward = True  # type: ignore[attr-defined]
+        self._running += 1
         try:
             yield
         finally:
+            self._running -= 1
             del self._stack[depth:]
             for module in self.module.modules():
-                module._parameters._in_forward = False  # type: ignore[attr-defined]
+                module._parameters._in_forward = self._running > 0  # type: ignore[attr-defined]
+
+    def reveal(self, weight: Any) -> bool:
+        """Gather a weight that the running forward reads beside its modules' own; False where none runs. Collective."""
+        if not self._running:
+            return False
+        handle = getattr(self.zero.parameter_offload.get_param_coordinator(), _INFLIGHT).pop(weight, None)
+        if handle is not None:
+            plainly(handle.wait)()
+        library("deepspeed.runtime.zero").register_external_parameter(self._stack[-1], weight)
+        weight.all_gather()
+        return True
 
     def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """With the library's hooks of a forward around it, and none of the user's."""
@@ -182,8 +204,12 @@ class Sharded(Partitions):
     def whole(self, full: Sequence[torch.Tensor]) -> Iterator[None]:
         """Only shards are held meanwhile."""
         self.scatter()
-        with super().whole(full):
-            yield
+        self.weights.open()
+        try:
+            with super().whole(full):
+                yield
+        finally:
+            self.weights.close()
 
     def is_divided(self, index: int) -> bool:
         """All are."""
@@ -192,6 +218,7 @@ class Sharded(Partitions):
     def end(self, full: Sequence[torch.Tensor]) -> None:
         """Let go of the shards as well."""
         self.scatter()
+        self.weights.open()
         super().end(full)
 
 
@@ -207,21 +234,25 @@ def _watch(coordinator: Any, order: Order, numbers: dict[int, int]) -> None:
     coordinator.fetch_sub_module = fetching
 
 
-def _waiting(kind: type[Any], stack: list[Any], coordinator: Any) -> type[Any]:
+def _revealing(reference: weakref.ref[Sharded]) -> Callable[[Any], bool]:
+    def reveal(weight: Any) -> bool:
+        sharded = reference()
+        return sharded is not None and sharded.reveal(weight)
+
+    return reveal
+
+
+def _waiting(kind: type[Any], reveal: Callable[[Any], bool]) -> type[Any]:
     """The library's dict of a module's parameters, which waits for one that is being gathered ahead of its own module.
 
     Another module that reads such a parameter would find it empty, and compute with that.
     """
-    library_get, reference = kind.__getitem__, weakref.ref(coordinator)
+    library_get = kind.__getitem__
 
     def get(parameters: Any, name: str) -> Any:
-        parameter, owner = OrderedDict.__getitem__(parameters, name), reference()
-        if parameters._in_forward and owner is not None and getattr(parameter, "ds_status", None) is not None:
-            handle = getattr(owner, _INFLIGHT).pop(parameter, None)
-            if handle is not None:
-                handle.wait()
-                if stack:
-                    library("deepspeed.runtime.zero").register_external_parameter(stack[-1], parameter)
+        parameter = OrderedDict.__getitem__(parameters, name)
+        if parameters._in_forward and getattr(getattr(parameter, "ds_status", None), "name", "") == "INFLIGHT":
+            reveal(parameter)
         return library_get(parameters, name)
 
     return type(kind.__name__, (kind,), {"__getitem__": get})
