@@ -39,7 +39,9 @@ def agents(number: int, folder: Path, *options: str) -> Iterator[list[psutil.Pop
     try:
         for index in range(number):
             # Said outright: both agents are on the endpoint's host, and whichever came first would have the store.
-            store = f"--rdzv-conf=is_host={index == 0},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+            store = (
+                f"--rdzv-conf=is_host={index == 0},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+            )
             command = [*torchrun, store, *program]
             with (folder / f"agent{index}.log").open("w") as log:
                 started.append(psutil.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, final
 
 import torch
@@ -61,7 +61,7 @@ class _Watched:
     _watch: Watch
     _kind: type[Any]
     _available: Any
-    #: When it is gathered, and when it is not.
+    #: While it stays gathered for its user, and else: it may still be there, but be gone in backward.
     _states: tuple[type[Any], ...]
 
     @property
@@ -72,7 +72,7 @@ class _Watched:
     @ds_status.setter
     def ds_status(self, status: Any) -> None:
         self.__dict__["ds_status"] = status
-        self.__class__ = self._states[status is not self._available]
+        self.__class__ = self._states[not (status is self._available and self.__dict__["ds_persist"])]
 
     @property
     def data(self) -> torch.Tensor:
@@ -102,7 +102,7 @@ class _Watched:
 
 
 class _Whole(_Watched):
-    """A weight that is gathered."""
+    """A weight that is gathered for its user."""
 
     __slots__ = ()
 
@@ -113,7 +113,7 @@ class _Whole(_Watched):
 
 
 class _Divided(_Watched):
-    """A weight of which this rank has a part."""
+    """A weight of which this rank has a part, as far as its user can rely on it."""
 
     __slots__ = ()
 
@@ -185,8 +185,8 @@ class Watch:
         for weight in weights:
             # It gathers, which hangs where one rank asks for a number to print.
             vars(weight).pop("item", None)
-            for name in ("all_gather", "all_gather_coalesced", "partition"):
-                vars(weight)[name] = plainly(vars(weight)[name])
+            vars(weight).update({n: plainly(vars(weight)[n]) for n in ("all_gather_coalesced", "partition")})
+            vars(weight)["all_gather"] = _gathering(weight, vars(weight)["all_gather"])
         self.close()
 
     def _derive(self, kind: type[Any]) -> tuple[type[Any], ...]:
@@ -236,8 +236,42 @@ def _called(function: Any) -> str:
     return str(function.__self__.__name__ if name in ("__get__", "__set__") else name)
 
 
+def _promise(weights: Iterable[Any]) -> None:
+    for weight in weights:
+        if isinstance(weight, _Watched) and weight.ds_status is weight._available:
+            weight.__class__ = weight._states[0]
+
+
+def _gathering(weight: Any, gather: Callable[..., Any]) -> Callable[..., Any]:
+    def all_gather(param_list: Any = None, **options: Any) -> Any:
+        weights = [weight] if param_list is None else param_list
+        with torch._C.DisableTorchFunctionSubclass():
+            out = gather(weights, **options)
+        _promise(weights)
+        return out
+
+    return all_gather
+
+
 def watch_library(coordinator: Any) -> None:
-    """Let what gathers and releases weights for the library's hooks work on plain tensors."""
-    gathering = ("fetch_sub_module", "reset_step", "trace_prologue")
-    for name in (*gathering, "release_sub_module", "release_and_reset_all", "release_backward_leftovers"):
+    """Let the library's hooks work on plain tensors; a module's weights are promised from its fetch to its release."""
+    home = library("deepspeed.runtime.zero.partitioned_param_coordinator")
+    fetch, release = coordinator.fetch_sub_module, coordinator.release_sub_module
+
+    def weights_of(module: Any) -> Iterator[Any]:
+        return iter(home.iter_params(module, recurse=home.z3_leaf_module(module)))
+
+    def fetch_sub_module(module: Any, forward: bool) -> None:
+        fetch(module, forward)
+        _promise(weights_of(module))
+
+    def release_sub_module(module: Any, forward: bool = False) -> None:
+        release(module, forward)
+        for weight in weights_of(module):
+            if not weight.ds_persist and not weight.ds_active_sub_modules and isinstance(weight, _Watched):
+                weight.__class__ = weight._states[1]
+
+    coordinator.fetch_sub_module = plainly(fetch_sub_module)
+    coordinator.release_sub_module = plainly(release_sub_module)
+    for name in ("reset_step", "trace_prologue", "release_and_reset_all", "release_backward_leftovers"):
         setattr(coordinator, name, plainly(getattr(coordinator, name)))

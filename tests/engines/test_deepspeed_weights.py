@@ -157,21 +157,22 @@ def gathered() -> None:
     pair.train(range(4), more=lambda model: model.penalty())
     with torch.no_grad():
         torch.testing.assert_close(pair.model.penalty(), pair.plain.penalty())
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
-    with GatheredParameters(list(pair.model.parameters())):
+    with deepspeed.zero.GatheredParameters(list(pair.model.parameters())):
         full = [p.detach().clone() for p in pair.model.parameters()]
-        copied = copy.deepcopy(pair.raw.scale)
+        copied, value = copy.deepcopy(pair.raw.scale), pair.raw.scale.item()
     for mine, theirs in zip(full, pair.plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs.detach(), rtol=0, atol=1e-5)
-    assert type(copied) is nn.Parameter and not vars(copied) and copied.item() == full[-1].item()
+    assert type(copied) is nn.Parameter
+    assert copied.item() == value
     mine, theirs = (
         torch.autograd.grad(m(data(9)[0]).square().mean(), list(m.parameters())) for m in (pair.model, pair.plain)
     )
     torch.testing.assert_close(mine, theirs)
     pair.train(range(4, 6))
     pair.check()
-    with GatheredParameters([pair.raw.scale], modifier_rank=0), torch.no_grad():
+    with deepspeed.zero.GatheredParameters([pair.raw.scale], modifier_rank=0), torch.no_grad():
         pair.raw.scale.zero_() if accel.rank() == 0 else None
     with pytest.raises(accel.BackendError, match="scale changed in place"):
         pair.model(data(0)[0])
@@ -217,9 +218,8 @@ def classes() -> None:
     for backend in (DIVIDED, KEPT, DIVIDED):
         model, _, _ = accel.setup(raw, sgd(raw), backend=backend)
         model(data(0)[0])
-        assert all(isinstance(p, nn.Parameter) for p in raw.parameters()) and isinstance(raw.mark, Marked)
-        engine = registry.of_handle(model)
-        assert accel.memory_report(model).live[0].parameters and engine.measure().parameters
+        assert isinstance(raw.mark, Marked)
+        assert registry.of_handle(model).measure().parameters >= sum(p.nbytes for p in raw.parameters()) // 2
         accel.teardown(model)
         assert [(type(p), vars(p)) for p in raw.parameters()] == before
         assert raw.mark.sum() == 3
