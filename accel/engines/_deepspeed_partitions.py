@@ -129,6 +129,11 @@ class Partitions(ABC):
         self.finish()
         self._open.discard(task)
 
+    @plainly
+    def offered(self) -> bool:
+        """Whether there is a gradient in a ``p.grad``: of a backward, or assigned by the user. Local."""
+        return any(p.grad is not None for p in self.divided.values())
+
     def flush(self, group: dist.ProcessGroup | None) -> None:
         """Reduce what backward left in ``p.grad``; a rank that has none counts as zero. Collective."""
         have = [int(p.grad is not None) for p in self.divided.values()]

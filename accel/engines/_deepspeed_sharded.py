@@ -13,7 +13,7 @@ import torch
 
 from ._deepspeed_library import library
 from ._deepspeed_partitions import Partitions
-from ._deepspeed_weights import Watch, plainly, watch_library
+from ._deepspeed_weights import Watch, plainly, set_grad, watch_library
 from ._order import Order
 
 _STAGE3: Final = "_DeepSpeedZeroOptimizer_Stage3__"
@@ -71,11 +71,25 @@ class Sharded(Partitions):
         coordinator = zero.parameter_offload.get_param_coordinator()
         _watch(coordinator, self.order, {id(m): i for i, m in enumerate(self.module.modules())})
         watch_library(coordinator)
-        reveal = _revealing(weakref.ref(self))
+        method = weakref.WeakMethod(self.reveal)
+        reveal = lambda weight: (bound := method()) is not None and bound(weight)  # noqa: E731
         kind = _waiting(type(self.module._parameters), reveal)
         for module in self.module.modules():
             module._parameters.__class__ = kind
         self.weights = Watch(self.module, reveal)
+        for weight in self.parameters:
+            vars(weight)["partition"] = _adopting(weakref.ref(self), vars(weight)["partition"])
+
+    @plainly
+    @torch.no_grad()
+    def adopt(self, weights: Sequence[Any]) -> None:
+        """Give the optimizer the values that the library has taken over."""
+        for weight in weights:
+            index = self.numbers[id(weight)]
+            self._versions[index] = weight._version
+            fragment = self.fragments.get(index)
+            if fragment is not None and fragment.weights.data_ptr() != fragment.home.data_ptr():
+                fragment.weights.copy_(fragment.home)
 
     def make_scalar(self, parameter: Any) -> None:
         """In what the library remembers of it."""
@@ -97,11 +111,7 @@ class Sharded(Partitions):
         """Zeros where this rank has no gradient."""
         parameter = self.parameters[index]
         if parameter.grad is None:
-            with torch.no_grad():
-                zeros = torch.zeros(self.shapes[index], dtype=parameter.dtype, device=parameter.device)
-                held, parameter.data = parameter.data, zeros
-                parameter.grad = zeros
-                parameter.data = held
+            set_grad(parameter, torch.zeros(self.shapes[index], dtype=parameter.dtype, device=parameter.device))
 
     @plainly
     def take(self, index: int) -> None:
@@ -234,12 +244,16 @@ def _watch(coordinator: Any, order: Order, numbers: dict[int, int]) -> None:
     coordinator.fetch_sub_module = fetching
 
 
-def _revealing(reference: weakref.ref[Sharded]) -> Callable[[Any], bool]:
-    def reveal(weight: Any) -> bool:
-        sharded = reference()
-        return sharded is not None and sharded.reveal(weight)
+def _adopting(reference: weakref.ref[Sharded], partition: Callable[..., Any]) -> Callable[..., Any]:
+    """The library's ``partition``, which ``GatheredParameters(..., modifier_rank=...)`` calls for weights that it changed."""
 
-    return reveal
+    def call(param_list: Any = None, has_been_updated: bool = False, **options: Any) -> None:
+        partition(param_list, has_been_updated=has_been_updated, **options)
+        sharded = reference()
+        if has_been_updated and sharded is not None:
+            sharded.adopt(param_list)
+
+    return call
 
 
 def _waiting(kind: type[Any], reveal: Callable[[Any], bool]) -> type[Any]:

@@ -19,6 +19,7 @@ from ._deepspeed_library import library
 
 _T: Any = torch.Tensor
 _DATA: Any = _T.data
+_SET_GRAD: Any = _T.grad.__set__
 
 
 def _attributes(names: str, *ways: str) -> list[Any]:
@@ -52,6 +53,17 @@ _LIKE: Final = frozenset(
 )
 #: Nothing where the weight is like that already: ``model.to(device)``.
 _CONVERSIONS: Final = frozenset([_T.to, _T.cuda, _T.cpu, _T.float, _T.double, _T.half, _T.bfloat16, _T.type])
+
+
+def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, for which weights are plain tensors, as the library knows them."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return call
 
 
 class _Watched:
@@ -124,6 +136,9 @@ class _Divided(_Watched):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Shape, dtype and the like; what needs values gathers them in a forward, and raises elsewhere."""
         kwargs = kwargs or {}
+        if func == _SET_GRAD and args[1] is not None:
+            set_grad(*args)
+            return None
         if func in _PLAIN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -150,19 +165,19 @@ def _divided(arguments: Any) -> Iterator[_Divided]:
             yield from _divided(argument)
 
 
+@plainly
+def set_grad(weight: Any, grad: torch.Tensor) -> None:
+    """``weight.grad = grad``, of the whole weight's shape."""
+    held, like = weight.data, torch.empty((), dtype=weight.dtype, device=weight.device)
+    weight.data = like.expand(weight.ds_shape)
+    try:
+        weight.grad = grad
+    finally:
+        weight.data = held
+
+
 def _without_values(weight: Any) -> torch.Tensor:
     return torch.empty(weight.ds_shape, dtype=weight.dtype, device="meta")
-
-
-def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, for which weights are plain tensors, as the library knows them."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **kwargs)
-
-    return call
 
 
 @final

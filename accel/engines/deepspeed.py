@@ -199,7 +199,7 @@ class DeepSpeedEngine(steps.Stepping):
 
     def unsettled(self) -> bool:
         """Whether gradients came since the last ``settle``."""
-        return self.distributed and bool(self.log.entries)
+        return self.distributed and (bool(self.log.entries) or (self.zero is not None and self.zero.offered()))
 
     def hides_gradients(self) -> bool:
         """Whether fragments have any."""
