@@ -19,6 +19,7 @@ from ._deepspeed_library import library
 
 _T: Any = torch.Tensor
 _DATA: Any = _T.data
+_KEPT: Final = object()
 _SET_GRAD: Any = _T.grad.__set__
 
 
@@ -281,7 +282,12 @@ def watch_library(coordinator: Any) -> None:
         _promise(weights_of(module))
 
     def release_sub_module(module: Any, forward: bool = False) -> None:
+        kept = [weight for weight in weights_of(module) if weight.ds_persist]
+        for weight in kept:  # the library releases them too before it knows the order of the modules
+            weight.ds_active_sub_modules.add(_KEPT)
         release(module, forward)
+        for weight in kept:
+            weight.ds_active_sub_modules.discard(_KEPT)
         for weight in weights_of(module):
             if not weight.ds_persist and not weight.ds_active_sub_modules and isinstance(weight, _Watched):
                 weight.__class__ = weight._states[1]
