@@ -6,6 +6,7 @@ import logging
 import operator
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 logger = logging.getLogger("accel")
@@ -26,11 +27,12 @@ class TrainableMask:
 
     def now(self) -> list[bool]:
         """The mask as it is."""
-        return list(map(_requires_grad, self._parameters))
+        with torch._C.DisableTorchFunctionSubclass():  # a parameter's class may watch its uses, which takes its time
+            return list(map(_requires_grad, self._parameters))
 
     def changed(self) -> bool:
         """Whether it differs from what the engine knows; says once when it never does."""
-        if list(map(_requires_grad, self._parameters)) != self.known:
+        if self.now() != self.known:
             self._quiet_checks = -1
             return True
         if self._quiet_checks >= 0:

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ._deepspeed_fragment import Fragment
 from ._deepspeed_library import initialise
 from ._deepspeed_snapshot import Snapshot
+from ._deepspeed_weights import plainly
 from ._order import Order
 
 
@@ -112,6 +113,7 @@ class Partitions(ABC):
         """Whether a backward ended half-way."""
         return bool(self._open) and torch._C._current_graph_task_id() == -1
 
+    @plainly
     def arrived(self, index: int) -> None:
         """Autograd has accumulated a gradient in ``p.grad``."""
         if not self.eager or self.local or self.parameters[index].grad is None:  # frozen since the forward
@@ -221,11 +223,13 @@ class Partitions(ABC):
         """Whether the module does not hold what the optimizer steps, so that an edit of its weights is lost."""
         return self.masters or self._weights_on is not None
 
+    @plainly
     def edited(self) -> list[int]:
         """Which parameters the user changed in place, where that is lost. Local."""
         now = [p._version for p in self.parameters] if self.has_copies else self._versions
         return [i for i, (old, new) in enumerate(zip(self._versions, now, strict=True)) if old != new]
 
+    @plainly
     def note_versions(self) -> None:
         """Take the weights as they are."""
         self._versions = [p._version for p in self.parameters]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
 
+from ._deepspeed_coordinator import adopting, free_coordinator, waiting_dict, watch_order
 from ._deepspeed_library import library
 from ._deepspeed_partitions import Partitions
-from ._order import Order
+from ._deepspeed_weights import Watch, plainly, set_grad, watch_library
 
 _STAGE3: Final = "_DeepSpeedZeroOptimizer_Stage3__"
 _INFLIGHT: Final = "_PartitionedParameterCoordinator__inflight_param_registry"
@@ -45,6 +44,7 @@ class Sharded(Partitions):
 
     eager = True
     has_copies = True
+    _running = 0
 
     def arrange(self) -> None:
         """A fragment for each parameter of which this rank's part is not padding only."""
@@ -68,15 +68,33 @@ class Sharded(Partitions):
         for flat in zero.fp32_partitioned_groups_flat:
             flat.grad = None
         zero.fp32_partitioned_groups_flat = []
-        _free_coordinator(zero.parameter_offload.get_param_coordinator())
+        free_coordinator(zero.parameter_offload.get_param_coordinator())
         # The module is only pushed while it runs: a module on the library's global stack would never be freed.
         self._stack = library("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
         self._stack[:] = [m for m in self._stack if m is not self.module]
         coordinator = zero.parameter_offload.get_param_coordinator()
-        _watch(coordinator, self.order, {id(m): i for i, m in enumerate(self.module.modules())})
-        kind = _waiting(type(self.module._parameters), self._stack, coordinator)
+        watch_order(coordinator, self.order, {id(m): i for i, m in enumerate(self.module.modules())})
+        watch_library(coordinator)
+        method = weakref.WeakMethod(self.reveal)
+        reveal = lambda weight: (bound := method()) is not None and bound(weight)  # noqa: E731
+        kind = waiting_dict(type(self.module._parameters), reveal)
         for module in self.module.modules():
             module._parameters.__class__ = kind
+        self.weights = Watch(self.module, reveal)
+        adopt = weakref.WeakMethod(self.adopt)
+        for weight in self.parameters:
+            vars(weight)["partition"] = adopting(adopt, vars(weight)["partition"])
+
+    @plainly
+    @torch.no_grad()
+    def adopt(self, weights: Sequence[Any]) -> None:
+        """Give the optimizer the values that the library has taken over."""
+        for weight in weights:
+            index = self.numbers[id(weight)]
+            self._versions[index] = weight._version
+            fragment = self.fragments.get(index)
+            if fragment is not None and fragment.weights.data_ptr() != fragment.home.data_ptr():
+                fragment.weights.copy_(fragment.home)
 
     def make_scalar(self, parameter: Any) -> None:
         """In what the library remembers of it."""
@@ -93,20 +111,19 @@ class Sharded(Partitions):
         """The library's flat buffers."""
         return [bucket.buffer for bucket in self.zero.ipg_buckets.values() if bucket.buffer is not None]
 
+    @plainly
     def offer(self, index: int) -> None:
         """Zeros where this rank has no gradient."""
         parameter = self.parameters[index]
         if parameter.grad is None:
-            with torch.no_grad():
-                zeros = torch.zeros(self.shapes[index], dtype=parameter.dtype, device=parameter.device)
-                held, parameter.data = parameter.data, zeros
-                parameter.grad = zeros
-                parameter.data = held
+            set_grad(parameter, torch.zeros(self.shapes[index], dtype=parameter.dtype, device=parameter.device))
 
+    @plainly
     def take(self, index: int) -> None:
         """Into the library's bucket."""
         self.zero.reduce_independent_p_g_buckets_and_remove_grads(self.parameters[index])
 
+    @plainly
     def finish(self) -> None:
         """Reduce what is in the buckets, and let go of modules whose own hook did not fire."""
         zero = self.zero
@@ -133,6 +150,7 @@ class Sharded(Partitions):
             fragment = self.fragments[self.numbers[id(self.by_id[ds_id])]]
             fragment.grad = grad.narrow(0, 0, fragment.home.numel())
 
+    @plainly
     def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
         """Also what the library adds to."""
         super().drop(indices, set_to_none)
@@ -175,12 +193,25 @@ class Sharded(Partitions):
         self._stack.append(self.module)
         for module in self.module.modules():
             module._parameters._in_forward = True  # type: ignore[attr-defined]
+        self._running += 1
         try:
             yield
         finally:
+            self._running -= 1
             del self._stack[depth:]
             for module in self.module.modules():
-                module._parameters._in_forward = False  # type: ignore[attr-defined]
+                module._parameters._in_forward = self._running > 0  # type: ignore[attr-defined]
+
+    def reveal(self, weight: Any) -> bool:
+        """Gather a weight that the running forward reads beside its modules' own; False where none runs. Collective."""
+        if not self._running:
+            return False
+        handle = getattr(self.zero.parameter_offload.get_param_coordinator(), _INFLIGHT).pop(weight, None)
+        if handle is not None:
+            plainly(handle.wait)()
+        library("deepspeed.runtime.zero").register_external_parameter(self._stack[-1], weight)
+        weight.all_gather()
+        return True
 
     def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """With the library's hooks of a forward around it, and none of the user's."""
@@ -198,8 +229,12 @@ class Sharded(Partitions):
     def whole(self, full: Sequence[torch.Tensor]) -> Iterator[None]:
         """Only shards are held meanwhile."""
         self.scatter()
-        with super().whole(full):
-            yield
+        self.weights.open()
+        try:
+            with super().whole(full):
+                yield
+        finally:
+            self.weights.close()
 
     def is_divided(self, index: int) -> bool:
         """All are."""
@@ -208,59 +243,5 @@ class Sharded(Partitions):
     def end(self, full: Sequence[torch.Tensor]) -> None:
         """Let go of the shards as well."""
         self.scatter()
+        self.weights.open()
         super().end(full)
-
-
-def _watch(coordinator: Any, order: Order, numbers: dict[int, int]) -> None:
-    """Tell ``order`` which modules gather weights in a forward; small weights are gathered for good."""
-    fetch = coordinator.fetch_sub_module
-
-    def fetching(module: Any, forward: bool) -> None:
-        if forward and any(p is not None and not p.ds_persist for p in module._parameters.values()):
-            order.note(numbers[id(module)])
-        fetch(module, forward)
-
-    coordinator.fetch_sub_module = fetching
-
-
-def _waiting(kind: type[Any], stack: list[Any], coordinator: Any) -> type[Any]:
-    """The library's dict of a module's parameters, which waits for one that is being gathered ahead of its own module.
-
-    Another module that reads such a parameter would find it empty, and compute with that.
-    """
-    library_get, reference = kind.__getitem__, weakref.ref(coordinator)
-
-    def get(parameters: Any, name: str) -> Any:
-        parameter, owner = OrderedDict.__getitem__(parameters, name), reference()
-        if parameters._in_forward and owner is not None and getattr(parameter, "ds_status", None) is not None:
-            handle = getattr(owner, _INFLIGHT).pop(parameter, None)
-            if handle is not None:
-                handle.wait()
-                if stack:
-                    library("deepspeed.runtime.zero").register_external_parameter(stack[-1], parameter)
-        return library_get(parameters, name)
-
-    return type(kind.__name__, (kind,), {"__getitem__": get})
-
-
-def _free_coordinator(coordinator: Any) -> None:
-    """Its method with a cache keeps every coordinator, and so every model, for good: the cache moves to the object."""
-    name = "_PartitionedParameterCoordinator__params_to_release"
-    cached = inspect.getclosurevars(getattr(type(coordinator), name)).nonlocals["func"]
-    method = inspect.unwrap(cached)
-    reference = weakref.ref(coordinator)
-    cache: dict[tuple[int, int], set[int]] = {}
-    order: list[Any] = [None]
-
-    def params_to_release(module: Any, step: int) -> set[int]:
-        owner: Any = reference()
-        trace = owner._PartitionedParameterCoordinator__submodule_order
-        if trace is not order[0]:  # another trace of the model
-            cache.clear()
-            order[0] = trace
-        key = (module.ds_id, step)
-        if key not in cache:
-            cache[key] = method(owner, module, step)
-        return cache[key]
-
-    setattr(coordinator, name, params_to_release)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..precision import Accumulator
 from . import _deepspeed_foreign
 from ._deepspeed_verbs import Divided
+from ._deepspeed_weights import plainly
 from .base import Context
 
 logger = logging.getLogger("accel")
@@ -82,6 +83,7 @@ class Stepping(Divided, ABC):
         """Whether fragments have any."""
         return self.zero is not None and (bool(self._kept) or self.unsettled())
 
+    @plainly
     def assigned(self) -> list[int]:
         """The parameters whose ``p.grad`` no backward explains: it was assigned by hand. Local."""
         if self.zero is None and self._final:

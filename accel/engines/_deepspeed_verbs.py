@@ -20,6 +20,7 @@ from . import _deepspeed_state as states
 from ._deepspeed_guards import Guards
 from ._deepspeed_partitions import Partitions
 from ._deepspeed_sharded import Sharded
+from ._deepspeed_weights import plainly
 from .base import Context, Engine
 
 
@@ -189,7 +190,7 @@ class Divided(Engine, ABC):
         if optimizer is None:
             self.refuse_edits()
             with self.guards.inside():
-                rest = shard.module_shards(self.module)
+                rest = plainly(shard.module_shards)(self.module)
             fragments = []
             names = {self.names[i] for i in zero.numbers.values() if zero.is_divided(i)}
             for index, fragment in zero.fragments.items():

@@ -229,8 +229,9 @@ class MemoryVerbs(ABC):
         seen: set[int] = set()
         sizes = {"buckets": self.hidden_buckets()}
         for field, tensor in self.storages():
-            for part in _parts(tensor.detach()):
-                storage = part.untyped_storage()
+            with torch._C.DisableTorchFunctionSubclass():  # also of a parameter whose class refuses its use
+                storages = [part.untyped_storage() for part in _parts(tensor.detach())]
+            for storage in storages:
                 if storage.data_ptr() not in seen:
                     seen.add(storage.data_ptr())
                     sizes[field] = sizes.get(field, 0) + storage.nbytes()

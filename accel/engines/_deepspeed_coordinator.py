@@ -1,0 +1,73 @@
+"""Where stage 3 decides which weights to gather: what its coordinator and its modules' dicts do otherwise here."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from ._order import Order
+
+
+def watch_order(coordinator: Any, order: Order, numbers: dict[int, int]) -> None:
+    """Tell ``order`` which modules gather weights in a forward; small weights are gathered for good."""
+    fetch = coordinator.fetch_sub_module
+
+    def fetching(module: Any, forward: bool) -> None:
+        if forward and any(p is not None and not p.ds_persist for p in module._parameters.values()):
+            order.note(numbers[id(module)])
+        fetch(module, forward)
+
+    coordinator.fetch_sub_module = fetching
+
+
+def adopting(adopt: weakref.WeakMethod[Callable[[Any], None]], partition: Callable[..., Any]) -> Callable[..., Any]:
+    """The library's ``partition``, which ``GatheredParameters(..., modifier_rank=...)`` calls for weights that it changed."""
+
+    def call(param_list: Any = None, has_been_updated: bool = False, **options: Any) -> None:
+        partition(param_list, has_been_updated=has_been_updated, **options)
+        if has_been_updated and (method := adopt()) is not None:
+            method(param_list)
+
+    return call
+
+
+def waiting_dict(kind: type[Any], reveal: Callable[[Any], bool]) -> type[Any]:
+    """The library's dict of a module's parameters, which waits for one that is being gathered ahead of its own module.
+
+    Another module that reads such a parameter would find it empty, and compute with that.
+    """
+    library_get = kind.__getitem__
+
+    def get(parameters: Any, name: str) -> Any:
+        parameter = OrderedDict.__getitem__(parameters, name)
+        if parameters._in_forward and getattr(getattr(parameter, "ds_status", None), "name", "") == "INFLIGHT":
+            reveal(parameter)
+        return library_get(parameters, name)
+
+    return type(kind.__name__, (kind,), {"__getitem__": get})
+
+
+def free_coordinator(coordinator: Any) -> None:
+    """Its method with a cache keeps every coordinator, and so every model, for good: the cache moves to the object."""
+    name = "_PartitionedParameterCoordinator__params_to_release"
+    cached = inspect.getclosurevars(getattr(type(coordinator), name)).nonlocals["func"]
+    method = inspect.unwrap(cached)
+    reference = weakref.ref(coordinator)
+    cache: dict[tuple[int, int], set[int]] = {}
+    order: list[Any] = [None]
+
+    def params_to_release(module: Any, step: int) -> set[int]:
+        owner: Any = reference()
+        trace = owner._PartitionedParameterCoordinator__submodule_order
+        if trace is not order[0]:  # another trace of the model
+            cache.clear()
+            order[0] = trace
+        key = (module.ds_id, step)
+        if key not in cache:
+            cache[key] = method(owner, module, step)
+        return cache[key]
+
+    setattr(coordinator, name, params_to_release)

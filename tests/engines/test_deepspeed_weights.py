@@ -1,0 +1,256 @@
+"""Weights of ZeRO-3 outside of a forward: what reads one sees all of it or raises at once, on two real ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import accel
+from accel.engines.deepspeed import DeepSpeed
+from accel.registry import registry
+from tests.distributed import run
+
+#: No weight stays whole, however small.
+DIVIDED = DeepSpeed(stage=3, config={"zero_optimization": {"stage3_param_persistence_threshold": 0}})
+#: Each of these small ones does.
+KEPT = DeepSpeed(stage=3)
+
+
+class Net(nn.Module):
+    """Weights that the forward reads by name, in a loop over all, and from a list; one is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh())
+        self.head = nn.Linear(7, 5)
+        self.tied = nn.Linear(7, 5, bias=False)
+        self.tied.weight = self.head.weight
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+        self.listed = [self.body[2].bias, self.scale]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.linear(self.body(x), self.head.weight.t())
+        return self.tied(h) * sum(w.mean() for w in self.listed)
+
+    def penalty(self) -> torch.Tensor:
+        return 0.1 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def data(step: int) -> torch.Tensor:
+    return torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(step))
+
+
+class Pair:
+    """The same model trained by accel, and by plain torch on both ranks' batches."""
+
+    def __init__(self, backend: DeepSpeed) -> None:
+        self.plain, self.raw = Net(), Net()
+        self.plain_optimizer, self.raw_optimizer = sgd(self.plain), sgd(self.raw)
+        self.model, self.optimizer, _ = accel.setup(self.raw, self.raw_optimizer, backend=backend)
+
+    def train(self, steps: range, more: Callable[[Any], Any] = lambda model: 0.0) -> None:
+        for step in steps:
+            self.optimizer.zero_grad()
+            self.plain_optimizer.zero_grad()
+            (self.model(data(step)[accel.rank()]).square().mean() + more(self.model)).backward()
+            (torch.stack([self.plain(x).square().mean() for x in data(step)]).mean() + more(self.plain)).backward()
+            self.optimizer.step()
+            self.plain_optimizer.step()
+
+    def check(self) -> None:
+        found = accel.full_state_dict(self.model)
+        for name, value in self.plain.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
+
+
+Use = Callable[[Any, nn.Parameter], Any]
+#: What users do with a weight; ``m`` is a handle or a module, ``w`` its ``head.weight``.
+READS: list[Use] = [
+    lambda m, w: w.norm(),
+    lambda m, w: w.mean().item(),
+    lambda m, w: m.scale.item(),
+    lambda m, w: float(w.abs().max()),
+    lambda m, w: sum(p.pow(2).sum() for p in m.parameters()),
+    lambda m, w: torch.nn.utils.parameters_to_vector(m.parameters()),
+    lambda m, w: torch._foreach_norm([w]),
+    lambda m, w: copy.deepcopy(w),
+    lambda m, w: torch.save(w, io.BytesIO()),
+    lambda m, w: w.data.sum(),
+    lambda m, w: w.detach().cpu(),
+    lambda m, w: torch.zeros(5, 7).lerp_(w, 0.1),
+    lambda m, w: (w == torch.zeros(5, 7)).all(),
+    lambda m, w: torch.equal(torch.zeros(5, 7), w),
+    lambda m, w: (w @ w.T - torch.eye(5)).square().sum(),
+    lambda m, w: F.linear(torch.ones(2, 7), w),
+    lambda m, w: torch.histc(w),
+    lambda m, w: w.tolist(),
+    lambda m, w: w.data_ptr(),
+    lambda m, w: next(iter(w)),
+    lambda m, w: nn.Parameter(w),
+]
+#: What would be lost.
+EDITS: list[Use] = [
+    lambda m, w: w.copy_(torch.zeros(5, 7)),
+    lambda m, w: nn.init.ones_(w),
+    lambda m, w: w.data.clamp_(-0.1, 0.1),
+    lambda m, w: setattr(w, "data", torch.zeros(5, 7)),
+    lambda m, w: m.double(),
+    lambda m, w: dist.all_reduce(w),
+    lambda m, w: torch.nn.utils.vector_to_parameters(torch.zeros(200), m.parameters()),
+]
+#: What does not look at values.
+FACTS: list[Use] = [
+    lambda m, w: (w.shape, w.size(), w.size(0), w.dim(), w.ndim, len(w), w.numel(), w.nelement(), w.nbytes),
+    lambda m, w: (w.dtype, w.device, w.layout, w.is_leaf, w.requires_grad, w.is_floating_point(), w.type()),
+    lambda m, w: (w.stride(), w.is_contiguous(), w.element_size(), isinstance(w, nn.Parameter), type(w).__name__),
+    lambda m, w: (sum(p.numel() for p in m.parameters()), [tuple(p.shape) for p in m.parameters()]),
+    lambda m, w: (torch.zeros_like(w).tolist(), torch.full_like(w, 2.0).device, w.new_zeros(3).tolist()),
+    lambda m, w: (torch.randn_like(w, dtype=torch.float64).dtype, torch.empty_like(w).shape),
+    lambda m, w: torch.optim.Adagrad(m.parameters()).state[w]["sum"].shape,
+    lambda m, w: (w in {w}, {w: 1}[w], w is m.head.weight),
+    lambda m, w: (setattr(w, "grad", None), w.grad, w.requires_grad_(True) is w, w.register_hook(print).remove()),
+    lambda m, w: (m.to("cpu") is m, m.to(torch.float32) is m, m.float() is m),
+    lambda m, w: repr(m),
+]
+
+
+MESSAGE = r"(head\.weight|scale|body\.0\.weight)(\.data = | is divided over 2 ranks, and outside of a forward)"
+
+
+def divided() -> None:
+    pair = Pair(DIVIDED)
+    pair.train(range(2))
+    raw, weight = pair.raw, pair.raw.head.weight
+    if accel.rank() == 0:  # alone: nothing here waits for the other rank
+        for use in READS + EDITS:
+            with pytest.raises(accel.BackendError, match=MESSAGE):
+                use(raw, weight)
+        for number, use in enumerate(FACTS):
+            assert use(raw, weight) == use(pair.plain, pair.plain.head.weight), number
+        assert repr(raw.scale) == "Parameter of shape (1,), divided over 2 ranks"
+    with torch.no_grad(), pytest.raises(accel.BackendError, match=MESSAGE):
+        raw.body(torch.ones(5)) * raw.scale.sum()
+    pair.train(range(2, 4))
+    pair.check()
+
+
+def test_a_use_of_a_divided_weight_raises_and_facts_about_it_are_right() -> None:
+    run(2, divided, timeout=200.0)
+
+
+def gathered() -> None:
+    """All weights, in a forward, in methods, and in the library's own context, where they can be changed."""
+    pair = Pair(DIVIDED)
+    pair.train(range(4), more=lambda model: model.penalty())
+    with torch.no_grad():
+        torch.testing.assert_close(pair.model.penalty(), pair.plain.penalty())
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(pair.model.parameters())):
+        full = [p.detach().clone() for p in pair.model.parameters()]
+        copied, value = copy.deepcopy(pair.raw.scale), pair.raw.scale.item()
+    for mine, theirs in zip(full, pair.plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.detach(), rtol=0, atol=1e-5)
+    assert type(copied) is nn.Parameter
+    assert copied.item() == value
+    mine, theirs = (
+        torch.autograd.grad(m(data(9)[0]).square().mean(), [m.head.weight, *m.body.parameters()])
+        for m in (pair.model, pair.plain)
+    )
+    torch.testing.assert_close(mine, theirs)
+    pair.train(range(4, 6))
+    pair.check()
+    with deepspeed.zero.GatheredParameters([pair.raw.scale], modifier_rank=0), torch.no_grad():
+        if accel.rank() == 0:
+            pair.raw.scale.fill_(0.25)
+    pair.plain.scale.data.fill_(0.25)
+    pair.check()
+    pair.train(range(6, 8))
+    pair.check()
+
+
+def test_a_forward_a_method_and_deepspeeds_own_context_see_all_of_a_weight() -> None:
+    run(2, gathered, timeout=200.0)
+
+
+def kept() -> None:
+    """Small weights stay whole between the steps: what reads one is right, and an edit is seen."""
+    pair = Pair(KEPT)
+    pair.train(range(1))
+    outside = lambda model: 0.1 * sum(p.pow(2).sum() for p in model.parameters())  # noqa: E731
+    pair.train(range(1, 4), more=outside)
+    torch.testing.assert_close(outside(pair.raw), outside(pair.plain))
+    assert repr(pair.raw.scale).startswith("Parameter containing:\ntensor([")
+    pair.check()
+    before = accel.full_state_dict(pair.model)
+    pair.raw.head.weight.data.clamp_(-0.1, 0.1)
+    with pytest.raises(accel.BackendError, match="head.weight changed in place, which is lost"):
+        pair.model(data(0)[0])
+    with pytest.raises(accel.BackendError, match="scale.data = "):
+        pair.raw.scale.data = torch.ones(1)
+    pair.model.load_state_dict(before)
+    pair.train(range(4, 6))
+    pair.check()
+
+
+def test_weights_that_stay_whole_are_right_and_an_edit_of_their_data_is_seen() -> None:
+    run(2, kept, timeout=200.0)
+
+
+class Marked(nn.Parameter):
+    """A class of the user's own."""
+
+
+def classes() -> None:
+    """The classes of weights are as before when the engine has gone, and a module can be divided again."""
+    raw = Net()
+    raw.mark = Marked(torch.ones(3))
+    before = [(type(p), vars(p).copy()) for p in raw.parameters()]
+    for backend in (DIVIDED, KEPT, DIVIDED):
+        model, _, _ = accel.setup(raw, sgd(raw), backend=backend)
+        model(data(0)[0])
+        assert isinstance(raw.mark, Marked)
+        assert registry.of_handle(model).measure().parameters >= sum(p.nbytes for p in raw.parameters()) // 2
+        accel.teardown(model)
+        assert [(type(p), vars(p)) for p in raw.parameters()] == before
+        assert raw.mark.sum() == 3
+
+
+def test_classes_of_weights_are_as_before_after_teardown() -> None:
+    run(2, classes, timeout=200.0)
+
+
+def assigned(backend: Any) -> None:
+    """Gradients that the loop computed by itself are stepped: the ranks' mean."""
+    pair = Pair(backend)
+    pair.train(range(2))
+    for optimizer, model, rank in ((pair.optimizer, pair.model, accel.rank()), (pair.plain_optimizer, pair.plain, 0.5)):
+        optimizer.zero_grad()
+        for p in model.parameters():
+            p.grad = torch.full(p.shape, 1.0 + rank)
+        optimizer.step()
+    pair.check()
+    pair.train(range(2, 4))
+    pair.check()
+    with pytest.raises(RuntimeError, match="size"):
+        pair.raw.scale.grad = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    "backend", [DeepSpeed(stage=1), DeepSpeed(stage=2), DIVIDED, KEPT], ids=lambda b: f"stage {b.stage}"
+)
+def test_assigned_gradients_are_stepped(backend: Any) -> None:
+    run(2, assigned, backend, timeout=200.0)
