@@ -30,6 +30,10 @@ class GradientVerbs:
         """Everything in whose ``grad`` a backward may leave gradients of this model."""
         return self.parameters
 
+    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The tensor in whose place a parameter of ``known`` stands in a graph."""
+        return parameter
+
     def has_gradients(self, *, zeros: bool) -> bool:
         """Whether there are any, judged alike on all ranks that saw the same backwards; ``zeros`` counts those of zeros."""
         mine = any(a.grad is not None and (zeros or bool(here(a.grad).any())) for a in self.accumulators())

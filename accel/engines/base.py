@@ -178,10 +178,6 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         """The one of ``parameters`` that a parameter of the module stands for."""
         return parameter
 
-    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The tensor in whose place a parameter of ``known`` stands in a graph."""
-        return parameter
-
     def _verify(self) -> None:
         if self._ended:
             raise AccelError(f"the process groups were ended, this engine cannot go on: {self._ended}")
