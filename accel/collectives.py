@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from .control import agree, lost
 from .errors import AccelError, RankMismatchError
@@ -58,22 +59,38 @@ def all_reduce(data: Any, op: str = "sum") -> Any:
     return walk(lambda path, _: results[path], data, "data")
 
 
-@torch.no_grad()
-def all_gather(data: Any) -> Any:
+def all_gather(data: Any, *, gradients: bool = False) -> Any:
     """Concatenates each tensor of all ranks along its first dimension, which may differ between ranks.
 
     Tensors without dimensions become one of as many values as there are ranks. On one process, an identity.
 
     Args:
         data: A tensor, or nested dicts, lists, tuples, namedtuples and dataclasses of tensors.
+        gradients: Let gradients flow back, as a contrastive loss over all ranks' samples needs it: each rank's tensor gets the
+            sum of all ranks' gradients of its rows. The backward is a collective then: every rank uses the result in its
+            loss. Otherwise the results carry no gradient.
 
     Raises:
-        RankMismatchError: the ranks differ in structure, dtypes or the other dimensions; on every rank.
+        RankMismatchError: the ranks differ in structure, dtypes, the other dimensions, or in what carries a gradient;
+            on every rank.
         AccelError: a leaf is no tensor; on every rank.
     """
-    process, carrier, tensors, shapes = _meet("all_gather", data, rows=True)
+    carry = gradients and torch.is_grad_enabled()
+    what = "all_gather(gradients=True)" if carry else "all_gather"
+    process, carrier, tensors, shapes = _meet(what, data, rows=True, gradients=carry)
     if process.place.world_size == 1:
-        return map_tensors(_free, data)
+        return data if carry else map_tensors(_free, data)
+    results = _gather(process, carrier, tensors, shapes)
+    for path in [path for path, tensor in tensors.items() if carry and tensor.requires_grad]:
+        start = sum(theirs[path][0] if theirs[path] else 1 for theirs in shapes[: process.place.rank])
+        results[path] = _with_gradient(tensors[path], results[path], start)
+    return walk(lambda path, _: results[path], data, "data")
+
+
+@torch.no_grad()
+def _gather(
+    process: Process, carrier: torch.device, tensors: dict[str, Tensor], shapes: list[dict[str, tuple[int, ...]]]
+) -> dict[str, Any]:
     mine = _pack(tensors, carrier)
     sizes = [[math.prod(theirs[path]) * tensor.itemsize for path, tensor in tensors.items()] for theirs in shapes]
     longest = max(map(sum, sizes))
@@ -86,7 +103,25 @@ def all_gather(data: Any) -> Any:
         number = sum(theirs[path][0] if theirs[path] else 1 for theirs in shapes)
         rows = torch.cat(parts).view(tensor.dtype).reshape(number, *tensor.shape[1:])
         results[path] = rows.to(tensor.device)
-    return walk(lambda path, _: results[path], data, "data")
+    return results
+
+
+class _WithGradient(torch.autograd.Function):
+    """A tensor's rows among those of all ranks, as a function of the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, rows: Tensor, start: int) -> Tensor:
+        ctx.shape, ctx.start = tensor.shape, start
+        return rows.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        number = ctx.shape[0] if ctx.shape else 1
+        return all_reduce(grad)[ctx.start : ctx.start + number].reshape(ctx.shape), None, None
+
+
+_with_gradient: Any = _WithGradient.apply
 
 
 @torch.no_grad()
@@ -118,7 +153,13 @@ def broadcast(data: Any, src: int = 0) -> Any:
 
 
 def _meet(
-    what: str, data: Any, problem: str = "", refuse: Callable[[Tensor], str] = lambda _: "", rows: bool = False
+    what: str,
+    data: Any,
+    problem: str = "",
+    refuse: Callable[[Tensor], str] = lambda _: "",
+    *,
+    rows: bool = False,
+    gradients: bool = False,
 ) -> tuple[Process, torch.device, dict[str, Tensor], list[dict[str, tuple[int, ...]]]]:
     """What all ranks need to begin: where the data travels, this rank's tensors by path, and every rank's shapes.
 
@@ -139,7 +180,10 @@ def _meet(
     walk(visit, data, "data")
     tensors = {path: found[path] for path in sorted(found)}
     carrier = _carrier(process, tensors)
-    kinds = {path: f"{_describe(tensor, rows)} sent on {carrier.type}" for path, tensor in tensors.items()}
+    kinds = {
+        path: f"{_describe(tensor, rows)}{' with gradients' if gradients and tensor.requires_grad else ''} sent on {carrier.type}"
+        for path, tensor in tensors.items()
+    }
     shapes = {path: tuple(tensor.shape) for path, tensor in tensors.items()}
     answers = agree(what, (problems[:1], kinds, shapes))
     for number, (reasons, _, _) in enumerate(answers):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
@@ -13,7 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 
+import accel
 from accel import process
 from accel.collectives import all_gather, all_reduce, broadcast
 from accel.control import agree, barrier, main_first, short_timeout
@@ -351,6 +355,57 @@ def test_all_gather_concatenates() -> None:
         assert nothing == {}
 
 
+def gather_with_gradients() -> None:
+    """Each rank's rows get the gradients that all ranks have for them."""
+    rank, world = process.rank(), process.world_size()
+    x = torch.ones(rank + 1, 2, requires_grad=True)
+    s = torch.tensor(float(rank), requires_grad=True)
+    fixed = torch.ones(1)
+    found = all_gather({"x": x, "s": s, "fixed": fixed}, gradients=True)
+    assert not found["fixed"].requires_grad
+    rows = torch.arange(float(len(found["x"])))[:, None].expand(-1, 2)
+    ((found["x"] * rows).sum() * (rank + 1) + (found["s"] * (rank + 1)).sum()).backward()
+    total, first = sum(r + 1 for r in range(world)), sum(r + 1 for r in range(rank))
+    assert x.grad is not None
+    assert x.grad.tolist() == [[total * (first + i)] * 2 for i in range(rank + 1)]
+    assert s.grad is not None
+    assert s.grad.item() == total
+    assert not all_gather(x).requires_grad
+    with torch.no_grad():
+        assert not all_gather(x, gradients=True).requires_grad
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_all_gather_with_gradients(world: int) -> None:
+    run(world, gather_with_gradients)
+
+
+def contrast() -> float:
+    """A contrastive loss over the samples of all ranks, in ddp and in one process on the whole batch."""
+    rank, world = process.rank(), process.world_size()
+    torch.manual_seed(0)
+    net = nn.Linear(6, 4)
+    plain = copy.deepcopy(net)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (net, plain)]
+    model, optimizer, _ = accel.setup(net, optimizers[0], backend="ddp" if world > 1 else "single")
+    for step in range(3):
+        batch = torch.randn(2, 4 * world, 6, generator=torch.Generator().manual_seed(step))
+        own = slice(4 * rank, 4 * rank + 4)
+        optimizer.zero_grad()
+        optimizers[1].zero_grad()
+        a, b = model(batch[:, own])
+        F.cross_entropy(a @ accel.all_gather(b, gradients=True).T, torch.arange(8)[own]).backward()
+        a, b = plain(batch)
+        F.cross_entropy(a @ b.T, torch.arange(len(a))).backward()
+        optimizer.step()
+        optimizers[1].step()
+    return float((net.weight - plain.weight).abs().max().detach())
+
+
+def test_a_contrastive_loss_over_all_ranks() -> None:
+    assert max(run(2, contrast)) < 1e-6
+
+
 def broadcast_all(src: int) -> Any:
     rank = process.rank()
     data = [torch.full((2, 3), rank, dtype=torch.float16).t(), {"flag": torch.tensor(rank == 1)}, torch.tensor(rank)]
@@ -375,6 +430,7 @@ def differ(case: str) -> Any:
         "shape": lambda: all_reduce([torch.ones(3 if one else 2)]),
         "dtype": lambda: all_gather(ones.double() if one else ones),
         "columns": lambda: all_gather(torch.ones(1, 2 if one else 3)),
+        "gradients": lambda: all_gather(torch.ones(1, requires_grad=one), gradients=True),
         "dims": lambda: all_gather(torch.ones(1) if one else torch.tensor(1.0)),
         "broadcast": lambda: broadcast(torch.ones(3 if one else 2)),
         "op": lambda: all_reduce(ones, "max" if one else "min"),
@@ -397,6 +453,11 @@ def differ(case: str) -> Any:
         ("shape", "RankMismatchError", "data[0] is torch.float32 of shape (2) sent on cpu on rank 0 and torch.float32"),
         ("dtype", "RankMismatchError", "torch.float64 of shape (any) sent on cpu on rank 1"),
         ("columns", "RankMismatchError", "(any, 3) sent on cpu on rank 0 and torch.float32 of shape (any, 2)"),
+        (
+            "gradients",
+            "RankMismatchError",
+            "on rank 0 and torch.float32 of shape (any) with gradients sent on cpu on rank 1",
+        ),
         ("dims", "RankMismatchError", "of shape () sent on cpu on rank 0 and torch.float32 of shape (any)"),
         ("broadcast", "RankMismatchError", "data is torch.float32 of shape (2) sent on cpu on rank 0"),
         ("op", "RankMismatchError", "rank 0 is in \"all_reduce(op='min')\"; rank 1 is in \"all_reduce(op='max')\""),
