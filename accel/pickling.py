@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import os
 import pickle
@@ -17,6 +18,9 @@ from .handles import ModelHandle, OptimizerHandle
 from .handles import raw as raw_of
 
 _MOST = 5  # culprits that an error names
+
+# A function that calls torch.ops... brings it along, as a module of a class of its own, which pickle does not know.
+copyreg.pickle(type(torch.ops), lambda ops: (getattr, (torch, "ops")))
 
 
 class _Nowhere:
