@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -78,6 +79,8 @@ class Meeting:
                 applies[key] = self.visit(state, item, children[key], below, where, decoder)
             else:
                 self.missing.append(where)
+        if isinstance(value, dict) and name and not holds_object(value):
+            self._add(value, children, path, applies, decoder)
 
         def apply() -> Any:
             new = {key: one() for key, one in applies.items()}
@@ -91,6 +94,27 @@ class Meeting:
             return value
 
         return apply
+
+    def _add(
+        self,
+        value: dict[Any, Any],
+        children: Mapping[Any, Json],
+        path: str,
+        applies: dict[Any, Apply],
+        decoder: Decoder,
+    ) -> None:
+        """A dict of plain values is one: what it has not yet is taken as well, as a history that grew."""
+        for key, node in children.items():
+            if key in value:
+                continue
+            if not holds_saved_object(node):
+                self.plain.append(node)
+                applies[key] = functools.partial(decoder.decode, node)
+            elif not value:
+                where = place(path, key)
+                self.unfit.append(
+                    f"{path} is an empty dict, and in the checkpoint {where} holds {_describe(node)} to be filled"
+                )
 
 
 def children_of(node: Json, decoder: Decoder) -> dict[Any, Json] | None:

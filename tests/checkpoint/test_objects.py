@@ -267,3 +267,24 @@ def buffers(directory: str) -> list[float]:
 def test_buffers_are_those_of_one_rank(tmp_path: Path) -> None:
     first, second = run(2, buffers, str(tmp_path / "c"))
     assert first == second
+
+
+def test_an_inner_dict_of_plain_values_takes_all_that_was_saved_of_it(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    saved = {
+        "model": model,
+        "history": {"loss": [1.0, 2.0], 3: {"best": True}},
+        "ema": {"w": torch.ones(2)},
+        "epoch": 4,
+    }
+    accel.save(saved, tmp_path / "c")
+    history: dict[Any, Any] = {}
+    state = accel.load(tmp_path / "c", {"model": model, "history": history, "epoch": 0})
+    assert state == {"model": model, "history": saved["history"], "epoch": 4}
+    assert state["history"] is history
+    assert accel.load(tmp_path / "c", {"history": {"loss": []}})["history"] == saved["history"]
+    assert accel.load(tmp_path / "c", {}) == {}
+    with pytest.raises(accel.CheckpointError, match=r'state\["ema"\] is an empty dict.*state\["ema"\]\["w"\]'):
+        accel.load(tmp_path / "c", {"ema": {}})
+    with pytest.raises(accel.CheckpointError, match=r'state\["history"\]\["acc"\]'):
+        accel.load(tmp_path / "c", {"history": {"acc": 0}})
