@@ -254,3 +254,21 @@ def assigned(backend: Any) -> None:
 )
 def test_assigned_gradients_are_stepped(backend: Any) -> None:
     run(2, assigned, backend, timeout=200.0)
+
+
+def inputs(backend: Any) -> None:
+    pair = Pair(backend)
+    for step in range(2):
+        pair.optimizer.zero_grad()
+        pair.plain_optimizer.zero_grad()
+        pair.model(data(step)[accel.rank()]).square().mean().backward(inputs=[pair.model.head.weight])
+        loss = torch.stack([pair.plain(x).square().mean() for x in data(step)]).mean()
+        loss.backward(inputs=[pair.plain.head.weight])
+        pair.optimizer.step()
+        pair.plain_optimizer.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("backend", [DIVIDED, KEPT], ids=["divided", "kept"])
+def test_a_backward_for_some_weights_only(backend: Any) -> None:
+    run(2, inputs, backend)
