@@ -11,13 +11,17 @@ from typing import Any
 from ._order import Order
 
 
-def watch_order(coordinator: Any, order: Order, numbers: dict[int, int]) -> None:
-    """Tell ``order`` which modules gather weights in a forward; small weights are gathered for good."""
+def watch_order(
+    coordinator: Any, order: Order, numbers: dict[int, int], backward: weakref.WeakMethod[Callable[[], None]]
+) -> None:
+    """Tell ``order`` which modules gather weights in a forward, and ``backward`` of one; small weights stay gathered."""
     fetch = coordinator.fetch_sub_module
 
     def fetching(module: Any, forward: bool) -> None:
         if forward and any(p is not None and not p.ds_persist for p in module._parameters.values()):
             order.note(numbers[id(module)])
+        if not forward and (enter := backward()) is not None:
+            enter()
         fetch(module, forward)
 
     coordinator.fetch_sub_module = fetching

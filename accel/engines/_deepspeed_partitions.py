@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ._deepspeed_fragment import Fragment
+from ._deepspeed_fragment import Fragment, arrival_hook
 from ._deepspeed_library import initialise
 from ._deepspeed_snapshot import Snapshot
 from ._deepspeed_weights import plainly
@@ -76,7 +76,7 @@ class Partitions(ABC):
             self.snapshot.changed()
             self.arrange()
             for index, parameter in self.divided.items():
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index)))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(arrival_hook(weakref.ref(self), index)))
         finally:
             for parameter, wanted in zip(self.parameters, trainable, strict=True):
                 if parameter.is_floating_point():
@@ -118,12 +118,16 @@ class Partitions(ABC):
         """Autograd has accumulated a gradient in ``p.grad``."""
         if not self.eager or self.local or self.parameters[index].grad is None:  # frozen since the forward
             return
+        self.enter_backward()
+        self.take(index)
+
+    def enter_backward(self) -> None:
+        """Note the backward that runs, whose end reduces what is left. Reentrant checkpoints run others inside of it."""
         task = torch._C._current_graph_task_id()
         if task not in self._open:
             self._open.add(task)
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: self._end_of_backward(task))
-        self.take(index)
 
     def _end_of_backward(self, task: int) -> None:
         self.finish()
@@ -288,13 +292,3 @@ class Partitions(ABC):
         for parameter, values in zip(self.parameters, full, strict=True):
             parameter.data = values
         self.fragments.clear()
-
-
-def _hook(reference: weakref.ref[Partitions], index: int) -> Callable[[torch.Tensor], None]:
-    # Weakly: autograd keeps the hook where no garbage collector looks.
-    def arrived(_: torch.Tensor) -> None:
-        partitions = reference()
-        if partitions is not None:
-            partitions.arrived(index)
-
-    return arrived

@@ -73,7 +73,8 @@ class Sharded(Partitions):
         self._stack = library("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
         self._stack[:] = [m for m in self._stack if m is not self.module]
         coordinator = zero.parameter_offload.get_param_coordinator()
-        watch_order(coordinator, self.order, {id(m): i for i, m in enumerate(self.module.modules())})
+        numbers = {id(m): i for i, m in enumerate(self.module.modules())}
+        watch_order(coordinator, self.order, numbers, weakref.WeakMethod(self.enter_backward))
         watch_library(coordinator)
         method = weakref.WeakMethod(self.reveal)
         reveal = lambda weight: (bound := method()) is not None and bound(weight)  # noqa: E731
@@ -136,7 +137,8 @@ class Sharded(Partitions):
         for number in zero.params_already_reduced:
             zero.params_already_reduced[number] = False
         self._hand_out()
-        zero.parameter_offload.release_backward_leftovers()
+        if len(self._open) <= 1:  # the backward around a reentrant checkpoint's still needs its weights
+            zero.parameter_offload.release_backward_leftovers()
 
     def widen(self) -> None:
         """Of what the library adds to."""

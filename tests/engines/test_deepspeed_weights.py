@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import accel
 from accel.engines.deepspeed import DeepSpeed
@@ -272,3 +273,38 @@ def inputs(backend: Any) -> None:
 @pytest.mark.parametrize("backend", [DIVIDED, KEPT], ids=["divided", "kept"])
 def test_a_backward_for_some_weights_only(backend: Any) -> None:
     run(2, inputs, backend)
+
+
+class Checkpointed(nn.Module):
+    """Its own weight is needed before and after the backward that a reentrant checkpoint runs inside of backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
+        self.weight = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.inner, torch.tanh(x @ self.weight), use_reentrant=True)
+        x = checkpoint(lambda v: self.inner(v) @ self.weight, x, use_reentrant=True)
+        return x @ self.weight.T
+
+
+def reentrant() -> None:
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(5, 5), Checkpointed(), Checkpointed(), nn.Linear(5, 2))
+    raw = copy.deepcopy(plain)
+    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=DIVIDED)
+    plain_optimizer = sgd(plain)
+    for step in range(3):
+        optimizer.zero_grad()
+        plain_optimizer.zero_grad()
+        model(data(step)[accel.rank()]).square().mean().backward()
+        torch.stack([plain(x).square().mean() for x in data(step)]).mean().backward()
+        optimizer.step()
+        plain_optimizer.step()
+    for name, value in accel.full_state_dict(model).items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=1e-5)
+
+
+def test_a_reentrant_checkpoint_leaves_the_weights_of_the_backward_around_it() -> None:
+    run(2, reentrant)
