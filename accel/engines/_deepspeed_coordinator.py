@@ -5,10 +5,31 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any, final
 
 from ._order import Order
+
+
+@final
+class Method:
+    """A bound method whose repr is not its owner's: some modules (``EmbeddingBag``) show all of their attributes in theirs."""
+
+    def __init__(self, function: Callable[..., Any], owner: Any) -> None:
+        self._function = function
+        self._owner = owner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._owner, *args, **kwargs)
+
+
+def shorten_methods(modules: Iterable[Any]) -> None:
+    """Let no method that the library has bound to a module show the module."""
+    for module in modules:
+        for name in ("all_parameters", "ds_external_parameters"):
+            if isinstance(bound := vars(module).get(name), MethodType):
+                vars(module)[name] = Method(bound.__func__, module)
 
 
 def watch_order(

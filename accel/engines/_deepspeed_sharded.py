@@ -9,7 +9,7 @@ from typing import Any, Final, final
 
 import torch
 
-from ._deepspeed_coordinator import adopting, free_coordinator, waiting_dict, watch_order
+from ._deepspeed_coordinator import adopting, free_coordinator, shorten_methods, waiting_dict, watch_order
 from ._deepspeed_library import library
 from ._deepspeed_partitions import Partitions
 from ._deepspeed_weights import Watch, plainly, set_grad, watch_library
@@ -81,6 +81,7 @@ class Sharded(Partitions):
         kind = waiting_dict(type(self.module._parameters), reveal)
         for module in self.module.modules():
             module._parameters.__class__ = kind
+        shorten_methods(self.module.modules())
         self.weights = Watch(self.module, reveal)
         adopt = weakref.WeakMethod(self.adopt)
         for weight in self.parameters:

@@ -308,3 +308,17 @@ def reentrant() -> None:
 
 def test_a_reentrant_checkpoint_leaves_the_weights_of_the_backward_around_it() -> None:
     run(2, reentrant)
+
+
+def shown(stage: int) -> None:
+    raw = nn.Sequential(nn.EmbeddingBag(10, 5), nn.Linear(5, 2))
+    plain = repr(nn.Sequential(nn.EmbeddingBag(10, 5), nn.Linear(5, 2)))
+    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=DeepSpeed(stage=stage))
+    model(torch.tensor([[1, 2]])).sum().backward()
+    optimizer.step()
+    assert repr(raw) == plain
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_module_that_shows_its_attributes_can_be_shown(stage: int) -> None:
+    run(2, shown, stage)
