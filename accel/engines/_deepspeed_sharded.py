@@ -138,7 +138,7 @@ class Sharded(Partitions):
         for number in zero.params_already_reduced:
             zero.params_already_reduced[number] = False
         self._hand_out()
-        if len(self._open) <= 1:  # the backward around a reentrant checkpoint's still needs its weights
+        if len(self.backwards) <= 1:  # the backward around a reentrant checkpoint's still needs its weights
             zero.parameter_offload.release_backward_leftovers()
 
     def widen(self) -> None:
