@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any, final
 
+import torch
+
+from ..errors import BackendError
 from ._order import Order
 
 
@@ -72,7 +75,16 @@ def waiting_dict(kind: type[Any], reveal: Callable[[Any], bool]) -> type[Any]:
             reveal(parameter)
         return library_get(parameters, name)
 
-    return type(kind.__name__, (kind,), {"__getitem__": get})
+    def put(parameters: Any, name: str, value: Any) -> None:
+        if name in parameters and isinstance(value, torch.Tensor) and not hasattr(value, "ds_id"):
+            raise BackendError(
+                f"another tensor in the place of the parameter {name!r}: DeepSpeed stage 3 gathers the model's own parameters; "
+                "for torch.func.functional_call use stage 2, or compute with torch.nn.functional; to replace a parameter, call "
+                "raw = accel.teardown(model), and set it up again"
+            )
+        OrderedDict.__setitem__(parameters, name, value)
+
+    return type(kind.__name__, (kind,), {"__getitem__": get, "__setitem__": put})
 
 
 def free_coordinator(coordinator: Any) -> None:

@@ -322,3 +322,32 @@ def shown(stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_module_that_shows_its_attributes_can_be_shown(stage: int) -> None:
     run(2, shown, stage)
+
+
+class Functional(nn.Module):
+    """Gives its child tensors in the places of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.child = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+
+    def forward(self, x: torch.Tensor, factor: float | None = None) -> torch.Tensor:
+        own = dict(self.child.named_parameters())
+        given = own if factor is None else {name: p * factor for name, p in own.items()}
+        out: torch.Tensor = torch.func.functional_call(self.child, given, (x,))
+        return out
+
+
+def functional() -> None:
+    plain, raw = Functional(), Functional()
+    model, _, _ = accel.setup(raw, sgd(raw), backend=DIVIDED)
+    x = data(0)[0]
+    for _ in range(2):
+        with pytest.raises(accel.BackendError, match="the place of the parameter 'weight'"):
+            model(x, 2.0)
+        torch.testing.assert_close(model(x), plain(x))
+
+
+def test_other_tensors_in_the_places_of_divided_weights_are_refused() -> None:
+    run(2, functional)
