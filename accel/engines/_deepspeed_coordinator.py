@@ -5,19 +5,47 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any, final
 
+import torch
+
+from ..errors import BackendError
 from ._order import Order
 
 
-def watch_order(coordinator: Any, order: Order, numbers: dict[int, int]) -> None:
-    """Tell ``order`` which modules gather weights in a forward; small weights are gathered for good."""
+@final
+class Method:
+    """A bound method whose repr is not its owner's: some modules (``EmbeddingBag``) show all of their attributes in theirs."""
+
+    def __init__(self, function: Callable[..., Any], owner: Any) -> None:
+        self._function = function
+        self._owner = owner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._owner, *args, **kwargs)
+
+
+def shorten_methods(modules: Iterable[Any]) -> None:
+    """Let no method that the library has bound to a module show the module."""
+    for module in modules:
+        for name in ("all_parameters", "ds_external_parameters"):
+            if isinstance(bound := vars(module).get(name), MethodType):
+                vars(module)[name] = Method(bound.__func__, module)
+
+
+def watch_order(
+    coordinator: Any, order: Order, numbers: dict[int, int], backward: weakref.WeakMethod[Callable[[], None]]
+) -> None:
+    """Tell ``order`` which modules gather weights in a forward, and ``backward`` of one; small weights stay gathered."""
     fetch = coordinator.fetch_sub_module
 
     def fetching(module: Any, forward: bool) -> None:
         if forward and any(p is not None and not p.ds_persist for p in module._parameters.values()):
             order.note(numbers[id(module)])
+        if not forward and (enter := backward()) is not None:
+            enter()
         fetch(module, forward)
 
     coordinator.fetch_sub_module = fetching
@@ -47,7 +75,16 @@ def waiting_dict(kind: type[Any], reveal: Callable[[Any], bool]) -> type[Any]:
             reveal(parameter)
         return library_get(parameters, name)
 
-    return type(kind.__name__, (kind,), {"__getitem__": get})
+    def put(parameters: Any, name: str, value: Any) -> None:
+        if name in parameters and isinstance(value, torch.Tensor) and not hasattr(value, "ds_id"):
+            raise BackendError(
+                f"another tensor in the place of the parameter {name!r}: DeepSpeed stage 3 gathers the model's own parameters; "
+                "for torch.func.functional_call use stage 2, or compute with torch.nn.functional; to replace a parameter, call "
+                "raw = accel.teardown(model), and set it up again"
+            )
+        OrderedDict.__setitem__(parameters, name, value)
+
+    return type(kind.__name__, (kind,), {"__getitem__": get, "__setitem__": put})
 
 
 def free_coordinator(coordinator: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -41,3 +43,14 @@ class Fragment:
         """Keep the gradient in the dtype of ``weights``, so that it can be computed with."""
         if self.grad is not None:
             self.grad = self.grad.to(self.weights.dtype)
+
+
+def arrival_hook(partitions: weakref.ref[Any], index: int) -> Callable[[torch.Tensor], None]:
+    """Tells ``partitions`` that a parameter's gradient has arrived."""
+
+    # Weakly: autograd keeps the hook where no garbage collector looks.
+    def arrived(_: torch.Tensor) -> None:
+        if (owner := partitions()) is not None:
+            owner.arrived(index)
+
+    return arrived

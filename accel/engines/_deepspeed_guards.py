@@ -6,7 +6,6 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import MethodType
 from typing import Any, Protocol, final
 
 from torch import nn
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import AccelError
+from ._deepspeed_coordinator import Method
 
 
 class Guarded(Protocol):
@@ -43,9 +43,9 @@ class Guards:
     def module(self, module: nn.Module) -> None:
         """Guard the raw module."""
         self._module = module
-        vars(module)["__deepcopy__"] = MethodType(_deepcopy(self._engine), module)
+        vars(module)["__deepcopy__"] = Method(_deepcopy(self._engine), module)
         for child in module.modules():
-            vars(child)["zero_grad"] = MethodType(_module_zero_grad(self._engine), child)
+            vars(child)["zero_grad"] = Method(_module_zero_grad(self._engine), child)
             self._hooks.append(child.register_state_dict_pre_hook(lambda *_: self._refuse_module("state_dict")))
             self._hooks.append(
                 child.register_load_state_dict_pre_hook(lambda *_: self._refuse_module("load_state_dict"))
@@ -53,7 +53,7 @@ class Guards:
 
     def optimizer(self, optimizer: Optimizer) -> None:
         """Guard a raw optimizer."""
-        vars(optimizer)["zero_grad"] = MethodType(_optimizer_zero_grad(self._engine), optimizer)
+        vars(optimizer)["zero_grad"] = Method(_optimizer_zero_grad(self._engine), optimizer)
         self._optimizers[id(optimizer)] = [
             optimizer.register_state_dict_pre_hook(lambda _: self._refuse_optimizer("state_dict")),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._refuse_optimizer("load_state_dict")),

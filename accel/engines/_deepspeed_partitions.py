@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ._deepspeed_fragment import Fragment
+from ._deepspeed_fragment import Fragment, arrival_hook
 from ._deepspeed_library import initialise
 from ._deepspeed_snapshot import Snapshot
 from ._deepspeed_weights import plainly
@@ -49,7 +49,9 @@ class Partitions(ABC):
         self.masters = masters
         self._weights_on = weights_on
         self._hooks: list[RemovableHandle] = []
-        self._open: set[int] = set()
+        self.backwards: set[int] = set()
+        #: What backwards left in ``p.grad``.
+        self.waiting: dict[int, torch.Tensor] = {}
         self.snapshot = Snapshot(module)
         self.order = Order()
         self._versions: list[int] = []
@@ -76,7 +78,7 @@ class Partitions(ABC):
             self.snapshot.changed()
             self.arrange()
             for index, parameter in self.divided.items():
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index)))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(arrival_hook(weakref.ref(self), index)))
         finally:
             for parameter, wanted in zip(self.parameters, trainable, strict=True):
                 if parameter.is_floating_point():
@@ -111,23 +113,32 @@ class Partitions(ABC):
     @property
     def broken(self) -> bool:
         """Whether a backward ended half-way."""
-        return bool(self._open) and torch._C._current_graph_task_id() == -1
+        return bool(self.backwards) and torch._C._current_graph_task_id() == -1
 
     @plainly
     def arrived(self, index: int) -> None:
         """Autograd has accumulated a gradient in ``p.grad``."""
-        if not self.eager or self.local or self.parameters[index].grad is None:  # frozen since the forward
+        grad = self.parameters[index].grad
+        if grad is None:  # frozen since the forward
             return
+        if self.local or not self.eager:
+            self.waiting[index] = grad
+        else:
+            self.waiting.pop(index, None)
+            self.enter_backward()
+            self.take(index)
+
+    def enter_backward(self) -> None:
+        """Note the backward that runs, whose end reduces what is left. Reentrant checkpoints run others inside of it."""
         task = torch._C._current_graph_task_id()
-        if task not in self._open:
-            self._open.add(task)
+        if task not in self.backwards:
+            self.backwards.add(task)
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: self._end_of_backward(task))
-        self.take(index)
 
     def _end_of_backward(self, task: int) -> None:
         self.finish()
-        self._open.discard(task)
+        self.backwards.discard(task)
 
     def flush(self, group: dist.ProcessGroup | None) -> None:
         """Reduce what backward left in ``p.grad``; a rank that has none counts as zero. Collective."""
@@ -138,6 +149,7 @@ class Partitions(ABC):
         for index in waiting:
             self.offer(index)
             self.take(index)
+        self.waiting.clear()
         if waiting:
             self.finish()
 
@@ -156,6 +168,7 @@ class Partitions(ABC):
     def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
         """``zero_grad`` of some parameters."""
         for index in indices:
+            self.waiting.pop(index, None)
             parameter, fragment = self.parameters[index], self.fragments.get(index)
             for holder in (parameter, fragment):
                 if holder is None or holder.grad is None:
@@ -176,8 +189,7 @@ class Partitions(ABC):
         """The global norm of all gradients. Collective."""
         self.widen()
         grads = [f.grad for f in self.fragments.values() if f.grad is not None]
-        infinite = norm_type == float("inf")
-        local = torch.zeros((), dtype=torch.float32, device=device)
+        infinite, local = norm_type == float("inf"), torch.zeros((), dtype=torch.float32, device=device)
         if grads:
             norms = torch.stack([n.float().to(device) for n in torch._foreach_norm(grads, norm_type)])
             local = norms.max() if infinite else norms.pow(norm_type).sum()
@@ -196,13 +208,10 @@ class Partitions(ABC):
             if fragment.grad is not None:
                 fragment.grad.mul_(factor.to(device=fragment.grad.device, dtype=fragment.grad.dtype))
 
-    def forget_backward(self) -> None:
-        """Note that the gradients of a backward that ended half-way were dropped."""
-        self._open.clear()
-
     def reset(self) -> None:
         """Forget a backward or forward that ended half-way. Collective."""
-        self._open.clear()
+        self.backwards.clear()
+        self.waiting.clear()
         self.order.drop()
         for parameter in self.parameters:
             parameter.grad = None
@@ -288,13 +297,3 @@ class Partitions(ABC):
         for parameter, values in zip(self.parameters, full, strict=True):
             parameter.data = values
         self.fragments.clear()
-
-
-def _hook(reference: weakref.ref[Partitions], index: int) -> Callable[[torch.Tensor], None]:
-    # Weakly: autograd keeps the hook where no garbage collector looks.
-    def arrived(_: torch.Tensor) -> None:
-        partitions = reference()
-        if partitions is not None:
-            partitions.arrived(index)
-
-    return arrived

@@ -9,7 +9,7 @@ from typing import Any, Final, final
 
 import torch
 
-from ._deepspeed_coordinator import adopting, free_coordinator, waiting_dict, watch_order
+from ._deepspeed_coordinator import adopting, free_coordinator, shorten_methods, waiting_dict, watch_order
 from ._deepspeed_library import library
 from ._deepspeed_partitions import Partitions
 from ._deepspeed_weights import Watch, plainly, set_grad, watch_library
@@ -73,13 +73,15 @@ class Sharded(Partitions):
         self._stack = library("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
         self._stack[:] = [m for m in self._stack if m is not self.module]
         coordinator = zero.parameter_offload.get_param_coordinator()
-        watch_order(coordinator, self.order, {id(m): i for i, m in enumerate(self.module.modules())})
+        numbers = {id(m): i for i, m in enumerate(self.module.modules())}
+        watch_order(coordinator, self.order, numbers, weakref.WeakMethod(self.enter_backward))
         watch_library(coordinator)
         method = weakref.WeakMethod(self.reveal)
         reveal = lambda weight: (bound := method()) is not None and bound(weight)  # noqa: E731
         kind = waiting_dict(type(self.module._parameters), reveal)
         for module in self.module.modules():
             module._parameters.__class__ = kind
+        shorten_methods(self.module.modules())
         self.weights = Watch(self.module, reveal)
         adopt = weakref.WeakMethod(self.adopt)
         for weight in self.parameters:
@@ -136,7 +138,8 @@ class Sharded(Partitions):
         for number in zero.params_already_reduced:
             zero.params_already_reduced[number] = False
         self._hand_out()
-        zero.parameter_offload.release_backward_leftovers()
+        if len(self.backwards) <= 1:  # the backward around a reentrant checkpoint's still needs its weights
+            zero.parameter_offload.release_backward_leftovers()
 
     def widen(self) -> None:
         """Of what the library adds to."""

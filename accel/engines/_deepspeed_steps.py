@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..precision import Accumulator
 from . import _deepspeed_foreign
+from ._deepspeed_partitions import Partitions
 from ._deepspeed_verbs import Divided
 from ._deepspeed_weights import plainly
 from .base import Context
@@ -32,6 +33,8 @@ class Stepping(Divided, ABC):
         self._kept: set[int | None] = set()
         self._spent: set[int | None] = set()
         self._told = False
+        #: Parameters whose assigned gradients took the place of others before the next forward.
+        self._renewed: set[int] = set()
         # Where nothing is divided: whether what p.grad holds is known to be final, and who stepped with it.
         self._final = False
         self._stepped: set[int] = set()
@@ -86,16 +89,28 @@ class Stepping(Divided, ABC):
     @plainly
     def assigned(self) -> list[int]:
         """The parameters whose ``p.grad`` no backward explains: it was assigned by hand. Local."""
-        if self.zero is None and self._final:
+        zero = self.zero
+        if zero is None and self._final:
             return []
-        came = set(self.log.entries)
-        return [i for i, p in enumerate(self.parameters) if p.grad is not None and i not in came and ~i not in came]
+        found = [i for i, p in enumerate(self.parameters) if p.grad is not None]
+        came = set(self.log.entries) if found else set()
+        if zero is not None:  # a backward's own is in a fragment, or waits
+            return [i for i in found if self.parameters[i].grad is not zero.waiting.get(i) and ~i not in came]
+        return [i for i in found if i not in came and ~i not in came]
+
+    def renew(self, zero: Partitions) -> None:
+        """Drop what assigned gradients take the place of, before a backward adds to them. Local."""
+        if assigned := self.assigned():
+            zero.replace(assigned)
+            self.dropped(assigned, whole=False)
+            self._renewed.update(assigned)
 
     def note_final(self) -> None:
         """Note that every gradient is final now."""
         if self.stepping is None:
             self._stepped.clear()
         self.log.fold(pending=False)
+        self._renewed.clear()
         self._final = True
 
     def keep(self, assigned: Iterable[int]) -> None:

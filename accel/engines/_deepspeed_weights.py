@@ -140,7 +140,7 @@ class _Divided(_Watched):
         if func == _SET_GRAD and args[1] is not None:
             set_grad(*args)
             return None
-        if func in _PLAIN:
+        if func in _PLAIN or func is torch.autograd.backward:  # accel's own, while models are set up
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _SHAPE:

@@ -160,6 +160,7 @@ class DeepSpeedEngine(steps.Stepping):
         self._recover()
         assert self.zero is not None
         self.refuse_edits()
+        self.renew(self.zero)
         try:
             yield
         except BaseException:
@@ -204,7 +205,8 @@ class DeepSpeedEngine(steps.Stepping):
                 average_gradients_(self.parameters, self.process.group)
             else:
                 assigned = self.assigned()
-                came = hash((tuple(self.log.entries) if self.zero.eager else (), tuple(assigned)))
+                entries = tuple(self.log.entries) if self.zero.eager else ()
+                came = hash((entries, tuple(assigned), tuple(sorted(self._renewed))))
                 self.zero.order.check(self.compare)
                 self.compare("the gradients of a step", came, lambda _: "other parameters, or in another order")
                 self.zero.replace(assigned)
@@ -236,7 +238,7 @@ class DeepSpeedEngine(steps.Stepping):
 
     def _drop(self, zero: Partitions, indices: Sequence[int], set_to_none: bool) -> None:
         if zero.broken:
-            zero.forget_backward()
+            zero.backwards.clear()
             self._failed = True
         zero.drop(indices, set_to_none)
         self.dropped(indices, whole=set_to_none)

@@ -251,7 +251,30 @@ def no_sync(stage: int) -> None:
     pair.check()
 
 
-LOOPS = [several_backwards, zero_grad_anywhere, unused, closures, weights_of_another_module, raw_objects, no_sync]
+def assigned_between(stage: int) -> None:
+    """A gradient that is assigned takes the place of what backward left, and a later backward adds to it."""
+    pair = Pair(zero(stage), momentum)
+    for step in range(6):
+        for model, optimizer, batches, value in (
+            (pair.model, pair.optimizer, [data(step, accel.rank())], 2.0 * accel.rank()),
+            (pair.plain, pair.plain_optimizer, list(data(step)), 1.0),
+        ):
+            if step % 3 != 2:
+                optimizer.zero_grad()
+            for x in batches:
+                (loss_of(model(x)) / len(batches)).backward()
+            for p in model.parameters():
+                p.grad = torch.full(p.shape, value)
+            for x in batches if step >= 3 else []:
+                (loss_of(model(-x)) / len(batches)).backward()
+            optimizer.step()
+    pair.check()
+
+
+LOOPS = [
+    *(several_backwards, zero_grad_anywhere, unused, closures, weights_of_another_module, raw_objects, no_sync),
+    assigned_between,
+]
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda f: f.__name__)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import accel
 from accel.engines.deepspeed import DeepSpeed
@@ -254,3 +255,99 @@ def assigned(backend: Any) -> None:
 )
 def test_assigned_gradients_are_stepped(backend: Any) -> None:
     run(2, assigned, backend, timeout=200.0)
+
+
+def inputs(backend: Any) -> None:
+    pair = Pair(backend)
+    for step in range(2):
+        pair.optimizer.zero_grad()
+        pair.plain_optimizer.zero_grad()
+        pair.model(data(step)[accel.rank()]).square().mean().backward(inputs=[pair.model.head.weight])
+        loss = torch.stack([pair.plain(x).square().mean() for x in data(step)]).mean()
+        loss.backward(inputs=[pair.plain.head.weight])
+        pair.optimizer.step()
+        pair.plain_optimizer.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("backend", [DIVIDED, KEPT], ids=["divided", "kept"])
+def test_a_backward_for_some_weights_only(backend: Any) -> None:
+    run(2, inputs, backend)
+
+
+class Checkpointed(nn.Module):
+    """Its own weight is needed before and after the backward that a reentrant checkpoint runs inside of backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
+        self.weight = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.inner, torch.tanh(x @ self.weight), use_reentrant=True)
+        x = checkpoint(lambda v: self.inner(v) @ self.weight, x, use_reentrant=True)
+        return x @ self.weight.T
+
+
+def reentrant() -> None:
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(5, 5), Checkpointed(), Checkpointed(), nn.Linear(5, 2))
+    raw = copy.deepcopy(plain)
+    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=DIVIDED)
+    plain_optimizer = sgd(plain)
+    for step in range(3):
+        optimizer.zero_grad()
+        plain_optimizer.zero_grad()
+        model(data(step)[accel.rank()]).square().mean().backward()
+        torch.stack([plain(x).square().mean() for x in data(step)]).mean().backward()
+        optimizer.step()
+        plain_optimizer.step()
+    for name, value in accel.full_state_dict(model).items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=1e-5)
+
+
+def test_a_reentrant_checkpoint_leaves_the_weights_of_the_backward_around_it() -> None:
+    run(2, reentrant)
+
+
+def shown(stage: int) -> None:
+    raw = nn.Sequential(nn.EmbeddingBag(10, 5), nn.Linear(5, 2))
+    plain = repr(nn.Sequential(nn.EmbeddingBag(10, 5), nn.Linear(5, 2)))
+    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=DeepSpeed(stage=stage))
+    model(torch.tensor([[1, 2]])).sum().backward()
+    optimizer.step()
+    assert repr(raw) == plain
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_module_that_shows_its_attributes_can_be_shown(stage: int) -> None:
+    run(2, shown, stage)
+
+
+class Functional(nn.Module):
+    """Gives its child tensors in the places of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.child = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+
+    def forward(self, x: torch.Tensor, factor: float | None = None) -> torch.Tensor:
+        own = dict(self.child.named_parameters())
+        given = own if factor is None else {name: p * factor for name, p in own.items()}
+        out: torch.Tensor = torch.func.functional_call(self.child, given, (x,))
+        return out
+
+
+def functional() -> None:
+    plain, raw = Functional(), Functional()
+    model, _, _ = accel.setup(raw, sgd(raw), backend=DIVIDED)
+    x = data(0)[0]
+    for _ in range(2):
+        with pytest.raises(accel.BackendError, match="the place of the parameter 'weight'"):
+            model(x, 2.0)
+        torch.testing.assert_close(model(x), plain(x))
+
+
+def test_other_tensors_in_the_places_of_divided_weights_are_refused() -> None:
+    run(2, functional)
