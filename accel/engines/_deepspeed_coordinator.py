@@ -7,12 +7,16 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from types import MethodType
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
 from ..errors import BackendError
+from ._deepspeed_library import library
+from ._deepspeed_weights import plainly, promise, take_back
 from ._order import Order
+
+_KEPT: Final = object()
 
 
 @final
@@ -108,3 +112,43 @@ def free_coordinator(coordinator: Any) -> None:
         return cache[key]
 
     setattr(coordinator, name, params_to_release)
+
+
+@final
+class _Weights:
+    """The weights that are gathered with a module: those that stay whole, and the others. They are listed once."""
+
+    def __init__(self) -> None:
+        self._home = library("deepspeed.runtime.zero.partitioned_param_coordinator")
+        self._known: dict[int, tuple[list[Any], list[Any]]] = {}
+
+    def of(self, module: Any) -> tuple[list[Any], list[Any]]:
+        """Of one module."""
+        if module.ds_id not in self._known:
+            weights = list(self._home.iter_params(module, recurse=self._home.z3_leaf_module(module)))
+            self._known[module.ds_id] = [w for w in weights if w.ds_persist], [w for w in weights if not w.ds_persist]
+        return self._known[module.ds_id]
+
+
+def watch_library(coordinator: Any) -> None:
+    """Let the library's hooks work on plain tensors; a module's weights are promised from its fetch to its release."""
+    fetch, release, weights = coordinator.fetch_sub_module, coordinator.release_sub_module, _Weights()
+
+    def fetch_sub_module(module: Any, forward: bool) -> None:
+        fetch(module, forward)
+        for part in weights.of(module):
+            promise(part)
+
+    def release_sub_module(module: Any, forward: bool = False) -> None:
+        kept, others = weights.of(module)
+        for weight in kept:  # the library releases them too before it knows the order of the modules
+            weight.ds_active_sub_modules.add(_KEPT)
+        release(module, forward)
+        for weight in kept:
+            weight.ds_active_sub_modules.discard(_KEPT)
+        take_back(others)
+
+    coordinator.fetch_sub_module = plainly(fetch_sub_module)
+    coordinator.release_sub_module = plainly(release_sub_module)
+    for name in ("reset_step", "trace_prologue", "release_and_reset_all", "release_backward_leftovers"):
+        setattr(coordinator, name, plainly(getattr(coordinator, name)))

@@ -9,10 +9,17 @@ from typing import Any, Final, final
 
 import torch
 
-from ._deepspeed_coordinator import adopting, free_coordinator, shorten_methods, waiting_dict, watch_order
+from ._deepspeed_coordinator import (
+    adopting,
+    free_coordinator,
+    shorten_methods,
+    waiting_dict,
+    watch_library,
+    watch_order,
+)
 from ._deepspeed_library import library
 from ._deepspeed_partitions import Partitions
-from ._deepspeed_weights import Watch, plainly, set_grad, watch_library
+from ._deepspeed_weights import Watch, plainly, set_grad
 
 _STAGE3: Final = "_DeepSpeedZeroOptimizer_Stage3__"
 _INFLIGHT: Final = "_PartitionedParameterCoordinator__inflight_param_registry"

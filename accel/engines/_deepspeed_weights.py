@@ -19,7 +19,6 @@ from ._deepspeed_library import library
 
 _T: Any = torch.Tensor
 _DATA: Any = _T.data
-_KEPT: Final = object()
 _SET_GRAD: Any = _T.grad.__set__
 
 
@@ -67,6 +66,15 @@ def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+class _Status:
+    """Switches the class of a weight. Without ``__get__`` it is read from the weight's own dict, at the usual cost."""
+
+    def __set__(self, weight: Any, status: Any) -> None:
+        own = weight.__dict__
+        own["ds_status"] = status
+        weight.__class__ = weight._states[not (status is weight._available and own["ds_persist"])]
+
+
 class _Watched:
     """A weight of a watched module."""
 
@@ -77,15 +85,8 @@ class _Watched:
     #: While it stays gathered for its user, and else: it may still be there, but be gone in backward.
     _states: tuple[type[Any], ...]
 
-    @property
-    def ds_status(self) -> Any:
-        """What the library has done with it."""
-        return self.__dict__["ds_status"]
-
-    @ds_status.setter
-    def ds_status(self, status: Any) -> None:
-        self.__dict__["ds_status"] = status
-        self.__class__ = self._states[not (status is self._available and self.__dict__["ds_persist"])]
+    #: What the library has done with it.
+    ds_status = _Status()
 
     @property
     def data(self) -> torch.Tensor:
@@ -252,10 +253,18 @@ def _called(function: Any) -> str:
     return str(function.__self__.__name__ if name in ("__get__", "__set__") else name)
 
 
-def _promise(weights: Iterable[Any]) -> None:
+def promise(weights: Iterable[Any]) -> None:
+    """Let gathered weights be used, until ``take_back``."""
     for weight in weights:
         if isinstance(weight, _Watched) and weight.ds_status is weight._available:
             weight.__class__ = weight._states[0]
+
+
+def take_back(weights: Iterable[Any]) -> None:
+    """Take weights that no module uses any more for divided, even while they are still there."""
+    for weight in weights:
+        if not weight.ds_active_sub_modules and isinstance(weight, _Watched):
+            weight.__class__ = weight._states[1]
 
 
 def _gathering(weight: Any, gather: Callable[..., Any]) -> Callable[..., Any]:
@@ -263,36 +272,7 @@ def _gathering(weight: Any, gather: Callable[..., Any]) -> Callable[..., Any]:
         weights = [weight] if param_list is None else param_list
         with torch._C.DisableTorchFunctionSubclass():
             out = gather(weights, **options)
-        _promise(weights)
+        promise(weights)
         return out
 
     return all_gather
-
-
-def watch_library(coordinator: Any) -> None:
-    """Let the library's hooks work on plain tensors; a module's weights are promised from its fetch to its release."""
-    home = library("deepspeed.runtime.zero.partitioned_param_coordinator")
-    fetch, release = coordinator.fetch_sub_module, coordinator.release_sub_module
-
-    def weights_of(module: Any) -> Iterator[Any]:
-        return iter(home.iter_params(module, recurse=home.z3_leaf_module(module)))
-
-    def fetch_sub_module(module: Any, forward: bool) -> None:
-        fetch(module, forward)
-        _promise(weights_of(module))
-
-    def release_sub_module(module: Any, forward: bool = False) -> None:
-        kept = [weight for weight in weights_of(module) if weight.ds_persist]
-        for weight in kept:  # the library releases them too before it knows the order of the modules
-            weight.ds_active_sub_modules.add(_KEPT)
-        release(module, forward)
-        for weight in kept:
-            weight.ds_active_sub_modules.discard(_KEPT)
-        for weight in weights_of(module):
-            if not weight.ds_persist and not weight.ds_active_sub_modules and isinstance(weight, _Watched):
-                weight.__class__ = weight._states[1]
-
-    coordinator.fetch_sub_module = plainly(fetch_sub_module)
-    coordinator.release_sub_module = plainly(release_sub_module)
-    for name in ("reset_step", "trace_prologue", "release_and_reset_all", "release_backward_leftovers"):
-        setattr(coordinator, name, plainly(getattr(coordinator, name)))
