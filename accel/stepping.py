@@ -77,15 +77,6 @@ class Stepper:
             delattr(self.optimizer, _PROTOCOL)
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            return self._get_ready(optimizer, args, kwargs)
-        except BaseException:
-            # A GradScaler takes these back after a step only; the next one would be taken for its own.
-            for name in ("grad_scale", "found_inf"):
-                optimizer.__dict__.pop(name, None)
-            raise
-
-    def _get_ready(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         engine = self._engine()
         if engine is None:
             return None
@@ -100,19 +91,35 @@ class Stepper:
             return replaced
         found_inf = optimizer.__dict__.get("found_inf")
         if found_inf is not None:
-            self._refuse_double_scaling(engine)
-        engine.prepare_step(optimizer, by_grad_scaler=found_inf is not None)
-        if found_inf is not None:
-            self.skipped = self._unscale_for_user(found_inf)
+            self._note(self._prepare_scaled(engine, found_inf))
         else:
-            self.skipped = self._serial != engine.loss_scale.serial and not self._judge(engine)
-        if self.skipped is not False:
-            self.skips = self.skips + self.skipped
-        if self.skipped is True:
-            self._hide_gradients()
+            engine.prepare_step(optimizer)
+            if self._serial != engine.loss_scale.serial:
+                self._note(not self._judge(engine))
+            elif self.skipped is not False:
+                self.skipped = False
         # By this mark a scheduler built on the other object knows that a step came before its own.
         optimizer._opt_called = True  # type: ignore[attr-defined]
         return None
+
+    def _prepare_scaled(self, engine: Stepped, found_inf: torch.Tensor) -> bool | torch.Tensor:
+        """Ready for a step by a GradScaler; whether it is skipped."""
+        try:
+            self._refuse_double_scaling(engine)
+            engine.prepare_step(self.optimizer, by_grad_scaler=True)
+        except BaseException:
+            # A GradScaler takes these back after a step only; the next one would be taken for its own.
+            for name in ("grad_scale", "found_inf"):
+                self.optimizer.__dict__.pop(name, None)
+            raise
+        return self._unscale_for_user(found_inf)
+
+    def _note(self, skipped: bool | torch.Tensor) -> None:
+        """Remember whether this step is skipped, and skip it."""
+        self.skipped = skipped
+        self.skips = self.skips + skipped
+        if skipped is True:
+            self._hide_gradients()
 
     def _with_global_closure(self, engine: Stepped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of ``step`` with its closure replaced; None where there is none."""
