@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 import accel
 from accel.registry import registry
 from tests import test_loop
-from tests.distributed import refusals, run
+from tests.distributed import live_tensors, refusals, run
 
 WIDTH = 16
 
@@ -866,8 +865,7 @@ def flips() -> tuple[float, list[int]]:
         train(model, handle, range(step, step + 1))
         train(reference, ref_optimizer, range(step, step + 1), mean_loss)
         if step in (20, 110, 194):
-            gc.collect()
-            sizes.append(sum(1 for o in gc.get_objects() if isinstance(o, torch.Tensor)))
+            sizes.append(live_tensors())
     return distance(accel.full_state_dict(model), reference.state_dict()), sizes
 
 

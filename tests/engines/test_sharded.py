@@ -19,7 +19,7 @@ from torch import nn
 import accel
 from accel.engines import _exchange
 from accel.registry import registry
-from tests.distributed import outcomes, refusals, run
+from tests.distributed import live_tensors, outcomes, refusals, run
 
 
 def net(width: int = 12, depth: int = 3) -> nn.Sequential:
@@ -171,8 +171,7 @@ def flips() -> tuple[float, int, int]:
             loss_of(m, x).backward()
             o.step()
         if step in (40, 190):
-            gc.collect()
-            sizes.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
+            sizes.append(live_tensors())
             sizes.append(len(raw[0].weight._backward_hooks or ()))
     assert sizes[:2] == sizes[2:]
     accel.teardown(model)
