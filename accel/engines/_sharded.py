@@ -100,9 +100,8 @@ def complete(parameters: Iterable[nn.Parameter], world: int) -> list[torch.Tenso
             parameter.grad = torch.zeros_like(parameter)
         elif Slot.get(parameter.grad) == OWNED:
             spread(parameter.grad, world)
-        if (
-            parameter.grad.data_ptr() in places
-        ):  # a loop may assign one to several parameters, and it is changed in place
+        # A loop may assign one to several parameters, and it is changed in place.
+        if parameter.grad.data_ptr() in places:
             parameter.grad = parameter.grad.clone()
         places.add(parameter.grad.data_ptr())
         gradients.append(parameter.grad)
