@@ -14,7 +14,7 @@ from .agreement import execute
 from .data import LoaderOptions
 from .deferred import weights_of
 from .engines import Engine
-from .errors import AccelError
+from .errors import AccelError, PrecisionError
 from .handles import Handles, ModelHandle, OptimizerHandle
 from .planning import known_handles, make_plan
 from .registry import registry, resolve_module
@@ -106,22 +106,37 @@ def unwrap(model: nn.Module) -> nn.Module:
     return resolve_module(model)[0]
 
 
-def backward(loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-    """``loss.backward()``; under "16-mixed" the loss is scaled first.
+def backward(
+    loss: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    *,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """``loss.backward()`` with its arguments; under "16-mixed" the loss is scaled first.
 
     Raises:
-        PrecisionError: gradients of a "16-mixed" model came from a plain ``loss.backward()`` before.
+        PrecisionError: gradients of a "16-mixed" model came from a plain ``loss.backward()`` before; or their own graph
+            is asked for, which would hold the scale.
     """
     if not isinstance(loss, torch.Tensor):
         raise AccelError(f"accel.backward expects the loss as a tensor, got a {type(loss).__name__}")
     scaled = [e for e in registry.engines if e.precision.scaled]
     if not scaled:
-        loss.backward(retain_graph=retain_graph)
+        loss.backward(gradient, retain_graph, create_graph, inputs)
         return
+    if create_graph:
+        raise PrecisionError(
+            "accel.backward(create_graph=True) under '16-mixed' would give gradients whose graph holds the loss scale: use "
+            "torch.autograd.grad(loss, inputs, create_graph=True), which scales nothing, and accel.backward for the sum"
+        )
     for engine in scaled:
         engine.refuse_plain_gradients(zeros=False)
-    parameters = [p for e in registry.engines for p in e.accumulators()]
-    registry.loss_scale.backward(loss, parameters, retain_graph)
+    holders = [p for e in registry.engines for p in e.accumulators()]
+    wanted = [inputs] if isinstance(inputs, torch.Tensor) else inputs or ()
+    holders += [i for i in wanted if isinstance(i, torch.Tensor)]
+    registry.loss_scale.backward(loss, holders, gradient, retain_graph, inputs)
     for engine in scaled:
         engine.log.accept()
 

@@ -1,4 +1,4 @@
-"""Makes ``loss.backward(inputs=...)`` find the parameters in the graph.
+"""Tells the engines of a backward before it begins, and makes ``loss.backward(inputs=...)`` find the parameters in the graph.
 
 An engine may have put other tensors in the parameters' places: autograd finds no way to those, and leaves their gradients
 alone without a word. ``Tensor.backward`` looks ``torch.autograd.backward`` up in its module: replacing it there reaches
@@ -18,10 +18,11 @@ _INPUTS: Final = 5  # its place among the arguments
 
 @final
 class BackwardPatch:
-    """The replaced function; ``leaf`` gives the tensor in the graph that a given one stands for."""
+    """The replaced function; ``leaf`` gives the tensor in the graph that a given one stands for, ``before`` hears of each."""
 
-    def __init__(self, leaf: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, leaf: Callable[[torch.Tensor], torch.Tensor], before: Callable[[], None]) -> None:
         self._leaf = leaf
+        self._before = before
         self._original: Callable[..., None] | None = None
 
     def install(self) -> None:
@@ -31,6 +32,8 @@ class BackwardPatch:
 
             @functools.wraps(original)
             def backward(*args: Any, **kwargs: Any) -> None:
+                if torch._C._current_graph_task_id() == -1:  # not the part of one that checkpointing computes again
+                    self._before()
                 if kwargs.get("inputs") is not None:
                     kwargs["inputs"] = self._leaves(kwargs["inputs"])
                 elif len(args) > _INPUTS and args[_INPUTS] is not None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,7 +26,7 @@ class Owner(Protocol):
     def forward(self, *args: Any, **kwargs: Any) -> Any: ...
     def method(self, bound: MethodType, *args: Any, **kwargs: Any) -> Any: ...
     def step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-    def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None: ...
+    def zero_grad(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def add_param_group(self, optimizer: Optimizer, group: dict[str, Any]) -> None: ...
     def state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def load_state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
@@ -138,16 +140,33 @@ def _engine(handle: object) -> Owner:
 def _through_engine(bound: MethodType) -> Callable[..., Any]:
     """A method of the raw module as a function of the handle; torch's own, and overrides of them, stay outside the engine."""
     name = getattr(bound, "__name__", "")
+    torchs = name in _TORCH_NAMES and _can_be_called_as(bound, name)
 
     @functools.wraps(bound)
     def call(handle: ModelHandle, *args: Any, **kwargs: Any) -> Any:
         engine = _engine(handle)
         if name in ("state_dict", "load_state_dict"):
             return getattr(engine, name)(None, args, kwargs)
-        out = bound(*args, **kwargs) if name in _TORCH_NAMES else engine.method(bound, *args, **kwargs)
+        plain = torchs and not (name == "train" and any(isinstance(a, torch.Tensor) for a in args))
+        out = bound(*args, **kwargs) if plain else engine.method(bound, *args, **kwargs)
         return handle if out is engine.module else out
 
     return call
+
+
+def _can_be_called_as(bound: MethodType, name: str) -> bool:
+    """Whether a method may be an override of torch's of that name, and not the user's own that happens to share it."""
+    theirs = getattr(nn.Module, name)
+    if bound.__func__ is theirs:
+        return True
+    needed = [
+        p for p in inspect.signature(theirs).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL
+    ]
+    try:
+        inspect.signature(bound).bind(*[None] * (len(needed) - 1))
+    except TypeError:
+        return False
+    return True
 
 
 class OptimizerHandle(Optimizer):
@@ -190,9 +209,9 @@ class OptimizerHandle(Optimizer):
         """How many steps were skipped since ``setup``."""
         return _engine(self).skips(self._accel_raw)[1]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop (or zero) the gradients, wherever the engine keeps them."""
-        (self._accel_engine or _engine(self)).zero_grad(self._accel_raw, set_to_none)
+    def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
+        """Drop (or zero) the gradients, wherever the engine keeps them; the arguments are the raw optimizer's own."""
+        return (self._accel_engine or _engine(self)).zero_grad(self._accel_raw, args, kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of this model's parameters."""

@@ -138,13 +138,20 @@ class LossScale:
         """Go on from a ``state``."""
         self.value, self._good_steps = value, good_steps
 
-    def backward(self, loss: torch.Tensor, accumulators: Iterable[Accumulator], retain_graph: bool) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        accumulators: Iterable[Accumulator],
+        gradient: torch.Tensor | None,
+        retain_graph: bool | None,
+        inputs: Any,
+    ) -> None:
         """``loss.backward()`` with the loss scaled on the way; ``accumulators`` and all other leaves get true gradients."""
         holders: dict[int, Accumulator] = {id(a): a for a in accumulators}
         holders.update((id(t), t) for t in _leaves(loss))
         _multiply(holders.values(), self.value)
         try:
-            (loss * self.value).backward(retain_graph=retain_graph)
+            (loss * self.value).backward(gradient, retain_graph, False, inputs)
         finally:
             _multiply(holders.values(), 1.0 / self.value)
             self.serial += 1

@@ -31,15 +31,18 @@ class Reduction:
         self._stepping: int | None = None
         self._expected: frozenset[int] = frozenset()
         self._open_since = -1
+        #: Had no gradient when the reduction was completed without them: a later backward must bring one.
+        self._awaited: frozenset[int] = frozenset()
 
     def reset(self, expected: Iterable[int]) -> None:
         """A new reducer, of these parameters."""
         self.armed = False
-        self._expected = frozenset(expected)
+        self._expected, self._awaited = frozenset(expected), frozenset()
 
     def arm(self) -> None:
         """A synchronised forward: the next backward will be reduced, with all that was accumulated before it."""
         self.settled = False
+        self._awaited = frozenset()
         if self.log.entries or self.log.pending:
             local = self.local()
             self.settled = bool(self.log.entries) and not local
@@ -62,7 +65,7 @@ class Reduction:
     def complete(self) -> bool:
         """Whether the armed reduction has run."""
         entries = self.log.entries
-        return None in entries if self.noted else self._expected.issubset(entries)
+        return None in entries if self.noted else (self._awaited or self._expected).issubset(entries)
 
     def exact(self) -> bool:
         """Whether each expected gradient came once after the reducer was armed, and nothing else: the usual step."""
@@ -86,7 +89,17 @@ class Reduction:
 
     def missing(self) -> list[int]:
         """The expected parameters that got no gradient."""
-        return sorted(self._expected.difference(self.log.entries))
+        return sorted((self._awaited or self._expected).difference(self.log.entries))
+
+    def unfinished(self) -> bool:
+        """Whether a reduction began that is not known to have all its gradients, of its own backward or of a later one."""
+        return self.started() or bool(self._awaited)
+
+    def completed(self) -> None:
+        """The armed reduction was completed without the missing gradients: all others are final."""
+        self._awaited = frozenset() if self.noted else self._expected.difference(self.log.entries)
+        self.armed, self.settled = False, True
+        self.log.fold(pending=False)
 
     def stepping(self, optimizer_id: int) -> None:
         """Note a step: the same optimizer's second one without a gradient in between steps with gradients of unknown origin."""
@@ -105,5 +118,6 @@ class Reduction:
             self.armed = False
             self._stepped.intersection_update({self._stepping})
         self._stepping = None
+        self._awaited = frozenset()
         self.log.fold(pending=False)
         self.settled = True

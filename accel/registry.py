@@ -41,7 +41,7 @@ class Registry:
         self._hooks: list[RemovableHandle] = []
         self._watched: list[RemovableHandle] = []
         self._clipping = ClipPatch(self)
-        self._backward = BackwardPatch(self._leaf)
+        self._backward = BackwardPatch(self._leaf, self._before_backward)
 
     def add(self, engine: Engine) -> None:
         """Make ``engine`` the one engine of its module."""
@@ -188,6 +188,10 @@ class Registry:
                     f"torch.nn.utils finds no final gradients in p.grad of a {type(engine.module).__name__} with backend "
                     f"{engine.name!r}, which keeps them elsewhere: use accel.clip_grad_norm_(model, max_norm)"
                 )
+
+    def _before_backward(self) -> None:
+        for engine in sorted(self.engines, key=lambda e: e.serial):
+            engine.before_backward()
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in the graph that a parameter of a live engine stands for."""

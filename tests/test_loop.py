@@ -107,6 +107,24 @@ def retain_graph(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     loss.backward()
 
 
+def two_heads(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
+    s.model.output = "tuple"
+    out, features = s.model(x)
+    features.square().mean().backward(retain_graph=True)  # reaches the trunk alone
+    F.mse_loss(out, y).backward()
+
+
+def submodule_between(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
+    loss = F.mse_loss(s.model(x), y)
+    s.model.backbone(2 * x).square().mean().backward()
+    loss.backward()
+
+
+def accumulated_two_heads(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
+    two_heads(s, x, y)
+    two_heads(s, 2 * x, y)
+
+
 def raw_module(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     F.mse_loss(s.raw(x), y).backward()
 
@@ -335,6 +353,9 @@ PATTERNS: dict[str, Pattern] = {
             accumulate,
             forward_forward_backward_backward,
             retain_graph,
+            two_heads,
+            submodule_between,
+            accumulated_two_heads,
             raw_module,
             raw_module_after,
             submodule_after,
@@ -386,7 +407,7 @@ BACKENDS = {
 # With a static graph a step is one forward and one backward, always the same.
 STATIC = {"plain", "zeroed_gradients", "regularised_by_parameters", "tuple", "dict", "checkpointing"}
 # torch's reducer takes the shared end of a reentrant segment for a second gradient, and says so.
-NOT_WITH_UNUSED = {"checkpointing_reentrant"}
+NOT_WITH_UNUSED = {"checkpointing_reentrant", "two_heads", "accumulated_two_heads"}
 
 
 def start() -> tuple[Net, torch.optim.Optimizer]:

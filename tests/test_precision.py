@@ -363,6 +363,35 @@ def test_every_leaf_gets_its_true_gradient() -> None:
         own.step()
 
 
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")  # torch's, about create_graph
+def test_backward_takes_the_arguments_of_torchs() -> None:
+    for precision in ("32-true", "16-mixed"):
+        raw, reference = net(), net()
+        model, optimizer, _ = accel.setup(raw, sgd(raw), precision=precision)
+        x, z = batch(0).requires_grad_(True), batch(0).requires_grad_(True)
+        weights = torch.linspace(0.1, 1, 8)
+        accel.backward(model(x).square().mean(1), weights, inputs=[x, raw[0].weight])
+        reference(z).square().mean(1).backward(weights, inputs=[z, reference[0].weight])
+        for mine, true in ((x, z), (raw[0].weight, reference[0].weight)):
+            assert mine.grad is not None
+            assert true.grad is not None
+            assert torch.allclose(mine.grad, true.grad, atol=2e-3)
+        assert sum(p.grad is not None for p in raw.parameters()) == 1
+        optimizer.zero_grad()
+        loss = model(batch(1)).square().mean()
+        if precision == "16-mixed":
+            with pytest.raises(accel.PrecisionError, match="loss scale"):
+                accel.backward(loss, create_graph=True)
+            assert all(p.grad is None for p in raw.parameters())
+        else:
+            accel.backward(loss, create_graph=True)
+            assert raw[0].weight.grad is not None
+            assert raw[0].weight.grad.requires_grad
+            for p in raw.parameters():
+                p.grad = None
+        accel.teardown(model)
+
+
 def overflow_beside_fp32() -> None:
     raws = nn.Linear(6, 6), nn.Linear(6, 1)
     (g, g_opt, _), (d, d_opt, _) = (

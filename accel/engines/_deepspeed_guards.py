@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, final
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -26,7 +27,7 @@ class Guarded(Protocol):
     @property
     def weights_divided(self) -> bool: ...
     def drop_gradients(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> bool: ...
-    def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None: ...
+    def zero_grad(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
 @final
@@ -103,24 +104,42 @@ class Guards:
 
 
 def _module_zero_grad(reference: weakref.ref[Guarded]) -> Callable[..., None]:
-    def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
-        engine = reference()
-        # A copy of the module has this method too, and other parameters.
-        if engine is None or not engine.drop_gradients(module.parameters(), set_to_none):
-            type(module).zero_grad(module, set_to_none)
+    def zero_grad(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        engine, own = reference(), list(module.parameters())
+        _, dropped = call_zero_grad(module, own, args, kwargs)
+        if engine is not None:  # a copy of the module has this method too, and other parameters
+            engine.drop_gradients(own, dropped)
 
     return zero_grad
 
 
-def _optimizer_zero_grad(reference: weakref.ref[Guarded]) -> Callable[..., None]:
-    def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+def _optimizer_zero_grad(reference: weakref.ref[Guarded]) -> Callable[..., Any]:
+    def zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         engine = reference()
-        if engine is None or not engine.divided:
-            type(optimizer).zero_grad(optimizer, set_to_none)
-        else:
-            engine.zero_grad(optimizer, set_to_none)
+        if engine is None:
+            return type(optimizer).zero_grad(optimizer, *args, **kwargs)
+        return engine.zero_grad(optimizer, args, kwargs)
 
     return zero_grad
+
+
+def call_zero_grad(
+    holder: nn.Module | Optimizer, parameters: Sequence[nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, bool]:
+    """What the class's own ``zero_grad`` returns, and whether it dropped gradients rather than filling them with zeros.
+
+    Its arguments need not be torch's, so that is seen by what becomes of one gradient.
+    """
+    probe = next((p for p in parameters if p.requires_grad), None)
+    with torch._C.DisableTorchFunctionSubclass():
+        had = probe is None or probe.grad is not None
+        if probe is not None and not had:
+            probe.grad = torch.zeros_like(probe)
+        out = type(holder).zero_grad(holder, *args, **kwargs)  # type: ignore[arg-type]
+        dropped = probe is None or probe.grad is None
+        if probe is not None and not had:
+            probe.grad = None
+        return out, dropped
 
 
 def _deepcopy(reference: weakref.ref[Guarded]) -> Callable[..., Any]:

@@ -34,6 +34,10 @@ class GradientVerbs:
         """The tensor in whose place a parameter of ``known`` stands in a graph."""
         return parameter
 
+    def before_backward(self) -> None:
+        """Hear that a backward is about to begin, of whatever graph."""
+        return
+
     def has_gradients(self, *, zeros: bool) -> bool:
         """Whether there are any, judged alike on all ranks that saw the same backwards; ``zeros`` counts those of zeros."""
         mine = any(a.grad is not None and (zeros or bool(here(a.grad).any())) for a in self.accumulators())

@@ -35,6 +35,33 @@ def register(
     return state
 
 
+def complete(ddp: DistributedDataParallel, parameters: Sequence[nn.Parameter], missing: Iterable[int]) -> None:
+    """Let the reducer end a reduction for which these parameters got no gradient yet, and leave them without. Collective."""
+    numbers = {id(p): n for n, p in enumerate(p for p in ddp.module.parameters() if p.requires_grad)}
+    reducer: Any = ddp.reducer
+    absent = [parameters[i] for i in missing]
+    empty = [p for p in absent if p.grad is None]
+
+    def take(_: torch.Tensor) -> None:
+        for parameter in empty:
+            parameter.grad = torch.zeros_like(parameter)
+        for parameter in absent:
+            try:
+                reducer._autograd_hook(numbers[id(parameter)])
+            except RuntimeError as error:
+                # With find_unused_parameters it may know already that no gradient will come.
+                if "ready only once" not in str(error):
+                    raise
+
+    # The reducer waits for its buckets in a callback of autograd's, which only a backward has.
+    start = torch.zeros((), requires_grad=True)
+    end = start.clone()
+    end.register_hook(take)
+    torch.autograd.grad(end, start)
+    for parameter in empty:
+        parameter.grad = None
+
+
 def bucket_bytes(ddp: DistributedDataParallel) -> int:
     """Bytes of the reducer's buckets, which only the reducer sees."""
     data = ddp._get_ddp_logging_data()

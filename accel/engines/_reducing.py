@@ -21,7 +21,7 @@ from ..footprint import Footprint, MemoryUse
 from ..process import Process
 from ..reduction import Reduction
 from ._memory import whole
-from ._reducer import bucket_bytes, explain_missing, register
+from ._reducer import bucket_bytes, complete, explain_missing, register
 from .base import Context, Engine, Options
 
 CommHook = Literal["fp16", "bf16", "powersgd"]
@@ -225,6 +225,23 @@ class ReducingEngine(Engine, ABC):
         except RuntimeError:
             return False
 
+    def before_backward(self) -> None:
+        """End a reduction before another backward comes by the same parameters, as with a trunk's two heads and losses."""
+        reduction = self._reduction
+        if not reduction.started() or reduction.complete() or self._ddp is None:
+            return
+        if self.options.static_graph or self._joining:
+            setting = "accel.join" if self._joining else "static_graph=True"
+            raise BackendError(
+                f"a second backward begins before every parameter of this {type(self.module).__name__} got its gradient from "
+                f"the first one, which cannot be reduced with {setting}: add the losses up and call backward() once"
+            )
+        missing = reduction.missing()
+        self.compare("a second backward of one forward", missing)
+        self._refuse_changed()
+        complete(self._ddp, self.parameters, missing)
+        reduction.completed()
+
     def before_step(self, optimizer: Optimizer) -> None:
         """Notice gradients that were assigned by hand since this optimizer's last step."""
         self._reduction.stepping(id(optimizer))
@@ -236,7 +253,7 @@ class ReducingEngine(Engine, ABC):
             return
         came = bool(self.log.entries)
         if not (self._reduction.exact() and self._finalized()):
-            if self._reduction.started():
+            if self._reduction.unfinished():
                 self._refuse_changed()
                 if not self._reduced():
                     self._raise_missing()

@@ -237,9 +237,9 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         stepper = self.steppers[id(optimizer)]
         return bool(stepper.skipped), int(stepper.skips)
 
-    def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """Drop the optimizer's gradients."""
-        optimizer.zero_grad(set_to_none=set_to_none)
+    def zero_grad(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Drop the optimizer's gradients, by its own ``zero_grad`` with its own arguments."""
+        return optimizer.zero_grad(*args, **kwargs)
 
     def add_param_group(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Add a group to ``optimizer``, which is left as it was when the group is refused."""

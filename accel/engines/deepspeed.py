@@ -21,6 +21,7 @@ from ..process import Process
 from . import _deepspeed_config as configuration
 from . import _deepspeed_steps as steps
 from ._deepspeed_flat import Flat
+from ._deepspeed_guards import call_zero_grad
 from ._deepspeed_library import forget_groups
 from ._deepspeed_partitions import Partitions
 from ._deepspeed_sharded import Sharded
@@ -220,12 +221,14 @@ class DeepSpeedEngine(steps.Stepping):
         if self.stepping is not None:
             self.show(self.stepping)
 
-    def zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
+    def zero_grad(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Drop gradients here and in ``p.grad``."""
         if self.zero is None:
-            type(optimizer).zero_grad(optimizer, set_to_none)
-        else:
-            self._drop(self.zero, self.indices(optimizer), set_to_none)
+            return type(optimizer).zero_grad(optimizer, *args, **kwargs)
+        indices = self.indices(optimizer)
+        out, dropped = call_zero_grad(optimizer, [self.parameters[i] for i in indices], args, kwargs)
+        self._drop(self.zero, indices, dropped)
+        return out
 
     def drop_gradients(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> bool:
         """``zero_grad`` of a module with these parameters; False where that is not for fragments."""

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: Optimizers of torch that do not compute with shards, or not what they would with whole tensors.
 _REFUSED = ("Adafactor", "LBFGS", "Muon", "Rprop", "SparseAdam")
+#: Packages whose optimizers hand addresses of whole tensors to kernels of their own.
+_OWN_KERNELS = {"apex", "bitsandbytes", "deepspeed"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +120,12 @@ class FSDPEngine(ShardedState, Engine):
             raise OptimizerError(
                 f"{type(optimizer).__name__} cannot train sharded parameters (backend {self.name!r}): it needs whole "
                 "tensors; use an elementwise optimizer such as AdamW or SGD, or backend='ddp'"
+            )
+        packages = {c.__module__.partition(".")[0] for c in type(optimizer).__mro__}
+        if self.distributed and (theirs := packages & _OWN_KERNELS):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} cannot train sharded parameters (backend {self.name!r}): the kernels of "
+                f"{theirs.pop()} take whole tensors; use an optimizer of torch or torchao, or backend='ddp'"
             )
         fused = any(group.get("fused") for group in optimizer.param_groups)
         if self.distributed and fused and type(optimizer).__name__ not in ("Adam", "AdamW"):

@@ -591,3 +591,72 @@ def scaler_with_local_gradients() -> None:
 )
 def test_what_changes_under_the_engine(case: Any) -> None:
     run(2, case)
+
+
+# -- a backward that leaves the reducer waiting ------------------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(4, 16), nn.Linear(16, 2), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        features = torch.tanh(self.trunk(x))
+        return self.left(features), self.right(features)
+
+
+def heads(option: dict[str, Any]) -> float:
+    """One backward for each head: the largest difference from one process; buckets of one parameter or of all."""
+    torch.manual_seed(0)
+    reference, ours = Heads(), Heads()
+    ours.load_state_dict(reference.state_dict())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (reference, ours)]
+    model, handle, _ = accel.setup(ours, optimizers[1], backend=accel.DDP(**option))
+    for step in range(5):
+        everything = torch.cat([data(step, rank) for rank in range(accel.world_size())])
+        for m, o, x in ((reference, optimizers[0], everything), (model, handle, data(step, accel.rank()))):
+            o.zero_grad()
+            left, right = m(x)
+            first, second = (left, right) if step % 2 else (right, left)
+            first.square().mean().backward(retain_graph=True)
+            second.square().mean().backward()
+            nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+            o.step()
+    assert equal_on_all_ranks(ours)
+    return max(
+        float((p - q).detach().abs().max()) for p, q in zip(reference.parameters(), ours.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("option", [{}, {"bucket_cap_mb": 0.0001}, {"gradient_as_bucket_view": False}])
+def test_a_backward_for_each_head(option: dict[str, Any], world: int) -> None:
+    assert max(run(world, heads, option)) < 1e-5
+
+
+def test_a_compressed_backward_for_each_head() -> None:
+    assert max(run(2, heads, {"comm_hook": "bf16"})) < 0.05
+
+
+def a_head_without_its_backward() -> None:
+    torch.manual_seed(0)
+    raw = Heads()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend="ddp")
+    model(data(0, accel.rank()))[0].sum().backward(retain_graph=True)
+    torch.ones((), requires_grad=True).backward()  # another graph's
+    optimizer.step()
+
+
+def test_a_head_that_gets_no_gradient_is_named() -> None:
+    for message in refusals(2, a_head_without_its_backward, error="BackendError"):
+        assert "right.weight, right.bias" in message
+
+
+def two_backwards_of_a_static_graph() -> None:
+    heads({"static_graph": True})
+
+
+def test_two_backwards_of_a_static_graph_are_refused() -> None:
+    for message in refusals(2, two_backwards_of_a_static_graph, error="BackendError"):
+        assert "add the losses up" in message

@@ -178,6 +178,30 @@ def zero_grad_anywhere(stage: int) -> None:
     pair.check()
 
 
+class Counting(torch.optim.SGD):
+    """Its ``zero_grad`` has no arguments, fills with zeros, and does more."""
+
+    calls = 0
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        self.calls += 1
+        super().zero_grad(set_to_none=False)
+
+
+def zero_grad_of_its_own(stage: int) -> None:
+    config = {"zero_allow_untested_optimizer": True}
+    backend = accel.DeepSpeed(stage=stage, config=config)
+    pair = Pair(backend, lambda m: Counting(m.parameters(), lr=0.05, momentum=0.9))
+    for step in range(4):
+        # The unused branch has zeros for gradients, and moves on by its momentum.
+        pair.train(range(step, step + 1), lambda m, x, right=step % 2 == 0: m(x, right=right))
+    assert pair.raw_optimizer.calls == pair.plain_optimizer.calls == 4  # type: ignore[attr-defined]
+    pair.raw_optimizer.zero_grad()
+    with pytest.raises(TypeError):
+        pair.optimizer.zero_grad(False)
+    pair.check()
+
+
 def unused(stage: int) -> None:
     """A branch that no rank uses is left alone, its decay and its step count too."""
     pair = Pair(zero(stage))
@@ -272,7 +296,16 @@ def assigned_between(stage: int) -> None:
 
 
 LOOPS = [
-    *(several_backwards, zero_grad_anywhere, unused, closures, weights_of_another_module, raw_objects, no_sync),
+    *(
+        several_backwards,
+        zero_grad_anywhere,
+        zero_grad_of_its_own,
+        unused,
+        closures,
+        weights_of_another_module,
+        raw_objects,
+        no_sync,
+    ),
     assigned_between,
 ]
 

@@ -365,6 +365,8 @@ def refused(kind: str) -> None:
     if kind in ("Adafactor", "LBFGS", "Muon", "Rprop", "SparseAdam"):
         matrices = [p for p in net.parameters() if p.dim() == 2]
         optimizer = getattr(torch.optim, kind)(matrices if kind == "Muon" else net.parameters())
+    elif kind == "kernels":
+        optimizer = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})(net.parameters())
     elif kind == "Adagrad":
         optimizer = torch.optim.Adagrad(net.parameters(), fused=True)
     elif kind == "hook":
@@ -393,6 +395,7 @@ def refused(kind: str) -> None:
         ("Muon", "OptimizerError", "Muon cannot train sharded parameters"),
         ("Rprop", "OptimizerError", "Rprop cannot train sharded parameters"),
         ("SparseAdam", "OptimizerError", "SparseAdam cannot train sharded parameters"),
+        ("kernels", "OptimizerError", "AdamW8bit cannot train sharded parameters"),
         ("Adagrad", "OptimizerError", "Adagrad(fused=True) cannot train sharded parameters"),
         ("hook", "BackendError", "embed.weight has gradient hooks"),
         ("dtype", "BackendError", "blocks.1.norm.weight (float32), blocks.1.up.weight (bfloat16)"),
