@@ -19,7 +19,7 @@ def new_figure(path: str | os.PathLike[str], width: float, height: float) -> Any
         from matplotlib.figure import Figure
     except ImportError as error:
         raise AccelError(
-            f"the picture {os.fspath(path)} needs matplotlib, which is not installed: pip install 'accel[plot]'"
+            f"the picture {os.fspath(path)} needs matplotlib, which is not installed: pip install matplotlib"
         ) from error
     return Figure(figsize=(width, height), layout="constrained")
 

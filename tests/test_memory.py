@@ -376,7 +376,7 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AccelError, match=r"memory\.nothing cannot be written"):
         report.save_plot(tmp_path / "memory.nothing")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(AccelError, match=r"pip install 'accel\[plot\]'"):
+    with pytest.raises(AccelError, match="pip install matplotlib"):
         report.save_plot(tmp_path / "other.png")
 
 

@@ -54,7 +54,7 @@ class ShardedEngine(Engine):
 
     name = "sharded"
     options_type = Sharded
-    requires = {"fairscale": "accel[sharded]"}
+    requires = {"fairscale": "fairscale"}
     reduces = partial_gradients = True
     hears_steps = True
     defers = True
