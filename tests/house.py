@@ -1,0 +1,145 @@
+"""The measures of the house: ``python -m tests.house`` counts and prints them. Sources are read, nothing of them is run but Engine."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "accel"
+
+
+def module_of(path: Path) -> str:
+    """A file's name as it is imported."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
+
+
+def room_of(module: str) -> str:
+    """The entry of ``accel/`` that a module is, or lies in."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def imports(module: str, *, lazy: bool) -> set[str]:
+    """The modules of accel that one imports: at its start, and with ``lazy`` also in functions and for types."""
+    found: set[str] = set()
+    top = [n for n in TREES[module].body if isinstance(n, ast.Import | ast.ImportFrom)]
+    for node in ast.walk(TREES[module]) if lazy else top:
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names if a.name in FILES}
+        elif isinstance(node, ast.ImportFrom):
+            package = module if FILES[module].name == "__init__.py" else module.rpartition(".")[0]
+            for _ in range(node.level - 1):
+                package = package.rpartition(".")[0]
+            base = ".".join(filter(None, (package if node.level else "", node.module or "")))
+            inner = {f"{base}.{a.name}" for a in node.names} & FILES.keys()
+            found |= inner
+            if base in FILES and len(inner) < len(node.names):
+                found.add(base)
+    return found - {module}
+
+
+def circles(arrows: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """The groups of nodes that reach each other (Tarjan's strongly connected components of two or more)."""
+    numbers: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        numbers[node] = low[node] = len(numbers)
+        stack.append(node)
+        for other in sorted(arrows.get(node, ())):
+            if other not in numbers:
+                visit(other)
+            if other in stack:
+                low[node] = min(low[node], low[other])
+        if low[node] == numbers[node]:
+            group = stack[stack.index(node) :]
+            del stack[-len(group) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for node in sorted(arrows):
+        if node not in numbers:
+            visit(node)
+    return found
+
+
+def rooms() -> dict[str, set[str]]:
+    """The entries of ``accel/``, and which of the others each imports."""
+    arrows: dict[str, set[str]] = {room_of(m): set() for m in FILES}
+    for module in FILES:
+        arrows[room_of(module)] |= {room_of(other) for other in imports(module, lazy=True)} - {room_of(module)}
+    return arrows
+
+
+def floors(arrows: Mapping[str, Iterable[str]]) -> int:
+    """How many rooms the longest way down passes; where there is a circle, that of what is left without it."""
+    inside = {room for circle in circles(arrows) for room in circle}
+    heights: dict[str, int] = {}
+
+    def height(room: str) -> int:
+        if room not in heights:
+            heights[room] = 1 + max((height(o) for o in arrows[room] if o not in inside), default=0)
+        return heights[room]
+
+    return max(height(room) for room in arrows if room not in inside)
+
+
+def classes_defined_again() -> dict[str, int]:
+    """Names of classes at the top of more than one file."""
+    names = Counter(n.name for tree in TREES.values() for n in tree.body if isinstance(n, ast.ClassDef))
+    return {name: count for name, count in sorted(names.items()) if count > 1}
+
+
+def one_importer() -> list[str]:
+    """Files that one other file alone imports."""
+    importers: dict[str, set[str]] = defaultdict(set)
+    for module in FILES:
+        for other in imports(module, lazy=True):
+            importers[other].add(module)
+    return sorted(m for m in FILES if len(importers[m]) == 1)
+
+
+def engine_members() -> list[str]:
+    """The public names of Engine."""
+    from accel.engines import Engine
+
+    own = {name for cls in Engine.__mro__ if cls.__module__.startswith("accel.") for name in vars(cls)}
+    declared = {n for cls in Engine.__mro__ for n in vars(cls).get("__annotations__", {})}
+    return sorted(n for n in own | declared if not n.startswith("_"))
+
+
+def measures() -> dict[str, int]:
+    arrows = rooms()
+    return {
+        "files": len(FILES),
+        "entries at the top": len(arrows),
+        "lines": sum(path.read_text().count("\n") for path in FILES.values()),
+        "floors": floors(arrows),
+        "arrows between entries": sum(map(len, arrows.values())),
+        "circles of entries": len(circles(arrows)),
+        "circles of files at import": len(circles({m: imports(m, lazy=False) for m in FILES})),
+        "public members of Engine": len(engine_members()),
+        "class names defined twice or more": len(classes_defined_again()),
+        "files with one importer": len(one_importer()),
+    }
+
+
+if __name__ == "__main__":
+    for name, value in measures().items():
+        print(f"{name:36} {value:6}")
+    if "-v" in sys.argv:
+        print("classes:", classes_defined_again())
+        print("one importer:", *one_importer())
+        print("circles:", circles(rooms()), circles({m: imports(m, lazy=False) for m in FILES}))
+        print("Engine:", *engine_members())
