@@ -22,6 +22,7 @@ from . import folder
 logger = logging.getLogger("accel")
 
 _WORD: Final = 60.0  # seconds of waiting after which a rank says so
+_PARTING: Final = 180.0  # seconds for a rank to hear what is told; then it has ended, and nothing hangs on it
 
 
 @final
@@ -76,8 +77,8 @@ class Marks:
                 return True
             return False
 
-        what = f"rank {rank}'s part of {self._directory}"
-        if not self._wait(look, what):
+        if not self._wait(look, rank, self._timeout):
+            what = f"its part of {self._directory}"
             if reason := ended():
                 raise CheckpointError(f"rank {rank} may have ended before {what} was done: {reason}")
             if not os.path.exists(self._own):
@@ -99,7 +100,7 @@ class Marks:
             with open(own, "wb"):
                 self._own = own
             if self._rank:
-                self._wait(lambda: not os.path.exists(own), f"rank 0 to hear that all have saved {self._directory}")
+                self._wait(lambda: not os.path.exists(own), 0, _PARTING)
             elif all(self._knows(rank) for rank in range(1, self._world)):
                 for name in folder.mark_names(self._save, self._world):
                     with contextlib.suppress(FileNotFoundError):
@@ -107,9 +108,9 @@ class Marks:
 
     def _knows(self, rank: int) -> bool:
         path = self._path(rank, "seen")
-        return self._wait(lambda: os.path.exists(path), f"rank {rank} to hear that all have saved {self._directory}")
+        return self._wait(lambda: os.path.exists(path), rank, _PARTING)
 
-    def _wait(self, look: Callable[[], bool], what: str) -> bool:
+    def _wait(self, look: Callable[[], bool], rank: int, timeout: float) -> bool:
         """Look again and again; False where it is of no use any more."""
         begin, pause, word = time.monotonic(), 0.005, _WORD
         while True:
@@ -117,10 +118,13 @@ class Marks:
             if look():  # after that: what was told last is heard
                 return True
             waited = time.monotonic() - begin
-            if lost or waited > self._timeout:
+            if lost or waited > timeout:
                 return False
             if waited > word:
-                logger.warning("a background save: rank %d waits for %s, for %.0f s now", self._rank, what, waited)
+                logger.warning(
+                    "a background save into %s: rank %d has waited %.0f s for rank %d",
+                    *(self._directory, self._rank, waited, rank),
+                )
                 word += _WORD
             time.sleep(pause)
             pause = min(pause * 1.5, 0.5)
