@@ -40,7 +40,7 @@ LAYERS = [
     ["sampling", "deferred", "gradients", "conversion", "slot", "shard", "footprint"],
     ["flat", "consensus"],
     ["collectives", "rng"],
-    ["control", "trees", "progress", "drawing"],
+    ["control", "trees", "progress", "drawing", "patches"],
     ["process"],
     ["rollcall"],
     ["startup"],

@@ -43,6 +43,8 @@ class Marks:
         self._rank = rank
         self._world = world
         self._timeout = timeout
+        self._parting = min(timeout, _PARTING)
+        self._lost: set[int] = set()
         #: What this rank has put there, or, before that, rank 0's lock: where it is gone, the directory is.
         self._own = os.path.join(directory, folder.LOCK)
 
@@ -78,6 +80,7 @@ class Marks:
             return False
 
         if not self._wait(look, rank, self._timeout):
+            self._lost.add(rank)
             what = f"its part of {self._directory}"
             if reason := ended():
                 raise CheckpointError(f"rank {rank} may have ended before {what} was done: {reason}")
@@ -100,15 +103,15 @@ class Marks:
             with open(own, "wb"):
                 self._own = own
             if self._rank:
-                self._wait(lambda: not os.path.exists(own), 0, _PARTING)
-            elif all(self._knows(rank) for rank in range(1, self._world)):
+                self._wait(lambda: not os.path.exists(own), 0, self._parting)
+            elif all(self._knows(rank) for rank in range(1, self._world) if rank not in self._lost):
                 for name in folder.mark_names(self._save, self._world):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(os.path.join(self._directory, name))
 
     def _knows(self, rank: int) -> bool:
         path = self._path(rank, "seen")
-        return self._wait(lambda: os.path.exists(path), rank, _PARTING)
+        return self._wait(lambda: os.path.exists(path), rank, self._parting)
 
     def _wait(self, look: Callable[[], bool], rank: int, timeout: float) -> bool:
         """Look again and again; False where it is of no use any more."""

@@ -170,21 +170,23 @@ def test_a_directory_that_goes_meanwhile_is_an_error_on_every_rank(tmp_path: Pat
     assert "No such file" in second
 
 
-def dies(directory: Path) -> str:
+def dies(directory: Path, begun: Path) -> str:
     """Rank 1 ends before its part is written."""
     accel.init(timeout=2)
     if accel.rank() == 1:
-        shards.write = lambda *a: os._exit(1)  # type: ignore[assignment]
+        shards.write = lambda *a: (wait_for(begun.exists), os._exit(1))  # type: ignore[assignment,return-value]
     pending = accel.save(large(2.0), directory, wait=False)
     assert pending is not None
+    if accel.is_main():
+        begun.touch()
     return str(pending.exception(30))
 
 
 def test_a_rank_that_dies_is_named_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
-    accel.save(large(1.0), tmp_path)
-    first, _ = outcomes(2, dies, tmp_path, breaks=True)
+    accel.save(large(1.0), tmp_path / "c")
+    first, _ = outcomes(2, dies, tmp_path / "c", tmp_path / "begun", breaks=True)
     assert "rank 1 " in first.value
-    assert accel.load(tmp_path)["n"] == 1.0
+    assert accel.load(tmp_path / "c")["n"] == 1.0
 
 
 def test_what_follows_a_save_may_use_the_library(tmp_path: Path) -> None:
