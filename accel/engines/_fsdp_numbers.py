@@ -38,7 +38,8 @@ def _of_this_rank(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 def _number(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     tensor = args[0]
     whole = all(placement.is_replicate() for placement in tensor.placements)
-    if whole or _meshes.get(id(tensor.device_mesh)) is not tensor.device_mesh:
+    # By equality: DTensor remembers what it has computed, and with it the mesh of an engine that was like this one.
+    if whole or tensor.device_mesh not in _meshes.values():
         return original(op, args, kwargs)
     raise BackendError(
         "one number (item(), float(), bool(), ...) of a tensor that backend 'fsdp' divides over the ranks "
