@@ -18,8 +18,10 @@ from .errors import AccelError, PrecisionError
 from .handles import Handles, ModelHandle, OptimizerHandle
 from .planning import known_handles, make_plan
 from .registry import registry, resolve_module
+from .turns import in_turn
 
 
+@in_turn
 def setup(
     model: nn.Module,
     optimizers: Any = None,
@@ -74,6 +76,7 @@ def setup(
     return execute(plan)
 
 
+@in_turn
 def teardown(model: Any = None) -> nn.Module | None:
     """End the model's engine: its raw module has its trained weights, its raw optimizers work by themselves again.
 
@@ -166,6 +169,7 @@ def refresh_trainable(model: nn.Module) -> None:
     registry.of_handle(model).refresh()
 
 
+@in_turn
 def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dict[str, Any]:
     """What the raw object's ``state_dict()`` would hold in one process, on every rank. Collective.
 

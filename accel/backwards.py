@@ -7,15 +7,17 @@ every loop.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
+
+from .patches import Patch
 
 _INPUTS: Final = 5  # its place among the arguments
 
 
+<<<<<<< HEAD
 @final
 class BackwardPatch:
     """The replaced function; ``leaf`` gives the tensor in the graph that a given one stands for, ``before`` hears of each."""
@@ -48,8 +50,23 @@ class BackwardPatch:
             torch.autograd.backward, self._original = self._original, None
 
     def _leaves(self, inputs: Any) -> Any:
+=======
+def backward_patch(leaf: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
+    """The replaced function; ``leaf`` gives the tensor in the graph that a given one stands for."""
+
+    def leaves(inputs: Any) -> Any:
+>>>>>>> w-threads
         if isinstance(inputs, torch.Tensor):
-            return self._leaf(inputs)
+            return leaf(inputs)
         if isinstance(inputs, torch.autograd.graph.GradientEdge):
             return inputs
-        return [self._leaf(i) if isinstance(i, torch.Tensor) else i for i in inputs]
+        return [leaf(i) if isinstance(i, torch.Tensor) else i for i in inputs]
+
+    def backward(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("inputs") is not None:
+            kwargs["inputs"] = leaves(kwargs["inputs"])
+        elif len(args) > _INPUTS and args[_INPUTS] is not None:
+            args = (*args[:_INPUTS], leaves(args[_INPUTS]), *args[_INPUTS + 1 :])
+        original(*args, **kwargs)
+
+    return Patch(vars(torch.autograd), "backward", backward)

@@ -15,6 +15,8 @@ from typing import Any, Final, Protocol, final
 import torch
 from torch.nn.utils import clip_grad
 
+from .patches import Patch
+
 _GROUP: Final = "_group_tensors_by_device_and_dtype"
 _NORM: Final = "_get_total_norm"
 _MULTIPLY: Final = "_clip_grads_with_norm_"
@@ -43,30 +45,28 @@ class ClipPatch:
     def __init__(self, listener: ClipListener) -> None:
         self._listener = listener
         self._inside = False
-        self._originals: dict[str, Callable[..., Any]] = {}
+        acts: dict[str, Callable[..., Any]] = {_GROUP: self._group, _NORM: self._norm, _MULTIPLY: self._multiply}
+        self._patches = [Patch(vars(clip_grad), name, act) for name, act in acts.items()]
 
     def install(self) -> None:
         """Replace the helpers; again is no second time."""
-        if not self._originals:
-            patches = {_GROUP: self._group, _NORM: self._norm, _MULTIPLY: self._multiply}
-            self._originals = {name: getattr(clip_grad, name) for name in patches}
-            for name, patched in patches.items():
-                setattr(clip_grad, name, patched)
+        for patch in self._patches:
+            patch.install()
 
     def remove(self) -> None:
         """Put torch's own back."""
-        for name, original in self._originals.items():
-            setattr(clip_grad, name, original)
-        self._originals = {}
+        for patch in self._patches:
+            patch.remove()
 
-    def _group(self, tensors: Sequence[Sequence[torch.Tensor]], *args: Any) -> Any:
-        if not self._inside and sys._getframe(1).f_code.co_name == _NORM:
+    def _group(self, original: Callable[..., Any], tensors: Sequence[Sequence[torch.Tensor]], *args: Any) -> Any:
+        if not self._inside and sys._getframe(2).f_code.co_name == _NORM:  # who has called the patch
             self._listener.before_local_norm(tensors[0])
         self._listener.before_clipping(tensors[0])
-        return self._originals[_GROUP](tensors, *args)
+        return original(tensors, *args)
 
     def _norm(
         self,
+        original: Callable[..., torch.Tensor],
         tensors: torch.Tensor | Iterable[torch.Tensor],
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
@@ -77,8 +77,7 @@ class ClipPatch:
         try:
             total = self._listener.total_norm(gradients, float(norm_type))
             if total is None:
-                own: torch.Tensor = self._originals[_NORM](gradients, norm_type, error_if_nonfinite, foreach)
-                return own
+                return original(gradients, norm_type, error_if_nonfinite, foreach)
         finally:
             self._inside = False
         if error_if_nonfinite and not total.isfinite():
@@ -87,7 +86,7 @@ class ClipPatch:
             )
         return total
 
-    def _multiply(self, parameters: Any, *args: Any, **kwargs: Any) -> None:
+    def _multiply(self, original: Callable[..., None], parameters: Any, *args: Any, **kwargs: Any) -> None:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._listener.before_multiplying(parameters)
-        self._originals[_MULTIPLY](parameters, *args, **kwargs)
+        original(parameters, *args, **kwargs)

@@ -16,6 +16,7 @@ from .control import agree, lost
 from .errors import AccelError, RankMismatchError
 from .process import Process, current
 from .trees import map_tensors, walk
+from .turns import in_turn
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -26,6 +27,7 @@ _OPS = {
 }
 
 
+@in_turn
 @torch.no_grad()
 def all_reduce(data: Any, op: str = "sum") -> Any:
     """Combines each tensor over the ranks, as stacking the ranks' tensors and reducing the new dimension would.
@@ -59,6 +61,7 @@ def all_reduce(data: Any, op: str = "sum") -> Any:
     return walk(lambda path, _: results[path], data, "data")
 
 
+@in_turn
 def all_gather(data: Any, *, gradients: bool = False) -> Any:
     """Concatenates each tensor of all ranks along its first dimension, which may differ between ranks.
 
@@ -124,6 +127,7 @@ class _WithGradient(torch.autograd.Function):
 _with_gradient: Any = _WithGradient.apply
 
 
+@in_turn
 @torch.no_grad()
 def broadcast(data: Any, src: int = 0) -> Any:
     """Gives every rank the tensors of rank ``src``. On one process, an identity.

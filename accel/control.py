@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 from .errors import AccelError, RankMismatchError, TimeoutError
 from .process import Process, current, end_groups, ended, local_rank, rank
 from .startup import to_bytes, to_tensor
+from .turns import in_turn, thread_name, turn
 
 _BLOCK = 1024  # bytes that every exchange sends; a longer value takes a second round
 
@@ -26,8 +27,9 @@ def short_timeout() -> timedelta:
     return min(current().timeout, timedelta(seconds=60))
 
 
+@in_turn
 def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list[Any]:
-    """Gathers a small value of every rank, on accel's own group. Collective; for one thread at a time.
+    """Gathers a small value of every rank, on accel's own group. Collective; other threads wait for their turn.
 
     Args:
         what: Names this meeting, the same on every rank.
@@ -38,14 +40,16 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
         The values of all ranks, by rank.
 
     Raises:
-        RankMismatchError: another rank is at another meeting; on every rank.
+        RankMismatchError: another rank is at another meeting, or at this one in another thread; or threads of one name,
+            which the ranks cannot tell apart, come at once; on every rank.
         TimeoutError: a rank did not come; the process groups are ended, so that no rank hangs.
         AccelError: a rank ended while this one waited; the process groups are ended.
     """
     process = current()
     if process.control is None:
         return [value]
-    payload = pickle.dumps((what, value))
+    place = (what, thread_name())
+    payload = pickle.dumps((place, turn.crowded(), value))
     framed = len(payload).to_bytes(8, "little") + payload
     limit = timeout or process.timeout
     blocks = _gather(process, what, framed[:_BLOCK].ljust(_BLOCK, b"\0"), limit)
@@ -53,10 +57,20 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
     if longest > _BLOCK:
         blocks = _gather(process, what, framed.ljust(longest, b"\0"), limit)
     messages = [pickle.loads(block[8:]) for block in blocks]
-    if any(theirs != what for theirs, _ in messages):
-        places = "; ".join(f"rank {number} is in {theirs!r}" for number, (theirs, _) in enumerate(messages))
+    if any(theirs != place for theirs, _, _ in messages):
+        places = "; ".join(f"rank {n} is in {_place(*theirs)}" for n, (theirs, _, _) in enumerate(messages))
         raise RankMismatchError(f"the ranks are at different points of the program: {places}")
-    return [theirs for _, theirs in messages]
+    if alike := [f"{name} of rank {number}" for number, (_, name, _) in enumerate(messages) if name]:
+        raise RankMismatchError(
+            f"several threads of one name call accel at once ({', '.join(alike)}), so that the ranks cannot tell whose call is "
+            "whose: make such calls in one thread, one after the other, or give the threads names "
+            "(threading.Thread(name=...)) that are the same on every rank"
+        )
+    return [theirs for _, _, theirs in messages]
+
+
+def _place(what: str, thread: str) -> str:
+    return f"{what!r} in the thread {thread}" if thread else repr(what)
 
 
 def _gather(process: Process, what: str, block: bytes, limit: timedelta) -> list[bytearray]:

@@ -21,6 +21,7 @@ from .loader_checks import check, check_options, describe, length_of
 from .process import Process, rank, world_size
 from .sampling import digest
 from .trees import map_tensors
+from .turns import in_turn
 
 __all__ = [
     "LoaderHandle",
@@ -223,6 +224,7 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
     return size * (loader._accel.world if isinstance(loader, LoaderHandle) else world_size())
 
 
+@in_turn
 def gather_for_metrics(data: T, loader: LoaderHandle | None = None) -> T:
     """``data`` of all ranks, in the order of the dataset and without the padding of the last batch. Collective.
 

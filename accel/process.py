@@ -20,6 +20,7 @@ from .errors import AccelError, DeviceError
 from .rollcall import roll_call
 from .startup import UNKNOWN, Meeting, Watch, destroy_groups, disconnect, place_now, select, start
 from .startup import Process as Process
+from .turns import turn
 
 logger = logging.getLogger("accel")
 
@@ -76,7 +77,10 @@ def init(
 
 
 def _begin(backend: str | None, timeout: timedelta | None, devices: object) -> Process:
-    process = _state.process = start(backend, timeout, devices, _state.meeting)
+    with turn:
+        if _state.process is not None:  # another thread was first
+            return _state.process
+        process = _state.process = start(backend, timeout, devices, _state.meeting)
     if process.control is not None:
         process.watch = Watch(process.control, _noticed)
         process.watch.start()

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .backwards import BackwardPatch
+from .backwards import backward_patch
 from .clipping import ClipPatch
 from .control import agree
 from .engines import FOREIGN, Engine
@@ -41,7 +41,11 @@ class Registry:
         self._hooks: list[RemovableHandle] = []
         self._watched: list[RemovableHandle] = []
         self._clipping = ClipPatch(self)
+<<<<<<< HEAD
         self._backward = BackwardPatch(self._leaf, self._before_backward)
+=======
+        self._backward = backward_patch(self._leaf)
+>>>>>>> w-threads
 
     def add(self, engine: Engine) -> None:
         """Make ``engine`` the one engine of its module."""
@@ -55,9 +59,10 @@ class Registry:
                 register_module_parameter_registration_hook(self._registered),
                 register_module_module_registration_hook(self._registered),
             ]
-        if engine.watched and not self._watched:
-            self._watched = [register_optimizer_step_pre_hook(self._before_any_step)]
+        if engine.watched:
+            self._watched = self._watched or [register_optimizer_step_pre_hook(self._before_any_step)]
             self._clipping.install()
+        if _stands_in(engine):
             self._backward.install()
         weakref.finalize(engine, self._prune).atexit = False
 
@@ -77,6 +82,7 @@ class Registry:
         if not any(engine.watched for engine in engines):
             _remove(self._watched)
             self._clipping.remove()
+        if not any(_stands_in(engine) for engine in engines):
             self._backward.remove()
 
     # -- look-up --------------------------------------------------------------------------------------------------
@@ -226,6 +232,11 @@ class Registry:
                 "torch.nn.utils.get_total_norm sees the gradients of this rank only: accel.clip_grad_norm_(model, "
                 'float("inf")) measures those of all ranks'
             )
+
+
+def _stands_in(engine: Engine) -> bool:
+    """Whether other tensors may stand in the places of its parameters."""
+    return engine.distributed and type(engine).leaf is not Engine.leaf
 
 
 def _concerned(engine: Engine) -> bool:

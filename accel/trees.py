@@ -39,8 +39,14 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any, *, others: bool = False)
 
 
 def walk(visit: Callable[[str, Any], Any], tree: Any, path: str) -> Any:
-    """The tree with ``visit(path, leaf)`` in each leaf's place."""
+    """The tree with ``visit(path, leaf)`` in each leaf's place; a container inside of itself is a leaf there."""
+    return _walk(visit, tree, path, set())
+
+
+def _walk(visit: Callable[[str, Any], Any], tree: Any, path: str, around: set[int]) -> Any:
     keys: list[Any]
+    if isinstance(tree, Tensor) or id(tree) in around:
+        return visit(path, tree)
     if isinstance(tree, MutableMapping):
         keys, values = list(tree), list(tree.values())
         paths = [f'{path}["{key}"]' if isinstance(key, str) else f"{path}[{key!r}]" for key in keys]
@@ -53,7 +59,9 @@ def walk(visit: Callable[[str, Any], Any], tree: Any, path: str) -> Any:
         values, paths = [getattr(tree, key) for key in keys], [f"{path}.{key}" for key in keys]
     else:
         return visit(path, tree)
-    new = [walk(visit, value, name) for value, name in zip(values, paths, strict=True)]
+    around.add(id(tree))
+    new = [_walk(visit, value, name, around) for value, name in zip(values, paths, strict=True)]
+    around.discard(id(tree))
     if all(mine is value for mine, value in zip(new, values, strict=True)):
         return tree
     return rebuild(tree, keys, new)
@@ -62,7 +70,12 @@ def walk(visit: Callable[[str, Any], Any], tree: Any, path: str) -> Any:
 def rebuild(tree: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
     """A container like ``tree`` with other values."""
     if isinstance(tree, tuple):
-        return tree._make(values) if hasattr(tree, "_make") else type(tree)(values)
+        if type(tree) is tuple or hasattr(tree, "n_fields"):  # what torch and C return knows no other way
+            return type(tree)(values)
+        made = tuple.__new__(type(tree), values)  # not by a constructor of the class, whose arguments may be others
+        if hasattr(tree, "__dict__"):
+            vars(made).update(vars(tree))
+        return made
     result = copy.copy(tree)
     for key, value in zip(keys, values, strict=True):
         if isinstance(tree, list | MutableMapping):

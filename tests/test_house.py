@@ -40,11 +40,11 @@ LAYERS = [
     ["sampling", "deferred", "gradients", "conversion", "slot", "shard", "footprint"],
     ["flat", "consensus"],
     ["collectives", "rng"],
-    ["control", "trees", "progress", "drawing"],
+    ["control", "trees", "progress", "drawing", "patches"],
     ["process"],
     ["rollcall"],
     ["startup"],
-    ["environments", "devices"],
+    ["environments", "devices", "turns"],
     ["errors"],
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

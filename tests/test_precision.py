@@ -55,6 +55,19 @@ class Record:
     rest: list[Any]
 
 
+class Two(tuple[Any, ...]):
+    """Made of other arguments than its items."""
+
+    def __new__(cls, y: torch.Tensor, label: str) -> Two:
+        return super().__new__(cls, (y, label))
+
+
+def in_a_circle(y: torch.Tensor) -> list[Any]:
+    made: list[Any] = [y]
+    made.append(made)
+    return made
+
+
 class Many(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -69,6 +82,9 @@ class Many(nn.Module):
             "named": Named(y, "a"),
             "record": Record(y, [y, 3, None]),
             "dict": {"y": (y, y.long()), "none": None},
+            "two": Two(y, "a"),
+            "circle": in_a_circle(y),
+            "torch": y.max(1),
         }[kind]
 
     def remember(self) -> list[int]:
@@ -93,7 +109,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, Record):
         return tensors_in([tree.y, tree.rest])
     values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else []
-    return [t for v in values for t in tensors_in(v)]
+    return [t for v in values if not isinstance(v, list) or v[-1] is not v for t in tensors_in(v)]
 
 
 @pytest.mark.parametrize(
@@ -109,13 +125,13 @@ def test_what_is_computed_stored_and_returned(precision: str, inside: torch.dtyp
     raw = Many()
     model = accel.setup(raw, precision=precision).model
     assert raw.linear.weight.dtype is stored
-    for kind in ("tensor", "named", "record", "dict"):
+    for kind in ("tensor", "named", "record", "dict", "two", "circle", "torch"):
         out = model(torch.randn(2, 4), kind)
         assert raw.seen is inside
         found = tensors_in(out)
         assert found
         assert {t.dtype for t in found} <= {torch.float32, torch.int64}
-        assert type(out) in (torch.Tensor, Named, Record, dict)
+        assert type(out) in (torch.Tensor, Named, Record, dict, Two, list, torch.return_types.max)
     assert model.encode(torch.randn(2, 4)).dtype is torch.float32
     assert raw.seen is inside
     assert model.remember() is raw.memory

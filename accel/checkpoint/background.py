@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Final, final
 
 import torch
@@ -25,12 +25,12 @@ class Background:
 
     def __init__(self) -> None:
         self._future: Future[None] | None = None
-        self._thread: threading.Thread | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def start(self, finish: Callable[[], None], resources: contextlib.ExitStack) -> Future[None]:
         """Run ``finish`` in a thread, then let go of ``resources``."""
         future: Future[None] = Future()
+        future.set_running_or_notify_cancel()  # a save that has begun cannot be cancelled
 
         def run() -> None:
             try:
@@ -42,15 +42,14 @@ class Background:
                 future.set_result(None)
 
         # Not a daemon: the interpreter waits for it at exit.
-        self._thread = threading.Thread(target=run, name="accel.save")
+        threading.Thread(target=run, name="accel.save").start()
         self._future = future
-        self._thread.start()
         return future
 
     def wait(self) -> None:
         """Wait for the save that is under way; its failure is the next save's to raise."""
-        if self._thread is not None:
-            self._thread.join()
+        if (future := self._future) is not None:
+            wait([future])  # not for the thread, which may be in a callback that calls this
 
     def settle(self) -> None:
         """Wait for the save that is under way.
@@ -58,11 +57,8 @@ class Background:
         Raises:
             CheckpointError: it failed; it is raised once.
         """
-        thread, future, self._thread, self._future = self._thread, self._future, None, None
-        if thread is None or future is None:
-            return
-        thread.join()
-        error = future.exception()
+        future, self._future = self._future, None
+        error = None if future is None else future.exception()
         if error is not None:
             raise CheckpointError(f"the background save before this one failed: {error}") from error
 
@@ -91,7 +87,7 @@ class Background:
 
     def forget(self) -> None:
         """In a forked process, which has no part in the save that was under way."""
-        self._thread = self._future = None
+        self._future = None
 
     def at_exit(self) -> None:
         """Make a failed save the failure of the process."""

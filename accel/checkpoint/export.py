@@ -14,6 +14,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..process import running
+from ..turns import in_turn
 from . import folder, record
 from .dtypes import BY_NAME, memory
 from .extract import Item, Job, plan
@@ -28,6 +29,7 @@ _TEMPORARY: Final = re.compile(r"\.model[^/]*\.[0-9a-f]{12}\.tmp")
 _SHARD: Final = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 
 
+@in_turn
 def export(
     dir: str | os.PathLike[str],
     out: str | os.PathLike[str],

@@ -10,15 +10,15 @@ import secrets
 import time
 import weakref
 from collections.abc import Iterable
-from typing import Final, final
+from typing import Final, Literal, final
 
 from ..errors import CheckpointError
 from .record import NAME, Record, is_damaged, read, sync
 
-_LOCK: Final = ".accel.lock"
+LOCK: Final = ".accel.lock"
 #: Only names of this form are ever removed: shards, records on their way, and what background saves tell each other.
 _OURS: Final = re.compile(
-    r"accel-[0-9a-f]{12}-\d{5,}(-still)?\.safetensors|\.accel-[0-9a-f]{12}(-\d{5,})?\.(record|done)(\.tmp)?"
+    r"accel-[0-9a-f]{12}-\d{5,}(-still)?\.safetensors|\.accel-[0-9a-f]{12}(-\d{5,})?\.(record|done|seen)(\.tmp)?"
 )
 
 
@@ -56,9 +56,15 @@ def record_name(save: str) -> str:
     return f".accel-{save}.record"
 
 
-def mark_name(save: str, rank: int) -> str:
-    """What a rank of a background save leaves when it has written."""
-    return f".accel-{save}-{rank:05d}.done"
+def mark_name(save: str, rank: int, kind: Literal["done", "seen"]) -> str:
+    """What a rank of a background save leaves when it has written, and when it knows how the save has ended."""
+    return f".accel-{save}-{rank:05d}.{kind}"
+
+
+def mark_names(save: str, world: int) -> list[str]:
+    """Those of all ranks; the last are what the others look at to the end."""
+    kinds: tuple[Literal["done", "seen"], ...] = ("done", "seen")
+    return [mark_name(save, rank, kind) for kind in kinds for rank in range(world)]
 
 
 def make(directory: str) -> None:
@@ -87,7 +93,7 @@ class Lock:
     """
 
     def __init__(self, directory: str) -> None:
-        self._path = path = os.path.join(directory, _LOCK)
+        self._path = path = os.path.join(directory, LOCK)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         _open.add(self)
         try:

@@ -17,6 +17,7 @@ import torch
 from ..engines import ENGINES
 from ..errors import CheckpointError
 from ..process import running
+from ..turns import in_turn
 from . import dcp, folder, record
 from .adopt import adopt
 from .background import background
@@ -28,6 +29,7 @@ from .weights import is_weights
 logger = logging.getLogger("accel")
 
 
+@in_turn
 def import_checkpoint(
     source: str | os.PathLike[str], dir: str | os.PathLike[str], *, optimizer: bool = True
 ) -> dict[str, list[str]]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import time
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Mapping, Sequence
+from typing import Any, final
 
 from ..errors import CheckpointError
-from ..process import ended
 from . import folder, manage, record, shards
 from .background import background
 from .draft import Draft
+from .marks import Marks
+from .record import Record
 from .shards import Source, Written
 from .still import known
 from .together import explain
@@ -108,7 +108,7 @@ class Job:
             raise
         # It is done; what fails from here on is no failure of the save.
         try:
-            folder.sweep(self.directory, {file.name for file in new.files})
+            self._sweep(new)
             if self.keep is not None:
                 manage.prune(self.directory, self.keep)
         except (OSError, CheckpointError) as error:
@@ -122,8 +122,12 @@ class Job:
 
     def _drop_all(self) -> None:
         with contextlib.suppress(OSError, CheckpointError):
-            old = folder.present(self.directory)
-            folder.sweep(self.directory, {file.name for file in old.files} if old else ())
+            self._sweep(folder.present(self.directory))
+
+    def _sweep(self, kept: Record | None) -> None:
+        """Remove what is neither of this record, nor needed by ranks that wait for the end of this save."""
+        names = [file.name for file in kept.files] if kept else []
+        folder.sweep(self.directory, names + folder.mark_names(self.save, self.world))
 
     def _check_visible(self, file: Written) -> None:
         path = os.path.join(self.directory, file.name)
@@ -137,57 +141,55 @@ class Job:
                 "directory on a file system that all hosts share"
             )
 
-    # -- in the background: without collectives, through small files ----------------------------------------------
+    # -- in the background: without collectives ---------------------------------------------------------------------
 
     def finish_alone(self, timeout: float) -> None:
-        """Write, and commit once all ranks have written. In a thread, on every rank.
+        """Write, and commit once all ranks have written; returns when every rank knows it. In a thread, on every rank.
 
         Raises:
             CheckpointError: it failed on this rank or on another.
         """
+        marks = Marks(self.directory, self.save, self.rank, self.world, timeout)
+        failure: Exception | None = None
+        pair: Pair = (None, None)
         try:
             pair = self.write()
+            if self.rank == 0:
+                self.commit([pair, *(_heard(marks.hear(rank)) for rank in range(1, self.world))])
         except Exception as error:
-            self._tell(error=f"rank {self.rank}: {explain(error)}")
-            raise
-        if self.rank != 0:
-            self._tell(pair)
-            self._wait(0, timeout)
-            return
+            failure = error
+            if self.rank == 0:
+                self._drop_all()
+        if self.world > 1:
+            end = self._part(marks, pair, failure)
+            failure = failure or (CheckpointError(end["error"]) if end["error"] else None)
+        if failure is not None:
+            raise failure
+
+    def _part(self, marks: Marks, pair: Pair, failure: Exception | None) -> Mapping[str, Any]:
+        """Tell what this rank has done, and hear from rank 0 how the save has ended, as every rank does."""
+        error = ""
+        if failure is not None:
+            error = f"rank {self.rank}: {explain(failure)}" if self.rank else explain(failure)
+        files = [None if w is None else [w.name, w.size, list(w.header)] for w in pair]
         try:
-            pairs = [pair, *(self._wait(rank, timeout) for rank in range(1, self.world))]
-            self.commit(pairs)
-        except Exception as error:
-            self._drop_all()
-            self._tell(error=explain(error))
+            marks.tell({"error": error, "files": files})
+            end = marks.hear(0)
+        except (OSError, CheckpointError) as lost:
+            if failure is not None:
+                raise failure from lost
             raise
-        self._tell(pair)
+        marks.part()
+        return end
 
-    def _tell(self, pair: Pair = (None, None), error: str = "") -> None:
-        if self.world == 1:
-            return
-        facts = [None if w is None else [w.name, w.size, list(w.header)] for w in pair]
-        path = os.path.join(self.directory, folder.mark_name(self.save, self.rank))
-        with open(f"{path}.tmp", "w", encoding="ascii") as file:
-            json.dump({"error": error, "files": facts}, file)
-        os.replace(f"{path}.tmp", path)
 
-    def _wait(self, rank: int, timeout: float) -> Pair:
-        """What another rank told."""
-        path = os.path.join(self.directory, folder.mark_name(self.save, rank))
-        limit, pause = time.monotonic() + timeout, 0.005
-        while not os.path.exists(path):
-            if reason := ended():
-                raise CheckpointError(
-                    f"rank {rank} may have ended before its part of {self.directory} was done: {reason}"
-                )
-            if time.monotonic() > limit:
-                raise CheckpointError(f"rank {rank} did not finish its part of {self.directory} within {timeout:g} s")
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.5)
-        with open(path, encoding="ascii") as file:
-            told = json.load(file)
-        if told["error"]:
-            raise CheckpointError(told["error"])
-        moving, still = (None if f is None else Written(f[0], f[1], tuple(f[2])) for f in told["files"])
-        return moving, still
+def _heard(told: Mapping[str, Any]) -> Pair:
+    """What another rank has written.
+
+    Raises:
+        CheckpointError: it failed.
+    """
+    if told["error"]:
+        raise CheckpointError(told["error"])
+    moving, still = (None if f is None else Written(f[0], f[1], tuple(f[2])) for f in told["files"])
+    return moving, still

@@ -15,6 +15,7 @@ from ..data import LoaderHandle
 from ..errors import CheckpointError
 from ..process import current
 from ..shard import Manifest
+from ..turns import in_turn
 from . import folder
 from .background import background
 from .differences import Differences, check_objects, report, unfit
@@ -34,6 +35,7 @@ from .weights import Source, open_source
 logger = logging.getLogger("accel")
 
 
+@in_turn
 def load(
     dir: str | os.PathLike[str],
     state: dict[Any, Any] | None = None,

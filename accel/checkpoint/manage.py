@@ -10,6 +10,7 @@ from typing import Final
 
 from ..errors import CheckpointError
 from ..process import rank
+from ..turns import in_turn
 from . import folder, record
 from .background import background
 from .record import Record
@@ -70,6 +71,7 @@ def latest(root: str | os.PathLike[str]) -> str | None:
     return max(found)[1] if found else None
 
 
+@in_turn
 def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
     """Make ``dst`` a second name of the checkpoint ``src``: its files are linked, so that either can be removed. Collective.
 

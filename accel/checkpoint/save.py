@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..process import current
+from ..turns import in_turn
 from . import folder
 from .background import background
 from .draft import Draft, Message, Summary, make_draft
@@ -19,6 +20,7 @@ from .manage import check_keep
 from .together import together
 
 
+@in_turn
 def save(
     state: dict[Any, Any],
     dir: str | os.PathLike[str],
@@ -41,7 +43,8 @@ def save(
         filter: tells by a tensor's name (``"model/head.weight"``) whether it is saved; an optimizer's always are.
 
     Returns:
-        None; with ``wait=False`` a future, done when the checkpoint is durable.
+        None; with ``wait=False`` a future, done when the checkpoint is durable and every rank knows it: from then on any of
+        them may rename or remove ``dir``.
 
     Raises:
         CheckpointError: something cannot be stored (nothing is written), another job saves there, or the disk fails;

@@ -47,6 +47,8 @@ def together(what: str, act: Callable[[], tuple[T, M]]) -> tuple[T, list[M]]:
 
 def explain(error: BaseException) -> str:
     """An error of the system or of the user's code, as a part of a sentence."""
+    if isinstance(error, AccelError):
+        return str(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
     return f"{type(error).__name__}: {error}"

@@ -14,6 +14,7 @@ import torch
 from ..environments import Place
 from ..errors import CheckpointError
 from ..process import running
+from ..turns import in_turn
 from . import folder, record
 from .header import CHUNK, chunks_of
 from .reader import Reader
@@ -70,6 +71,7 @@ def _share(everyone: torch.Tensor, me: int) -> torch.Tensor:
     return everyone[me] & (order[me] - 1 == turn)
 
 
+@in_turn
 def verify(dir: str | os.PathLike[str]) -> None:
     """Compare every byte of a checkpoint with its checksums. Collective where accel runs on several ranks.
 

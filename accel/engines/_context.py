@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 from ..errors import BackendError
 from ..precision import LossScale, Precision
@@ -15,8 +15,9 @@ from ..process import Process
 class Options:
     """Base of the backends' options."""
 
+    @final
     def __post_init__(self) -> None:
-        """Refuse anything but True and False where one of them is expected; subclasses with more to check call it too.
+        """Refuse anything but True and False where one of them is expected, and what ``check_values`` refuses.
 
         Raises:
             BackendError: names the option.
@@ -25,6 +26,14 @@ class Options:
             value = getattr(self, option.name)
             if option.type in (bool, "bool") and type(value) is not bool:
                 raise BackendError(f"{type(self).__name__}({option.name}={value!r}): expected True or False")
+        self.check_values()
+
+    def check_values(self) -> None:
+        """Refuse other values that these options cannot have.
+
+        Raises:
+            BackendError: names the option.
+        """
 
 
 @dataclass(frozen=True, slots=True)

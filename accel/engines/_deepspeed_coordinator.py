@@ -10,8 +10,10 @@ from types import MethodType
 from typing import Any, Final, final
 
 import torch
+from torch import nn
 
 from ..errors import BackendError
+from ..trees import walk
 from ._deepspeed_library import library
 from ._deepspeed_weights import plainly, promise, take_back
 from ._order import Order
@@ -37,6 +39,43 @@ def shorten_methods(modules: Iterable[Any]) -> None:
         for name in ("all_parameters", "ds_external_parameters"):
             if isinstance(bound := vars(module).get(name), MethodType):
                 vars(module)[name] = Method(bound.__func__, module)
+
+
+def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook of the library's, which gets the tensors of a module's inputs or output and gives others for them.
+
+    By itself it fails at what has neither items nor attributes, and finds no tensor in a dataclass.
+    """
+
+    def call(module: Any, *values: Any) -> Any:
+        found: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            found.append(tensor)
+            return tensor
+
+        _exchange(note, values[-1])
+        changed = hook(module, *values[:-1], found)
+        if changed is None:
+            return None
+        made = iter(changed)
+        return _exchange(lambda _: next(made), values[-1])
+
+    return call
+
+
+def _exchange(give: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """The tree with another tensor for each; in an object of another kind they are exchanged in place."""
+
+    def visit(_: str, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return give(leaf)
+        if hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
+            own = vars(leaf)
+            own.update({n: give(v) for n, v in own.items() if isinstance(v, torch.Tensor) and v.grad_fn is not None})
+        return leaf
+
+    return walk(visit, tree, "")
 
 
 def watch_order(

@@ -8,8 +8,8 @@ import importlib
 import logging
 import os
 import sys
-import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from ..errors import BackendError
+from ..patches import Patch, ignore_warnings, replaced
 
 #: What torch says, in every step, about functions that DeepSpeed calls.
 _RENAMED: Final = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor`"
@@ -26,25 +27,26 @@ def _quiet(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
+def _compile(original: Callable[..., Any], model: Any = None, **options: Any) -> Any:
+    """``torch.compile``, which leaves alone what the library's own modules define."""
+    if not str(sys._getframe(2).f_globals.get("__name__")).startswith("deepspeed"):  # who has called the patch
+        return original(model, **options)
+    return model if model is not None else lambda function: function
+
+
 @contextlib.contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
     """Import and build without log lines, deprecation warnings, and compilation of what is never used."""
-    before, compile_ = os.environ.get("DS_ACCELERATOR"), torch.compile
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    logger = logging.getLogger("DeepSpeed")
-    logger.addFilter(_quiet)
-    # Its Muon is decorated by torch.compile, whose import takes longer than all the rest.
-    torch.compile = lambda model=None, **options: model if model is not None else lambda fn: fn  # type: ignore[assignment]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.compile = compile_
-        logger.removeFilter(_quiet)
-        if before is None:
-            os.environ.pop("DS_ACCELERATOR", None)
+    with contextlib.ExitStack() as undo:
+        if device.type == "cpu" and "DS_ACCELERATOR" not in os.environ:
+            undo.enter_context(replaced(os.environ, "DS_ACCELERATOR", "cpu"))
+        logger = logging.getLogger("DeepSpeed")
+        logger.addFilter(_quiet)
+        undo.callback(logger.removeFilter, _quiet)
+        undo.callback(ignore_warnings())
+        # Its Muon is decorated by torch.compile, whose import takes longer than all the rest.
+        undo.enter_context(Patch(vars(torch), "compile", _compile))
+        yield
 
 
 def library(name: str = "deepspeed") -> Any:
@@ -54,10 +56,6 @@ def library(name: str = "deepspeed") -> Any:
 
 def _import(device: torch.device) -> Any:
     deepspeed = library()
-    ops = library("deepspeed.ops")
-    if not isinstance(ops.__compatible_ops__, collections.defaultdict):
-        # Its shared-memory op takes a minute to compile and serves only inference.
-        ops.__compatible_ops__ = collections.defaultdict(bool)
     found = library("deepspeed.accelerator").get_accelerator()._name
     if found != device.type:
         raise BackendError(
@@ -90,12 +88,14 @@ def initialise(
     module: nn.Module, groups: list[list[nn.Parameter]], config: dict[str, Any], device: torch.device
 ) -> Any:
     """``deepspeed.initialize`` of ``module``; the library divides ``groups`` and never steps. Collective."""
-    warnings.filterwarnings("ignore", message=_RENAMED, category=FutureWarning)
     with _undisturbed(device):
         deepspeed = _import(device)
         _forget_old_groups()
         stand_in = torch.optim.SGD([{"params": group} for group in groups], lr=0.0)
-        engine = deepspeed.initialize(model=module, optimizer=stand_in, config=config, dist_init_required=False)[0]
+        # Its shared-memory op takes a minute to compile and serves only inference.
+        with replaced(vars(library("deepspeed.ops")), "__compatible_ops__", collections.defaultdict(bool)):
+            engine = deepspeed.initialize(model=module, optimizer=stand_in, config=config, dist_init_required=False)[0]
+    weakref.finalize(engine, ignore_warnings(_RENAMED, FutureWarning)).atexit = False
     for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
         hook.remove()
     library("deepspeed.utils.debug").debug_clear_module_and_param_names()

@@ -11,6 +11,7 @@ import torch
 
 from ._deepspeed_coordinator import (
     adopting,
+    among_tensors,
     free_coordinator,
     shorten_methods,
     waiting_dict,
@@ -89,6 +90,8 @@ class Sharded(Partitions):
         for module in self.module.modules():
             module._parameters.__class__ = kind
         shorten_methods(self.module.modules())
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            self.snapshot.change_hooks(name, among_tensors)
         self.weights = Watch(self.module, reveal)
         adopt = weakref.WeakMethod(self.adopt)
         for weight in self.parameters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, final
 
 from torch import nn
@@ -42,6 +43,14 @@ class Snapshot:
         """The library's hooks of the root module."""
         keys = next((added[name] for owner, _, added in self._added if owner is self._module), set())
         return [hook for key, hook in getattr(self._module, name).items() if key in keys]
+
+    def change_hooks(self, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Let the library's hooks of all modules be others."""
+        for owner, _, hooks in self._added:
+            for key in hooks.get(name, ()):
+                kept = getattr(owner, name)
+                if key in kept:  # one of the library's own may be removed again
+                    kept[key] = change(kept[key])
 
     def restore(self) -> None:
         """Undo the library's changes."""

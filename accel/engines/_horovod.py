@@ -10,6 +10,7 @@ from typing import Any
 
 from ..control import agree
 from ..errors import BackendError, LaunchError
+from ..patches import replaced
 from ..process import Process
 
 
@@ -117,13 +118,7 @@ def _position(hosts: list[str], rank: int) -> tuple[int, int, int, int, int]:
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
     """Set while Horovod reads them, and no longer: they would tell accel of another launcher."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
+    with contextlib.ExitStack() as undo:
+        for name, value in variables.items():
+            undo.enter_context(replaced(os.environ, name, value))
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -45,8 +45,8 @@ class ReducingOptions(Options):
     powersgd_rank: int = 1
     auto_refresh: bool = True
 
-    def __post_init__(self) -> None:
-        Options.__post_init__(self)
+    def check_values(self) -> None:
+        """Refuse an unknown hook, and sizes that are none."""
         name = type(self).__name__
         if self.comm_hook not in (None, "fp16", "bf16", "powersgd"):
             raise BackendError(f"{name}(comm_hook={self.comm_hook!r}): expected 'fp16', 'bf16', 'powersgd' or None")

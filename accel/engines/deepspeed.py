@@ -56,8 +56,8 @@ class DeepSpeed(Options):
     config: Mapping[str, Any] | str | Path | None = None
     auto_refresh: bool = True
 
-    def __post_init__(self) -> None:
-        Options.__post_init__(self)
+    def check_values(self) -> None:
+        """Refuse an unknown stage."""
         if self.stage not in (None, 0, 1, 2, 3):
             raise BackendError(f"DeepSpeed(stage={self.stage!r}): expected 0, 1, 2 or 3")
 

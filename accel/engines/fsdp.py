@@ -56,8 +56,8 @@ class FSDP(Options):
     reduce_dtype: torch.dtype | None = None
     auto_refresh: bool = True
 
-    def __post_init__(self) -> None:
-        Options.__post_init__(self)
+    def check_values(self) -> None:
+        """Refuse what is no choice of modules, and other dtypes."""
         classes = isinstance(self.wrap, tuple) and all(isinstance(c, type) for c in self.wrap)
         if not (self.wrap is None or classes or callable(self.wrap)) or isinstance(self.wrap, type):
             raise BackendError(

@@ -31,7 +31,8 @@ class Horovod(DeferredOptions):
 
     compression: Literal["fp16"] | None = None
 
-    def __post_init__(self) -> None:
+    def check_values(self) -> None:
+        """Refuse an unknown compression."""
         if self.compression not in (None, "fp16"):
             raise BackendError(f"Horovod(compression={self.compression!r}): expected 'fp16' or None")
 

@@ -43,7 +43,8 @@ class Pipeline(Options):
     chunks: int = 1
     checkpoint: Literal["always", "except_last", "never"] = "except_last"
 
-    def __post_init__(self) -> None:
+    def check_values(self) -> None:
+        """Refuse an unknown balance, number of chunks or checkpointing."""
         balance: Any = "size" if self.balance is None else self.balance
         if isinstance(balance, Sequence) and not isinstance(balance, str):
             balance = tuple(balance)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ import accel
 from accel.checkpoint import shards
 from accel.errors import CheckpointError
 from tests.checkpoint.test_faults import file_limit
-from tests.distributed import run
+from tests.distributed import outcomes, refusals, run, wait_for
 
 
 def large(value: float) -> dict[str, Any]:
@@ -125,3 +126,77 @@ def test_the_copy_is_used_again(tmp_path: Path) -> None:
     assert len(places) == 1
     assert sorted(p.suffix for p in tmp_path.iterdir()) == [".json", ".lock", ".safetensors"]
     assert os.path.getsize(next(tmp_path.glob("*.safetensors"))) > 12_000_000
+
+
+def done_and_gone(root: Path, who: int, how: str) -> list[list[str]]:
+    """One rank renames or removes each checkpoint once its own future is done; what was left in them by then."""
+    left = []
+    for number in range(3):
+        directory = root / str(number)
+        pending = accel.save(large(number), directory, wait=False)
+        assert pending is not None
+        pending.result(20)
+        if accel.rank() == who:
+            left.append(sorted(p.suffix for p in directory.iterdir()))
+            shutil.rmtree(directory) if how == "removed" else directory.rename(root / f"final-{number}")
+    return left
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_is_done_may_take_the_directory_away(who: int, how: str, tmp_path: Path) -> None:
+    """The other rank's future is done as well, and no word of the ranks to each other is left."""
+    left = run(2, done_and_gone, tmp_path, who, how)
+    assert left[who] == [[".json", ".lock", ".safetensors", ".safetensors"]] * 3
+    assert how == "removed" or [accel.load(tmp_path / f"final-{n}")["n"] for n in range(3)] == [0, 1, 2]
+
+
+def taken_away_too_early(directory: Path) -> None:
+    """Rank 0 has written, and rank 1 has not, when the directory goes."""
+    if accel.rank() == 1:
+        write = shards.write
+        shards.write = lambda *a: (wait_for(lambda: not directory.exists()), write(*a))[1]  # type: ignore[assignment]
+    pending = accel.save(large(1.0), directory, wait=False)
+    if accel.is_main():
+        wait_for(lambda: list(directory.glob("*-00000.safetensors")))
+        shutil.rmtree(directory)
+    assert pending is not None
+    pending.result(20)
+
+
+def test_a_directory_that_goes_meanwhile_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    first, second = refusals(2, taken_away_too_early, tmp_path / "c", error="CheckpointError", breaks=True)
+    assert "was removed or renamed" in first or "No such file" in first
+    assert "No such file" in second
+
+
+def dies(directory: Path, begun: Path) -> str:
+    """Rank 1 ends before its part is written."""
+    accel.init(timeout=2)
+    if accel.rank() == 1:
+        shards.write = lambda *a: (wait_for(begun.exists), os._exit(1))  # type: ignore[assignment,return-value]
+    pending = accel.save(large(2.0), directory, wait=False)
+    assert pending is not None
+    if accel.is_main():
+        begun.touch()
+    return str(pending.exception(30))
+
+
+def test_a_rank_that_dies_is_named_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
+    accel.save(large(1.0), tmp_path / "c")
+    first, _ = outcomes(2, dies, tmp_path / "c", tmp_path / "begun", breaks=True)
+    assert "rank 1 " in first.value
+    assert accel.load(tmp_path / "c")["n"] == 1.0
+
+
+def test_what_follows_a_save_may_use_the_library(tmp_path: Path) -> None:
+    """A callback of the future runs in the thread of the save; and what has begun cannot be cancelled."""
+    found = []
+    pending = accel.save(large(1.0), tmp_path / "1", wait=False)
+    assert pending is not None
+    assert not pending.cancel()
+    done = threading.Event()
+    pending.add_done_callback(lambda _: (found.append(accel.latest(tmp_path)), done.set()))
+    assert done.wait(30)
+    assert found == [str(tmp_path / "1")]
+    accel.save(large(2.0), tmp_path / "1")

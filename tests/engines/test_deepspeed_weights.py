@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -351,3 +354,117 @@ def functional() -> None:
 
 def test_other_tensors_in_the_places_of_divided_weights_are_refused() -> None:
     run(2, functional)
+
+
+# -- what modules and methods return --------------------------------------------------------------------------------------
+
+
+class Color(Enum):
+    RED = 1
+
+
+class Named(NamedTuple):
+    y: Any
+    n: int = 3
+
+
+class Two(tuple[Any, ...]):
+    def __new__(cls, y: Any, n: int) -> Two:
+        return super().__new__(cls, (y, n))
+
+
+@dataclass
+class Open:
+    y: Any
+    n: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    y: Any
+    n: int = 3
+
+
+class Own:
+    def __init__(self, y: Any) -> None:
+        self.y = y
+
+
+#: Without a tensor: every one comes back as it is.
+VALUES: tuple[Any, ...] = (5, 0.5, "s", True, None, b"x", {1}, frozenset({2}), range(3), torch.float32, torch.device("cpu"),
+    numpy.ones(2), {1: 2, (3,): {4}}, Color.RED, Closed(1), len, int, object(), torch.Size([2]))  # fmt: skip
+
+
+def in_a_circle(y: Any) -> list[Any]:
+    made = [y]
+    made.append(made)
+    return made
+
+
+#: Around a tensor, and how to get at it.
+AROUND: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "numbers": (lambda y: {1: y, 2: None}, lambda out: out[1]),
+    "named": (Named, lambda out: out.y),
+    "subclass": (lambda y: Two(y, 2), lambda out: out[0]),
+    "dataclass": (Open, lambda out: out.y),
+    "frozen": (Closed, lambda out: out.y),
+    "object": (Own, lambda out: out.y),
+    "circle": (in_a_circle, lambda out: out[0]),
+    "nested": (lambda y: [3, {"a": (Closed(y), "s")}], lambda out: out[1]["a"][0].y),
+}
+
+
+class Returning(nn.Module):
+    """Its own weights are used after those of its child, so that they must be there again when backward comes to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.child = nn.Linear(5, 5)
+        self.w = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: torch.Tensor, give: Callable[[Any], Any]) -> Any:
+        return give(torch.tanh(self.child(x) @ self.w) @ self.w)
+
+    def value(self, number: int) -> Any:
+        return VALUES[number]
+
+    def computed(self, x: torch.Tensor, give: Callable[[Any], Any]) -> Any:
+        return self.forward(x, give)
+
+    def estimate_mfu(self, seconds: float) -> float:
+        return 6 * sum(p.numel() for p in self.parameters()) / seconds
+
+
+def return_values() -> None:
+    model, _, _ = accel.setup(Returning(), backend=DIVIDED)
+    for number, value in enumerate(VALUES):
+        assert model.value(number) is value
+        assert model(torch.ones(2, 5), lambda y, value=value: value) is value
+    assert model.estimate_mfu(0.5) == 12 * (25 + 5 + 25)
+
+
+def return_tensors(name: str) -> None:
+    (make, get), plain = AROUND[name], Returning()
+    raw = Returning()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 0.1), backend=DIVIDED)
+    reference = torch.optim.SGD(plain.parameters(), 0.1)
+    for step in range(3):
+        for module, opt in ((model, optimizer), (plain, reference)):
+            opt.zero_grad()
+            outs = [module(data(step)[0], make), module.computed(data(step)[1], make)]
+            assert all(type(out) is type(make(0)) for out in outs)
+            sum(get(out).square().mean() for out in outs).backward()
+            opt.step()
+    found = accel.full_state_dict(model)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=1e-5)
+
+
+def test_modules_and_methods_return_any_value() -> None:
+    run(2, return_values)
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_modules_and_methods_return_tensors_in_anything(name: str) -> None:
+    run(2, return_tensors, name)
