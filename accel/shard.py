@@ -101,9 +101,9 @@ def extra_modules(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def module_values(module: nn.Module) -> dict[str, Any]:
-    """What ``get_extra_state`` returns in them."""
-    return {name: part.get_extra_state() for name, part in extra_modules(module).items()}
+def module_values(module: nn.Module, has: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
+    """What ``get_extra_state`` returns in them; ``has`` tells by the name whether this rank has it."""
+    return {name: part.get_extra_state() for name, part in extra_modules(module).items() if has(name)}
 
 
 def fill_module_values(module: nn.Module, values: Mapping[str, Any]) -> None:

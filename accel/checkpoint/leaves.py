@@ -43,6 +43,8 @@ class Leaf(ABC):
     kind: ClassVar[str]
     #: What a saved node must have, with its type.
     fields: ClassVar[Mapping[str, type]] = {}
+    #: Its node is made of all ranks' ``value``; else rank 0's is taken.
+    merged = False
 
     def __init__(self, name: str, path: str) -> None:
         self.name = name
@@ -59,7 +61,7 @@ class Leaf(ABC):
         return {}
 
     def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
-        """The rest of its node, of all ranks' ``value``."""
+        """The rest of its node, of all ranks' ``value``, where ``merged``."""
         return values[0]
 
     def check(self, node: Mapping[str, Json]) -> None:

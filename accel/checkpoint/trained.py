@@ -29,6 +29,10 @@ class ModuleLeaf(Leaf):
         self.module = module
         self._engine = engine
         self._prefix = prefix
+        # One model on all ranks together: what is no tensor lies on one of them, too.
+        spread = engine is not None and engine.synchronizes and engine.replica(engine.process)[1] == 1
+        self._spread = spread
+        self.merged = spread and engine is not None and engine.distributed
         #: The names that the engine gives to what is in this part of its module, and the part's own.
         self._own_names: dict[str, str] = {}
         if engine is not None and prefix:
@@ -52,15 +56,20 @@ class ModuleLeaf(Leaf):
             named = zip(engine.names, engine.parameters, strict=True)
             parameters = {own: p for n, p in named if (own := self._own(n)) is not None}
             sure = set(parameters) if engine.synchronizes else set()
-            if engine.synchronizes and engine.replica(engine.process)[1] == 1:
-                sure.update(s.name for s in shards)  # one model on all ranks together: each buffer lies on one of them
+            if self._spread:
+                sure.update(s.name for s in shards)  # each buffer lies on one rank
         still = {n for n, p in parameters.items() if not p.requires_grad}
         for mine, listed in zip(shards, full_names(self, shards), strict=True):
             yield Listed(listed, mine.name in sure, mine.name in still)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        extra = shard.module_values(self.module)
-        return {"extra": encoder.encode(extra, f"{self.path}.state_dict()")}
+        engine, prefix = self._engine, self._prefix
+        extra = shard.module_values(self.module, lambda name: engine is None or engine.has(f"{prefix}{name}"))
+        # What only one rank has cannot be in the shards, whose plan is made of tensors that all ranks know of.
+        return {"extra": (Encoder(None) if self.merged else encoder).encode(extra, f"{self.path}.state_dict()")}
+
+    def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
+        return {"extra": {name: extra for value in reversed(values) for name, extra in value["extra"].items()}}
 
     def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
         engine = self._engine
@@ -102,6 +111,7 @@ class OptimizerLeaf(Leaf):
     """
 
     kind = "optimizer"
+    merged = True
     fields: ClassVar[Mapping[str, type]] = {"class": str, "named": bool, "groups": list, "state": dict, "frozen": list}
 
     def __init__(
