@@ -271,7 +271,11 @@ def _bytes(data: Json) -> bytes:
 
 def _shape(data: Json) -> tuple[int, ...]:
     shape = data["shape"]
-    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(type(n) is int and 0 <= n < 2**48 for n in shape):
+    if (
+        not isinstance(shape, list)
+        or len(shape) > MAX_DIMS
+        or not all(type(n) is int and 0 <= n < 2**48 for n in shape)
+    ):
         raise ValueError(f"shape {shape!r}")
     return tuple(shape)
 
