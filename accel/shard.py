@@ -54,6 +54,18 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
+def tensor_names(module: nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter and persistent buffer, in the order of ``state_dict``, by ``id``."""
+    found: dict[int, list[str]] = {}
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        passing = part._non_persistent_buffers_set
+        tensors = chain(part._parameters.items(), (item for item in part._buffers.items() if item[0] not in passing))
+        for name, tensor in tensors:
+            if tensor is not None:
+                found.setdefault(id(tensor), []).append(f"{prefix}.{name}" if prefix else name)
+    return found
+
+
 #: Makes the shard of a tensor of the state, or None where nothing of it lies on this rank.
 Make = Callable[[str, torch.Tensor], Shard | None]
 
@@ -89,9 +101,9 @@ def extra_modules(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def module_values(module: nn.Module) -> dict[str, Any]:
-    """What ``get_extra_state`` returns in them."""
-    return {name: part.get_extra_state() for name, part in extra_modules(module).items()}
+def module_values(module: nn.Module, has: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
+    """What ``get_extra_state`` returns in them; ``has`` tells by the name whether this rank has it."""
+    return {name: part.get_extra_state() for name, part in extra_modules(module).items() if has(name)}
 
 
 def fill_module_values(module: nn.Module, values: Mapping[str, Any]) -> None:
@@ -134,12 +146,19 @@ def optimizer_shards(optimizer: Optimizer, names: Mapping[int, str], make: Make 
 
 def _check_keys(optimizer: Optimizer, names: Mapping[int, str]) -> None:
     kind = type(optimizer).__name__
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     keys: Iterable[object] = optimizer.state
     for owner in keys:
         if not isinstance(owner, torch.Tensor):
             raise CheckpointError(
                 f"the state of this {kind} has the entry {owner!r}, which belongs to none of its parameters and would be lost: "
                 "keep it in param_groups, or save it as a value"
+            )
+        if id(owner) not in held and optimizer.state[owner]:
+            raise CheckpointError(
+                f"this {kind} has state of {names.get(id(owner), 'a parameter')} (shape {tuple(owner.shape)}), which is in none "
+                "of its groups, so that it would be lost: keep the parameter in a group, frozen, or drop its state "
+                "(optimizer.state.pop(parameter))"
             )
     for name, _, state in _entries(optimizer, names):
         entries: Iterable[tuple[object, object]] = state.items()

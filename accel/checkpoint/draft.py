@@ -15,7 +15,6 @@ from .leaves import Leaf, Listed, RankLeaf
 from .listing import Listing, Packed, Plan, digest, make_listing, make_plan, sources, unpack
 from .record import Record, Stored
 from .shards import Source, Written
-from .trained import OptimizerLeaf
 from .trees import State, kept_shard, listings
 from .values import Encoder, Json
 
@@ -68,7 +67,7 @@ class Draft:
 
     def _merged_nodes(self) -> list[dict[str, Json]]:
         """The nodes that are made of all ranks'; of the others rank 0's is taken."""
-        return [n for leaf, n in zip(self.leaves, self.nodes, strict=True) if isinstance(leaf, OptimizerLeaf)]
+        return [n for leaf, n in zip(self.leaves, self.nodes, strict=True) if leaf.merged]
 
     def message(self, summaries: Sequence[Summary], rank: int) -> Message:
         """What the other ranks must be told: what is not equal on all, and each table by one of those that have it."""
@@ -88,7 +87,7 @@ class Draft:
         merged = [m[1] for m in messages if m[1] is not None] or [self._merged_nodes()]
         by_leaf = iter(zip(*merged, strict=True))
         for leaf, node in zip(self.leaves, self.nodes, strict=True):
-            leaf.node.update(leaf.merge(next(by_leaf)) if isinstance(leaf, OptimizerLeaf) else node)
+            leaf.node.update(leaf.merge(next(by_leaf)) if leaf.merged else node)
         self.own_of_all = [m[2] for m in messages]
 
     def sources(self, rank: int) -> tuple[list[Source], list[Source]]:

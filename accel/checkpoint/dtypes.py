@@ -30,6 +30,8 @@ BY_NAME: Final[dict[str, torch.dtype]] = {
     "C128": torch.complex128,
 }
 NAMES: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in BY_NAME.items()}
+#: A record that claims more is refused.
+MAX_DIMS: Final = 64
 #: The dtype of a file's entry, and how many of it make one element.
 STORED: Final[dict[str, tuple[str, int]]] = {**{n: (n, 1) for n in BY_NAME}, "C64": ("F32", 2), "C128": ("F64", 2)}
 
@@ -70,6 +72,8 @@ def check_tensor(value: torch.Tensor, path: str) -> None:
         problem = f"of dtype {value.dtype}"
     elif value.device.type == "meta":
         problem = "on the meta device"
+    elif value.dim() > MAX_DIMS:
+        problem = f"of {value.dim()} dimensions"
     elif type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         problem = f"of class {type(value).__name__}"
     if problem:

@@ -12,6 +12,8 @@ from ..errors import CheckpointError
 from .dtypes import STORED, element_bytes
 
 CHUNK: Final = 4 << 20  # bytes of data, or of the header, under one checksum
+#: The key of what a header says beside its tensors.
+METADATA: Final = "__metadata__"
 _ALIGN: Final = 64
 _DIGITS: Final = 16
 #: What other readers of safetensors accept, and far more than a rank's tensors need.
@@ -69,7 +71,7 @@ def build(entries: Sequence[Entry], checksums: str) -> bytes:
         entries: what the file holds.
         checksums: of each chunk of the data, as hexadecimal digits; the size of the result depends on their number only.
     """
-    table: dict[str, Any] = {"__metadata__": {"format": "pt", "accel": "1", "xxh3": checksums}}
+    table: dict[str, Any] = {METADATA: {"format": "pt", "accel": "1", "xxh3": checksums}}
     offset = 0
     for entry in entries:
         key = entry.key
@@ -115,7 +117,7 @@ def parse(content: bytes, file_size: int) -> Header:
         ValueError: it is not a header that accel wrote.
     """
     table = json.loads(content[8:], object_pairs_hook=no_duplicates)
-    metadata = table.pop("__metadata__")
+    metadata = table.pop(METADATA)
     digits = metadata["xxh3"]
     size = len(content)
     checksums = [digits[i : i + _DIGITS] for i in range(0, len(digits), _DIGITS)]

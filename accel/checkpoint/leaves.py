@@ -43,6 +43,8 @@ class Leaf(ABC):
     kind: ClassVar[str]
     #: What a saved node must have, with its type.
     fields: ClassVar[Mapping[str, type]] = {}
+    #: Its node is made of all ranks' ``value``; else rank 0's is taken.
+    merged = False
 
     def __init__(self, name: str, path: str) -> None:
         self.name = name
@@ -59,7 +61,7 @@ class Leaf(ABC):
         return {}
 
     def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
-        """The rest of its node, of all ranks' ``value``."""
+        """The rest of its node, of all ranks' ``value``, where ``merged``."""
         return values[0]
 
     def check(self, node: Mapping[str, Json]) -> None:
@@ -78,6 +80,10 @@ class Leaf(ABC):
 
     def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
         """The ranges that this rank needs, each with the name of the saved tensor (without ``name``)."""
+        return []
+
+    def encoded(self, node: Mapping[str, Json]) -> list[Json]:
+        """The values in a saved node that ``fill`` decodes."""
         return []
 
     @abstractmethod
@@ -119,6 +125,9 @@ class StatefulLeaf(Leaf):
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         return {"state": encoder.encode(self.value_object.state_dict(), f"{self.path}.state_dict()")}
+
+    def encoded(self, node: Mapping[str, Json]) -> list[Json]:
+        return [node["state"]]
 
     def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
         self.value_object.load_state_dict(decoder.decode(node["state"]))

@@ -16,7 +16,7 @@ import torch
 from ..errors import CheckpointError
 from ..shard import Shard
 from .dtypes import NAMES, element_bytes, memory
-from .header import Entry
+from .header import METADATA, Entry
 from .layout import Ranges, Sizes, assign, vector
 from .leaves import Listed
 from .shards import Source, checksum, pieces
@@ -108,6 +108,10 @@ def _check_name(name: str) -> None:
         name.encode()
     except UnicodeEncodeError as error:
         raise CheckpointError(f"the tensor {name!r} of the state has a name that is no valid Unicode") from error
+    if name == METADATA:
+        raise CheckpointError(
+            f"the tensor {name!r} of the state has a name that safetensors files use themselves: rename it"
+        )
 
 
 def _content(tensor: torch.Tensor) -> int:

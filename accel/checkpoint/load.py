@@ -241,9 +241,8 @@ class Loading:
         for node in self._meeting.plain:
             plain(node, self._decoder)
         for leaf, node in self._meeting.leaves:
-            for key in ("extra", "state", "groups"):
-                if key in node:
-                    self._decoder.decode(node[key])
+            for value in leaf.encoded(node):
+                self._decoder.decode(value)
             if isinstance(leaf, RankLeaf):
                 for own in self._own(node):
                     self._decoder.decode(own)

@@ -13,7 +13,7 @@ from itertools import accumulate, islice
 from typing import Any, Final
 
 from ..errors import CheckpointError
-from .dtypes import BY_NAME, element_bytes
+from .dtypes import BY_NAME, MAX_DIMS, element_bytes
 from .header import no_duplicates
 from .layout import Part
 from .shards import Written, checksum, read_whole, write_all
@@ -233,7 +233,7 @@ def _build(body: dict[str, Any]) -> Record:
 def _stored(name: str, value: dict[str, Any], sizes: Sequence[int]) -> Stored:
     """A tensor whose parts follow one another and fit into their files, the first n of which have ``sizes[n]`` bytes."""
     dtype, shape = value["dtype"], tuple(_number(n) for n in value["shape"])
-    if dtype not in BY_NAME or len(shape) > 64:
+    if dtype not in BY_NAME or len(shape) > MAX_DIMS:
         raise ValueError(f"tensor {name!r} has dtype {dtype!r} and {len(shape)} dimensions")
     numel, at = math.prod(shape), 0
     parts = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any, ClassVar, final
 
 from torch import nn
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 
 from .. import shard
 from ..engines import Engine
+from ..errors import CheckpointError
 from ..shard import Manifest, Shard
 from .leaves import Leaf, Listed, full_names
 from .values import Decoder, Encoder, Json, place
@@ -29,29 +29,47 @@ class ModuleLeaf(Leaf):
         self.module = module
         self._engine = engine
         self._prefix = prefix
+        # One model on all ranks together: what is no tensor lies on one of them, too.
+        spread = engine is not None and engine.synchronizes and engine.replica(engine.process)[1] == 1
+        self._spread = spread
+        self.merged = spread and engine is not None and engine.distributed
+        #: The names that the engine gives to what is in this part of its module, and the part's own.
+        self._own_names: dict[str, str] = {}
+        if engine is not None and prefix:
+            whole = shard.tensor_names(engine.module)
+            self._own_names = {whole[key][0]: names[0] for key, names in shard.tensor_names(module).items()}
+
+    def _own(self, name: str) -> str | None:
+        """What is called ``name`` in the engine's module, by its name in this one; None if it is not in it."""
+        return self._own_names.get(name) if self._prefix else name
 
     def _parts(self, shards: Sequence[Shard]) -> list[Shard]:
-        prefix = self._prefix
-        return [replace(s, name=s.name[len(prefix) :]) for s in shards if s.name.startswith(prefix)]
+        return [replace(s, name=own) for s in shards if (own := self._own(s.name)) is not None]
 
     def listed(self) -> Iterator[Listed]:
-        engine, prefix = self._engine, self._prefix
+        engine = self._engine
         if engine is None:
             shards, sure = shard.module_shards(self.module), set()
             parameters = dict(self.module.named_parameters())
         else:
             shards = self._parts(engine.shards(None))
-            parameters = {n[len(prefix) :]: p for n, p in zip(engine.names, engine.parameters, strict=True)}
+            named = zip(engine.names, engine.parameters, strict=True)
+            parameters = {own: p for n, p in named if (own := self._own(n)) is not None}
             sure = set(parameters) if engine.synchronizes else set()
-            if engine.synchronizes and engine.replica(engine.process)[1] == 1:
-                sure.update(s.name for s in shards)  # one model on all ranks together: each buffer lies on one of them
+            if self._spread:
+                sure.update(s.name for s in shards)  # each buffer lies on one rank
         still = {n for n, p in parameters.items() if not p.requires_grad}
         for mine, listed in zip(shards, full_names(self, shards), strict=True):
             yield Listed(listed, mine.name in sure, mine.name in still)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        extra = shard.module_values(self.module)
-        return {"extra": encoder.encode(extra, f"{self.path}.state_dict()")}
+        engine, prefix = self._engine, self._prefix
+        extra = shard.module_values(self.module, lambda name: engine is None or engine.has(f"{prefix}{name}"))
+        # What only one rank has cannot be in the shards, whose plan is made of tensors that all ranks know of.
+        return {"extra": (Encoder(None) if self.merged else encoder).encode(extra, f"{self.path}.state_dict()")}
+
+    def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
+        return {"extra": {name: extra for value in reversed(values) for name, extra in value["extra"].items()}}
 
     def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
         engine = self._engine
@@ -60,16 +78,12 @@ class ModuleLeaf(Leaf):
         whole = {f"{self._prefix}{name}": value for name, value in manifest.items()}
         return [(s.name, s) for s in self._parts(engine.slots(None, whole))]
 
+    def encoded(self, node: Mapping[str, Json]) -> list[Json]:
+        return [node["extra"]]
+
     def tied(self) -> dict[str, list[str]]:
         """The further names of parameters and buffers that have several, by the first, which a checkpoint has."""
-        first: dict[int, str] = {}
-        found: dict[str, list[str]] = {}
-        for name, tensor in chain(
-            self.module.named_parameters(remove_duplicate=False), self.module.named_buffers(remove_duplicate=False)
-        ):
-            if first.setdefault(id(tensor), name) != name:
-                found.setdefault(first[id(tensor)], []).append(name)
-        return found
+        return {names[0]: names[1:] for names in shard.tensor_names(self.module).values() if len(names) > 1}
 
     def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
         shard.fill_module_values(self.module, decoder.decode(node["extra"]))
@@ -81,28 +95,41 @@ class ModuleLeaf(Leaf):
 
 @final
 class OptimizerLeaf(Leaf):
-    """An optimizer, raw or of an engine."""
+    """An optimizer, raw or of an engine.
+
+    It speaks of the parameters in its own groups alone: what a model has beside them, frozen or not, is left as it is.
+
+    Args:
+        name: what the names of its tensors begin with.
+        path: where it is in the state.
+        optimizer: the raw one.
+        engine: that it belongs to, if any.
+        names: of the model's parameters, by ``id``; None where they are unknown, and parameters are met by position.
+
+    Raises:
+        CheckpointError: it holds a parameter that has no name in its model.
+    """
 
     kind = "optimizer"
+    merged = True
     fields: ClassVar[Mapping[str, type]] = {"class": str, "named": bool, "groups": list, "state": dict, "frozen": list}
 
     def __init__(
-        self,
-        name: str,
-        path: str,
-        optimizer: Optimizer,
-        engine: Engine | None,
-        parameters: dict[str, nn.Parameter] | None,
+        self, name: str, path: str, optimizer: Optimizer, engine: Engine | None, names: Mapping[int, str] | None
     ) -> None:
         super().__init__(name, path)
         self.optimizer = optimizer
         self._engine = engine
-        self._named = parameters is not None
-        if parameters is None:
-            held = [p for group in optimizer.param_groups for p in group["params"]]
-            parameters = {str(i): p for i, p in enumerate(held)}
-        self._parameters = parameters
-        self._names = engine.parameter_names if engine else {id(p): n for n, p in parameters.items()}
+        self._named = names is not None
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        self._names = {id(p): str(i) for i, p in enumerate(held)} if names is None else names
+        strangers = [tuple(p.shape) for p in held if id(p) not in self._names]
+        if strangers:
+            raise CheckpointError(
+                f"{path}: this {type(optimizer).__name__} holds parameters that are not of its model (of shape "
+                f"{', '.join(map(str, strangers[:5]))}), so that they have no name in a checkpoint: make them part of the model"
+            )
+        self._parameters = {self._names[id(p)]: p for p in held}
 
     def listed(self) -> Iterator[Listed]:
         engine, optimizer = self._engine, self.optimizer
@@ -156,7 +183,10 @@ class OptimizerLeaf(Leaf):
             if not isinstance(group, dict) or not isinstance(group.get("params"), list):
                 raise ValueError("a parameter group is not as accel writes it")
             names.update(group["params"])
-        if not all(isinstance(name, str) for name in names) or not names.issuperset([*node["state"], *node["frozen"]]):
+        # Those frozen need not be in a group: accel 0.1.0 wrote the names of all that the model had frozen.
+        if not all(isinstance(name, str) for name in (*names, *node["frozen"])):
+            raise ValueError("the name of a parameter is no text")
+        if not names.issuperset(node["state"]):
             raise ValueError("an optimizer has state of parameters that are in no group")
         scale = node.get("scale")
         if scale is not None and [type(n) for n in scale] != [float, int]:
@@ -202,6 +232,9 @@ class OptimizerLeaf(Leaf):
             slots = shard.optimizer_slots(self.optimizer, self._names, mine)
         return [(saved_names[s.name], s) for s in slots]
 
+    def encoded(self, node: Mapping[str, Json]) -> list[Json]:
+        return [*node["groups"], *node["state"].values()]
+
     def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
         renamed = self._renamed(node)
         groups = [decoder.decode(group) for group in node["groups"]]
@@ -214,11 +247,11 @@ class OptimizerLeaf(Leaf):
             self._engine.loss_scale.restore(*node["scale"])
         if not node["class"]:
             return  # another library's, which does not say what was frozen
-        frozen = {renamed[name] for name in node["frozen"]}
-        for name in renamed.values():
+        frozen = set(node["frozen"])
+        for saved, name in renamed.items():
             parameter = self._parameters[name]
-            if parameter.requires_grad == (name in frozen):
-                parameter.requires_grad_(name not in frozen)
+            if parameter.requires_grad == (saved in frozen):
+                parameter.requires_grad_(saved not in frozen)
 
     def _fill_values(self, values: dict[str, Any]) -> None:
         if self._engine is not None:

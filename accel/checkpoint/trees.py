@@ -111,13 +111,13 @@ class State:
             handle = Registry.optimizer_handle(optimizer)
             engine = None if handle is None else object.__getattribute__(handle, "_accel_engine")
         if engine is not None:
-            return OptimizerLeaf(name, path, optimizer, engine, dict(zip(engine.names, engine.parameters, strict=True)))
+            return OptimizerLeaf(name, path, optimizer, engine, engine.parameter_names)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         candidates = [*self._raw_modules, *(e.module for e in registry.engines)]
         for module in candidates:
             named = {id(p): n for n, p in module.named_parameters()}
             if held <= named.keys():
-                return OptimizerLeaf(name, path, optimizer, None, dict(module.named_parameters()))
+                return OptimizerLeaf(name, path, optimizer, None, named)
         return OptimizerLeaf(name, path, optimizer, None, None)
 
     def encode(self, encoder: Encoder) -> tuple[dict[str, Json], list[Leaf]]:
@@ -127,12 +127,14 @@ class State:
             CheckpointError: something cannot be stored; names its path.
         """
         leaves: list[Leaf] = []
+        paths: dict[str, str] = {}
 
         def visit(value: Any, name: str, path: str, depth: int) -> Json:
             if depth > DEPTH:
                 raise CheckpointError(f"{path}: nested more than {DEPTH} levels deep, or a container that holds itself")
             if is_object(value):
                 leaf = self.leaf(value, name, path)
+                _take_name(paths, name, path)
                 leaves.append(leaf)
                 return leaf.node
             if not holds_object(value):
@@ -148,10 +150,17 @@ class State:
         return visit(self.state, "", "state", 0), leaves
 
 
+def _take_name(paths: dict[str, str], name: str, path: str) -> None:
+    """Keys of different types may look alike; what has one name would be saved once."""
+    if paths.setdefault(name, path) != path:
+        raise CheckpointError(f"{paths[name]} and {path} have the same name in a checkpoint, {name!r}: use other keys")
+
+
 def _as_dict(parts: dict[Any, Json], encoder: Encoder, path: str) -> Json:
+    keys = {key: encoder.key(key, path) for key in parts}
     if all(type(key) is str for key in parts) and TAG not in parts:
         return parts
-    return {TAG: "dict", "items": [[encoder.encode(k, f"the key {k!r} of {path}"), v] for k, v in parts.items()]}
+    return {TAG: "dict", "items": [[keys[key], part] for key, part in parts.items()]}
 
 
 def _objects(value: Any, depth: int = 0) -> Iterator[Any]:
@@ -188,11 +197,18 @@ def listings(leaves: Sequence[Leaf], keep: Callable[[str], bool] | None) -> list
         CheckpointError: a tensor cannot be stored.
     """
     found = []
+    paths: dict[str, str] = {}
     for leaf in leaves:
         for listed in leaf.listed():
+            _take_name(paths, listed.shard.name, leaf.path)
             if keep is not None and not isinstance(leaf, OptimizerLeaf) and not keep(listed.shard.name):
                 continue
             check_tensor(listed.shard.tensor, f"{leaf.path}, {listed.shard.name}")
+            if isinstance(leaf, ModuleLeaf) and shard.overlaps_itself(listed.shard.tensor):
+                raise CheckpointError(
+                    f"{leaf.path}, {listed.shard.name}: its elements share memory (an expanded or overlapping view), so that no "
+                    "load could fill it: register its clone()"
+                )
             found.append(listed)
     return found
 

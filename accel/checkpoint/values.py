@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from ..errors import CheckpointError
-from .dtypes import BY_NAME, NAMES, check_tensor, element_bytes, from_bytes, to_bytes
+from .dtypes import BY_NAME, MAX_DIMS, NAMES, check_tensor, element_bytes, from_bytes, to_bytes
 
 #: A JSON object with this key is not a dict, but the value of the type that it names.
 TAG: Final = "!"
@@ -75,6 +75,18 @@ class Encoder:
             return self._tensor(value, path)
         return self._rare(value, path)
 
+    def key(self, key: Any, path: str, depth: int = 0) -> Json:
+        """The JSON of a key of the dict at ``path``.
+
+        Raises:
+            CheckpointError: it cannot be stored, or what is loaded would be another key.
+        """
+        here = f"the key {key!r} of {path}"
+        encoded = Encoder(None).encode(key, here, depth)
+        if type(key) not in (str, int) and hash(Decoder(here, _no_tensor).decode(encoded)) != hash(key):
+            raise CheckpointError(f"{here} equals no other, so that what is saved under it could not be found again")
+        return encoded
+
     def _rare(self, value: Any, path: str) -> Json:
         if type(value) in (Path, type(Path())):
             return {TAG: "path", "value": str(value)}
@@ -114,7 +126,7 @@ class Encoder:
 
     def _items(self, value: Any, path: str, depth: int) -> Json:
         return [
-            [self.encode(key, f"the key {key!r} of {path}", depth + 1), self.encode(item, place(path, key), depth + 1)]
+            [self.key(key, path, depth + 1), self.encode(item, place(path, key), depth + 1)]
             for key, item in value.items()
         ]
 
@@ -126,8 +138,14 @@ class Encoder:
         return {TAG: "tensor", "dtype": NAMES[value.dtype], "shape": list(value.shape), "data": _text(to_bytes(value))}
 
     def _numpy(self, value: Any, path: str, scalar: bool) -> Json:
+        import numpy
+
         if value.dtype.kind not in "biufcSUMm":
             raise CheckpointError(f"{path}: a numpy array of dtype {value.dtype} cannot be stored without pickle")
+        if not scalar and type(value) not in (numpy.ndarray, numpy.memmap):
+            raise CheckpointError(
+                f"{path}: a {type(value).__name__} cannot be stored as one; store the plain arrays that it consists of"
+            )
         tagged: dict[str, Json] = {TAG: "numpy" if scalar else "ndarray", "dtype": value.dtype.newbyteorder("<").str}
         data = value.astype(tagged["dtype"]).tobytes()
         if not scalar:
@@ -135,6 +153,10 @@ class Encoder:
         if self._keep is not None and len(data) > INLINE_BYTES:
             return {**tagged, "name": self._keep(torch.frombuffer(bytearray(data), dtype=torch.uint8), path)}
         return {**tagged, "data": _text(data)}
+
+
+def _no_tensor(name: str) -> NoReturn:
+    raise ValueError(f"no tensor {name!r} here")
 
 
 def refuse(value: Any, path: str) -> NoReturn:
@@ -234,6 +256,8 @@ class Decoder:
         if not _NUMPY.fullmatch(data["dtype"]):  # numpy would evaluate some of what it does not know
             raise ValueError(f"numpy dtype {data['dtype']!r}")
         kind: Any = numpy.dtype(data["dtype"])
+        if kind.itemsize == 0:  # of an empty text, whose bytes are those of one character
+            kind = numpy.dtype(f"{data['dtype'][:2]}1")
         shape = () if tag == "numpy" else _shape(data)
         if math.prod(shape) * kind.itemsize != len(content):
             raise ValueError("an array whose shape does not fit its bytes")
@@ -247,7 +271,11 @@ def _bytes(data: Json) -> bytes:
 
 def _shape(data: Json) -> tuple[int, ...]:
     shape = data["shape"]
-    if not isinstance(shape, list) or len(shape) > 64 or not all(type(n) is int and 0 <= n < 2**48 for n in shape):
+    if (
+        not isinstance(shape, list)
+        or len(shape) > MAX_DIMS
+        or not all(type(n) is int and 0 <= n < 2**48 for n in shape)
+    ):
         raise ValueError(f"shape {shape!r}")
     return tuple(shape)
 
@@ -257,6 +285,12 @@ def _known_dtype(data: Json) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype {data['value']!r}")
     return dtype
+
+
+def _arguments(items: dict[str, Any]) -> argparse.Namespace:
+    made = argparse.Namespace()
+    vars(made).update(items)  # "self" is a name too
+    return made
 
 
 _DECODERS: Final[dict[str, Callable[[Json], Any]]] = {
@@ -280,5 +314,5 @@ _COLLECTIONS: Final[dict[str, Callable[[list[Any]], Any]]] = {
     "OrderedDict": collections.OrderedDict,
     "Counter": lambda items: collections.Counter(dict(items)),
     "namespace": lambda items: SimpleNamespace(**dict(items)),
-    "arguments": lambda items: argparse.Namespace(**dict(items)),
+    "arguments": lambda items: _arguments(dict(items)),
 }

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .. import shard
 from ..control import agree
 from ..errors import AccelError, BackendError
 from ..flat import broadcast_
@@ -127,8 +128,7 @@ class Parts:
 
     def owner(self, name: str) -> int:
         """The rank that owns what has this name; what is in no child is the first rank's."""
-        child, dot, _ = name.partition("/")[0].partition(".")
-        return self._stage_of.get(child, 0) if dot else 0
+        return self._stage_of.get(name.partition(".")[0], 0)
 
     def owns(self, name: str) -> bool:
         """Whether this rank owns what has this name."""
@@ -210,11 +210,14 @@ class Parts:
         tensors = self._tensors()
         mine = {name: tensor.data for name, tensor in tensors.items() if self.owns(name)}
         grads = {f"{n} (gradient)": t.grad for n, t in tensors.items() if self.owns(n) and t.grad is not None}
-        whole = self.gather("the end of a pipeline", {**mine, **grads})
+        extra = shard.module_values(self._module, self.owns)
+        whole = self.gather("the end of a pipeline", {**mine, **grads, **extra})
         for name, tensor in tensors.items():
             if not self.owns(name):
                 tensor.data = whole[name]
                 tensor.grad = whole.get(f"{name} (gradient)")
+        away = {name: whole[name] for name in shard.extra_modules(self._module) if not self.owns(name)}
+        shard.fill_module_values(self._module, away)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The whole module's. Collective."""

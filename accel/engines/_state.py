@@ -60,6 +60,10 @@ class StateVerbs:
             return shard.module_shards(self.module)
         return shard.optimizer_shards(optimizer, self.parameter_names)
 
+    def has(self, name: str) -> bool:
+        """Whether the module keeps on this rank what its ``state_dict`` has under a name and is no tensor. Local."""
+        return True
+
     def values(self, optimizer: Optimizer) -> dict[str, Any]:
         """``shard.optimizer_values`` of what lies on this rank. Local."""
         return shard.optimizer_values(optimizer, self.parameter_names)

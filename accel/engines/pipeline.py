@@ -275,6 +275,10 @@ class PipelineEngine(Engine):
         with self._parts.opened():
             return [s for s in super().shards(optimizer) if self._parts.owns(s.name)]
 
+    def has(self, name: str) -> bool:
+        """What runs on this rank."""
+        return self._parts is None or self._parts.owns(name)
+
     def values(self, optimizer: Optimizer) -> dict[str, Any]:
         """The groups, and the plain state of what this rank owns."""
         values = super().values(optimizer)

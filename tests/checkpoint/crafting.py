@@ -49,3 +49,10 @@ def write_header(directory: Path, text: bytes, length: int | None = None) -> Non
     start = (len(text) if length is None else length).to_bytes(8, "little") + text
     path.write_bytes(start + data)
     rewrite(directory, lambda b: b["files"][0].update(size=len(start + data), header=[checksum(start)]))
+
+
+def as_version_0_1_0(directory: Path, leaf: str, frozen: list[str]) -> None:
+    """Give an optimizer's record the form of accel 0.1.0, which named all that the model had frozen, in a group or not."""
+    rewrite(
+        directory, lambda body: body["values"][leaf].update(frozen=sorted({*body["values"][leaf]["frozen"], *frozen}))
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -288,3 +289,135 @@ def test_an_inner_dict_of_plain_values_takes_all_that_was_saved_of_it(tmp_path: 
         accel.load(tmp_path / "c", {"ema": {}})
     with pytest.raises(accel.CheckpointError, match=r'state\["history"\]\["acc"\]'):
         accel.load(tmp_path / "c", {"history": {"acc": 0}})
+
+
+# -- names that tensors have, and values that are no tensors --------------------------------------------------------
+
+
+class Renamed(nn.Module):
+    """A buffer that is another module's parameter, and one that is saved under its second name only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Module(), nn.Linear(2, 2)
+        self.first.register_buffer("weight", self.second.weight)
+        self.register_buffer("passing", torch.rand(3), persistent=False)
+        self.first.register_buffer("kept", self.passing)
+        self.register_parameter("!", nn.Parameter(torch.rand(2)))
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(p.sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    return optimizer
+
+
+def test_names_in_a_module_that_lead_to_one_tensor(tmp_path: Path) -> None:
+    one, other = Renamed(), Renamed()
+    states = [{"m": model, "o": stepped(model)} for model in (one, other)]
+    accel.save(states[0], tmp_path)
+    accel.load(tmp_path, states[1])
+    assert not differences(one.state_dict(), other.state_dict())
+    assert torch.equal(one.passing, other.passing)
+    assert not differences(states[0]["o"].state_dict(), states[1]["o"].state_dict())
+
+
+def tied_parts(directory: str, backend: str) -> list[float]:
+    """A part of a model whose weight has its first name in another part."""
+    found = []
+    for value in (1.0, 2.0):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3), nn.Linear(3, 1))
+        model[1].weight = model[0].weight
+        nn.init.constant_(model[0].weight, value)
+        handle = accel.setup(model, backend=backend).model
+        if value == 1.0:
+            accel.save({"head": handle[1]}, directory)
+        else:
+            accel.load(directory, {"head": handle[1]})
+        found.append(accel.full_state_dict(handle)["1.weight"].mean().item())
+        accel.teardown()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_part_of_a_model_with_a_tied_weight(world: int, tmp_path: Path) -> None:
+    assert run(world, tied_parts, str(tmp_path / "c"), "ddp") == [[1.0, 1.0]] * world
+
+
+class Expanded(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("mask", torch.ones(1).expand(4))
+
+
+def test_a_buffer_that_no_load_could_fill_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r'state\["m"\], m/mask: its elements share memory.*register its clone'):
+        accel.save({"m": Expanded()}, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+    accel.save({"m": Expanded()}, tmp_path / "c", filter=lambda name: name != "m/mask")
+
+
+def test_state_that_belongs_to_no_group_is_refused(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    optimizer.param_groups.pop()
+    with pytest.raises(CheckpointError, match=r"this AdamW has state of 2.weight .* in none of its groups"):
+        accel.save({"m": model, "o": optimizer}, tmp_path)
+    for parameter in model[2].parameters():
+        optimizer.state.pop(parameter)
+    accel.save({"m": model, "o": optimizer}, tmp_path)
+
+
+def test_a_parameter_that_is_not_of_the_model_is_named(tmp_path: Path) -> None:
+    """One process may train it; a checkpoint has no name for it."""
+    model = net(1)
+    temperature = nn.Parameter(torch.ones(1, 3))
+    handles = accel.setup(model, torch.optim.AdamW([*model.parameters(), temperature]))
+    with pytest.raises(
+        CheckpointError, match=r'state\["o"\]: this AdamW holds .* not of its model \(of shape \(1, 3\)\)'
+    ):
+        accel.save({"m": handles.model, "o": handles.optimizers}, tmp_path)
+
+
+class Counting(nn.Linear):
+    """Counts its forwards where no tensor shows it."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.notes: Any = {"n": 0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.notes = {"n": self.notes["n"] + 1, "large": torch.full((400,), self.notes["n"] + 1.0)}
+        return super().forward(x)
+
+    def get_extra_state(self) -> Any:
+        return self.notes
+
+    def set_extra_state(self, state: Any) -> None:
+        self.notes = state
+
+
+def count_in_a_pipeline(directory: str) -> list[Any]:
+    """What every rank sees of the counts, after a load and after the teardown; a child's name may have a slash."""
+    found: list[Any] = []
+    for steps in (3, 1):
+        layers = {name: Counting() for name in ("in/a", "in/b", "out/a", "out/b")}
+        model = nn.Sequential(OrderedDict(layers))
+        handle = accel.setup(model, backend="pipeline").model
+        with torch.no_grad():
+            for _ in range(steps):
+                out = handle(torch.ones(3, 4))
+        assert not out.isnan().any()
+        if steps == 3:
+            accel.save({"m": handle}, directory)
+        else:
+            accel.load(directory, {"m": handle})
+            found.append([layer.notes["n"] for layer in layers.values()])
+        accel.teardown(handle)
+        found.append([layer.notes["large"].mean().item() for layer in layers.values()])
+    return found
+
+
+def test_the_extra_state_of_a_pipeline_is_that_of_the_rank_that_runs_it(tmp_path: Path) -> None:
+    assert run(2, count_in_a_pipeline, str(tmp_path / "c")) == [[[3.0] * 4, [3] * 4, [3.0] * 4]] * 2

@@ -41,7 +41,7 @@ VALUES: list[Any] = [
     torch.float32, torch.bfloat16, torch.device("cpu"), torch.Size([2, 3]), Path("a/b"),
     collections.OrderedDict(b=1, a=2), collections.Counter({5: 2}), collections.deque([1, 2], maxlen=7),
     collections.defaultdict(list, {1: [2]}), collections.defaultdict(None, a=1),
-    SimpleNamespace(a=1, b=(2,)), argparse.Namespace(lr=0.1, names=["x"]),
+    SimpleNamespace(a=1, b=(2,)), argparse.Namespace(lr=0.1, names=["x"]), argparse.Namespace(**{"a b": 1}),
 ]  # fmt: skip
 
 
@@ -89,6 +89,7 @@ def test_floats_that_json_has_not(value: float) -> None:
     [
         numpy.float32(1.5), numpy.int64(-3), numpy.bool_(True), numpy.float64("nan"), numpy.datetime64("2020-01-01"),
         numpy.arange(6, dtype=numpy.int16).reshape(2, 3), numpy.array(["ab", "c"]), numpy.zeros((0, 3)), numpy.array(5.0),
+        numpy.str_(""), numpy.bytes_(b""), numpy.datetime64("NaT"),
         numpy.arange(5000, dtype=numpy.complex64), numpy.asfortranarray(numpy.arange(12.0).reshape(3, 4)),
     ],
     ids=lambda v: f"{v.dtype}{v.shape}",
@@ -107,6 +108,12 @@ DTYPES = [
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.complex64, torch.complex128,
 ]  # fmt: skip
+
+
+def test_a_namespace_may_have_any_name() -> None:
+    value = argparse.Namespace()
+    vars(value).update({"self": 1, "kwargs": 2})
+    assert there_and_back(value) == value
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
@@ -148,6 +155,7 @@ class Colour(int):
 
 
 CYCLE: list[Any] = []
+PAIR = "\ud83d\ude00"  # which JSON joins
 CYCLE.append({"a": CYCLE})
 
 
@@ -166,6 +174,18 @@ CYCLE.append({"a": CYCLE})
         ({"a": collections.namedtuple("Point", "x")(1)}, r'state\["a"\] is a .*Point'),
         ({"a": torch.Generator()}, r'state\["a"\] is a .*Generator'),
         ([1], "expected the state as a dict, found a list"),
+        ({"a": {float("nan"): 1}}, r'the key nan of state\["a"\] equals no other'),
+        ({"a": {(1, float("nan")): 1}}, r'the key \(1, nan\) of state\["a"\] equals no other'),
+        ({"a": {torch.ones(1): 1}}, r'the key tensor.* of state\["a"\] equals no other'),
+        ({float("nan"): torch.ones(1)}, "the key nan of state equals no other"),
+        ({PAIR: torch.nn.Linear(1, 1)}, "surrogate pair"),
+        ({"a": numpy.ma.masked_array([1, 2], [0, 1])}, r'state\["a"\]: a MaskedArray'),
+        ({"a": {"b": (torch.ones([1] * 65), 1)}}, r'state\["a"\]\["b"\]\[0\]: a tensor of 65 dimensions'),
+        ({"a": {"b": {torch.ones([1] * 65)}}}, r'state\["a"\]\["b"\]: a tensor of 65 dimensions'),
+        ({"__metadata__": torch.ones(2)}, "a name that safetensors files use themselves"),
+        ({"": {"a": torch.ones(2)}, "a": torch.zeros(2)}, r'state\[""\]\["a"\] and state\["a"\] have the same name'),
+        ({1: torch.ones(2), Path("1"): torch.zeros(2)}, r"state\[1\] and state\[.*Path.* have the same name"),
+        ({"": {"a": {"weight": torch.ones(1, 1)}}, "a": torch.nn.Linear(1, 1)}, "have the same name .*'a/weight'"),
     ],
 )
 def test_what_cannot_be_stored_is_named_before_anything_is_written(value: Any, message: str, tmp_path: Path) -> None:
