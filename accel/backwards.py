@@ -17,45 +17,10 @@ from .patches import Patch
 _INPUTS: Final = 5  # its place among the arguments
 
 
-<<<<<<< HEAD
-@final
-class BackwardPatch:
+def backward_patch(leaf: Callable[[torch.Tensor], torch.Tensor], before: Callable[[], None]) -> Patch:
     """The replaced function; ``leaf`` gives the tensor in the graph that a given one stands for, ``before`` hears of each."""
 
-    def __init__(self, leaf: Callable[[torch.Tensor], torch.Tensor], before: Callable[[], None]) -> None:
-        self._leaf = leaf
-        self._before = before
-        self._original: Callable[..., None] | None = None
-
-    def install(self) -> None:
-        """Replace it; again is no second time."""
-        if self._original is None:
-            self._original = original = torch.autograd.backward
-
-            @functools.wraps(original)
-            def backward(*args: Any, **kwargs: Any) -> None:
-                if torch._C._current_graph_task_id() == -1:  # not the part of one that checkpointing computes again
-                    self._before()
-                if kwargs.get("inputs") is not None:
-                    kwargs["inputs"] = self._leaves(kwargs["inputs"])
-                elif len(args) > _INPUTS and args[_INPUTS] is not None:
-                    args = (*args[:_INPUTS], self._leaves(args[_INPUTS]), *args[_INPUTS + 1 :])
-                original(*args, **kwargs)
-
-            torch.autograd.backward = backward
-
-    def remove(self) -> None:
-        """Put torch's own back."""
-        if self._original is not None:
-            torch.autograd.backward, self._original = self._original, None
-
-    def _leaves(self, inputs: Any) -> Any:
-=======
-def backward_patch(leaf: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
-    """The replaced function; ``leaf`` gives the tensor in the graph that a given one stands for."""
-
     def leaves(inputs: Any) -> Any:
->>>>>>> w-threads
         if isinstance(inputs, torch.Tensor):
             return leaf(inputs)
         if isinstance(inputs, torch.autograd.graph.GradientEdge):
@@ -63,6 +28,8 @@ def backward_patch(leaf: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
         return [leaf(i) if isinstance(i, torch.Tensor) else i for i in inputs]
 
     def backward(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:  # not the part of one that checkpointing computes again
+            before()
         if kwargs.get("inputs") is not None:
             kwargs["inputs"] = leaves(kwargs["inputs"])
         elif len(args) > _INPUTS and args[_INPUTS] is not None:

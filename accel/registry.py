@@ -41,11 +41,7 @@ class Registry:
         self._hooks: list[RemovableHandle] = []
         self._watched: list[RemovableHandle] = []
         self._clipping = ClipPatch(self)
-<<<<<<< HEAD
-        self._backward = BackwardPatch(self._leaf, self._before_backward)
-=======
-        self._backward = backward_patch(self._leaf)
->>>>>>> w-threads
+        self._backward = backward_patch(self._leaf, self._before_backward)
 
     def add(self, engine: Engine) -> None:
         """Make ``engine`` the one engine of its module."""

@@ -1,4 +1,4 @@
-"""The measures of the house: ``python -m tests.house`` counts and prints them. Sources are read, nothing of them is run but Engine."""
+"""The measures of the house: ``python -m tests.house`` reads the sources, counts and prints."""
 
 from __future__ import annotations
 
