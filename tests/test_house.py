@@ -44,7 +44,7 @@ LAYERS = [
     ["process"],
     ["rollcall"],
     ["startup"],
-    ["environments", "devices"],
+    ["environments", "devices", "paths"],
     ["errors"],
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Final, final
 
 from ..errors import CheckpointError
+from ..paths import refuse_url
 from .record import NAME, Record, is_damaged, read, sync
 
 _LOCK: Final = ".accel.lock"
@@ -26,14 +27,14 @@ def named(path: object) -> str:
     """A directory as a user names it; ``~`` at its beginning is the home directory.
 
     Raises:
-        CheckpointError: it is no path.
+        CheckpointError: it is no path, or a URL.
     """
     if path is None:
         raise CheckpointError("expected a directory, found None; accel.latest gives None where there is no checkpoint")
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:
         raise CheckpointError(f"expected the path of a directory, found {path!r}")
-    return os.path.expanduser(text)
+    return os.path.expanduser(refuse_url(text, CheckpointError))
 
 
 def absolute(path: object) -> str:

@@ -11,6 +11,8 @@ from typing import Any, Final
 from ..errors import CheckpointError
 from .dtypes import STORED, element_bytes
 
+#: In a safetensors header, where a tensor cannot have this name.
+METADATA: Final = "__metadata__"
 CHUNK: Final = 4 << 20  # bytes of data, or of the header, under one checksum
 _ALIGN: Final = 64
 _DIGITS: Final = 16
@@ -69,7 +71,7 @@ def build(entries: Sequence[Entry], checksums: str) -> bytes:
         entries: what the file holds.
         checksums: of each chunk of the data, as hexadecimal digits; the size of the result depends on their number only.
     """
-    table: dict[str, Any] = {"__metadata__": {"format": "pt", "accel": "1", "xxh3": checksums}}
+    table: dict[str, Any] = {METADATA: {"format": "pt", "accel": "1", "xxh3": checksums}}
     offset = 0
     for entry in entries:
         key = entry.key
@@ -115,7 +117,7 @@ def parse(content: bytes, file_size: int) -> Header:
         ValueError: it is not a header that accel wrote.
     """
     table = json.loads(content[8:], object_pairs_hook=no_duplicates)
-    metadata = table.pop("__metadata__")
+    metadata = table.pop(METADATA)
     digits = metadata["xxh3"]
     size = len(content)
     checksums = [digits[i : i + _DIGITS] for i in range(0, len(digits), _DIGITS)]

@@ -72,10 +72,11 @@ class Meeting:
         self, state: State, value: Any, children: Mapping[Any, Json], name: str, path: str, decoder: Decoder
     ) -> Apply:
         applies: dict[Any, Apply] = {}
+        saved = {key: key for key in children}  # 1, True and numpy's 1 are one key, and have names of their own
         for key, item in items_of(value):
             where = place(path, key)
             if key in children:
-                below = f"{name}/{component(key)}" if name else component(key)
+                below = f"{name}/{component(saved[key])}" if name else component(saved[key])
                 applies[key] = self.visit(state, item, children[key], below, where, decoder)
             else:
                 self.missing.append(where)

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from ..errors import CheckpointError
-from .dtypes import memory
+from .dtypes import is_lazy, memory, resolve
 from .header import CHUNK, Entry, arrange, build, chunks_of
 
 _WRITE: Final = 8 << 20  # bytes of one write, after which the kernel is asked to begin writing out
@@ -93,7 +93,7 @@ def pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor
         return
     size = tensor.element_size()
     step = max(1, _PIECE // size)
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    if tensor.is_contiguous() and not is_lazy(tensor):
         flat = tensor.view(-1)
         if tensor.device.type == "cpu":
             yield flat[start:stop]
@@ -102,7 +102,7 @@ def pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor
             yield flat[at : min(at + step, stop)].cpu()
     elif tensor.numel() <= step:
         # reshape() of one dimension is a view, which may skip elements.
-        yield tensor.resolve_conj().resolve_neg().reshape(-1)[start:stop].contiguous().cpu()
+        yield resolve(tensor).reshape(-1)[start:stop].contiguous().cpu()
     else:
         row = tensor.numel() // tensor.shape[0]
         rows = max(1, step // row)
@@ -199,7 +199,7 @@ def _stream_source(stream: _Stream, source: Source) -> None:
     for piece in pieces(source.tensor, source.offset, source.offset + source.entry.count):
         stream.add(memory(piece))
         if piece.untyped_storage().data_ptr() != source.tensor.untyped_storage().data_ptr():
-            stream.flush()  # a copy, which ends with this piece
+            stream.flush()  # a copy, of which there shall be one at a time
 
 
 def data_checksums(sources: Sequence[Source]) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 
+from ..checkpoint import folder
 from ..checkpoint.export import write_export
 from ..progress import Bar
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write it."""
-    directory, out = os.path.abspath(args.directory), os.path.abspath(args.out)
+    directory, out = folder.absolute(args.directory), folder.absolute(args.out)
     with Bar("export") as progress:
         write_export(
             directory,

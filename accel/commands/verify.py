@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 
+from ..checkpoint import folder
 from ..checkpoint.record import read
 from ..checkpoint.verify import compare_all
 from ..errors import CheckpointError
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Raise at the first damage."""
     for directory in args.directory:
-        path = os.path.abspath(directory)
+        path = folder.absolute(directory)
         with Bar("verify", read(path)[0].nbytes) as progress:
             try:
                 compare_all(path, 0, 1, progress)
