@@ -7,7 +7,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -19,7 +19,7 @@ from .dtypes import BY_NAME, memory
 from .extract import Item, Job, plan
 from .header import MAX_HEADER
 from .reader import Reader
-from .shards import write_all
+from .shards import new_file, write_all
 from .together import explain, together
 from .weights import INDEX, SINGLE
 
@@ -105,7 +105,7 @@ def write_export(
 
 
 def _check_target(directory: str, out: str, overwrite: bool) -> None:
-    if os.path.lexists(os.path.join(out, record.NAME)):
+    if record.exists(out):
         raise CheckpointError(
             f"{out} is a checkpoint{' itself' if out == directory else ''}: export into another directory"
         )
@@ -127,32 +127,22 @@ def _write(job: Job, out: str, progress: Callable[[int], Any]) -> None:
     try:
         for name, items in zip(names, job.files, strict=True):
             temporaries[name] = _temporary(out, name)
-            with _new_file(temporaries[name]) as fd:
+            with new_file(temporaries[name]) as fd:
                 _write_file(fd, job.reader, items, progress)
         if count > 1:
             temporaries[INDEX] = _temporary(out, INDEX)
-            with _new_file(temporaries[INDEX]) as fd:
+            with new_file(temporaries[INDEX]) as fd:
                 write_all(fd, _index(names, job))
         _exchange(out, temporaries)
     except BaseException:
         for path in temporaries.values():
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 os.unlink(path)
         raise
 
 
 def _temporary(out: str, name: str) -> str:
     return os.path.join(out, f".{name}.{secrets.token_hex(6)}.tmp")
-
-
-@contextlib.contextmanager
-def _new_file(path: str) -> Iterator[int]:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        yield fd
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _write_file(fd: int, reader: Reader, items: Sequence[Item], progress: Callable[[int], Any]) -> None:

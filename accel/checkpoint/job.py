@@ -17,7 +17,7 @@ from .background import background
 from .draft import Draft
 from .shards import Source, Written
 from .still import known
-from .together import explain
+from .together import explain, of
 
 logger = logging.getLogger("accel")
 
@@ -87,7 +87,7 @@ class Job:
     def discard(self) -> None:
         """Remove this rank's files, which no record names."""
         for still in (False, True):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 os.unlink(os.path.join(self.directory, self._name(still=still)))
 
     def commit(self, written: Sequence[Pair]) -> None:
@@ -168,7 +168,7 @@ class Job:
             return
         facts = [None if w is None else [w.name, w.size, list(w.header)] for w in pair]
         path = os.path.join(self.directory, folder.mark_name(self.save, self.rank))
-        with open(f"{path}.tmp", "w", encoding="ascii") as file:
+        with of(f"{path}.tmp"), open(f"{path}.tmp", "w", encoding="ascii") as file:
             json.dump({"error": error, "files": facts}, file)
         os.replace(f"{path}.tmp", path)
 

@@ -21,12 +21,12 @@ from .differences import Differences, check_objects, report, unfit
 from .dtypes import BY_NAME
 from .leaves import Leaf, RankLeaf, StatefulLeaf, TensorLeaf
 from .listing import digest
-from .meeting import Meeting, kept_names, plain
+from .meeting import Meeting, kept_names, objects_in, plain
 from .reader import Reader
 from .record import Stored
 from .together import explain, together
 from .trained import ModuleLeaf, OptimizerLeaf
-from .trees import State
+from .trees import KEPT, State
 from .values import Decoder, Json
 from .verify import verify_needed
 from .weights import Source, open_source
@@ -94,7 +94,8 @@ def _open(dir: str | os.PathLike[str], state: Any, options: tuple[object, ...]) 
         background.wait()
         source = open_source(folder.absolute(dir), state)
         # Before anything is made in the sizes that the record names.
-        if state is not None and source.plain is None and current().place.rank == 0:
+        reads = state is not None or any(name.startswith(KEPT) for name in source.record.tensors)
+        if reads and source.plain is None and current().place.rank == 0:
             folder.check_sizes(source.directory, source.record)
         return source, (source.directory, source.digits, options)
 
@@ -134,10 +135,11 @@ class Loading:
         self.reader = Reader(source.directory, self.found, stream=stream, plain=source.plain)
         self.differences = Differences()
         self._kept: dict[str, torch.Tensor] = {}
-        self._decoder = Decoder(self.path, self._fetch)
+        self._decoder = Decoder(self.path, self._fetch, objects_in(self.found.values))
         self._meeting = Meeting()
         self._wanted: list[tuple[str, int, torch.Tensor]] = []
         self._twins: list[tuple[str, str]] = []
+        self._alone = False
         self._apply: Callable[[], Any] = dict
 
     def _fetch(self, name: str) -> torch.Tensor:
@@ -151,7 +153,7 @@ class Loading:
         """Find what is to be filled."""
         if state is None:
             self._meeting.plain.append(self.found.values)
-            self._apply = lambda: plain(self.found.values, self._decoder)
+            self._alone = True
             return
         taken = State(state)
         self._apply = self._meeting.visit(taken, state, self.found.values, "", "state", self._decoder)
@@ -236,8 +238,9 @@ class Loading:
     def decode(self) -> tuple[None, None]:
         """Make sure that all values can be decoded, before anything is changed."""
         self._check_twins()
-        for node in self._meeting.plain:
-            plain(node, self._decoder)
+        values = [plain(node, self._decoder) for node in self._meeting.plain]
+        if self._alone:
+            self._apply = values.pop
         for leaf, node in self._meeting.leaves:
             for key in ("extra", "state", "groups"):
                 if key in node:

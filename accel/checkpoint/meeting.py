@@ -10,7 +10,7 @@ from typing import Any, Final
 from ..errors import CheckpointError
 from .leaves import Leaf
 from .trees import KEPT, State, component, holds_object, is_object, items_of
-from .values import TAG, Decoder, Json, place
+from .values import DEPTH, TAG, Decoder, Json, place
 
 _MAPPINGS: Final = frozenset({"dict", "OrderedDict", "defaultdict", "Counter"})
 _OBJECTS: Final = frozenset({"module", "optimizer", "stateful", "ranks"})
@@ -48,7 +48,7 @@ class Meeting:
                 self.unfit.append(f"{path} is {here}, and in the checkpoint {_describe(node)}")
                 return lambda: value
             return self._walk(state, value, children, name, path, decoder)
-        if holds_saved_object(node):
+        if decoder.holds_object(node):
             self.unfit.append(f"{path} is a {type(value).__name__}, and in the checkpoint {_describe(node)}")
             return lambda: value
         self.plain.append(node)
@@ -108,7 +108,7 @@ class Meeting:
         for key, node in children.items():
             if key in value:
                 continue
-            if not holds_saved_object(node):
+            if not decoder.holds_object(node):
                 self.plain.append(node)
                 applies[key] = functools.partial(decoder.decode, node)
             elif not value:
@@ -149,15 +149,43 @@ def _nodes(node: Json) -> Iterator[dict[str, Json]]:
             todo += one
 
 
-def holds_saved_object(node: Json) -> bool:
-    """Whether a node is, or holds, something that can only be filled into an object of the state."""
-    return any(_is_saved_object(one) for one in _nodes(node))
+def objects_in(root: Json) -> set[int]:
+    """The ids of the nodes that are, or hold, what can only be filled into an object of the state; in one pass over all.
+
+    Raises:
+        ValueError: they are nested more deeply than a state can be.
+    """
+    found: set[int] = set()
+    path, rests = [root], [_inside(root)]
+    while path:
+        child = next(rests[-1], _END)
+        if child is _END:
+            node = path.pop()
+            rests.pop()
+            if id(node) in found or _is_saved_object(node):
+                found.update(map(id, (node, *path[-1:])))
+        elif isinstance(child, dict | list):
+            if len(path) > _JSON_DEPTH:
+                raise ValueError("nested too deeply")
+            path.append(child)
+            rests.append(_inside(child))
+    return found
 
 
-def _is_saved_object(node: dict[str, Json]) -> bool:
-    return str(node.get(TAG)) in _OBJECTS or (
-        node.get(TAG) == "tensor" and not str(node.get("name", KEPT)).startswith(KEPT)
-    )
+_END: Final = object()
+#: A level of a state takes three of JSON, and an object at the deepest one may have a state of its own.
+_JSON_DEPTH: Final = 7 * DEPTH
+
+
+def _inside(node: Json) -> Iterator[Json]:
+    return iter(node.values() if isinstance(node, dict) else node)
+
+
+def _is_saved_object(node: Json) -> bool:
+    if not isinstance(node, dict):
+        return False
+    tensor = node.get(TAG) == "tensor" and not str(node.get("name", KEPT)).startswith(KEPT)
+    return tensor or str(node.get(TAG)) in _OBJECTS
 
 
 def kept_names(node: Json) -> Iterator[str]:
@@ -167,7 +195,7 @@ def kept_names(node: Json) -> Iterator[str]:
 
 def plain(node: Json, decoder: Decoder) -> Any:
     """The plain values of a saved state, without its objects: in dicts they are left out, in lists None."""
-    if not holds_saved_object(node):
+    if not decoder.holds_object(node):
         return decoder.decode(node)
     children = children_of(node, decoder)
     if children is None:
@@ -178,7 +206,7 @@ def plain(node: Json, decoder: Decoder) -> Any:
     return {
         key: plain(child, decoder)
         for key, child in children.items()
-        if not (isinstance(child, dict) and _is_saved_object(child))
+        if not _is_saved_object(child)
     }
 
 

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NoReturn
@@ -231,11 +231,17 @@ class Decoder:
         source: the file, for errors.
         fetch: gives a kept tensor by its name. One on the meta device is only compared with what the JSON says of it, so
             that what is decoded is worth nothing, and costs no memory of that size.
+        objects: the ids of the nodes that are objects of the state, or hold some; they are not decoded as a whole.
     """
 
-    def __init__(self, source: str, fetch: Callable[[str], torch.Tensor]) -> None:
+    def __init__(self, source: str, fetch: Callable[[str], torch.Tensor], objects: Container[int] = ()) -> None:
         self.source = source
         self._fetch = fetch
+        self._objects = objects
+
+    def holds_object(self, data: Json) -> bool:
+        """Whether a node is, or holds, what can only be filled into an object of the state."""
+        return id(data) in self._objects
 
     def decode(self, data: Json) -> Any:
         """The value.

@@ -12,7 +12,7 @@ from typing import Any, Final
 from torch import nn
 
 from ..errors import CheckpointError
-from . import record
+from . import record, schema
 from .dtypes import BY_NAME
 from .header import MAX_HEADER, Entry, Header, no_duplicates
 from .reader import Plain
@@ -54,8 +54,10 @@ def open_source(directory: str, state: Any) -> Source:
     Raises:
         CheckpointError: there is neither, or it is damaged.
     """
-    if os.path.lexists(os.path.join(directory, record.NAME)) or not is_weights(directory):
-        return Source(directory, *record.read(directory))
+    if record.exists(directory) or not is_weights(directory):
+        source = Source(directory, *record.read(directory))
+        schema.check(source.record, source.path)
+        return source
     models = [] if state is None else list(_models(state, "", "state"))
     if state is not None and len(models) != 1:
         found = ", ".join(path for _, path in models) or "none"

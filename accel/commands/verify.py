@@ -6,6 +6,7 @@ import argparse
 
 from ..checkpoint import folder
 from ..checkpoint.record import read
+from ..checkpoint.together import explain
 from ..checkpoint.verify import compare_all
 from ..errors import CheckpointError
 from ..progress import Bar
@@ -24,6 +25,6 @@ def run(args: argparse.Namespace) -> int:
             try:
                 compare_all(path, 0, 1, progress)
             except OSError as error:
-                raise CheckpointError(f"{error.strerror}: {error.filename}") from error
+                raise CheckpointError(explain(error)) from error
         print(f"{directory}: every byte is as it was written")
     return 0
