@@ -24,7 +24,7 @@ from .draft import make_draft
 from .job import Job
 from .shards import reserve
 from .together import explain, of, together
-from .weights import is_weights
+from .weights import is_weights_alone
 
 logger = logging.getLogger("accel")
 
@@ -92,7 +92,7 @@ def read(source: str, scratch: Scratch) -> Any:
         state = engine.read_foreign(source, load_pickled, scratch.tensor)
         if state is not None:
             return state
-    if record.exists(source) or is_weights(source):
+    if record.exists(source) or is_weights_alone(source):
         raise CheckpointError(f"{source} needs no import: accel.load reads it as it is")
     raise CheckpointError(
         f"{source} is no checkpoint that accel knows: expected a file of torch.save, a directory of "

@@ -21,7 +21,7 @@ from .differences import Differences, check_objects, report, unfit
 from .dtypes import BY_NAME
 from .leaves import Leaf, RankLeaf, StatefulLeaf, TensorLeaf
 from .listing import digest
-from .meeting import Meeting, kept_names, objects_in, plain
+from .meeting import Meeting, kept_names, plain
 from .reader import Reader
 from .record import Stored
 from .together import explain, together
@@ -135,7 +135,7 @@ class Loading:
         self.reader = Reader(source.directory, self.found, stream=stream, plain=source.plain)
         self.differences = Differences()
         self._kept: dict[str, torch.Tensor] = {}
-        self._decoder = Decoder(self.path, self._fetch, objects_in(self.found.values))
+        self._decoder = Decoder(self.path, self._fetch, source.objects)
         self._meeting = Meeting()
         self._wanted: list[tuple[str, int, torch.Tensor]] = []
         self._twins: list[tuple[str, str]] = []

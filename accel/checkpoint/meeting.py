@@ -10,7 +10,7 @@ from typing import Any, Final
 from ..errors import CheckpointError
 from .leaves import Leaf
 from .trees import KEPT, State, component, holds_object, is_object, items_of
-from .values import DEPTH, TAG, Decoder, Json, place
+from .values import TAG, Decoder, Json, place
 
 _MAPPINGS: Final = frozenset({"dict", "OrderedDict", "defaultdict", "Counter"})
 _OBJECTS: Final = frozenset({"module", "optimizer", "stateful", "ranks"})
@@ -153,37 +153,27 @@ def objects_in(root: Json) -> set[int]:
     """The ids of the nodes that are, or hold, what can only be filled into an object of the state; in one pass over all.
 
     Raises:
-        ValueError: they are nested more deeply than a state can be.
+        RecursionError: they are nested far more deeply than a state can be.
     """
     found: set[int] = set()
-    path, rests = [root], [_inside(root)]
-    while path:
-        child = next(rests[-1], _END)
-        if child is _END:
-            node = path.pop()
-            rests.pop()
-            if id(node) in found or _is_saved_object(node):
-                found.update(map(id, (node, *path[-1:])))
-        elif isinstance(child, dict | list):
-            if len(path) > _JSON_DEPTH:
-                raise ValueError("nested too deeply")
-            path.append(child)
-            rests.append(_inside(child))
+
+    def visit(node: Json) -> bool:
+        holds = type(node) is dict and TAG in node and _is_saved_object(node)
+        for child in node.values() if type(node) is dict else node:
+            if child and type(child) in _CONTAINERS and visit(child):
+                holds = True
+        if holds:
+            found.add(id(node))
+        return holds
+
+    visit(root)
     return found
 
 
-_END: Final = object()
-#: A level of a state takes three of JSON, and an object at the deepest one may have a state of its own.
-_JSON_DEPTH: Final = 7 * DEPTH
+_CONTAINERS: Final = (dict, list)
 
 
-def _inside(node: Json) -> Iterator[Json]:
-    return iter(node.values() if isinstance(node, dict) else node)
-
-
-def _is_saved_object(node: Json) -> bool:
-    if not isinstance(node, dict):
-        return False
+def _is_saved_object(node: dict[str, Json]) -> bool:
     tensor = node.get(TAG) == "tensor" and not str(node.get("name", KEPT)).startswith(KEPT)
     return tensor or str(node.get(TAG)) in _OBJECTS
 
@@ -206,7 +196,7 @@ def plain(node: Json, decoder: Decoder) -> Any:
     return {
         key: plain(child, decoder)
         for key, child in children.items()
-        if not _is_saved_object(child)
+        if not (isinstance(child, dict) and _is_saved_object(child))
     }
 
 

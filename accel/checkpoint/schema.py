@@ -26,15 +26,17 @@ _LEAVES: Final[dict[str, type[Leaf]]] = {
 _ENCODED: Final = ("extra", "state", "groups")
 
 
-def check(record: Record, source: str) -> None:
-    """Refuse a record that accel did not write.
+def check(record: Record, source: str) -> set[int]:
+    """Refuse a record that accel did not write; returns what ``objects_in`` finds in its values.
 
     Raises:
         CheckpointError: names the file, and what in it cannot be.
     """
     try:
-        _Check(record, source).all()
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        objects = objects_in(record.values)
+        _Check(record, source, objects).all()
+        return objects
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{source} does not keep to the format of accel's checkpoints ({type(error).__name__}: {error})"
         ) from error
@@ -44,9 +46,9 @@ def check(record: Record, source: str) -> None:
 class _Check:
     """The check of one record."""
 
-    def __init__(self, record: Record, source: str) -> None:
+    def __init__(self, record: Record, source: str, objects: set[int]) -> None:
         self._record = record
-        self._objects = objects_in(record.values)
+        self._objects = objects
         self._named: set[str] = set()
         self._decoder = Decoder(source, self._fetch, self._objects)
 
