@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from .errors import BackendError
+from .errors import BackendError, CheckpointError
+from .paths import refuse_url
 
 #: On a parameter that waits for its first values; another one on the meta device lost its values.
 _MARK: Final = "_accel_deferred"
@@ -35,7 +36,9 @@ def deferred_init(weights: str | os.PathLike[str] | None = None) -> Iterator[Non
             persistent buffers of the model that is set up must be there; they are converted to its dtypes. Buffers that
             are not persistent stay as they were built.
     """
-    source = None if weights is None else os.path.abspath(os.path.expanduser(os.fspath(weights)))
+    source = None
+    if weights is not None:
+        source = os.path.abspath(os.path.expanduser(refuse_url(os.fspath(weights), CheckpointError)))
     hook = register_module_parameter_registration_hook(functools.partial(_without_memory, source))
     try:
         yield

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import AccelError
+from .paths import refuse_url
 
 
 def new_figure(path: str | os.PathLike[str], width: float, height: float) -> Any:
@@ -30,7 +31,7 @@ def write_figure(figure: Any, path: str | os.PathLike[str]) -> Path:
     Raises:
         AccelError: it cannot be written there, or in such a form.
     """
-    path = Path(path)
+    path = Path(refuse_url(os.fspath(path), AccelError))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=130)

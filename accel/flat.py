@@ -33,7 +33,7 @@ def _pieces(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def broadcast_(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None, src: int = 0) -> None:
     """Give every rank rank ``src``'s values, in place; as bytes, since not every backend knows every dtype."""
     for piece in _pieces(tensors):
-        flat = torch.cat([t.reshape(-1).view(torch.uint8) for t in piece])
+        flat = torch.cat([t.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for t in piece])
         dist.broadcast(flat, src, group=group)
         for tensor, part in zip(piece, flat.split([t.nbytes for t in piece]), strict=True):
             tensor.copy_(part.view(tensor.dtype).view(tensor.shape))

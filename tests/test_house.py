@@ -44,7 +44,7 @@ LAYERS = [
     ["process"],
     ["rollcall"],
     ["startup"],
-    ["environments", "devices", "turns"],
+    ["environments", "devices", "paths", "turns"],
     ["errors"],
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

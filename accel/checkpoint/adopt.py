@@ -93,7 +93,8 @@ def _model(state: Mapping[str, Any], where_from: str) -> Ready:
             extra[name] = value
             continue
         check_tensor(value, f"{where_from}, {full}")
-        where = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype)
+        place_of = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride())
+        where = (*place_of, value.dtype, value.is_conj(), value.is_neg())
         if value.numel() and where in seen:
             continue  # tied: it is there under its first name
         seen.add(where)

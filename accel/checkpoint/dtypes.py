@@ -42,14 +42,27 @@ def element_bytes(name: str) -> int:
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy; they are valid while the tensor lives."""
-    array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else bytearray()
+    """The bytes of a contiguous CPU tensor, without a copy; the tensor lives as long as they are in use."""
+    if not tensor.nbytes:
+        return memoryview(bytearray())
+    array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    array.owner = tensor
     return memoryview(array).cast("B")
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory does not hold its values as they are: they are conjugated, negated, or all zero."""
+    return tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
+
+
+def resolve(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in memory as they are; ``tensor`` itself where they lie so."""
+    return (tensor.clone() if tensor._is_zerotensor() else tensor).resolve_conj().resolve_neg()
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
     """A copy of the bytes of a contiguous CPU tensor."""
-    return bytes(memory(tensor.resolve_conj().resolve_neg()))
+    return bytes(memory(resolve(tensor)))
 
 
 def from_bytes(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -66,8 +79,8 @@ def check_tensor(value: torch.Tensor, path: str) -> None:
         CheckpointError: names its path.
     """
     problem = ""
-    if value.layout is not torch.strided:
-        problem = f"of layout {value.layout}"
+    if value.layout is not torch.strided or value.is_nested:
+        problem = f"of layout {'nested' if value.is_nested else value.layout}"
     elif value.dtype not in NAMES:
         problem = f"of dtype {value.dtype}"
     elif value.device.type == "meta":

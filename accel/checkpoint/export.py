@@ -7,8 +7,8 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal
 
 import torch
 
@@ -18,15 +18,16 @@ from ..turns import in_turn
 from . import folder, record
 from .dtypes import BY_NAME, memory
 from .extract import Item, Job, plan
-from .header import MAX_HEADER
+from .header import MAX_HEADER, METADATA
 from .reader import Reader
-from .shards import write_all
+from .shards import new_file, write_all
 from .together import explain, together
-from .weights import INDEX, SINGLE
+from .weights import STEMS, index, present, single
 
 _PIECE: Final = 32 << 20  # bytes on their way
-_TEMPORARY: Final = re.compile(r"\.model[^/]*\.[0-9a-f]{12}\.tmp")
-_SHARD: Final = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
+_STEM: Final = "|".join(STEMS.values())
+_TEMPORARY: Final = re.compile(rf"\.({_STEM})[^/]*\.[0-9a-f]{{12}}\.tmp")
+_SHARD: Final = re.compile(rf"({_STEM})-\d{{5,}}-of-\d{{5,}}\.safetensors")
 
 
 @in_turn
@@ -38,11 +39,13 @@ def export(
     max_shard_size: int | str = "50GB",
     dtype: str | torch.dtype | None = None,
     overwrite: bool = False,
+    library: Literal["transformers", "diffusers"] = "transformers",
 ) -> None:
     """Write a model of the checkpoint ``dir`` as ``out/model.safetensors``, or in parts with ``model.safetensors.index.json``.
 
-    That is what transformers, vLLM and diffusers load; a ``config.json`` of theirs belongs beside it. Tied weights are there
-    once, under the first of their names. Needs no process group; on several ranks rank 0 writes, and all wait and see its error.
+    That is what transformers and vLLM load, and with ``library="diffusers"`` it has the names that diffusers loads
+    (``diffusion_pytorch_model.safetensors``); a ``config.json`` of theirs belongs beside it. Tied weights are there once, under
+    the first of their names. Needs no process group; on several ranks rank 0 writes, and all wait and see its error.
 
     Args:
         dir: a checkpoint.
@@ -50,7 +53,8 @@ def export(
         name: which model of the state that was saved, such as ``"model"`` or ``"gan/generator"``; needed where it has several.
         max_shard_size: of a file, in bytes, or as text such as ``"5GB"``; a tensor is never divided.
         dtype: convert floating-point tensors to it, such as ``"bfloat16"``.
-        overwrite: replace weights that ``out`` has.
+        overwrite: replace weights that ``out`` has, of either name.
+        library: whose names the files get.
 
     Raises:
         CheckpointError: the checkpoint is damaged, has no such model, or ``out`` cannot be written or has weights already.
@@ -66,6 +70,7 @@ def export(
                 max_shard_size=max_shard_size,
                 dtype=dtype,
                 overwrite=overwrite,
+                library=library,
             )
         return None, None
 
@@ -83,10 +88,13 @@ def write_export(
     max_shard_size: int | str,
     dtype: str | torch.dtype | None,
     overwrite: bool,
+    library: str,
     progress: Callable[[int], Any] = lambda nbytes: None,
     begin: Callable[[int], Any] = lambda nbytes: None,
 ) -> None:
     """``export`` in this process; ``begin`` hears how many bytes it will be, ``progress`` how many more were written."""
+    if library not in STEMS:
+        raise CheckpointError(f"library={library!r}: expected {' or '.join(map(repr, STEMS))}")
     try:
         job = plan(directory, name, max_shard_size, dtype)
         _check_target(directory, out, overwrite)
@@ -96,7 +104,7 @@ def write_export(
         try:
             for left in filter(_TEMPORARY.fullmatch, os.listdir(out)):
                 os.unlink(os.path.join(out, left))
-            _write(job, out, progress)
+            _write(job, out, STEMS[library], progress)
         finally:
             lock.remove()
     except OSError as error:
@@ -107,7 +115,7 @@ def write_export(
 
 
 def _check_target(directory: str, out: str, overwrite: bool) -> None:
-    if os.path.lexists(os.path.join(out, record.NAME)):
+    if record.exists(out):
         raise CheckpointError(
             f"{out} is a checkpoint{' itself' if out == directory else ''}: export into another directory"
         )
@@ -119,26 +127,26 @@ def _check_target(directory: str, out: str, overwrite: bool) -> None:
 def _weights(out: str) -> list[str]:
     """The files of an export that are there, the one that names the others first."""
     names = os.listdir(out) if os.path.isdir(out) else []
-    return [n for n in (INDEX, SINGLE) if n in names] + sorted(n for n in names if _SHARD.fullmatch(n))
+    return present(out)[::-1] + sorted(n for n in names if _SHARD.fullmatch(n))
 
 
-def _write(job: Job, out: str, progress: Callable[[int], Any]) -> None:
+def _write(job: Job, out: str, stem: str, progress: Callable[[int], Any]) -> None:
     count = len(job.files)
-    names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    names = [single(f"{stem}-{i + 1:05d}-of-{count:05d}") for i in range(count)] if count > 1 else [single(stem)]
     temporaries: dict[str, str] = {}
     try:
         for name, items in zip(names, job.files, strict=True):
             temporaries[name] = _temporary(out, name)
-            with _new_file(temporaries[name]) as fd:
+            with new_file(temporaries[name]) as fd:
                 _write_file(fd, job.reader, items, progress)
         if count > 1:
-            temporaries[INDEX] = _temporary(out, INDEX)
-            with _new_file(temporaries[INDEX]) as fd:
+            temporaries[index(stem)] = _temporary(out, index(stem))
+            with new_file(temporaries[index(stem)]) as fd:
                 write_all(fd, _index(names, job))
         _exchange(out, temporaries)
     except BaseException:
         for path in temporaries.values():
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 os.unlink(path)
         raise
 
@@ -147,18 +155,8 @@ def _temporary(out: str, name: str) -> str:
     return os.path.join(out, f".{name}.{secrets.token_hex(6)}.tmp")
 
 
-@contextlib.contextmanager
-def _new_file(path: str) -> Iterator[int]:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        yield fd
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _write_file(fd: int, reader: Reader, items: Sequence[Item], progress: Callable[[int], Any]) -> None:
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    table: dict[str, Any] = {METADATA: {"format": "pt"}}
     at = 0
     for item in items:
         table[item.key] = {"dtype": item.dtype, "shape": list(item.shape), "data_offsets": [at, at + item.nbytes]}
@@ -191,7 +189,7 @@ def _exchange(out: str, temporaries: dict[str, str]) -> None:
     """Give the files their names, the one that readers look for last; the old ones never stand among the new."""
     record.sync(out)
     for old in _weights(out):
-        if old != SINGLE or len(temporaries) > 1:
+        if old not in temporaries or len(temporaries) > 1:
             os.unlink(os.path.join(out, old))
     for name, path in temporaries.items():
         os.replace(path, os.path.join(out, name))

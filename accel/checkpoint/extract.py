@@ -13,6 +13,7 @@ import torch
 from ..errors import CheckpointError
 from . import record
 from .dtypes import BY_NAME, NAMES, element_bytes
+from .header import METADATA
 from .meeting import children_of
 from .reader import Reader
 from .trees import component
@@ -75,6 +76,8 @@ def plan(directory: str, name: str | None, max_shard_size: int | str, dtype: str
         if not full.startswith(own):
             continue
         kind = BY_NAME[stored.dtype]
+        if full == own + METADATA:
+            raise CheckpointError(f"{directory}: {full} is no name that a tensor of these files can have")
         if kind.is_complex:
             raise CheckpointError(f"{directory}: {full} is {kind}, which these files cannot hold")
         narrow = wanted is not None and kind.is_floating_point and kind.itemsize > 1

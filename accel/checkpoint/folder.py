@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -13,7 +14,12 @@ from collections.abc import Iterable
 from typing import Final, Literal, final
 
 from ..errors import CheckpointError
-from .record import NAME, Record, is_damaged, read, sync
+from ..paths import refuse_url
+from .record import NAME, Record, exists, is_damaged, read, sync
+from .shards import unreadable
+from .together import explain, of
+
+logger = logging.getLogger("accel")
 
 LOCK: Final = ".accel.lock"
 #: Only names of this form are ever removed: shards, records on their way, and what background saves tell each other.
@@ -26,14 +32,14 @@ def named(path: object) -> str:
     """A directory as a user names it; ``~`` at its beginning is the home directory.
 
     Raises:
-        CheckpointError: it is no path.
+        CheckpointError: it is no path, or a URL.
     """
     if path is None:
         raise CheckpointError("expected a directory, found None; accel.latest gives None where there is no checkpoint")
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:
         raise CheckpointError(f"expected the path of a directory, found {path!r}")
-    return os.path.expanduser(text)
+    return os.path.expanduser(refuse_url(text, CheckpointError))
 
 
 def absolute(path: object) -> str:
@@ -106,7 +112,7 @@ class Lock:
         # A process that has just died may hold it for another moment.
         for wait in (0.0, 0.1, 0.4):
             time.sleep(wait)
-            with contextlib.suppress(BlockingIOError):
+            with contextlib.suppress(BlockingIOError), of(path):
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._is_there(path):
                     return
@@ -168,25 +174,27 @@ def present(directory: str) -> Record | None:
     Raises:
         CheckpointError: another program, or a newer version, wrote a file of that name.
     """
-    path = os.path.join(directory, NAME)
-    if not os.path.lexists(path):
+    if not exists(directory):
         return None
     try:
         return read(directory)[0]
     except CheckpointError:
-        if is_damaged(path):
+        if is_damaged(os.path.join(directory, NAME)):
             return None
         raise
 
 
 def complete(directory: str) -> Record | None:
-    """The record of a checkpoint whose files are there; None if it is none."""
+    """The record of a checkpoint whose files are there; None if there is none, or, with a warning, one that cannot be loaded."""
     try:
-        record = read(directory)[0]
-        sizes = [os.lstat(os.path.join(directory, file.name)).st_size for file in record.files]
-    except (CheckpointError, OSError):
+        if not exists(directory):
+            return None
+        record, _ = read(directory)
+        check_sizes(directory, record)
+    except (CheckpointError, OSError, MemoryError) as error:
+        logger.warning("%s is passed over: %s", directory, explain(error))
         return None
-    return record if sizes == [file.size for file in record.files] else None
+    return record
 
 
 def check_sizes(directory: str, record: Record) -> None:
@@ -200,9 +208,7 @@ def check_sizes(directory: str, record: Record) -> None:
         try:
             size = os.lstat(path).st_size
         except OSError as error:
-            raise CheckpointError(
-                f"{path}: {error.strerror}; the checkpoint is not complete, load another one"
-            ) from error
+            raise CheckpointError(unreadable(error)) from error
         if size != file.size:
             raise CheckpointError(
                 f"{path}: has {size} bytes, and {file.size} were written; it was cut or changed, load another checkpoint"

@@ -23,8 +23,9 @@ from .adopt import adopt
 from .background import background
 from .draft import make_draft
 from .job import Job
-from .together import explain, together
-from .weights import is_weights
+from .shards import reserve
+from .together import explain, of, together
+from .weights import is_weights_alone
 
 logger = logging.getLogger("accel")
 
@@ -67,7 +68,7 @@ def convert(
     source: str, directory: str, *, optimizer: bool, progress: Callable[[int], Any] = lambda nbytes: None
 ) -> dict[str, list[str]]:
     """``import_checkpoint`` in this process; ``progress`` hears how many bytes of tensors were put together."""
-    if os.path.lexists(os.path.join(directory, record.NAME)):
+    if record.exists(directory):
         raise CheckpointError(f"{directory} has a checkpoint already: import into another directory")
     background.settle()
     try:
@@ -93,7 +94,7 @@ def read(source: str, scratch: Scratch) -> Any:
         state = engine.read_foreign(source, load_pickled, scratch.tensor)
         if state is not None:
             return state
-    if os.path.lexists(os.path.join(source, record.NAME)) or is_weights(source):
+    if record.exists(source) or is_weights_alone(source):
         raise CheckpointError(f"{source} needs no import: accel.load reads it as it is")
     raise CheckpointError(
         f"{source} is no checkpoint that accel knows: expected a file of torch.save, a directory of "
@@ -155,6 +156,8 @@ class Scratch:
         self._count += 1
         path = os.path.join(self._directory, str(self._count))
         self._progress(numel * dtype.itemsize)
+        with of(path), open(path, "xb") as file:
+            reserve(file.fileno(), numel * dtype.itemsize)  # writing to its memory on a full disk would end the process
         return torch.from_file(path, shared=True, size=numel, dtype=dtype).view(tuple(shape))
 
 

@@ -11,9 +11,9 @@ from typing import Any, Final
 from ..errors import CheckpointError
 from .dtypes import STORED, element_bytes
 
-CHUNK: Final = 4 << 20  # bytes of data, or of the header, under one checksum
-#: The key of what a header says beside its tensors.
+#: In a safetensors header, where a tensor cannot have this name.
 METADATA: Final = "__metadata__"
+CHUNK: Final = 4 << 20  # bytes of data, or of the header, under one checksum
 _ALIGN: Final = 64
 _DIGITS: Final = 16
 #: What other readers of safetensors accept, and far more than a rank's tensors need.

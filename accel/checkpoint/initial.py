@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
@@ -16,7 +15,7 @@ from . import record
 from .differences import report
 from .extract import choose
 from .load import Loading, load
-from .weights import is_weights, open_source
+from .weights import is_weights_alone, open_source
 
 
 def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
@@ -43,7 +42,7 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
 
 def _state_for(directory: str, module: nn.Module) -> dict[str, Any]:
     """The state whose only model is ``module``, at its place in what ``directory`` holds."""
-    if not os.path.lexists(os.path.join(directory, record.NAME)) and is_weights(directory):
+    if is_weights_alone(directory):
         return {"model": module}
     name, _ = choose(directory, record.read(directory)[0].values, None)
     parts = name.split("/")

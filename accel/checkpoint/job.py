@@ -87,7 +87,7 @@ class Job:
     def discard(self) -> None:
         """Remove this rank's files, which no record names."""
         for still in (False, True):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 os.unlink(os.path.join(self.directory, self._name(still=still)))
 
     def commit(self, written: Sequence[Pair]) -> None:

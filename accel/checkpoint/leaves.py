@@ -64,15 +64,16 @@ class Leaf(ABC):
         """The rest of its node, of all ranks' ``value``, where ``merged``."""
         return values[0]
 
-    def check(self, node: Mapping[str, Json]) -> None:
+    @classmethod
+    def check(cls, node: Mapping[str, Json]) -> None:
         """Refuse a node that accel did not write.
 
         Raises:
             ValueError: says what is wrong.
         """
-        for key, kind in self.fields.items():
-            if not isinstance(node.get(key), kind):
-                raise ValueError(f"{key!r} of a {self.kind} is {node.get(key)!r}")
+        for key, kind in cls.fields.items():
+            if key not in node or not isinstance(node[key], kind):
+                raise ValueError(f"{key!r} of a {cls.kind} is {str(node.get(key))[:60]}")
 
     def problem(self, node: Mapping[str, Json]) -> str:
         """Why this object cannot take a saved node; empty if it can. Local, changes nothing."""

@@ -27,7 +27,7 @@ from .reader import Reader
 from .record import Stored
 from .together import explain, together
 from .trained import ModuleLeaf, OptimizerLeaf
-from .trees import State
+from .trees import KEPT, State
 from .values import Decoder, Json
 from .verify import verify_needed
 from .weights import Source, open_source
@@ -96,7 +96,8 @@ def _open(dir: str | os.PathLike[str], state: Any, options: tuple[object, ...]) 
         background.wait()
         source = open_source(folder.absolute(dir), state)
         # Before anything is made in the sizes that the record names.
-        if state is not None and source.plain is None and current().place.rank == 0:
+        reads = state is not None or any(name.startswith(KEPT) for name in source.record.tensors)
+        if reads and source.plain is None and current().place.rank == 0:
             folder.check_sizes(source.directory, source.record)
         return source, (source.directory, source.digits, options)
 
@@ -136,10 +137,11 @@ class Loading:
         self.reader = Reader(source.directory, self.found, stream=stream, plain=source.plain)
         self.differences = Differences()
         self._kept: dict[str, torch.Tensor] = {}
-        self._decoder = Decoder(self.path, self._fetch)
+        self._decoder = Decoder(self.path, self._fetch, source.objects)
         self._meeting = Meeting()
         self._wanted: list[tuple[str, int, torch.Tensor]] = []
         self._twins: list[tuple[str, str]] = []
+        self._alone = False
         self._apply: Callable[[], Any] = dict
 
     def _fetch(self, name: str) -> torch.Tensor:
@@ -153,7 +155,7 @@ class Loading:
         """Find what is to be filled."""
         if state is None:
             self._meeting.plain.append(self.found.values)
-            self._apply = lambda: plain(self.found.values, self._decoder)
+            self._alone = True
             return
         taken = State(state)
         self._apply = self._meeting.visit(taken, state, self.found.values, "", "state", self._decoder)
@@ -238,8 +240,9 @@ class Loading:
     def decode(self) -> tuple[None, None]:
         """Make sure that all values can be decoded, before anything is changed."""
         self._check_twins()
-        for node in self._meeting.plain:
-            plain(node, self._decoder)
+        values = [plain(node, self._decoder) for node in self._meeting.plain]
+        if self._alone:
+            self._apply = values.pop
         for leaf, node in self._meeting.leaves:
             for value in leaf.encoded(node):
                 self._decoder.decode(value)

@@ -14,7 +14,7 @@ from ..turns import in_turn
 from . import folder, record
 from .background import background
 from .record import Record
-from .together import together
+from .together import explain, together
 
 _NUMBERED: Final = re.compile(r"(.*?)(\d+)")
 
@@ -56,13 +56,21 @@ def latest(root: str | os.PathLike[str]) -> str | None:
     """The newest complete checkpoint in ``root``, or ``root`` itself; None if there is none. Local.
 
     Args:
-        root: a directory of checkpoints; it need not exist.
+        root: a directory of checkpoints; it need not exist. One in it that is damaged or not complete is passed over, with a
+            warning that names it.
+
+    Raises:
+        CheckpointError: ``root`` is there, and cannot be read.
     """
     background.wait()
     path = folder.named(root)
     candidates = [path]
-    with contextlib.suppress(OSError):
+    try:
         candidates += [os.path.join(path, name) for name in os.listdir(path)]
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # there may be one
+        raise CheckpointError(f"accel.latest: {explain(error)}") from error
     found = []
     for candidate in candidates:
         one = folder.complete(candidate)
@@ -93,10 +101,8 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
 def _link(src: str, dst: str) -> None:
     if os.path.realpath(src) == os.path.realpath(dst):
         return
-    one = folder.complete(src)
-    if one is None:
-        record.read(src)
-        raise CheckpointError(f"{src}: files of this checkpoint are missing or cut; accel.verify names them")
+    one, _ = record.read(src)
+    folder.check_sizes(src, one)
     folder.make(dst)
     lock = folder.Lock(dst)
     try:
@@ -130,5 +136,5 @@ def _link_files(src: str, dst: str, one: Record, present: set[str]) -> None:
                 os.link(source, target)
             except OSError as error:
                 raise CheckpointError(
-                    f"{target}: {error.strerror}; both must be on one file system that has links"
+                    f"{explain(error)}; both must be on one file system that has links"
                 ) from error

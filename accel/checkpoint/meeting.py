@@ -48,7 +48,7 @@ class Meeting:
                 self.unfit.append(f"{path} is {here}, and in the checkpoint {_describe(node)}")
                 return lambda: value
             return self._walk(state, value, children, name, path, decoder)
-        if holds_saved_object(node):
+        if decoder.holds_object(node):
             self.unfit.append(f"{path} is a {type(value).__name__}, and in the checkpoint {_describe(node)}")
             return lambda: value
         self.plain.append(node)
@@ -72,10 +72,11 @@ class Meeting:
         self, state: State, value: Any, children: Mapping[Any, Json], name: str, path: str, decoder: Decoder
     ) -> Apply:
         applies: dict[Any, Apply] = {}
+        saved = {key: key for key in children}  # 1, True and numpy's 1 are one key, and have names of their own
         for key, item in items_of(value):
             where = place(path, key)
             if key in children:
-                below = f"{name}/{component(key)}" if name else component(key)
+                below = f"{name}/{component(saved[key])}" if name else component(saved[key])
                 applies[key] = self.visit(state, item, children[key], below, where, decoder)
             else:
                 self.missing.append(where)
@@ -107,7 +108,7 @@ class Meeting:
         for key, node in children.items():
             if key in value:
                 continue
-            if not holds_saved_object(node):
+            if not decoder.holds_object(node):
                 self.plain.append(node)
                 applies[key] = functools.partial(decoder.decode, node)
             elif not value:
@@ -148,15 +149,33 @@ def _nodes(node: Json) -> Iterator[dict[str, Json]]:
             todo += one
 
 
-def holds_saved_object(node: Json) -> bool:
-    """Whether a node is, or holds, something that can only be filled into an object of the state."""
-    return any(_is_saved_object(one) for one in _nodes(node))
+def objects_in(root: Json) -> set[int]:
+    """The ids of the nodes that are, or hold, what can only be filled into an object of the state; in one pass over all.
+
+    Raises:
+        RecursionError: they are nested far more deeply than a state can be.
+    """
+    found: set[int] = set()
+
+    def visit(node: Json) -> bool:
+        holds = type(node) is dict and TAG in node and _is_saved_object(node)
+        for child in node.values() if type(node) is dict else node:
+            if child and type(child) in _CONTAINERS and visit(child):
+                holds = True
+        if holds:
+            found.add(id(node))
+        return holds
+
+    visit(root)
+    return found
+
+
+_CONTAINERS: Final = (dict, list)
 
 
 def _is_saved_object(node: dict[str, Json]) -> bool:
-    return str(node.get(TAG)) in _OBJECTS or (
-        node.get(TAG) == "tensor" and not str(node.get("name", KEPT)).startswith(KEPT)
-    )
+    tensor = node.get(TAG) == "tensor" and not str(node.get("name", KEPT)).startswith(KEPT)
+    return tensor or str(node.get(TAG)) in _OBJECTS
 
 
 def kept_names(node: Json) -> Iterator[str]:
@@ -166,7 +185,7 @@ def kept_names(node: Json) -> Iterator[str]:
 
 def plain(node: Json, decoder: Decoder) -> Any:
     """The plain values of a saved state, without its objects: in dicts they are left out, in lists None."""
-    if not holds_saved_object(node):
+    if not decoder.holds_object(node):
         return decoder.decode(node)
     children = children_of(node, decoder)
     if children is None:

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import CheckpointError
 from .crew import Crew
-from .dtypes import BY_NAME, element_bytes, memory
+from .dtypes import BY_NAME, element_bytes, is_lazy, memory
 from .header import CHUNK, MAX_HEADER, Entry, Header, chunks_of, parse
 from .record import NAME, Record, Stored
 from .shards import checksum, checksums_of, open_file, read_into
@@ -153,7 +153,7 @@ class Reader:
         rest = []
         for name, start, tensor in wanted:
             dtype = BY_NAME[self._record.tensors[name].dtype]
-            if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype is dtype and not _lazy(tensor):
+            if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype is dtype and not is_lazy(tensor):
                 self._plan(name, start, tensor, by_file)
             else:
                 rest.append((name, start, tensor))
@@ -274,8 +274,3 @@ def _runs(fetches: Sequence[Fetch]) -> Iterator[tuple[int, list[memoryview]]]:
             end += len(part)
     if views:
         yield begin, views
-
-
-def _lazy(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory does not hold its values as they are."""
-    return tensor.is_conj() or tensor.is_neg()

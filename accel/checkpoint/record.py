@@ -7,16 +7,17 @@ import math
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from typing import Any, Final
 
 from ..errors import CheckpointError
 from .dtypes import BY_NAME, MAX_DIMS, element_bytes
-from .header import no_duplicates
+from .header import CHUNK, no_duplicates
 from .layout import Part
-from .shards import Written, checksum, read_whole, write_all
+from .shards import Written, checksum, checksum_of, new_file, open_file, read_whole, write_all
+from .together import explain, of
 
 NAME: Final = "accel.json"
 FORMAT: Final = "accel-checkpoint"
@@ -26,7 +27,9 @@ FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 _START: Final = b'{"xxh3":"'
 _ZEROS: Final = b"0" * 16
 _LARGEST: Final = 2**62
-_MAX_BYTES: Final = 4 << 30
+_DAMAGED: Final = "{} is damaged: its checksum does not fit; load another checkpoint"
+#: Of a record, written or read: 16,384 ranks' files take 4 MB, a tensor about 100 bytes and 25 for each range of it.
+MAX_BYTES: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,22 +106,21 @@ def encode(record: Record) -> bytes:
     }
     text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
     content = _START + _ZEROS + b'",' + text[1:]
+    if len(content) > MAX_BYTES:
+        values = len(json.dumps([record.values, list(record.ranks)], separators=(",", ":")))
+        raise CheckpointError(
+            f"the record ({NAME}) would have {len(content):,} bytes, {values:,} of them plain values, and {MAX_BYTES:,} are the "
+            "most that is read again: keep long lists of numbers as tensors or numpy arrays, which lie in files of their own"
+        )
     return _START + checksum(content).encode("ascii") + content[len(_START) + 16 :]
 
 
 def commit(directory: str, content: bytes, temporary: str) -> None:
     """Make ``content`` the record of ``directory``: from one moment to the next, also through a power failure."""
     path = os.path.join(directory, temporary)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    try:
+    with new_file(path, os.O_TRUNC | os.O_NOFOLLOW) as fd:
         write_all(fd, content)
-        os.fsync(fd)
-        os.replace(path, os.path.join(directory, NAME))
-    except BaseException:
-        os.unlink(path)
-        raise
-    finally:
-        os.close(fd)
+    os.replace(path, os.path.join(directory, NAME))
     sync(directory)
 
 
@@ -126,9 +128,25 @@ def sync(directory: str) -> None:
     """Make the names in a directory durable."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        with of(directory):
+            os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def exists(directory: str) -> bool:
+    """Whether a directory has a record.
+
+    Raises:
+        CheckpointError: the system does not tell.
+    """
+    try:
+        os.lstat(os.path.join(directory, NAME))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise CheckpointError(explain(error)) from error
+    return True
 
 
 def read(directory: str) -> tuple[Record, str]:
@@ -138,20 +156,35 @@ def read(directory: str) -> tuple[Record, str]:
         CheckpointError: there is none, it is damaged, of another format or of a newer version.
     """
     path = os.path.join(directory, NAME)
-    if not os.path.lexists(path):
+    if not exists(directory):
         raise CheckpointError(_absent(directory))
-    return parse(read_whole(path, _MAX_BYTES, "a record"), path)
+    # A file of holes can have any size, and memory for it is not taken before its checksum is right.
+    ours, whole = _look(path)
+    if ours and not whole:
+        raise CheckpointError(_DAMAGED.format(path))
+    return parse(read_whole(path, MAX_BYTES if ours else CHUNK, "the record of a checkpoint of accel"), path)
 
 
 def is_damaged(path: str) -> bool:
     """Whether a file begins as accel's records do, and is not whole; one that is whole may be of a newer version."""
-    content = read_whole(path, _MAX_BYTES, "a record")
-    return content.startswith(_START) and not _is_whole(content)
+    return _look(path) == (True, False)
 
 
-def _is_whole(content: bytes) -> bool:
-    begin, end = len(_START), len(_START) + 16
-    return checksum(content[:begin] + _ZEROS + content[end:]).encode("ascii") == content[begin:end]
+def _look(path: str) -> tuple[bool, bool]:
+    """Whether a file begins as accel's records do, and whether its checksum is right; in little memory."""
+    fd = open_file(path, None)
+    try:
+        with of(path):
+            first, size = os.read(fd, len(_START) + 16), os.fstat(fd).st_size
+            ours, large = first.startswith(_START), size > MAX_BYTES  # a large one `read_whole` refuses
+            return ours, large or (ours and _is_whole(first, iter(lambda: os.read(fd, CHUNK), b"")))
+    finally:
+        os.close(fd)
+
+
+def _is_whole(first: bytes, rest: Iterable[bytes | memoryview]) -> bool:
+    """Whether the checksum in the first bytes of a record is that of all."""
+    return checksum_of(chain([_START, _ZEROS], rest)).encode("ascii") == first[len(_START) :]
 
 
 def _absent(directory: str) -> str:
@@ -177,9 +210,9 @@ def parse(content: bytes, path: str) -> tuple[Record, str]:
     Raises:
         CheckpointError: as ``read``.
     """
-    ours = content.startswith(_START)
-    if ours and not _is_whole(content):
-        raise CheckpointError(f"{path} is damaged: its checksum does not fit; load another checkpoint")
+    ours, end = content.startswith(_START), len(_START) + 16
+    if ours and not _is_whole(content[:end], [memoryview(content)[end:]]):
+        raise CheckpointError(_DAMAGED.format(path))
     try:
         body = json.loads(content, object_pairs_hook=no_duplicates, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -215,18 +248,21 @@ def _build(body: dict[str, Any]) -> Record:
     tensors = {name: _stored(name, value, sizes) for name, value in body["tensors"].items()}
     if sum(tensor.nbytes for tensor in tensors.values()) > sizes[-1]:
         raise ValueError("the tensors are larger than the files")
+    world, ranks = _number(body["world_size"]), body["ranks"]
+    if world < 1 or not isinstance(ranks, list) or len(ranks) not in (0, world):
+        raise ValueError(f"{world} ranks saved, and there are not the values of so many")
     if not isinstance(body["values"], dict) or type(body["time"]) not in (float, int) or not 0 <= body["time"] < 1e11:
         raise ValueError("the values or the time of the save are missing")
-    if not all(isinstance(values, dict) for values in body["ranks"]):
+    if not all(isinstance(values, dict) for values in ranks):
         raise ValueError("the values of a rank are no object")
     return Record(
         id=_digits(body["id"]),
         time=body["time"],
-        world_size=_number(body["world_size"]),
+        world_size=world,
         files=files,
         tensors=tensors,
         values=body["values"],
-        ranks=body["ranks"],
+        ranks=ranks,
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -14,8 +15,9 @@ from typing import Any, Final
 import torch
 
 from ..errors import CheckpointError
-from .dtypes import memory
+from .dtypes import is_lazy, memory, resolve
 from .header import CHUNK, Entry, arrange, build, chunks_of
+from .together import explain, of
 
 _WRITE: Final = 8 << 20  # bytes of one write, after which the kernel is asked to begin writing out
 _PIECE: Final = 16 << 20  # bytes of a copy where a tensor is not in plain memory
@@ -50,8 +52,13 @@ def _hashing() -> Any:
 
 def checksum(*data: Any) -> str:
     """XXH3-64 of some bytes, which may come in parts, as 16 hexadecimal digits."""
+    return checksum_of(data)
+
+
+def checksum_of(parts: Iterable[Any]) -> str:
+    """The same of parts that need not be there at once."""
     state = _hashing().xxh3_64()
-    for part in data:
+    for part in parts:
         state.update(part)
     digest: str = state.hexdigest()
     return digest
@@ -68,7 +75,7 @@ def _libc() -> Any:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _reserve(fd: int, size: int) -> None:
+def reserve(fd: int, size: int) -> None:
     """Take the space at once, where the file system can; one that is full says so before anything is written."""
     if not hasattr(_libc(), "fallocate") or not size:
         return
@@ -93,7 +100,7 @@ def pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor
         return
     size = tensor.element_size()
     step = max(1, _PIECE // size)
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    if tensor.is_contiguous() and not is_lazy(tensor):
         flat = tensor.view(-1)
         if tensor.device.type == "cpu":
             yield flat[start:stop]
@@ -102,7 +109,7 @@ def pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor
             yield flat[at : min(at + step, stop)].cpu()
     elif tensor.numel() <= step:
         # reshape() of one dimension is a view, which may skip elements.
-        yield tensor.resolve_conj().resolve_neg().reshape(-1)[start:stop].contiguous().cpu()
+        yield resolve(tensor).reshape(-1)[start:stop].contiguous().cpu()
     else:
         row = tensor.numel() // tensor.shape[0]
         rows = max(1, step // row)
@@ -165,6 +172,26 @@ class _Stream:
             self.checksums.append(self._hash.hexdigest())
 
 
+@contextlib.contextmanager
+def new_file(path: str, flags: int = os.O_EXCL) -> Iterator[int]:
+    """Context: a new file, which is durable afterwards, and removed after an error.
+
+    Raises:
+        OSError: it cannot be made or written; names it.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
+    try:
+        with of(path):
+            yield fd
+            os.fsync(fd)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
 def write(directory: str, name: str, sources: Sequence[Source]) -> Written:
     """Write and fsync a new file of ``sources``. A file that could not be written is removed.
 
@@ -176,9 +203,8 @@ def write(directory: str, name: str, sources: Sequence[Source]) -> Written:
     size = sum(entry.nbytes for entry in entries)
     length = len(build(entries, "0" * (16 * chunks_of(size))))
     path = os.path.join(directory, name)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        _reserve(fd, length + size)
+    with new_file(path) as fd:
+        reserve(fd, length + size)
         stream = _Stream(fd, length)
         for source in sources:
             _stream_source(stream, source)
@@ -186,12 +212,6 @@ def write(directory: str, name: str, sources: Sequence[Source]) -> Written:
         header = build(entries, "".join(stream.checksums))
         if os.pwrite(fd, header, 0) != len(header):
             raise OSError(errno.ENOSPC, "the header was written only in part")
-        os.fsync(fd)
-    except BaseException:
-        os.unlink(path)
-        raise
-    finally:
-        os.close(fd)
     return Written(name, length + size, checksums_of(header))
 
 
@@ -199,7 +219,7 @@ def _stream_source(stream: _Stream, source: Source) -> None:
     for piece in pieces(source.tensor, source.offset, source.offset + source.entry.count):
         stream.add(memory(piece))
         if piece.untyped_storage().data_ptr() != source.tensor.untyped_storage().data_ptr():
-            stream.flush()  # a copy, which ends with this piece
+            stream.flush()  # a copy, of which there shall be one at a time
 
 
 def data_checksums(sources: Sequence[Source]) -> str:
@@ -223,6 +243,12 @@ class _Hashing(_Stream):
         self._checksum(data)
 
 
+def unreadable(error: OSError) -> str:
+    """What to say of a file of a checkpoint that cannot be read."""
+    missing = error.errno in (errno.ENOENT, errno.ELOOP)
+    return f"{explain(error)}{'; the checkpoint is not complete, load another one' if missing else ''}"
+
+
 def open_file(path: str, size: int | None) -> int:
     """Open a regular file for reading, not through a link.
 
@@ -232,7 +258,7 @@ def open_file(path: str, size: int | None) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; the checkpoint is not complete, load another one") from error
+        raise CheckpointError(unreadable(error)) from error
     status = os.fstat(fd)
     problem = ""
     if not stat.S_ISREG(status.st_mode):
@@ -256,11 +282,15 @@ def read_into(fd: int, path: str, views: list[memoryview], offset: int) -> None:
     """Fill ``views`` with the bytes from ``offset`` on.
 
     Raises:
-        CheckpointError: the file ends before.
+        CheckpointError: the file ends before, or cannot be read.
     """
     at = 0
     while at < len(views):
-        count = os.preadv(fd, views[at : at + _MAX_VECTORS], offset)
+        try:
+            count = os.preadv(fd, views[at : at + _MAX_VECTORS], offset)
+        except OSError as error:
+            error.filename = path
+            raise CheckpointError(unreadable(error)) from error
         if count == 0:
             raise CheckpointError(f"{path}: ends at byte {offset}, in the middle of a tensor; load another checkpoint")
         offset += count

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterator
+from typing import Final, TypeVar
 
 from ..control import agree
 from ..errors import AccelError, CheckpointError
@@ -50,8 +53,34 @@ def explain(error: BaseException) -> str:
     if isinstance(error, AccelError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
-    return f"{type(error).__name__}: {error}"
+        advice = _ADVICE.get(error.errno or 0)
+        return f"{error.strerror}{f': {error.filename}' if error.filename else ''}{f'; {advice}' if advice else ''}"
+    return str(error) if isinstance(error, AccelError) else f"{type(error).__name__}: {error}"
+
+
+_ADVICE: Final = {
+    errno.ENOSPC: "free space on that file system, or choose a directory on another one",
+    errno.EDQUOT: "this user's quota there is used up: remove files, or choose a directory on another file system",
+    errno.EFBIG: "files there cannot be so large (ulimit -f, or the file system's own limit): choose another directory",
+    errno.EROFS: "that file system cannot be written to: choose a directory on another one",
+    errno.EACCES: "this user may not do that: change the permissions, or choose another directory",
+    errno.EPERM: "this user may not do that: change the permissions, or choose another directory",
+    errno.EIO: "the disk or its server failed, of which the system's log tells more: choose another file system",
+    errno.ESTALE: "the server of that file system has lost the file: mount it again, or choose another one",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EMFILE: "this process has too many open files: raise ulimit -n",
+}
+
+
+@contextlib.contextmanager
+def of(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Context: errors of the system name this path, where they name none (writing to an open file, say)."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
 
 
 def here() -> str:

@@ -176,7 +176,8 @@ class OptimizerLeaf(Leaf):
         mine = [name for group in self._values()["groups"] for name in group["params"]]
         return {name: name for name in saved} if node["named"] and self._named else dict(zip(saved, mine, strict=True))
 
-    def check(self, node: Mapping[str, Json]) -> None:
+    @classmethod
+    def check(cls, node: Mapping[str, Json]) -> None:
         super().check(node)
         names: set[Any] = set()
         for group in node["groups"]:

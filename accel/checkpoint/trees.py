@@ -16,6 +16,7 @@ from ..handles import ModelHandle, OptimizerHandle, raw
 from ..registry import Registry, registry, resolve_module
 from ..rng import RngState
 from .dtypes import check_tensor
+from .header import METADATA
 from .leaves import Leaf, Listed, RankLeaf, Ready, StatefulLeaf, TensorLeaf
 from .trained import ModuleLeaf, OptimizerLeaf
 from .values import DEPTH, TAG, Encoder, Json, place
@@ -26,10 +27,19 @@ KEPT: Final = "~"
 
 def component(key: object) -> str:
     """A key as a part of a tensor's name: other keys have other parts, and no part has a slash."""
+    text = (key if isinstance(key, str) else _written(key)).replace("%", "%25").replace("/", "%2F")
     if not isinstance(key, str):
-        return f"[{str(key).replace('%', '%25').replace('/', '%2F')}]"
-    text = key.replace("%", "%25").replace("/", "%2F")
+        return f"[{text}]"
     return f"%{ord(text[0]):02X}{text[1:]}" if text[:1] in ("[", KEPT) else text
+
+
+def _written(key: Any) -> str:
+    """The ``repr`` of a key, which is the same in every process and with every version of what the key is of."""
+    if type(key) is tuple:
+        return f"({', '.join(map(_written, key))}{',' if len(key) == 1 else ''})"
+    if isinstance(key, frozenset):
+        return f"frozenset({{{', '.join(sorted(map(_written, key)))}}})"
+    return repr(key.item() if type(key).__module__ == "numpy" else key)
 
 
 def is_object(value: Any) -> bool:
@@ -157,10 +167,9 @@ def _take_name(paths: dict[str, str], name: str, path: str) -> None:
 
 
 def _as_dict(parts: dict[Any, Json], encoder: Encoder, path: str) -> Json:
-    keys = {key: encoder.key(key, path) for key in parts}
     if all(type(key) is str for key in parts) and TAG not in parts:
         return parts
-    return {TAG: "dict", "items": [[keys[key], part] for key, part in parts.items()]}
+    return {TAG: "dict", "items": [list(pair) for pair in zip(encoder.keys(parts, path), parts.values(), strict=True)]}
 
 
 def _objects(value: Any, depth: int = 0) -> Iterator[Any]:
@@ -201,6 +210,10 @@ def listings(leaves: Sequence[Leaf], keep: Callable[[str], bool] | None) -> list
     for leaf in leaves:
         for listed in leaf.listed():
             _take_name(paths, listed.shard.name, leaf.path)
+            if listed.shard.name == METADATA:
+                raise CheckpointError(
+                    f"{leaf.path}: in the files of a checkpoint {METADATA!r} is no name of a tensor; rename the key"
+                )
             if keep is not None and not isinstance(leaf, OptimizerLeaf) and not keep(listed.shard.name):
                 continue
             check_tensor(listed.shard.tensor, f"{leaf.path}, {listed.shard.name}")

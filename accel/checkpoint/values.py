@@ -10,7 +10,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NoReturn
@@ -31,7 +31,10 @@ Json = Any
 #: Stores a tensor under a name of its own, and returns that name.
 Keep = Callable[[torch.Tensor, str], str]
 _PAIR: Final = re.compile("[\ud800-\udbff][\udc00-\udfff]")
-_NUMPY: Final = re.compile(r"[<|][biufcSUMm][0-9]{1,9}(\[[0-9]*[A-Za-z\u03bc]{1,9}\])?")
+_NUMPY: Final = re.compile(r"[<>|][biufcSUMm][0-9]{1,9}(\[[0-9]*[A-Za-z\u03bc]{1,9}\])?")
+_INT: Final = re.compile("-?0x[0-9a-f]+")
+#: A dict of very many keys with one hash takes time that grows with the square of their number.
+_SAME_HASH: Final = 100
 _FACTORIES: Final[dict[str, Callable[[], Any]]] = {t.__name__: t for t in (list, dict, set, int, float, str, bool)}
 
 
@@ -75,18 +78,6 @@ class Encoder:
             return self._tensor(value, path)
         return self._rare(value, path)
 
-    def key(self, key: Any, path: str, depth: int = 0) -> Json:
-        """The JSON of a key of the dict at ``path``.
-
-        Raises:
-            CheckpointError: it cannot be stored, or what is loaded would be another key.
-        """
-        here = f"the key {key!r} of {path}"
-        encoded = Encoder(None).encode(key, here, depth)
-        if type(key) not in (str, int) and hash(Decoder(here, _no_tensor).decode(encoded)) != hash(key):
-            raise CheckpointError(f"{here} equals no other, so that what is saved under it could not be found again")
-        return encoded
-
     def _rare(self, value: Any, path: str) -> Json:
         if type(value) in (Path, type(Path())):
             return {TAG: "path", "value": str(value)}
@@ -103,7 +94,7 @@ class Encoder:
             return {TAG: "deque", "items": [self.encode(list(value), path, depth + 1), value.maxlen]}
         if kind in (set, frozenset):
             # In an order that is the same on every rank.
-            items = sorted((self.encode(item, path, depth + 1) for item in value), key=json.dumps)
+            items = sorted(self.keys(value, path, depth), key=json.dumps)
             return {TAG: kind.__name__, "items": items}
         if kind in _SEQUENCES:
             items = [self.encode(item, place(path, i), depth + 1) for i, item in enumerate(value)]
@@ -125,29 +116,50 @@ class Encoder:
         return tagged
 
     def _items(self, value: Any, path: str, depth: int) -> Json:
-        return [
-            [self.key(key, path, depth + 1), self.encode(item, place(path, key), depth + 1)]
-            for key, item in value.items()
-        ]
+        items = [self.encode(item, place(path, key), depth + 1) for key, item in value.items()]
+        return [list(pair) for pair in zip(self.keys(value, path, depth), items, strict=True)]
+
+    def keys(self, value: Any, path: str, depth: int = 0) -> list[Json]:
+        """The JSON of a dict's keys, or of a set's members.
+
+        Raises:
+            CheckpointError: one could not be found again under what is stored of it.
+        """
+        for key in value:
+            if not _is_known_by_value(key):
+                raise CheckpointError(
+                    f"the key {key!r} of {path} would be another one when it is loaded: NaN, NaT and tensors are equal to "
+                    "nothing else; use a number or a string"
+                )
+        try:
+            _check_hashes(value)
+        except ValueError as error:
+            raise CheckpointError(f"{path} cannot be stored: {error}") from error
+        return [self.encode(key, f"the key {key!r} of {path}", depth + 1) for key in value]
 
     def _tensor(self, value: torch.Tensor, path: str) -> Json:
         check_tensor(value, path)
+        tagged: dict[str, Json] = {TAG: "tensor"}
+        if type(value) is torch.nn.Parameter:
+            tagged["class"] = "Parameter"
+        if value.is_leaf and value.requires_grad:  # else it has a graph, which is not stored
+            tagged["requires_grad"] = True
+        value = value.detach()
         if self._keep is not None and value.nbytes > INLINE_BYTES:
-            return {TAG: "tensor", "name": self._keep(value.detach(), path)}
-        value = value.detach().cpu().contiguous()
-        return {TAG: "tensor", "dtype": NAMES[value.dtype], "shape": list(value.shape), "data": _text(to_bytes(value))}
+            return {**tagged, "name": self._keep(value, path)}
+        value = value.cpu().contiguous()
+        return {**tagged, "dtype": NAMES[value.dtype], "shape": list(value.shape), "data": _text(to_bytes(value))}
 
     def _numpy(self, value: Any, path: str, scalar: bool) -> Json:
-        import numpy
-
         if value.dtype.kind not in "biufcSUMm":
             raise CheckpointError(f"{path}: a numpy array of dtype {value.dtype} cannot be stored without pickle")
-        if not scalar and type(value) not in (numpy.ndarray, numpy.memmap):
+        if type(value) is not (value.dtype.type if scalar else sys.modules["numpy"].ndarray):
             raise CheckpointError(
-                f"{path}: a {type(value).__name__} cannot be stored as one; store the plain arrays that it consists of"
+                f"{path} is a {_kind(value)}, of which more than its numbers would be lost (a mask, a class): store "
+                "numpy.asarray(value), and what it has beside as values of their own"
             )
-        tagged: dict[str, Json] = {TAG: "numpy" if scalar else "ndarray", "dtype": value.dtype.newbyteorder("<").str}
-        data = value.astype(tagged["dtype"]).tobytes()
+        tagged: dict[str, Json] = {TAG: "numpy" if scalar else "ndarray", "dtype": value.dtype.str}
+        data = value.tobytes()
         if not scalar:
             tagged["shape"] = list(value.shape)
         if self._keep is not None and len(data) > INLINE_BYTES:
@@ -155,17 +167,34 @@ class Encoder:
         return {**tagged, "data": _text(data)}
 
 
-def _no_tensor(name: str) -> NoReturn:
-    raise ValueError(f"no tensor {name!r} here")
-
-
 def refuse(value: Any, path: str) -> NoReturn:
     """Say that a value cannot be stored, and what could be."""
-    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     raise CheckpointError(
-        f"{path} is a {kind}, which cannot be stored without pickle; store what it consists of (numbers, strings, "
+        f"{path} is a {_kind(value)}, which cannot be stored without pickle; store what it consists of (numbers, strings, "
         "bytes, dicts, lists, tuples, sets, tensors, numpy arrays), or give it state_dict() and load_state_dict()"
     )
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def _is_known_by_value(key: Any) -> bool:
+    """Whether what is decoded of a key is equal to it."""
+    if isinstance(key, tuple | frozenset):
+        return all(map(_is_known_by_value, key))
+    return not isinstance(key, torch.Tensor) and bool(key == key)
+
+
+def _check_hashes(keys: Iterable[Any]) -> None:
+    """Refuse keys of which very many have one hash, as only numbers do that were chosen so.
+
+    Raises:
+        ValueError: there are such.
+        TypeError: one has no hash.
+    """
+    if max(collections.Counter(map(hash, keys)).values(), default=0) > _SAME_HASH:
+        raise ValueError(f"more than {_SAME_HASH} keys of one dict or set have the same hash")
 
 
 def _string(value: str, path: str) -> str:
@@ -200,12 +229,19 @@ class Decoder:
 
     Args:
         source: the file, for errors.
-        fetch: gives a kept tensor by its name.
+        fetch: gives a kept tensor by its name. One on the meta device is only compared with what the JSON says of it, so
+            that what is decoded is worth nothing, and costs no memory of that size.
+        objects: the ids of the nodes that are objects of the state, or hold some; they are not decoded as a whole.
     """
 
-    def __init__(self, source: str, fetch: Callable[[str], torch.Tensor]) -> None:
+    def __init__(self, source: str, fetch: Callable[[str], torch.Tensor], objects: Container[int] = ()) -> None:
         self.source = source
         self._fetch = fetch
+        self._objects = objects
+
+    def holds_object(self, data: Json) -> bool:
+        """Whether a node is, or holds, what can only be filled into an object of the state."""
+        return id(data) in self._objects
 
     def decode(self, data: Json) -> Any:
         """The value.
@@ -226,6 +262,8 @@ class Decoder:
         if isinstance(data, list):
             return [self._decode(item, depth + 1) for item in data]
         if not isinstance(data, dict):
+            if type(data) is float and not math.isfinite(data):
+                raise ValueError("a number beyond those of 64 bits")
             return data
         if TAG not in data:
             return {key: self._decode(item, depth + 1) for key, item in data.items()}
@@ -233,40 +271,61 @@ class Decoder:
 
     def _tagged(self, data: Json, depth: int) -> Any:
         tag = data[TAG]
-        if tag in ("tensor", "ndarray", "numpy"):
-            return self._array(tag, data)
+        if tag == "tensor":
+            return self._tensor(data)
+        if tag in ("ndarray", "numpy"):
+            return self._array(data, scalar=tag == "numpy")
         if tag in _DECODERS:
             return _DECODERS[tag](data)
-        items = [self._decode(item, depth + 1) for item in data["items"]]
+        items = [self._decode(item, depth + 1) for item in _of(list, data, "items")]
         if tag == "defaultdict":
-            return collections.defaultdict(None if data["factory"] is None else _FACTORIES[data["factory"]], items)
+            factory = None if data["factory"] is None else _FACTORIES[data["factory"]]
+            return collections.defaultdict(factory, _pairs(items))
         return _COLLECTIONS[tag](items)
 
-    def _array(self, tag: str, data: Json) -> Any:
-        if tag == "tensor":
-            if "name" in data:
-                return self._fetch(data["name"])
-            dtype, content = BY_NAME[data["dtype"]], _bytes(data)
-            if math.prod(_shape(data)) * element_bytes(data["dtype"]) != len(content):
+    def _tensor(self, data: Json) -> torch.Tensor:
+        if "name" in data:
+            tensor = self._fetch(_of(str, data, "name"))
+        else:
+            dtype, content, shape = BY_NAME[data["dtype"]], _bytes(data), _shape(data)
+            if math.prod(shape) * element_bytes(data["dtype"]) != len(content):
                 raise ValueError("a tensor whose shape does not fit its bytes")
-            return from_bytes(content, dtype, _shape(data))
+            tensor = from_bytes(content, dtype, shape)
+        grad, kind = data.get("requires_grad", False), data.get("class", "")
+        if type(grad) is not bool or kind not in ("", "Parameter"):
+            raise ValueError(f"a tensor of class {kind!r} with requires_grad {grad!r}")
+        return torch.nn.Parameter(tensor, grad) if kind else tensor.requires_grad_(grad)
+
+    def _array(self, data: Json, *, scalar: bool) -> Any:
         import numpy
 
-        content = to_bytes(self._fetch(data["name"])) if "name" in data else _bytes(data)
-        if not _NUMPY.fullmatch(data["dtype"]):  # numpy would evaluate some of what it does not know
+        kept = self._fetch(_of(str, data, "name")) if "name" in data else None
+        if not _NUMPY.fullmatch(_of(str, data, "dtype")):  # numpy would evaluate some of what it does not know
             raise ValueError(f"numpy dtype {data['dtype']!r}")
         kind: Any = numpy.dtype(data["dtype"])
         if kind.itemsize == 0:  # of an empty text, whose bytes are those of one character
             kind = numpy.dtype(f"{data['dtype'][:2]}1")
-        shape = () if tag == "numpy" else _shape(data)
-        if math.prod(shape) * kind.itemsize != len(content):
+        shape = () if scalar else _shape(data)
+        content = b"" if kept is not None else _bytes(data)
+        if math.prod(shape) * kind.itemsize != (len(content) if kept is None else kept.nbytes):
             raise ValueError("an array whose shape does not fit its bytes")
+        if kept is not None:
+            if kept.is_meta:
+                return object() if scalar else []  # as hashable as it would be
+            content = to_bytes(kept)
         array: Any = numpy.ndarray(shape, kind, buffer=bytearray(content) if content else None)
-        return array[()] if tag == "numpy" else array
+        return array[()] if scalar else array
+
+
+def _of(kind: type, data: Json, key: str) -> Any:
+    found = data[key]
+    if type(found) is not kind:
+        raise ValueError(f"{key!r} is a {type(found).__name__}, and not a {kind.__name__}")
+    return found
 
 
 def _bytes(data: Json) -> bytes:
-    return base64.b64decode(data["data"], validate=True)
+    return base64.b64decode(_of(str, data, "data"), validate=True)
 
 
 def _shape(data: Json) -> tuple[int, ...]:
@@ -293,26 +352,61 @@ def _arguments(items: dict[str, Any]) -> argparse.Namespace:
     return made
 
 
+def _int(data: Json) -> int:
+    if not _INT.fullmatch(_of(str, data, "value")):
+        raise ValueError(f"{data['value']!r} is no hexadecimal number")
+    return int(data["value"], 16)
+
+
+def _numbers(items: Sequence[Any], count: int, *kinds: type) -> Sequence[Any]:
+    if len(items) != count or not all(type(item) in kinds for item in items):
+        raise ValueError(f"expected {count} numbers")
+    return items
+
+
+def _members(items: list[Any]) -> list[Any]:
+    """Members of a set, of which no two are equal."""
+    _check_hashes(items)
+    if len(set(items)) != len(items):
+        raise ValueError("a set or dict has the same key twice")
+    return items
+
+
+def _pairs(items: list[Any]) -> dict[Any, Any]:
+    """A dict of its items."""
+    if not all(type(item) is list and len(item) == 2 for item in items):
+        raise ValueError("the items of a dict are no pairs")
+    _members([key for key, _ in items])
+    return dict(items)
+
+
+def _deque(items: list[Any]) -> collections.deque[Any]:
+    content, length = items
+    if type(content) is not list or (length is not None and (type(length) is not int or len(content) > length)):
+        raise ValueError("a deque that is longer than it may be")
+    return collections.deque(content, length)
+
+
 _DECODERS: Final[dict[str, Callable[[Json], Any]]] = {
-    "int": lambda d: int(d["value"], 16),
+    "int": _int,
     "float": lambda d: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[d["value"]],
     "bytes": _bytes,
     "bytearray": lambda d: bytearray(_bytes(d)),
-    "range": lambda d: range(*d["items"]),
+    "range": lambda d: range(*_numbers(d["items"], 3, int)),
     "dtype": _known_dtype,
-    "device": lambda d: torch.device(d["value"]),
-    "path": lambda d: Path(d["value"]),
+    "device": lambda d: torch.device(_of(str, d, "value")),
+    "path": lambda d: Path(_of(str, d, "value")),
 }
 _COLLECTIONS: Final[dict[str, Callable[[list[Any]], Any]]] = {
     "tuple": tuple,
     "size": torch.Size,
-    "deque": lambda items: collections.deque(*items),
-    "set": set,
-    "frozenset": frozenset,
-    "complex": lambda items: complex(*items),
-    "dict": dict,
-    "OrderedDict": collections.OrderedDict,
-    "Counter": lambda items: collections.Counter(dict(items)),
-    "namespace": lambda items: SimpleNamespace(**dict(items)),
-    "arguments": lambda items: _arguments(dict(items)),
+    "deque": _deque,
+    "set": lambda items: set(_members(items)),
+    "frozenset": lambda items: frozenset(_members(items)),
+    "complex": lambda items: complex(*_numbers(items, 2, float, int)),
+    "dict": _pairs,
+    "OrderedDict": lambda items: collections.OrderedDict(_pairs(items)),
+    "Counter": lambda items: collections.Counter(_pairs(items)),
+    "namespace": lambda items: SimpleNamespace(**_pairs(items)),
+    "arguments": lambda items: _arguments(_pairs(items)),
 }

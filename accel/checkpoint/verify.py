@@ -15,11 +15,11 @@ from ..environments import Place
 from ..errors import CheckpointError
 from ..process import running
 from ..turns import in_turn
-from . import folder, record
+from . import folder, record, schema
 from .header import CHUNK, chunks_of
 from .reader import Reader
 from .record import Record
-from .together import together
+from .together import explain, together
 
 _BATCH: Final = 64  # chunks between two words of progress
 
@@ -34,7 +34,8 @@ def verify_needed(reader: Reader, found: Record, needs: Sequence[tuple[str, int,
     bases = (sizes.cumsum(0) - sizes).tolist()
 
     def mark() -> tuple[torch.Tensor, tuple[str, bytes]]:
-        needed = torch.zeros(int(sizes.sum()), dtype=torch.bool, device="cpu")
+        # Where nothing is read, nobody has compared the sizes with those of the files.
+        needed = torch.zeros(int(sizes.sum()) if needs else 0, dtype=torch.bool, device="cpu")
         for need in needs:
             for file, first, last in reader.chunks(*need):
                 needed[bases[file] + first : bases[file] + last] = True
@@ -42,7 +43,9 @@ def verify_needed(reader: Reader, found: Record, needs: Sequence[tuple[str, int,
 
     needed, told = together("accel.load (the files)", mark)
     neighbours = [rank for rank, (host, _) in enumerate(told) if host == told[place.rank][0]]
-    everyone = torch.stack([_mask(told[rank][1], len(needed)) for rank in neighbours])
+    masks = [_mask(told[rank][1]) for rank in neighbours]
+    length = max(map(len, masks))
+    everyone = torch.stack([torch.nn.functional.pad(mask, (0, length - len(mask))) for mask in masks])
     mine = _share(everyone, neighbours.index(place.rank))
 
     def compare() -> tuple[None, None]:
@@ -55,11 +58,11 @@ def verify_needed(reader: Reader, found: Record, needs: Sequence[tuple[str, int,
     together("accel.load (the checksums)", compare)
 
 
-def _mask(packed: bytes, length: int) -> torch.Tensor:
+def _mask(packed: bytes) -> torch.Tensor:
     content = bytearray(zlib.decompress(packed))
     return (
         torch.frombuffer(content, dtype=torch.uint8).bool()
-        if length
+        if content
         else torch.empty(0, dtype=torch.bool, device="cpu")
     )
 
@@ -73,10 +76,10 @@ def _share(everyone: torch.Tensor, me: int) -> torch.Tensor:
 
 @in_turn
 def verify(dir: str | os.PathLike[str]) -> None:
-    """Compare every byte of a checkpoint with its checksums. Collective where accel runs on several ranks.
+    """Compare every byte of a checkpoint with its checksums, and its record with the format. Collective on several ranks.
 
     Raises:
-        CheckpointError: names what is missing or damaged.
+        CheckpointError: names what is missing, damaged or nonsense.
     """
     directory = folder.absolute(dir)
     process = running()
@@ -99,7 +102,8 @@ def compare_all(directory: str, rank: int, world: int, progress: Callable[[int],
         CheckpointError: names what is missing or damaged.
         OSError: a file cannot be read.
     """
-    found = record.read(directory)[0]
+    found, _ = record.read(directory)
+    schema.check(found, os.path.join(directory, record.NAME))
     reader = Reader(directory, found, stream=False)
     for name, stored in islice(found.tensors.items(), rank, None, world):
         for _ in reader.locate(name, 0, stored.numel):
@@ -119,4 +123,4 @@ def _alone(act: object) -> None:
     try:
         act()  # type: ignore[operator]
     except OSError as error:
-        raise CheckpointError(f"{error.strerror}: {error.filename}") from error
+        raise CheckpointError(f"accel.verify: {explain(error)}") from error

@@ -5,25 +5,37 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, Final
 
 from torch import nn
 
 from ..errors import CheckpointError
-from . import record
+from . import record, schema
 from .dtypes import BY_NAME
-from .header import MAX_HEADER, Entry, Header, no_duplicates
+from .header import MAX_HEADER, METADATA, Entry, Header, no_duplicates
+from .meeting import objects_in
 from .reader import Plain
 from .record import FILE_NAME, Record, Stored
 from .shards import Written, checksum, open_file, read_into, read_whole
 from .trees import component
 from .values import TAG, Json, place
 
-SINGLE: Final = "model.safetensors"
-INDEX: Final = "model.safetensors.index.json"
-_MAX_INDEX: Final = 1 << 30
+#: What a library calls its files: ``<stem>.safetensors``; or parts, ``<stem>-00001-of-00002.safetensors``, and their index.
+STEMS: Final = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
+_MAX_INDEX: Final = 1 << 28
+
+
+def single(stem: str) -> str:
+    """The file of all weights."""
+    return f"{stem}.safetensors"
+
+
+def index(stem: str) -> str:
+    """The file that says which part has which tensor."""
+    return f"{stem}.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +46,14 @@ class Source:
         directory: absolute.
         record: what is there.
         digits: equal where two ranks see the same.
+        objects: the ids of the nodes of the record's values that are, or hold, objects of a state.
         plain: the files, where another library wrote them.
     """
 
     directory: str
     record: Record
     digits: str
+    objects: Container[int]
     plain: Sequence[Plain] | None = None
 
     @property
@@ -54,8 +68,9 @@ def open_source(directory: str, state: Any) -> Source:
     Raises:
         CheckpointError: there is neither, or it is damaged.
     """
-    if os.path.lexists(os.path.join(directory, record.NAME)) or not is_weights(directory):
-        return Source(directory, *record.read(directory))
+    if not is_weights_alone(directory):
+        whole, digits = record.read(directory)
+        return Source(directory, whole, digits, schema.check(whole, os.path.join(directory, record.NAME)))
     models = [] if state is None else list(_models(state, "", "state"))
     if state is not None and len(models) != 1:
         found = ", ".join(path for _, path in models) or "none"
@@ -78,12 +93,35 @@ def open_source(directory: str, state: Any) -> Source:
     written = [Written(os.path.basename(f.path), os.stat(f.path).st_size, ()) for f in plain]
     values = _values(state, models[0][1]) if models else {}
     whole = Record(id="", time=0.0, world_size=1, files=written, tensors=tensors, values=values)
-    return Source(directory, whole, digits, plain)
+    return Source(directory, whole, digits, objects_in(values), plain)
 
 
-def is_weights(directory: str) -> bool:
-    """Whether a directory has weights under the names that other libraries use."""
-    return any(os.path.lexists(os.path.join(directory, name)) for name in (SINGLE, INDEX))
+def present(directory: str) -> list[str]:
+    """Which of the names that other libraries read weights by are in a directory."""
+    names = [name for stem in STEMS.values() for name in (single(stem), index(stem))]
+    return [name for name in names if os.path.lexists(os.path.join(directory, name))]
+
+
+def is_weights_alone(directory: str) -> bool:
+    """Whether a directory has weights under the names that other libraries use, and no checkpoint of accel.
+
+    Raises:
+        CheckpointError: it has neither, and its directories have weights, as those of a pipeline's components.
+    """
+    if record.exists(directory):
+        return False
+    if present(directory):
+        return True
+    try:
+        inside = [name for name in sorted(os.listdir(directory)) if present(os.path.join(directory, name))]
+    except OSError:
+        inside = []  # `record.read` tells
+    if inside:
+        raise CheckpointError(
+            f"{directory} has no weights itself, but in its directories {', '.join(inside[:10])}, each for a model of its own: "
+            f"name one, such as {os.path.join(directory, inside[0])!r}"
+        )
+    return False
 
 
 def _models(value: Any, name: str, path: str) -> Iterator[tuple[str, str]]:
@@ -117,16 +155,16 @@ def read_weights(directory: str) -> tuple[list[tuple[Plain, dict[str, Entry]]], 
     Raises:
         CheckpointError: a file is missing or damaged, is outside of the directory, or the index does not fit the files.
     """
-    alone, index = (os.path.join(directory, name) for name in (SINGLE, INDEX))
-    if os.path.lexists(alone) and os.path.lexists(index):
+    names = present(directory)
+    if len(names) > 1:
         raise CheckpointError(
-            f"{directory} has {SINGLE} and {INDEX}, of which libraries take different ones: remove the one that is out of date"
+            f"{directory} has {' and '.join(names)}, of which libraries take different ones: remove all but one"
         )
-    if os.path.lexists(alone):
-        plain, entries, own = _read_file(directory, SINGLE)
+    if names[0].endswith(".safetensors"):
+        plain, entries, own = _read_file(directory, names[0])
         return [(plain, entries)], own
-    content = read_whole(inside(directory, INDEX), _MAX_INDEX, "an index")
-    places = _weight_map(content, index)
+    content = read_whole(inside(directory, names[0]), _MAX_INDEX, "an index")
+    places = _weight_map(content, os.path.join(directory, names[0]))
     by_file: dict[str, set[str]] = {}
     for key, file in places.items():
         by_file.setdefault(file, set()).add(key)
@@ -134,7 +172,7 @@ def read_weights(directory: str) -> tuple[list[tuple[Plain, dict[str, Entry]]], 
     for file, keys in sorted(by_file.items()):
         plain, entries, own = _read_file(directory, file)
         if lacking := sorted(keys - entries.keys()):
-            raise CheckpointError(f"{plain.path}: has no {', '.join(lacking[:5])}, which {INDEX} says is in it")
+            raise CheckpointError(f"{plain.path}: has no {', '.join(lacking[:5])}, which {names[0]} says is in it")
         found.append((plain, {key: entry for key, entry in entries.items() if key in keys}))
         digits.append(own)
     return found, checksum("".join(digits).encode())
@@ -161,9 +199,9 @@ def inside(directory: str, name: str) -> str:
     """
     home = os.path.realpath(directory)
     path = os.path.realpath(os.path.join(home, name))
-    cache = os.path.dirname(os.path.dirname(home))
-    of_cache = os.path.basename(os.path.dirname(home)) == "snapshots" and os.path.dirname(path) == f"{cache}/blobs"
-    if os.path.dirname(path) != home and not of_cache:
+    # <cache>/snapshots/<revision>, and in it the directory of a pipeline's component
+    caches = [above.parent for above in PurePath(home).parents[:2] if above.name == "snapshots"]
+    if os.path.dirname(path) not in (home, *(str(cache / "blobs") for cache in caches)):
         raise CheckpointError(
             f"{os.path.join(directory, name)} is a link to {path}, outside of the directory: copy the file there"
         )
@@ -186,7 +224,7 @@ def _read_file(directory: str, name: str) -> tuple[Plain, dict[str, Entry], str]
         os.close(fd)
     try:
         table = json.loads(content, object_pairs_hook=no_duplicates)
-        table.pop("__metadata__", None)
+        table.pop(METADATA, None)
         header, entries = _parse(table, length + 8, size)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error})") from error

@@ -6,8 +6,8 @@ Pickled objects in it are refused, not run.
 from __future__ import annotations
 
 import argparse
-import os
 
+from ..checkpoint import folder
 from ..checkpoint.foreign import convert
 from ..progress import Bar
 
@@ -23,8 +23,8 @@ def run(args: argparse.Namespace) -> int:
     """Write it, and say what was found."""
     with Bar("convert") as progress:
         found = convert(
-            os.path.abspath(args.source),
-            os.path.abspath(args.directory),
+            folder.absolute(args.source),
+            folder.absolute(args.directory),
             optimizer=not args.no_optimizer,
             progress=progress,
         )

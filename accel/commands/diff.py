@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ..checkpoint import folder
 from ..checkpoint.reader import Reader
 from ..checkpoint.record import Record, read
 
@@ -34,6 +35,7 @@ def _tolerance(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Print each difference on a line."""
+    args.first, args.second = folder.absolute(args.first), folder.absolute(args.second)
     (first, _), (second, _) = read(args.first), read(args.second)
     lines = [*_tensors(args, first, second), *_values(first.values, second.values, "state")]
     for rank, (one, other) in enumerate(zip(first.ranks, second.ranks, strict=False)):

@@ -9,7 +9,7 @@ import argparse
 import json
 import time
 
-from ..checkpoint import latest
+from ..checkpoint import folder, latest
 from ..checkpoint.record import read
 from ..errors import CheckpointError
 from ..picture import file_bytes, save_picture
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print it."""
     directory = latest(args.directory) or args.directory
-    record, _ = read(directory)
+    record, _ = read(folder.absolute(directory))
     if args.values:
         print(json.dumps(record.values, indent=2))
         return 0

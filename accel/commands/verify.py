@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 
+from ..checkpoint import folder
 from ..checkpoint.record import read
+from ..checkpoint.together import explain
 from ..checkpoint.verify import compare_all
 from ..errors import CheckpointError
 from ..progress import Bar
@@ -19,11 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Raise at the first damage."""
     for directory in args.directory:
-        path = os.path.abspath(directory)
+        path = folder.absolute(directory)
         with Bar("verify", read(path)[0].nbytes) as progress:
             try:
                 compare_all(path, 0, 1, progress)
             except OSError as error:
-                raise CheckpointError(f"{error.strerror}: {error.filename}") from error
+                raise CheckpointError(explain(error)) from error
         print(f"{directory}: every byte is as it was written")
     return 0

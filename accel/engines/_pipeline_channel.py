@@ -28,10 +28,11 @@ class Message(NamedTuple):
     failure: Failure | None = None
 
     def head(self) -> tuple[bytes, list[torch.Tensor]]:
-        """All but the tensors' contents, and the tensors that have any."""
+        """All but the tensors' contents, and the tensors that have any, in memory as they are."""
         kinds = [None if t is None else (tuple(t.shape), t.dtype, t.requires_grad) for t in self.tensors]
         data = pickle.dumps((kinds, self.form, self.failure))
-        return len(data).to_bytes(8, "little") + data, [t for t in self.tensors if t is not None and t.numel()]
+        full = [t.detach() for t in self.tensors if t is not None and t.numel()]
+        return len(data).to_bytes(8, "little") + data, [t.resolve_conj().resolve_neg().contiguous() for t in full]
 
 
 @final
@@ -60,7 +61,7 @@ class Channel:
         pieces = [to_tensor(head[:_HEAD].ljust(_HEAD, b"\0"))]
         if len(head) > _HEAD:
             pieces.append(to_tensor(head[_HEAD:]))
-        pieces += [t.detach().contiguous() for t in tensors]
+        pieces += tensors
         with self._transfer():
             for piece in pieces:
                 travelling = piece.to(self.carrier)
@@ -88,7 +89,7 @@ class Channel:
             if len(head) > _HEAD:
                 dist.broadcast(to_tensor(head[_HEAD:]).to(self.carrier), source, group)
             for tensor in tensors:
-                dist.broadcast(_bytes(tensor.detach().contiguous().to(self.carrier)), source, group)
+                dist.broadcast(_bytes(tensor.to(self.carrier)), source, group)
         return message
 
     def _read(self, get: Callable[[torch.Tensor], object]) -> Message:
