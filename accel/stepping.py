@@ -38,6 +38,7 @@ class Stepped(Owner, Protocol):
     def hides_gradients(self) -> bool: ...
     def finite(self, optimizer: Optimizer) -> bool: ...
     def check_optimizer(self, optimizer: Optimizer) -> None: ...
+    def find_unoptimized(self) -> None: ...
 
 
 @final
@@ -85,6 +86,7 @@ class Stepper:
             num_parameters += len(group["params"])
         if num_parameters != self._num_parameters:
             engine.check_optimizer(optimizer)
+            engine.find_unoptimized()
             self._num_parameters = num_parameters
         if (len(args) > 1 or kwargs) and (replaced := self._with_global_closure(engine, args, kwargs)):
             engine.before_step(optimizer)

@@ -52,6 +52,8 @@ class Partitions(ABC):
         self.backwards: set[int] = set()
         #: What backwards left in ``p.grad``.
         self.waiting: dict[int, torch.Tensor] = {}
+        #: Parameters whose gradients stay whole in ``p.grad``, since no optimizer steps their fragments.
+        self.whole_gradients: set[int] = set()
         self.snapshot = Snapshot(module)
         self.order = Order()
         self._versions: list[int] = []
@@ -119,7 +121,7 @@ class Partitions(ABC):
     def arrived(self, index: int) -> None:
         """Autograd has accumulated a gradient in ``p.grad``."""
         grad = self.parameters[index].grad
-        if grad is None:  # frozen since the forward
+        if grad is None or index in self.whole_gradients:  # frozen since the forward; averaged at the backward's end
             return
         if self.local or not self.eager:
             self.waiting[index] = grad
@@ -142,10 +144,11 @@ class Partitions(ABC):
 
     def flush(self, group: dist.ProcessGroup | None) -> None:
         """Reduce what backward left in ``p.grad``; a rank that has none counts as zero. Collective."""
-        have = [int(p.grad is not None) for p in self.divided.values()]
+        indices = [i for i in self.divided if i not in self.whole_gradients]
+        have = [int(self.parameters[i].grad is not None) for i in indices]
         mask = torch.tensor(have, dtype=torch.uint8, device=next(iter(self.divided.values())).device)
         dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=group)
-        waiting = [i for i, needed in zip(self.divided, mask.tolist(), strict=True) if needed]
+        waiting = [i for i, needed in zip(indices, mask.tolist(), strict=True) if needed]
         for index in waiting:
             self.offer(index)
             self.take(index)
@@ -189,6 +192,8 @@ class Partitions(ABC):
         """The global norm of all gradients. Collective."""
         self.widen()
         grads = [f.grad for f in self.fragments.values() if f.grad is not None]
+        if dist.get_rank(group) == 0:  # every rank has the same
+            grads += self._whole_gradients()
         infinite, local = norm_type == float("inf"), torch.zeros((), dtype=torch.float32, device=device)
         if grads:
             norms = torch.stack([n.float().to(device) for n in torch._foreach_norm(grads, norm_type)])
@@ -207,6 +212,12 @@ class Partitions(ABC):
         for fragment in self.fragments.values():
             if fragment.grad is not None:
                 fragment.grad.mul_(factor.to(device=fragment.grad.device, dtype=fragment.grad.dtype))
+        for grad in self._whole_gradients():
+            grad.mul_(factor.to(device=grad.device, dtype=grad.dtype))
+
+    def _whole_gradients(self) -> list[torch.Tensor]:
+        grads = [self.parameters[i].grad for i in sorted(self.whole_gradients)]
+        return [grad for grad in grads if grad is not None]
 
     def reset(self) -> None:
         """Forget a backward or forward that ended half-way. Collective."""

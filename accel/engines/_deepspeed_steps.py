@@ -95,6 +95,7 @@ class Stepping(Divided, ABC):
         found = [i for i, p in enumerate(self.parameters) if p.grad is not None]
         came = set(self.log.entries) if found else set()
         if zero is not None:  # a backward's own is in a fragment, or waits
+            found = [i for i in found if i not in zero.whole_gradients]
             return [i for i in found if self.parameters[i].grad is not zero.waiting.get(i) and ~i not in came]
         return [i for i in found if i not in came and ~i not in came]
 
@@ -115,8 +116,10 @@ class Stepping(Divided, ABC):
 
     def keep(self, assigned: Iterable[int]) -> None:
         """Note that the gradients since the last ``settle`` are in fragments now, and those that were assigned."""
-        self._kept.update(self.log.entries, assigned)
-        if not self._told and self._spent.intersection(self.log.entries):
+        whole = set() if self.zero is None else self.zero.whole_gradients
+        came = {entry for entry in self.log.entries if entry not in whole}
+        self._kept.update(came, assigned)
+        if not self._told and self._spent.intersection(came):
             self._told = True
             logger.warning(
                 "gradients were added to those of an earlier step, which nothing has dropped since: where that is not meant, "

@@ -47,6 +47,12 @@ class Divided(Engine, ABC):
     def drop_gradients(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> bool:
         """``zero_grad`` of a module with these parameters; False where that is not for fragments."""
 
+    def find_unoptimized(self) -> None:
+        """Their gradients stay whole, where the weights do."""
+        super().find_unoptimized()
+        if self.zero is not None and not isinstance(self.zero, Sharded):
+            self.zero.whole_gradients = set(self.unoptimized)
+
     def refuse_edits(self) -> None:
         """Refuse weights that were changed in place, where the next step would undo it.
 

@@ -163,6 +163,10 @@ class ShardedEngine(Engine):
         if split:
             self._unpublished.update(live)
 
+    def settle_unoptimized(self, indices: Sequence[int]) -> None:
+        """On every rank: whoever updates these by hand does it everywhere."""
+        self._settle("gradients in no optimizer", indices, everywhere=True, weakest=OWNED)
+
     def settle_clipped(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Gradients that only their owners still have cannot be clipped by a function that sees this rank's alone."""
         before = sum(p.grad is not None for p in self.parameters)
@@ -245,7 +249,7 @@ class ShardedEngine(Engine):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip each owner's part by the norm of all parts."""
-        if not self.distributed:
+        if not self.distributed or any(self.parameters[i].requires_grad for i in self.unoptimized):
             return super().clip_grad_norm_(max_norm, norm_type)
         self._settle("clipping by accel.clip_grad_norm_", range(len(self.parameters)), everywhere=False, weakest=LOCAL)
         grads = [p.grad for p in self.parameters if p.grad is not None]
