@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from abc import ABC
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -138,13 +139,33 @@ class Stepping(Divided, ABC):
             self._clip(self.max_norm, 2.0)
         if self.zero is None:
             return
-        numbers = self.zero.numbers
-        for group in optimizer.param_groups if not self.held else ():
-            self.held.append((group, group["params"]))
-            fragments = [self.zero.fragments.get(numbers[id(p)]) for p in group["params"]]
-            group["params"] = [f.weights for f in fragments if f is not None]
+        self._place(optimizer, self.zero)
         for fragment in self.zero.fragments.values():
             fragment.weights.grad = None if fragment.grad is None else fragment.grad.to(fragment.weights.dtype)
+
+    def _place(self, optimizer: Optimizer, zero: Partitions) -> None:
+        for group in optimizer.param_groups if not self.held else ():
+            self.held.append((group, group["params"]))
+            fragments = [zero.fragments.get(zero.numbers[id(p)]) for p in group["params"]]
+            group["params"] = [f.weights for f in fragments if f is not None]
+
+    def steps_part(self, optimizer: Optimizer) -> bool:
+        """Where there are fragments."""
+        return self.zero is not None
+
+    @contextlib.contextmanager
+    def outside_step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Fragments are in the groups; then every rank sees the weights."""
+        if self.zero is None or self.held:  # or inside a step
+            yield
+            return
+        self.refuse_edits()
+        try:
+            self._place(optimizer, self.zero)
+            yield
+        finally:
+            self.hide()
+        self.zero.spread()
 
     def hide(self) -> None:
         """Put the parameters back."""

@@ -20,6 +20,7 @@ from ..conversion import Dtypes, restore_dtypes
 from ..errors import AccelError, BackendError, OptimizerError
 from ..gradients import BackwardEnd, GradientLog
 from ..handles import ModelHandle, OptimizerHandle, end
+from ..optimizer_methods import Methods
 from ..process import Process
 from ..slot import Slot
 from ..stepping import Stepper, check_parameters
@@ -75,6 +76,7 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         self.serial = next(_serials)
         self.handle = ModelHandle(self)
         self.steppers: dict[int, Stepper] = {}
+        self.methods: dict[int, Methods] = {}
         self.optimizer_handles: dict[int, OptimizerHandle] = {}
         self.dtypes: Dtypes = []
         self.distributed = context.process.place.world_size > 1
@@ -241,12 +243,16 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
     def attach(self, optimizer: Optimizer) -> None:
         """Add an optimizer of this model's parameters; ``start`` follows. Local."""
         self.steppers[id(optimizer)] = Stepper(self, optimizer)
+        if self.distributed:
+            self.methods[id(optimizer)] = Methods(self, optimizer)
         handle = self.optimizer_handles[id(optimizer)] = OptimizerHandle(self, optimizer)
         Slot.put(optimizer, weakref.ref(handle))
 
     def detach(self, optimizer: Optimizer) -> None:
         """Give the optimizer back to its user."""
         self.steppers.pop(id(optimizer)).close()
+        if methods := self.methods.pop(id(optimizer), None):
+            methods.close()
         Slot.clear(optimizer)
         end(self.optimizer_handles.pop(id(optimizer)))
         self.find_unoptimized()
@@ -300,6 +306,34 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
     def after_step(self, optimizer: Optimizer) -> None:
         """Hear that ``optimizer`` has stepped, where ``hears_steps``."""
         return
+
+    def steps_part(self, optimizer: Optimizer) -> bool:
+        """Whether each rank steps other parameters, or other parts of them."""
+        return False
+
+    def outside_step(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
+        """Inside, ``optimizer`` writes weights as in a step; afterwards every rank sees them. Collective where ``steps_part``."""
+        return contextlib.nullcontext()
+
+    @final
+    def call_method(self, optimizer: Optimizer, call: Callable[[], Any], name: str, gradients: bool) -> Any:
+        """Call a method of the optimizer's own class that writes weights or state. Collective where there is something to do.
+
+        Raises:
+            OptimizerError: it uses gradients, of which this rank may have a part only.
+        """
+        if gradients and self.steps_part(optimizer):
+            kind = type(optimizer).__name__
+            raise OptimizerError(
+                f"{kind}.{name}() uses gradients, of which each rank has its part only under backend {self.name!r}, so that it may "
+                f"compute something else on each: use a backend that keeps gradients and state whole (ddp)"
+            )
+        if gradients:
+            self.prepare_step(optimizer, in_closure=True)
+        elif self._restructured:
+            self._verify()
+        with self.outside_step(optimizer):
+            return call()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the global norm of the model's gradients; returns the norm before."""

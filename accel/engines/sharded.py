@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -17,6 +18,7 @@ from ..control import agree
 from ..errors import BackendError, RankMismatchError
 from ..flat import average_, broadcast_
 from ..footprint import Footprint, MemoryUse
+from ..optimizer_methods import only
 from ..shard import Manifest, Shard
 from ..slot import Slot
 from . import _sharded as parts
@@ -165,7 +167,7 @@ class ShardedEngine(Engine):
 
     def settle_unoptimized(self, indices: Sequence[int]) -> None:
         """On every rank: whoever updates these by hand does it everywhere."""
-        self._settle("gradients in no optimizer", indices, everywhere=True, weakest=OWNED)
+        self._settle(f"a backward ({len(indices)} parameters in no optimizer)", indices, everywhere=True, weakest=OWNED)
 
     def settle_clipped(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Gradients that only their owners still have cannot be clipped by a function that sees this rank's alone."""
@@ -241,6 +243,22 @@ class ShardedEngine(Engine):
         """Give every rank the stepped parameters."""
         if self._unpublished:
             self._publish()
+
+    def steps_part(self, optimizer: Optimizer) -> bool:
+        """Where its state is split."""
+        return id(optimizer) in self._splits
+
+    @contextlib.contextmanager
+    def outside_step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Owners write theirs, and give them to the others."""
+        split = self._splits.get(id(optimizer))
+        if split is None:
+            yield
+            return
+        self._unpublished.update(self._index[id(p)] for p in split.parameters(optimizer))
+        with only(optimizer, self._owners.owns):
+            yield
+        self._publish()
 
     def _publish(self) -> None:
         stepped = [self.parameters[i] for i in sorted(self._unpublished)]
