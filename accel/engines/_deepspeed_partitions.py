@@ -56,7 +56,6 @@ class Partitions(ABC):
         self.whole_gradients: set[int] = set()
         self.snapshot = Snapshot(module)
         self.order = Order()
-        self._versions: list[int] = []
 
     def start(self, config: dict[str, Any], device: torch.device) -> None:
         """Divide the model. Collective."""
@@ -89,7 +88,6 @@ class Partitions(ABC):
             if (fragment := self.fragments.get(index)) is not None:
                 part = original.reshape(-1).narrow(0, fragment.start, fragment.home.numel())
                 fragment.weights.copy_(part)
-        self.note_versions()
 
     def make_scalar(self, parameter: nn.Parameter) -> None:
         """Give a parameter that was shown with one dimension its true shape again."""
@@ -238,21 +236,9 @@ class Partitions(ABC):
 
     # -- weights --------------------------------------------------------------------------------------------------
 
-    @property
-    def has_copies(self) -> bool:
-        """Whether the module does not hold what the optimizer steps, so that an edit of its weights is lost."""
-        return self.masters or self._weights_on is not None
-
-    @plainly
-    def edited(self) -> list[int]:
-        """Which parameters the user changed in place, where that is lost. Local."""
-        now = [p._version for p in self.parameters] if self.has_copies else self._versions
-        return [i for i, (old, new) in enumerate(zip(self._versions, now, strict=True)) if old != new]
-
-    @plainly
-    def note_versions(self) -> None:
-        """Take the weights as they are."""
-        self._versions = [p._version for p in self.parameters]
+    @abstractmethod
+    def take_edits(self) -> list[int]:
+        """Let the optimizer step what the loop has written into the weights; which parameters' values are lost. Local."""
 
     @torch.no_grad()
     def spread(self) -> None:
@@ -261,8 +247,6 @@ class Partitions(ABC):
             if fragment.weights is not fragment.home and fragment.weights.data_ptr() != fragment.home.data_ptr():
                 fragment.home.copy_(fragment.weights)
         self.gather()
-        # A parameter that is alone in its flat memory shares its version counter.
-        self.note_versions()
 
     @abstractmethod
     def gather(self) -> None:

@@ -71,8 +71,10 @@ class Stepping(Divided, ABC):
     def before_step(self, optimizer: Optimizer) -> None:
         """From now on, what is final is shown to this optimizer."""
         self.hide()
-        self.refuse_edits()
+        self.take_edits()
         self.stepping = optimizer
+        if self.zero is not None:  # at once: some optimizers write before their closure
+            self._place(optimizer, self.zero)
         if self.log.entries:
             self._stepped.clear()
         elif id(optimizer) in self._stepped:  # without a backward in between: with gradients of unknown origin
@@ -159,7 +161,7 @@ class Stepping(Divided, ABC):
         if self.zero is None or self.held:  # or inside a step
             yield
             return
-        self.refuse_edits()
+        self.take_edits()
         try:
             self._place(optimizer, self.zero)
             yield
@@ -176,6 +178,11 @@ class Stepping(Divided, ABC):
             for fragment in self.zero.fragments.values():
                 fragment.weights.grad = None
         self.held.clear()
+
+    def before_closure(self, optimizer: Optimizer) -> None:
+        """Every rank sees what the fragments are now."""
+        if self.zero is not None:
+            self.zero.spread()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Every rank sees the new weights."""

@@ -303,6 +303,10 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         """Hear that ``optimizer`` is about to step. Local."""
         return
 
+    def before_closure(self, optimizer: Optimizer) -> None:
+        """Hear that the closure in a step of ``optimizer`` is about to run, with weights that the step may have moved."""
+        return
+
     def after_step(self, optimizer: Optimizer) -> None:
         """Hear that ``optimizer`` has stepped, where ``hears_steps``."""
         return

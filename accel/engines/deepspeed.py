@@ -167,8 +167,9 @@ class DeepSpeedEngine(steps.Stepping):
     def _noticing(self) -> Iterator[None]:
         self._recover()
         assert self.zero is not None
-        self._refuse_unseen()
-        self.refuse_edits()
+        if self.stage == 3:
+            self._refuse_unseen()
+            self.take_edits()
         self.renew(self.zero)
         try:
             yield

@@ -260,6 +260,11 @@ class ShardedEngine(Engine):
             yield
         self._publish()
 
+    def before_closure(self, optimizer: Optimizer) -> None:
+        """Give every rank what the owners have moved."""
+        with self.outside_step(optimizer):
+            pass
+
     def _publish(self) -> None:
         stepped = [self.parameters[i] for i in sorted(self._unpublished)]
         broadcast_from_owners(self._by_owner(stepped, stepped), self._rank, self.process.group)
