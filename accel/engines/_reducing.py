@@ -253,6 +253,7 @@ class ReducingEngine(Engine, ABC):
 
     def settle_unoptimized(self, indices: Sequence[int]) -> None:
         """What came past the reducer; all of it, since no step may come that would average the rest."""
+        self._incomplete = False
         if not self._reduction.exact() and not self._joining:
             at_end_of_backward(self._average_missed)  # the reducer ends first
 

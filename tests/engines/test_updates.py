@@ -170,16 +170,15 @@ def test_updates_by_hand(backend: Any) -> None:
 
 def divided_weights() -> None:
     pair = Pair(accel.DeepSpeed(stage=3))
-    for _ in range(2):
-        for model, _, x in pair.both():
-            plain(model, x)
-            by_data(model)
+    for model, _, x in pair.both():
+        plain(model, x)
+        by_data(model)
+    with pytest.raises(accel.BackendError, match="0.weight.*no optimizer steps them"):
+        pair.model(x)
 
 
 def test_an_update_by_hand_of_divided_weights_is_refused() -> None:
-    for text in refusals(2, divided_weights, error="BackendError"):
-        assert "0.weight" in text
-        assert "no optimizer steps them" in text
+    run(2, divided_weights)
 
 
 def frozen_then_trained() -> None:
@@ -362,12 +361,12 @@ def refused_shape() -> None:
     pair = Pair(accel.DeepSpeed(stage=1), lambda m: torch.optim.SGD(m.parameters(), lr=0.3))
     plain(pair.model, torch.ones(2, 4))
     pair.raw[2].weight.data = pair.raw[2].weight.data.double()
-    pair.optimizers[0].step()
+    with pytest.raises(accel.BackendError, match="2.weight"):
+        pair.optimizers[0].step()
 
 
 def test_weights_of_another_dtype_are_refused_at_the_step() -> None:
-    for text in refusals(2, refused_shape, error="BackendError"):
-        assert "2.weight" in text
+    run(2, refused_shape)
 
 
 # -- methods of optimizers ----------------------------------------------------------------------------------------------
@@ -536,7 +535,11 @@ def test_an_optimizer_that_climbs_first(backend: Any) -> None:
     run(2, sharpness, backend)
 
 
+def refused_sharpness(backend: Any) -> None:
+    with pytest.raises(accel.OptimizerError, match=r"Sharpness.ascend\(\) uses gradients"):
+        sharpness(backend)
+
+
 @pytest.mark.parametrize("backend", DIVIDED, ids=str)
 def test_a_method_that_uses_gradients_is_refused_where_they_are_divided(backend: Any) -> None:
-    for text in refusals(2, sharpness, backend, error="OptimizerError"):
-        assert "Sharpness.ascend() uses gradients" in text
+    run(2, refused_sharpness, backend)
