@@ -40,9 +40,10 @@ def _set(tensor: Any, value: Any) -> None:
         return
     if not isinstance(value, DTensor) or value._spec != tensor._spec or value.dtype is not tensor.dtype:
         raise BackendError(
-            f"p.data = ... of a parameter of shape {tuple(tensor.shape)} that is divided over the ranks: expected a DTensor of the "
-            f"same shape, dtype and placements, as p.data.clone() is, found a {type(value).__name__} of {tuple(value.shape)}; set "
-            "whole weights by load_state_dict(full) of the model's handle"
+            f"p.data = ... of a parameter of shape {tuple(tensor.shape)} that is divided over the ranks: expected a DTensor of "
+            "the same shape, dtype and placements, as p.data.clone() is, found a "
+            f"{type(value).__name__} of {tuple(value.shape)} and {value.dtype}; set whole weights by load_state_dict(full) of "
+            "the model's handle"
         )
     if param.sharded_state is not ShardedState.SHARDED:
         raise BackendError("p.data = ... between a forward and its backward: set weights after the backward")

@@ -329,8 +329,8 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         if gradients and self.steps_part(optimizer):
             kind = type(optimizer).__name__
             raise OptimizerError(
-                f"{kind}.{name}() uses gradients, of which each rank has its part only under backend {self.name!r}, so that it may "
-                f"compute something else on each: use a backend that keeps gradients and state whole (ddp)"
+                f"{kind}.{name}() uses gradients, of which each rank has its part only under backend {self.name!r}, so that it "
+                "may compute something else on each: use a backend that keeps gradients whole, as 'ddp'"
             )
         if gradients:
             self.prepare_step(optimizer, in_closure=True)

@@ -192,7 +192,10 @@ def frozen_then_trained() -> None:
     assert x.grad is not None
     pair.model.requires_grad_(True)
     optimizer = torch.optim.SGD(pair.model.parameters(), lr=0.3)
-    pair.optimizers = [accel.setup(pair.model, optimizer).optimizers, torch.optim.SGD(pair.reference.parameters(), lr=0.3)]
+    pair.optimizers = [
+        accel.setup(pair.model, optimizer).optimizers,
+        torch.optim.SGD(pair.reference.parameters(), lr=0.3),
+    ]
     for _ in range(STEPS):
         for model, optimizer, x in pair.both():
             optimizer.zero_grad()
@@ -445,7 +448,10 @@ def averages(backend: Any, directory: str) -> None:
                     optimizer.zero_grad()
                     plain(model, x)
                     optimizer.step()
-            for optimizer in ((pair.optimizers[0], pair.raw_optimizer)[epoch], pair.optimizers[1]):  # the handle, then the raw one
+            for optimizer in (
+                (pair.optimizers[0], pair.raw_optimizer)[epoch],
+                pair.optimizers[1],
+            ):  # the handle, then the raw one
                 optimizer.eval()
             pair.check()
             if epoch == 0:
