@@ -1,8 +1,10 @@
-"""The log of gradients that autograd accumulated, from which an engine knows what is still local or unscaled."""
+"""Hears of gradients as autograd accumulates them: from the log an engine knows what is still local or unscaled."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Container, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,15 +28,7 @@ class GradientLog:
         self._accepted = 0
         self._hooks: list[RemovableHandle] = []
         for index, parameter in enumerate(parameters):
-            if not parameter.is_floating_point() and not parameter.is_complex():
-                continue
-            trainable = parameter.requires_grad
-            # torch wants requires_grad to register the hook, which then also serves a later unfreeze.
-            parameter.requires_grad_(True)
-            self._hooks.append(
-                parameter.register_post_accumulate_grad_hook(_noting(self.entries, index, parameter.dtype))
-            )
-            parameter.requires_grad_(trainable)
+            self._hooks += _after_accumulation(parameter, _noting(self.entries, index, parameter.dtype))
 
     def fold(self, pending: bool) -> None:
         """Forget the entries; remember whether something is unreduced, or came from a plain backward."""
@@ -70,6 +64,61 @@ class GradientLog:
             hook.remove()
         self._hooks.clear()
         self.entries.clear()
+
+
+class BackwardEnd:
+    """Calls a method at the end of each backward that leaves a gradient in one of some parameters.
+
+    Args:
+        parameters: these.
+        method: is held weakly, since what a parameter's hook reaches is never freed.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], method: Callable[[], None]) -> None:
+        self._hooks: list[RemovableHandle] = []
+        hook = _ending(weakref.WeakMethod(method))
+        for parameter in parameters:
+            self._hooks += _after_accumulation(parameter, hook)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+def _ending(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[torch.Tensor], None]:
+    heard = -1
+
+    def call() -> None:
+        if (live := method()) is not None:
+            live()
+
+    def arrived(_: torch.Tensor) -> None:
+        nonlocal heard
+        task = torch._C._current_graph_task_id()
+        if task != heard:  # the first gradient of this backward
+            heard = task
+            at_end_of_backward(call)
+
+    return arrived
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Let the backward that runs end with this call, after those that it was told before."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
+
+
+def _after_accumulation(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
+    """Let ``hook`` hear of each gradient of a parameter, which may be frozen now; none where it can have none."""
+    if not parameter.is_floating_point() and not parameter.is_complex():
+        return []
+    trainable = parameter.requires_grad
+    # torch wants requires_grad to register the hook, which then also serves a later unfreeze.
+    handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(trainable)
+    return [handle]
 
 
 def _noting(entries: list[int | None], index: int, dtype: torch.dtype) -> Callable[[torch.Tensor], None]:

@@ -33,11 +33,13 @@ class Stepped(Owner, Protocol):
     hears_steps: ClassVar[bool]
 
     def before_step(self, optimizer: Optimizer) -> None: ...
+    def before_closure(self, optimizer: Optimizer) -> None: ...
     def after_step(self, optimizer: Optimizer) -> None: ...
     def unsettled(self) -> bool: ...
     def hides_gradients(self) -> bool: ...
     def finite(self, optimizer: Optimizer) -> bool: ...
     def check_optimizer(self, optimizer: Optimizer) -> None: ...
+    def find_unoptimized(self) -> None: ...
 
 
 @final
@@ -58,6 +60,8 @@ class Stepper:
         #: Whether the last step was skipped, and how many were; tensors where an optimizer judges on its device.
         self.skipped: bool | torch.Tensor = False
         self.skips: int | torch.Tensor = 0
+        #: An optimizer of torch calls a closure before it writes anything.
+        self._foreign = not type(optimizer).__module__.startswith("torch.optim.")
         names = list(inspect.signature(type(optimizer).step).parameters)
         self._closure_at = names.index("closure") if "closure" in names else -1
         self._fused = hasattr(optimizer, _PROTOCOL)
@@ -85,6 +89,7 @@ class Stepper:
             num_parameters += len(group["params"])
         if num_parameters != self._num_parameters:
             engine.check_optimizer(optimizer)
+            engine.find_unoptimized()
             self._num_parameters = num_parameters
         if (len(args) > 1 or kwargs) and (replaced := self._with_global_closure(engine, args, kwargs)):
             engine.before_step(optimizer)
@@ -182,6 +187,8 @@ class Stepper:
         process = engine.process
 
         def global_closure() -> Any:
+            if self._foreign:
+                engine.before_closure(self.optimizer)
             loss = closure()
             engine.prepare_step(self.optimizer, in_closure=True)
             world = process.place.world_size

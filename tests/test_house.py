@@ -37,7 +37,7 @@ LAYERS = [
     ["iteration"],
     ["streams"],
     ["feeds"],
-    ["sampling", "deferred", "gradients", "conversion", "slot", "shard", "footprint"],
+    ["sampling", "deferred", "gradients", "optimizer_methods", "conversion", "slot", "shard", "footprint"],
     ["flat", "consensus"],
     ["collectives", "rng"],
     ["control", "trees", "progress", "drawing", "patches"],

@@ -20,6 +20,8 @@ class Flat(Partitions):
         super().__init__(*args)
         self.eager = stage == 2
         self._groups: dict[int, int] = {}
+        #: Each parameter's place in the flat memory.
+        self._places: dict[int, torch.Tensor] = {}
 
     def arrange(self) -> None:
         """A fragment for each parameter that reaches into this rank's part."""
@@ -33,6 +35,7 @@ class Flat(Partitions):
             for parameter, offset in zip(parameters, zero.round_robin_bit16_offsets[g], strict=True):
                 index = self.numbers[id(parameter)]
                 self._groups[index] = g
+                self._places[index] = parameter.data
                 start, end = max(offset, first), min(offset + parameter.numel(), first + size)
                 if start < end:
                     self.own(index, start - offset, zero.bit16_groups_flat[g].narrow(0, start, end - start))
@@ -41,6 +44,28 @@ class Flat(Partitions):
             for parameter in parameters:
                 parameter._hp_mapping = None
         zero.copy_grads_in_partition = self._collect
+
+    @torch.no_grad()
+    def take_edits(self) -> list[int]:
+        """The module has whole weights, to write or to replace as in one process."""
+        lost = []
+        for index, place in self._places.items():
+            parameter = self.parameters[index]
+            if parameter.data_ptr() == place.data_ptr():
+                continue
+            if parameter.shape == place.shape and parameter.dtype is place.dtype:  # another tensor was put there
+                place.copy_(parameter.data)
+                parameter.data = place
+            else:
+                lost.append(index)
+        for fragment in self.fragments.values():
+            if (
+                fragment.weights.data_ptr() != fragment.home.data_ptr()
+            ):  # a copy, whose digits stay where nothing was written
+                written = fragment.home.to(fragment.weights.device)
+                same = fragment.weights.to(written.dtype) == written
+                fragment.weights.copy_(torch.where(same, fragment.weights, written.to(fragment.weights.dtype)))
+        return lost
 
     def offer(self, index: int) -> None:
         """Zeros where this rank has no gradient."""

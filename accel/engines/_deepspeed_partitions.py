@@ -52,9 +52,10 @@ class Partitions(ABC):
         self.backwards: set[int] = set()
         #: What backwards left in ``p.grad``.
         self.waiting: dict[int, torch.Tensor] = {}
+        #: Parameters whose gradients stay whole in ``p.grad``, since no optimizer steps their fragments.
+        self.whole_gradients: set[int] = set()
         self.snapshot = Snapshot(module)
         self.order = Order()
-        self._versions: list[int] = []
 
     def start(self, config: dict[str, Any], device: torch.device) -> None:
         """Divide the model. Collective."""
@@ -87,7 +88,6 @@ class Partitions(ABC):
             if (fragment := self.fragments.get(index)) is not None:
                 part = original.reshape(-1).narrow(0, fragment.start, fragment.home.numel())
                 fragment.weights.copy_(part)
-        self.note_versions()
 
     def make_scalar(self, parameter: nn.Parameter) -> None:
         """Give a parameter that was shown with one dimension its true shape again."""
@@ -119,7 +119,7 @@ class Partitions(ABC):
     def arrived(self, index: int) -> None:
         """Autograd has accumulated a gradient in ``p.grad``."""
         grad = self.parameters[index].grad
-        if grad is None:  # frozen since the forward
+        if grad is None or index in self.whole_gradients:  # frozen since the forward; averaged at the backward's end
             return
         if self.local or not self.eager:
             self.waiting[index] = grad
@@ -142,10 +142,11 @@ class Partitions(ABC):
 
     def flush(self, group: dist.ProcessGroup | None) -> None:
         """Reduce what backward left in ``p.grad``; a rank that has none counts as zero. Collective."""
-        have = [int(p.grad is not None) for p in self.divided.values()]
+        indices = [i for i in self.divided if i not in self.whole_gradients]
+        have = [int(self.parameters[i].grad is not None) for i in indices]
         mask = torch.tensor(have, dtype=torch.uint8, device=next(iter(self.divided.values())).device)
         dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=group)
-        waiting = [i for i, needed in zip(self.divided, mask.tolist(), strict=True) if needed]
+        waiting = [i for i, needed in zip(indices, mask.tolist(), strict=True) if needed]
         for index in waiting:
             self.offer(index)
             self.take(index)
@@ -189,6 +190,8 @@ class Partitions(ABC):
         """The global norm of all gradients. Collective."""
         self.widen()
         grads = [f.grad for f in self.fragments.values() if f.grad is not None]
+        if dist.get_rank(group) == 0:  # every rank has the same
+            grads += self._whole_gradients()
         infinite, local = norm_type == float("inf"), torch.zeros((), dtype=torch.float32, device=device)
         if grads:
             norms = torch.stack([n.float().to(device) for n in torch._foreach_norm(grads, norm_type)])
@@ -207,6 +210,12 @@ class Partitions(ABC):
         for fragment in self.fragments.values():
             if fragment.grad is not None:
                 fragment.grad.mul_(factor.to(device=fragment.grad.device, dtype=fragment.grad.dtype))
+        for grad in self._whole_gradients():
+            grad.mul_(factor.to(device=grad.device, dtype=grad.dtype))
+
+    def _whole_gradients(self) -> list[torch.Tensor]:
+        grads = [self.parameters[i].grad for i in sorted(self.whole_gradients)]
+        return [grad for grad in grads if grad is not None]
 
     def reset(self) -> None:
         """Forget a backward or forward that ended half-way. Collective."""
@@ -227,21 +236,9 @@ class Partitions(ABC):
 
     # -- weights --------------------------------------------------------------------------------------------------
 
-    @property
-    def has_copies(self) -> bool:
-        """Whether the module does not hold what the optimizer steps, so that an edit of its weights is lost."""
-        return self.masters or self._weights_on is not None
-
-    @plainly
-    def edited(self) -> list[int]:
-        """Which parameters the user changed in place, where that is lost. Local."""
-        now = [p._version for p in self.parameters] if self.has_copies else self._versions
-        return [i for i, (old, new) in enumerate(zip(self._versions, now, strict=True)) if old != new]
-
-    @plainly
-    def note_versions(self) -> None:
-        """Take the weights as they are."""
-        self._versions = [p._version for p in self.parameters]
+    @abstractmethod
+    def take_edits(self) -> list[int]:
+        """Let the optimizer step what the loop has written into the weights; which parameters' values are lost. Local."""
 
     @torch.no_grad()
     def spread(self) -> None:
@@ -250,8 +247,6 @@ class Partitions(ABC):
             if fragment.weights is not fragment.home and fragment.weights.data_ptr() != fragment.home.data_ptr():
                 fragment.home.copy_(fragment.weights)
         self.gather()
-        # A parameter that is alone in its flat memory shares its version counter.
-        self.note_versions()
 
     @abstractmethod
     def gather(self) -> None:

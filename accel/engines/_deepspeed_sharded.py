@@ -51,8 +51,13 @@ class Sharded(Partitions):
     """Stage 3: every rank holds a part of each parameter, and gathers the rest when a module runs."""
 
     eager = True
-    has_copies = True
     _running = 0
+    _versions: list[int]
+
+    def start(self, config: dict[str, Any], device: torch.device) -> None:
+        """Divide the model."""
+        super().start(config, device)
+        self._note_versions()
 
     def arrange(self) -> None:
         """A fragment for each parameter of which this rank's part is not padding only."""
@@ -107,6 +112,20 @@ class Sharded(Partitions):
             fragment = self.fragments.get(index)
             if fragment is not None and fragment.weights.data_ptr() != fragment.home.data_ptr():
                 fragment.weights.copy_(fragment.home)
+
+    @plainly
+    def take_edits(self) -> list[int]:
+        """The library's own copies would undo them."""
+        return [i for i, (p, old) in enumerate(zip(self.parameters, self._versions, strict=True)) if p._version != old]
+
+    @plainly
+    def _note_versions(self) -> None:
+        self._versions = [p._version for p in self.parameters]
+
+    def spread(self) -> None:
+        """Take the weights as they are then."""
+        super().spread()
+        self._note_versions()
 
     def make_scalar(self, parameter: Any) -> None:
         """In what the library remembers of it."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from abc import ABC
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -70,8 +71,10 @@ class Stepping(Divided, ABC):
     def before_step(self, optimizer: Optimizer) -> None:
         """From now on, what is final is shown to this optimizer."""
         self.hide()
-        self.refuse_edits()
+        self.take_edits()
         self.stepping = optimizer
+        if self.zero is not None:  # at once: some optimizers write before their closure
+            self._place(optimizer, self.zero)
         if self.log.entries:
             self._stepped.clear()
         elif id(optimizer) in self._stepped:  # without a backward in between: with gradients of unknown origin
@@ -95,6 +98,7 @@ class Stepping(Divided, ABC):
         found = [i for i, p in enumerate(self.parameters) if p.grad is not None]
         came = set(self.log.entries) if found else set()
         if zero is not None:  # a backward's own is in a fragment, or waits
+            found = [i for i in found if i not in zero.whole_gradients]
             return [i for i in found if self.parameters[i].grad is not zero.waiting.get(i) and ~i not in came]
         return [i for i in found if i not in came and ~i not in came]
 
@@ -115,8 +119,10 @@ class Stepping(Divided, ABC):
 
     def keep(self, assigned: Iterable[int]) -> None:
         """Note that the gradients since the last ``settle`` are in fragments now, and those that were assigned."""
-        self._kept.update(self.log.entries, assigned)
-        if not self._told and self._spent.intersection(self.log.entries):
+        whole = set() if self.zero is None else self.zero.whole_gradients
+        came = {entry for entry in self.log.entries if entry not in whole}
+        self._kept.update(came, assigned)
+        if not self._told and self._spent.intersection(came):
             self._told = True
             logger.warning(
                 "gradients were added to those of an earlier step, which nothing has dropped since: where that is not meant, "
@@ -135,13 +141,33 @@ class Stepping(Divided, ABC):
             self._clip(self.max_norm, 2.0)
         if self.zero is None:
             return
-        numbers = self.zero.numbers
-        for group in optimizer.param_groups if not self.held else ():
-            self.held.append((group, group["params"]))
-            fragments = [self.zero.fragments.get(numbers[id(p)]) for p in group["params"]]
-            group["params"] = [f.weights for f in fragments if f is not None]
+        self._place(optimizer, self.zero)
         for fragment in self.zero.fragments.values():
             fragment.weights.grad = None if fragment.grad is None else fragment.grad.to(fragment.weights.dtype)
+
+    def _place(self, optimizer: Optimizer, zero: Partitions) -> None:
+        for group in optimizer.param_groups if not self.held else ():
+            self.held.append((group, group["params"]))
+            fragments = [zero.fragments.get(zero.numbers[id(p)]) for p in group["params"]]
+            group["params"] = [f.weights for f in fragments if f is not None]
+
+    def steps_part(self, optimizer: Optimizer) -> bool:
+        """Where there are fragments."""
+        return self.zero is not None
+
+    @contextlib.contextmanager
+    def outside_step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Fragments are in the groups; then every rank sees the weights."""
+        if self.zero is None or self.held:  # or inside a step
+            yield
+            return
+        self.take_edits()
+        try:
+            self._place(optimizer, self.zero)
+            yield
+        finally:
+            self.hide()
+        self.zero.spread()
 
     def hide(self) -> None:
         """Put the parameters back."""
@@ -152,6 +178,11 @@ class Stepping(Divided, ABC):
             for fragment in self.zero.fragments.values():
                 fragment.weights.grad = None
         self.held.clear()
+
+    def before_closure(self, optimizer: Optimizer) -> None:
+        """Every rank sees what the fragments are now."""
+        if self.zero is not None:
+            self.zero.spread()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Every rank sees the new weights."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from ._deepspeed_partitions import Partitions
 from ._deepspeed_sharded import Sharded
 from ._deepspeed_weights import plainly
 from .base import Context, Engine
+
+logger = logging.getLogger("accel")
 
 
 class Divided(Engine, ABC):
@@ -47,16 +50,23 @@ class Divided(Engine, ABC):
     def drop_gradients(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> bool:
         """``zero_grad`` of a module with these parameters; False where that is not for fragments."""
 
-    def refuse_edits(self) -> None:
-        """Refuse weights that were changed in place, where the next step would undo it.
+    def find_unoptimized(self) -> None:
+        """Their gradients stay whole, where the weights do."""
+        super().find_unoptimized()
+        if self.zero is not None and not isinstance(self.zero, Sharded):
+            self.zero.whole_gradients = set(self.unoptimized)
+
+    def take_edits(self) -> None:
+        """Take over weights that the loop has written or replaced; refuse it where the next step would undo that.
 
         Raises:
             BackendError: names them.
         """
-        if self.zero is not None and (edited := self.zero.edited()):
+        if self.zero is not None and (edited := self.zero.take_edits()):
             raise BackendError(
                 f"{', '.join(self.names[i] for i in edited[:5])} changed in place, which is lost: the optimizer steps other "
-                "copies, divided over the ranks; set weights by load_state_dict(full) of the model's handle, on every rank"
+                "copies, divided over the ranks, of the shape and dtype that they had; set weights by load_state_dict(full) of "
+                "the model's handle, on every rank"
             )
 
     def indices(self, optimizer: Optimizer) -> list[int]:
@@ -89,6 +99,8 @@ class Divided(Engine, ABC):
 
     def give_back(self, zero: Partitions, optimizers: Sequence[Optimizer]) -> None:
         """Whole weights, gradients and optimizer state in the user's own objects. Collective."""
+        if lost := zero.take_edits():
+            logger.warning("%s changed in place, which is lost", ", ".join(self.names[i] for i in lost[:5]))
         held = {i: f.grad for i, f in zero.fragments.items() if f.grad is not None}
         theirs = agree("gathering gradients", {i: g.dtype for i, g in held.items()})
         dtypes = dict(sorted((i, d) for kinds in theirs for i, d in kinds.items()))
@@ -141,7 +153,7 @@ class Divided(Engine, ABC):
         if zero is None or (optimizer is None and not self.weights_divided):
             return super().full_state_dict(optimizer)
         if optimizer is None:
-            self.refuse_edits()
+            self.take_edits()
             with self.guards.inside():
                 state: dict[str, Any] = self.module.state_dict(keep_vars=True)
             numbers = zero.numbers
@@ -188,7 +200,7 @@ class Divided(Engine, ABC):
         if zero is None:
             return super().shards(optimizer)
         if optimizer is None:
-            self.refuse_edits()
+            self.take_edits()
             with self.guards.inside():
                 rest = plainly(shard.module_shards)(self.module)
             fragments = []

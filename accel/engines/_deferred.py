@@ -93,7 +93,7 @@ class DeferredEngine(Engine, ABC):
         stepping, self._stepping = self._stepping, None
         if self._settled and not self.log.entries:
             return
-        came = self._average()
+        came = self._average(range(len(self.parameters)))
         if self.log.entries:
             self._stepped.intersection_update({stepping})
         self.log.fold(pending=False)
@@ -102,21 +102,29 @@ class DeferredEngine(Engine, ABC):
             # Found anew each time: a forward may put another tensor in a buffer's place.
             broadcast_([b.data for b in self.module.buffers()], self.process.group)
 
-    def _average(self) -> bool:
-        """Average what any rank has; whether there was anything."""
-        mine = "".join("0" if p.grad is None else "2" if p.grad.is_sparse else "1" for p in self.parameters)
+    def settle_unoptimized(self, indices: Sequence[int]) -> None:
+        """Average them; those that an optimizer steps wait for the step."""
+        if self.steppers:
+            self._average(indices)
+        else:
+            self.settle()
+
+    def _average(self, indices: Sequence[int]) -> bool:
+        """Average what any rank has of these parameters; whether there was anything."""
+        parameters = [self.parameters[i] for i in indices]
+        mine = "".join("0" if p.grad is None else "2" if p.grad.is_sparse else "1" for p in parameters)
         # The others may come late: their last forward may have taken any time.
-        what = f"the reduction of gradients ({type(self.module).__name__}, step {self._num_steps})"
+        what = f"the reduction of {len(mine)} gradients ({type(self.module).__name__}, step {self._num_steps})"
         everyone = [format(code, "x").zfill(len(mine)) for code in agree(what, int(mine, 16))]
         needed = [max(codes) for codes in zip(*everyone, strict=True)]
         if "2" in needed:
-            sparse = [n for n, code in zip(self.names, needed, strict=True) if code == "2"]
+            sparse = [self.names[i] for i, code in zip(indices, needed, strict=True) if code == "2"]
             raise BackendError(
                 f"backend {self.name!r} cannot reduce the sparse gradients of {', '.join(sparse[:5])}: "
                 "use nn.Embedding(sparse=False), or another backend"
             )
         gradients = []
-        for parameter, code in zip(self.parameters, needed, strict=True):
+        for parameter, code in zip(parameters, needed, strict=True):
             if code == "1":
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
-from . import _fsdp_numbers
+from . import _fsdp_data, _fsdp_numbers
 from ._fsdp_order import has_gradient, watch
 from ._fsdp_standin import Gathered
 from ._order import Order
@@ -76,6 +76,7 @@ class ShardedModule:
         self.params = [p for g in self.groups for p in g.fsdp_params]
         for param in self.params:
             _prepare(param, self._group.size(), self._device)
+        _fsdp_data.watch(self, self.params)
         self.order = Order()
         for number, group in enumerate(self.groups):
             watch(self.order, number, group)
@@ -164,6 +165,7 @@ class ShardedModule:
     def undo(self) -> None:
         """Make the modules plain again; whoever calls puts parameters in the shards' places. Local."""
         _fsdp_numbers.release(self._mesh)
+        _fsdp_data.release(self.params)
         for hook in self._hooks:
             hook.remove()
         for child in self._modules:

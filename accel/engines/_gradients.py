@@ -56,6 +56,13 @@ class GradientVerbs:
         if self.log.entries:
             self.log.fold(pending=False)
 
+    def settle_unoptimized(self, indices: Sequence[int]) -> None:
+        """At the end of a backward: make final what no step will, the gradients of parameters in no optimizer. Collective.
+
+        Only for engines that override it; in the others these are final by themselves.
+        """
+        return
+
     def settle_for(self, optimizer: Optimizer) -> None:
         """``settle`` for a step; an engine may leave to each rank the gradients that it steps. Collective."""
         self.settle()

@@ -18,6 +18,7 @@ from ..conversion import Replaced, convert_batchnorms, restore_batchnorms
 from ..errors import BackendError
 from ..flat import average_gradients_, broadcast_, broadcast_state
 from ..footprint import Footprint, MemoryUse
+from ..gradients import at_end_of_backward
 from ..process import Process
 from ..reduction import Reduction
 from ._memory import whole
@@ -74,6 +75,8 @@ class ReducingEngine(Engine, ABC):
         self._joining = False
         self._batchnorms: Replaced = []
         self._has_buffers = False
+        #: A backward ended well, and the reducer still waits for gradients.
+        self._incomplete = False
         self._hook_state: Any = None
         # Where the parameters of a step are not known beforehand, the last bucket's reduction is noted in the log.
         options = self.options
@@ -120,6 +123,7 @@ class ReducingEngine(Engine, ABC):
 
     def _build(self) -> None:
         self._ddp = self._hook_state = None
+        self._incomplete = False
         trainable = [i for i, p in enumerate(self.parameters) if p.requires_grad]
         self._reduction.reset(trainable)
         if not trainable:
@@ -182,7 +186,8 @@ class ReducingEngine(Engine, ABC):
             raise BackendError("accel.no_sync cannot be used with static_graph=True: the graph would change")
         before, self._sync = self._sync, False
         try:
-            yield
+            with super().no_sync():
+                yield
         finally:
             self._sync = before
 
@@ -263,6 +268,18 @@ class ReducingEngine(Engine, ABC):
         if (self._stale_buffers or (came and self._has_buffers)) and not self._joining:
             self._synchronize_buffers()
 
+    def settle_unoptimized(self, indices: Sequence[int]) -> None:
+        """What came past the reducer; all of it, since no step may come that would average the rest."""
+        self._incomplete = False
+        if not self._reduction.exact() and not self._joining:
+            at_end_of_backward(self._average_missed)  # the reducer ends first
+
+    def _average_missed(self) -> None:
+        self._incomplete = self._reduction.started() and not self._reduced()
+        if not self._incomplete and self._reduction.local():
+            self._average()
+            self._reduction.finish()
+
     def _refuse_changed(self) -> None:
         if changed := self._reduction.changed():
             raise BackendError(
@@ -287,7 +304,8 @@ class ReducingEngine(Engine, ABC):
 
     def _recover(self) -> None:
         """Start afresh after a backward that ended half-way, once its gradients are dropped."""
-        if any(p.grad is not None and bool(p.grad.any()) for p in self.parameters):
+        # After a backward that came to its end, a loop may have used its gradients.
+        if self._incomplete or any(p.grad is not None and bool(p.grad.any()) for p in self.parameters):
             self._raise_missing()
         self.compare("a new start after an unfinished backward", True)
         self.log.fold(pending=False)

@@ -163,15 +163,16 @@ class SplitState:
 
     def drop(self, optimizer: Optimizer) -> None:
         """Let go of the state of other ranks' parameters."""
-        for parameter in self._parameters(optimizer):
+        for parameter in self.parameters(optimizer):
             if not self._owners.owns(parameter):
                 optimizer.state.pop(parameter, None)
 
     def own(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """The optimizer's parameters that are this rank's."""
-        return list(filter(self._owners.owns, self._parameters(optimizer)))
+        return list(filter(self._owners.owns, self.parameters(optimizer)))
 
-    def _parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
+    def parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """All of the optimizer's, each of which has an owner from now on."""
         parameters = parameters_of(optimizer)
         self._owners.take(parameters)
         return parameters
@@ -194,7 +195,7 @@ class SplitState:
             )
 
     def _keep_own(self, optimizer: Optimizer, full: Mapping[str, Any]) -> dict[str, Any]:
-        owned = map(self._owners.owns, self._parameters(optimizer))
+        owned = map(self._owners.owns, self.parameters(optimizer))
         numbers = itertools.chain.from_iterable(group["params"] for group in full["param_groups"])
         # Where the numbers of parameters differ, torch's own check raises.
         mine = {number for number, own in zip(numbers, owned, strict=False) if own}

@@ -7,7 +7,7 @@ import itertools
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from types import MethodType
 from typing import Any, ClassVar, final
 
@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from ..consensus import require_equal
 from ..conversion import Dtypes, restore_dtypes
 from ..errors import AccelError, BackendError, OptimizerError
-from ..gradients import GradientLog
+from ..gradients import BackwardEnd, GradientLog
 from ..handles import ModelHandle, OptimizerHandle, end
+from ..optimizer_methods import Methods
 from ..process import Process
 from ..slot import Slot
 from ..stepping import Stepper, check_parameters
@@ -75,10 +76,16 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         self.serial = next(_serials)
         self.handle = ModelHandle(self)
         self.steppers: dict[int, Stepper] = {}
+        self.methods: dict[int, Methods] = {}
         self.optimizer_handles: dict[int, OptimizerHandle] = {}
         self.dtypes: Dtypes = []
         self.distributed = context.process.place.world_size > 1
         self.log = GradientLog(())
+        self.backward_end = BackwardEnd((), self._end_backward)
+        #: The numbers of the parameters that are in no optimizer: a loop may update them by hand.
+        self.unoptimized: list[int] = []
+        #: Inside ``no_sync``; whether a backward there left gradients that ``settle_unoptimized`` would have made final.
+        self.accumulating = self.held_back = False
         self.read_parameters()
         #: Elements of each parameter, whole, whatever becomes of it on this rank.
         self.numels = [p.numel() for p in self.parameters]
@@ -114,6 +121,7 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         if not self._started:
             self.synchronize()
             self._started = True
+        self.find_unoptimized()
 
     @abstractmethod
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,9 +136,31 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         """This rank's place among the replicas of the model, and their number: ranks of one replica read one batch."""
         return process.place.rank, process.place.world_size
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Skip the reduction of gradients in the backward passes of the forwards inside."""
-        return contextlib.nullcontext()
+        before, self.accumulating = self.accumulating, True
+        try:
+            yield
+        finally:
+            self.accumulating = before
+
+    def find_unoptimized(self) -> None:
+        """See which parameters are in no optimizer's groups. Local."""
+        optimizers = [stepper.optimizer for stepper in self.steppers.values()]
+        held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        self.unoptimized = [i for i, p in enumerate(self.parameters) if id(p) not in held]
+        self.backward_end.close()
+        if self.distributed and type(self).settle_unoptimized is not GradientVerbs.settle_unoptimized:
+            self.backward_end = BackwardEnd([self.parameters[i] for i in self.unoptimized], self._end_backward)
+
+    @final
+    def _end_backward(self) -> None:
+        if self.accumulating:
+            self.held_back = True
+        elif not self._ended:
+            self.settle_unoptimized(self.unoptimized)
+            self.held_back = False
 
     def join(self) -> contextlib.AbstractContextManager[None]:
         """Let ranks run out of inputs at different times."""
@@ -213,14 +243,19 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
     def attach(self, optimizer: Optimizer) -> None:
         """Add an optimizer of this model's parameters; ``start`` follows. Local."""
         self.steppers[id(optimizer)] = Stepper(self, optimizer)
+        if self.distributed:
+            self.methods[id(optimizer)] = Methods(self, optimizer)
         handle = self.optimizer_handles[id(optimizer)] = OptimizerHandle(self, optimizer)
         Slot.put(optimizer, weakref.ref(handle))
 
     def detach(self, optimizer: Optimizer) -> None:
         """Give the optimizer back to its user."""
         self.steppers.pop(id(optimizer)).close()
+        if methods := self.methods.pop(id(optimizer), None):
+            methods.close()
         Slot.clear(optimizer)
         end(self.optimizer_handles.pop(id(optimizer)))
+        self.find_unoptimized()
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse parameters that this engine would not keep equal on all ranks."""
@@ -249,6 +284,7 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         except OptimizerError:
             optimizer.param_groups.pop()
             raise
+        self.find_unoptimized()
 
     @final
     def prepare_step(self, optimizer: Optimizer, *, by_grad_scaler: bool = False, in_closure: bool = False) -> None:
@@ -267,9 +303,41 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         """Hear that ``optimizer`` is about to step. Local."""
         return
 
+    def before_closure(self, optimizer: Optimizer) -> None:
+        """Hear that the closure in a step of ``optimizer`` is about to run, with weights that the step may have moved."""
+        return
+
     def after_step(self, optimizer: Optimizer) -> None:
         """Hear that ``optimizer`` has stepped, where ``hears_steps``."""
         return
+
+    def steps_part(self, optimizer: Optimizer) -> bool:
+        """Whether each rank steps other parameters, or other parts of them."""
+        return False
+
+    def outside_step(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
+        """Inside, ``optimizer`` writes weights as in a step; afterwards every rank sees them. Collective where ``steps_part``."""
+        return contextlib.nullcontext()
+
+    @final
+    def call_method(self, optimizer: Optimizer, call: Callable[[], Any], name: str, gradients: bool) -> Any:
+        """Call a method of the optimizer's own class that writes weights or state. Collective where there is something to do.
+
+        Raises:
+            OptimizerError: it uses gradients, of which this rank may have a part only.
+        """
+        if gradients and self.steps_part(optimizer):
+            kind = type(optimizer).__name__
+            raise OptimizerError(
+                f"{kind}.{name}() uses gradients, of which each rank has its part only under backend {self.name!r}, so that it "
+                "may compute something else on each: use a backend that keeps gradients whole, as 'ddp'"
+            )
+        if gradients:
+            self.prepare_step(optimizer, in_closure=True)
+        elif self._restructured:
+            self._verify()
+        with self.outside_step(optimizer):
+            return call()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the global norm of the model's gradients; returns the norm before."""
@@ -291,6 +359,7 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
             for optimizer in optimizers:
                 self.detach(optimizer)
             self.log.close()
+            self.backward_end.close()
             self.unwrap(optimizers)
             restore_dtypes(self.dtypes, optimizers)
             self.process.dependents.discard(self)

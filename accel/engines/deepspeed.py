@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -34,6 +34,11 @@ logger = logging.getLogger("accel")
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
+)
+#: Said of parameters.
+_UNSEEN: Final = (
+    "got gradients, but no optimizer steps them, and at stage 3 a loop cannot update them by hand: p.grad is None, and the "
+    "weights are divided over the ranks"
 )
 
 
@@ -81,6 +86,8 @@ class DeepSpeedEngine(steps.Stepping):
         self.stage = configuration.stage_of(self._config, self.options.stage)
         self._failed = False
         self._stale_buffers = False
+        #: At stage 3, parameters in no optimizer that got gradients in the last backward.
+        self._unseen: list[int] = []
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
@@ -119,6 +126,7 @@ class DeepSpeedEngine(steps.Stepping):
             and any(p.is_floating_point() for p in self.parameters)
         ):
             self._divide()
+            self.find_unoptimized()
         for optimizer in optimizers if self.zero is not None else ():
             self.take_over(optimizer, {i: optimizer.state.pop(self.parameters[i], {}) for i in self.indices(optimizer)})
 
@@ -160,7 +168,9 @@ class DeepSpeedEngine(steps.Stepping):
     def _noticing(self) -> Iterator[None]:
         self._recover()
         assert self.zero is not None
-        self.refuse_edits()
+        if self.stage == 3:
+            self._refuse_unseen()
+            self.take_edits()
         self.renew(self.zero)
         try:
             yield
@@ -184,14 +194,15 @@ class DeepSpeedEngine(steps.Stepping):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Leave gradients in ``p.grad`` in the backwards inside."""
-        if self.zero is None:
-            yield
-            return
-        before, self.zero.local = self.zero.local, True
-        try:
-            yield
-        finally:
-            self.zero.local = before
+        with super().no_sync():
+            if self.zero is None:
+                yield
+                return
+            before, self.zero.local = self.zero.local, True
+            try:
+                yield
+            finally:
+                self.zero.local = before
 
     def settle(self) -> None:
         """Reduce what no hook has reduced; what the hooks did is compared over the ranks."""
@@ -214,12 +225,46 @@ class DeepSpeedEngine(steps.Stepping):
                 self.dropped(assigned, whole=False)
                 self.zero.flush(self.process.group)
                 self.keep(assigned)
+                if self.held_back:
+                    self.settle_unoptimized(self.unoptimized)
+                    self.held_back = False
             self.note_final()
             if self._stale_buffers:
                 broadcast_([b.data for b in self.module.buffers()], self.process.group)
                 self._stale_buffers = False
         if self.stepping is not None:
             self.show(self.stepping)
+
+    def settle_unoptimized(self, indices: Sequence[int]) -> None:
+        """Average them where they are whole; at stage 3 nothing can be updated by hand."""
+        if self.stage == 3 and self.zero is not None:
+            self._note_unseen(indices)
+        elif self.zero is None and not self.steppers:
+            self.settle()
+        else:
+            self.compare("a reduction of gradients in no optimizer", True)
+            average_gradients_([self.parameters[i] for i in indices], self.process.group)
+
+    def _note_unseen(self, indices: Sequence[int]) -> None:
+        came = {i if i >= 0 else ~i for i in self.log.entries if i is not None}
+        unseen = [i for i in indices if i in came]
+        if unseen and not self._unseen:
+            logger.warning(
+                "%s %s: freeze what is not to be trained (backend %r reduces these gradients too), or use stage 2",
+                ", ".join(self.names[i] for i in unseen[:5]),
+                _UNSEEN,
+                self.name,
+            )
+        self._unseen = unseen
+
+    def _refuse_unseen(self) -> None:
+        if self.steppers or not self._unseen or not torch.is_grad_enabled():
+            return
+        if unseen := [self.names[i] for i in self._unseen if self.parameters[i].requires_grad]:
+            raise BackendError(
+                f"{', '.join(unseen[:5])} {_UNSEEN}: train by an optimizer that is given to accel.setup, freeze the model "
+                "(requires_grad_(False)), compute without gradients (torch.no_grad()), or use stage 2"
+            )
 
     def zero_grad(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Drop gradients here and in ``p.grad``."""

@@ -266,6 +266,12 @@ class FSDPEngine(ShardedState, Engine):
             self._parts.sharded.order.check(self.compare)
             self._parts.age(optimizer)
 
+    def outside_step(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
+        """What was gathered before is old then."""
+        if self._parts is not None:
+            self._parts.sharded.reshard()
+        return super().outside_step(optimizer)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the global norm; one all-reduce of local norms."""
         if self._parts is None:

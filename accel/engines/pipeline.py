@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ..conversion import convert_module, convert_optimizer
 from ..errors import BackendError, OptimizerError, PrecisionError
 from ..footprint import Footprint, MemoryUse
+from ..optimizer_methods import only
 from ..process import Process
 from ..shard import Manifest, Shard
 from ..trees import map_tensors
@@ -195,6 +196,15 @@ class PipelineEngine(Engine):
         super().detach(optimizer)
         if self.distributed:
             self._guards.pop(id(optimizer))[1].remove()
+
+    def steps_part(self, optimizer: Optimizer) -> bool:
+        """Its stage."""
+        return self._parts is not None
+
+    def outside_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """On this rank's stage only."""
+        away = {id(p) for _, p in self._parts.away} if self._parts is not None else set()
+        return only(optimizer, lambda p: id(p) not in away) if away else super().outside_step(optimizer)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse gradients of what lies on other ranks, and a scaler that looked at this stage alone."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -17,6 +18,7 @@ from ..control import agree
 from ..errors import BackendError, RankMismatchError
 from ..flat import average_, broadcast_
 from ..footprint import Footprint, MemoryUse
+from ..optimizer_methods import only
 from ..shard import Manifest, Shard
 from ..slot import Slot
 from . import _sharded as parts
@@ -163,6 +165,10 @@ class ShardedEngine(Engine):
         if split:
             self._unpublished.update(live)
 
+    def settle_unoptimized(self, indices: Sequence[int]) -> None:
+        """On every rank: whoever updates these by hand does it everywhere."""
+        self._settle(f"a backward ({len(indices)} parameters in no optimizer)", indices, everywhere=True, weakest=OWNED)
+
     def settle_clipped(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Gradients that only their owners still have cannot be clipped by a function that sees this rank's alone."""
         before = sum(p.grad is not None for p in self.parameters)
@@ -238,6 +244,27 @@ class ShardedEngine(Engine):
         if self._unpublished:
             self._publish()
 
+    def steps_part(self, optimizer: Optimizer) -> bool:
+        """Where its state is split."""
+        return id(optimizer) in self._splits
+
+    @contextlib.contextmanager
+    def outside_step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Owners write theirs, and give them to the others."""
+        split = self._splits.get(id(optimizer))
+        if split is None:
+            yield
+            return
+        self._unpublished.update(self._index[id(p)] for p in split.parameters(optimizer))
+        with only(optimizer, self._owners.owns):
+            yield
+        self._publish()
+
+    def before_closure(self, optimizer: Optimizer) -> None:
+        """Give every rank what the owners have moved."""
+        with self.outside_step(optimizer):
+            pass
+
     def _publish(self) -> None:
         stepped = [self.parameters[i] for i in sorted(self._unpublished)]
         broadcast_from_owners(self._by_owner(stepped, stepped), self._rank, self.process.group)
@@ -245,7 +272,7 @@ class ShardedEngine(Engine):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip each owner's part by the norm of all parts."""
-        if not self.distributed:
+        if not self.distributed or any(self.parameters[i].requires_grad for i in self.unoptimized):
             return super().clip_grad_norm_(max_norm, norm_type)
         self._settle("clipping by accel.clip_grad_norm_", range(len(self.parameters)), everywhere=False, weakest=LOCAL)
         grads = [p.grad for p in self.parameters if p.grad is not None]

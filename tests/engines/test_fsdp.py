@@ -366,7 +366,9 @@ def refused(kind: str) -> None:
         matrices = [p for p in net.parameters() if p.dim() == 2]
         optimizer = getattr(torch.optim, kind)(matrices if kind == "Muon" else net.parameters())
     elif kind == "kernels":
-        optimizer = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})(net.parameters())
+        optimizer = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})(
+            net.parameters()
+        )
     elif kind == "Adagrad":
         optimizer = torch.optim.Adagrad(net.parameters(), fused=True)
     elif kind == "hook":
