@@ -115,7 +115,7 @@ def _difference(everyone: list[dict[str, str]]) -> str:
 
 def execute(plan: Plan) -> Handles:
     """Agree, build, agree that all have built, then start from rank 0's weights."""
-    seeds = iter(_agree_on(plan))
+    seeds = enumerate(_agree_on(plan))
     process = current()
     error: Exception | None = None
     # A setup inside torch.inference_mode must not make tensors that no backward can use.
@@ -137,7 +137,7 @@ def execute(plan: Plan) -> Handles:
         engine.handle,
         map_leaves(plan.optimizers, lambda o, path: known_optimizer(o, engine), "optimizers"),
         map_leaves(
-            plan.dataloaders, lambda d, path: _loader_handle(d, plan.loader_options, engine, next(seeds)), "dataloaders"
+            plan.dataloaders, lambda d, path: _loader_handle(d, plan.loader_options, engine, *next(seeds)), "dataloaders"
         ),
     )
     if process.place.rank == 0:
@@ -179,7 +179,7 @@ def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
     return engine
 
 
-def _loader_handle(loader: Any, options: LoaderOptions | None, engine: Engine, seed: int) -> LoaderHandle:
+def _loader_handle(loader: Any, options: LoaderOptions | None, engine: Engine, place: int, seed: int) -> LoaderHandle:
     home, process = home_of(engine), engine.process
     in_place = process.place.world_size == 1
     try:
@@ -195,7 +195,7 @@ def _loader_handle(loader: Any, options: LoaderOptions | None, engine: Engine, s
             seed=seed,
             in_place=in_place and options.seed is None,
             process=process,
-            name=f"{process.rounds} {seed}",
+            name=f"{process.rounds} {place}",
         )
         living = {key: value for key, value in (Slot.get(loader) or {}).items() if key.process is process}
         Slot.put(loader, {**living, home: (handle, options)})

@@ -115,8 +115,8 @@ class Feed(ABC):
         """Takes its place in a copy of the user's loader."""
 
     @abstractmethod
-    def begin(self, start: Start) -> None:
-        """Starts an epoch."""
+    def begin(self, start: Start, in_place: bool) -> None:
+        """Starts an epoch, of a loader whose orders are drawn in place or not."""
 
     @abstractmethod
     def take(self, item: Any) -> Any:
@@ -153,7 +153,7 @@ class Whole(Feed):
     def install(self, loader: DataLoader[Any]) -> None:
         """The loader keeps its sampler and dataset."""
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: Start, in_place: bool) -> None:
         """Starts an epoch."""
         self.start, self.given = start, 0
 
@@ -230,7 +230,7 @@ class Shard(Feed):
             rng = Private(generators, generators.seeded(mix(start.seed, start.epoch)))
         else:
             rng = Private(generators, start.states or {})
-        source = Source(sampler, rng, ahead=start.seed is not None or not self._own)
+        source = Source(sampler, rng, ahead=start.seed is not None)
         wanted = sum(start.at)
         head, found, checksum = source.skip(wanted, self._plan.world - 1)
         if wanted and (len(start.at) != 1 or (found, checksum) != (wanted, start.checksum)):
@@ -242,22 +242,20 @@ class Shard(Feed):
             )
         return Opened(source, head)
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: Start, in_place: bool) -> None:
         """Opens the order, unless it is drawn in place, from the moment when the loader asks."""
         self.start, self.given, self._asked = start, 0, False
         self._dealt: deque[_Dealt] = deque()
         self._at, self._checksum = sum(start.at), start.checksum or 0
         self._states = start.states
         self._opened = None if start.in_place else start.opened or self._open(start)
-        if self._opened is not None:
-            self._opened.source.peek(1)  # a sampler that cannot be read fails before the epoch has begun
-            if start.seed is None:
-                self._release(self._opened)
-
-    def _release(self, opened: Opened) -> None:
-        """The loader's own generators go on from where the resumed epoch leaves them, as the program's do."""
-        if isinstance(opened.source.rng, Private):
-            opened.source.rng.release(self._own)
+        if self._opened is None:
+            return
+        source = self._opened.source
+        if start.states is not None and in_place and isinstance(source.rng, Private):
+            source.rng = source.rng.settled(start.states, self._own)
+        if start.seed is not None:
+            source.peek(1)  # a sampler that cannot be read fails before the epoch has begun
 
     def _open_in_place(self) -> Opened:
         rng = InPlace(self._generators())

@@ -185,7 +185,7 @@ class Iteration:
         """Begins the next epoch, or the rest of a resumed one."""
         state, start = self._state, self._state.start
         loader, self.feed = state.equip(self)
-        self.feed.begin(start)
+        self.feed.begin(start, state.in_place)
         state.advance()
         self._readings = None if state.exchange is None else state.exchange.begin(start.epoch, start.at)
         loader.generator = self._seeds(start)

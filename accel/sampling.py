@@ -188,9 +188,18 @@ class Private:
         self.states = {name: inner[name] for name in self._outer}
         self._generators.put(self._outer)
 
-    def release(self, names: Iterable[str]) -> None:
-        """From now on these generators are read in place, and are where the private ones were."""
-        self._generators.put({name: self.states.pop(name) for name in names if name in self.states})
+    def settled(self, began: Mapping[str, Any], own: Iterable[str]) -> Private | InPlace:
+        """How a program that resumes goes on reading what began at some states: in place, where its generators are here.
+
+        They are where the program brought them back too (``rng_state``). ``own`` ones are the loader's, and brought here.
+        """
+        mine = set(own)
+        self._generators.put({name: state for name, state in self.states.items() if name in mine})
+        now = self._generators.states()
+        if all(_same(state, now[name]) for name, state in self.states.items()):
+            return InPlace(self._generators, began)
+        self.states = {name: state for name, state in self.states.items() if name not in mine}
+        return self
 
 
 class InPlace:
@@ -200,11 +209,11 @@ class InPlace:
     generator that reading draws from later.
     """
 
-    def __init__(self, generators: Generators) -> None:
+    def __init__(self, generators: Generators, began: Mapping[str, Any] | None = None) -> None:
         self._generators = generators
-        self.states = generators.states()
-        self._last = dict(self.states)
-        self.drew: set[str] = set()
+        self._last = generators.states()
+        self.states = dict(began or self._last)
+        self.drew = set(began or ())
         self._moved: set[str] = set()
         self.again = True
 

@@ -41,8 +41,10 @@ class _Reader:
         self.plan = plan
         self.control = control
         self.tag = Tag(0, 0, 0)
-        #: Where the generators were when a stream began that is read in this process.
+        #: Where the generators were when the stream began, if it is read in this process.
         self.states: Mapping[str, Any] = {}
+        #: Whether a stream that was resumed goes on in place.
+        self.settles = False
         self._epochs = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -73,6 +75,8 @@ class _Reader:
     def _deal(self, stream: int, skipped: int) -> Iterator[Any]:
         self.tag = Tag(stream, skipped, 0)
         head, first = self._skip(skipped), None
+        if self.settles and self.states and isinstance(self._rng, Private):
+            self._rng = self._rng.settled(self.states, ())
         for mine, chunk in deal(self._read, self.plan, head):
             first = fingerprint(chunk) if first is None and self.plan.world > 1 else first
             self.tag = Tag(stream, self.tag.position + len(chunk), len(chunk), self._again(), first)
@@ -158,12 +162,12 @@ class Stream(Feed):
         vars(loader)["dataset"] = _View(self._reader)
         loader.collate_fn = _Tagging(loader.collate_fn, self._reader)
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: Start, in_place: bool) -> None:
         """Tells the readers, in this process or in workers that live on."""
         self._at = list(start.at) or [0] * max(1, self._workers)
         seed = 0 if start.seed is None else mix(start.seed, start.epoch)
         self._control.copy_(torch.tensor([start.seed is None, start.epoch, seed, *self._at]))
-        self._reader.states = start.states or {}
+        self._reader.states, self._reader.settles = start.states or {}, in_place
         self._seeds = self._seeding.states()
         self.start, self.given, self._closed, self._again = start, 0, False, True
 
