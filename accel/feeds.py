@@ -19,6 +19,7 @@ from .sampling import (
     deal,
     digest,
     drawn_from,
+    draws_once,
     mix,
     notify,
     own_generators,
@@ -258,7 +259,7 @@ class Shard(Feed):
             source.peek(1)  # a sampler that cannot be read fails before the epoch has begun
 
     def _open_in_place(self) -> Opened:
-        rng = InPlace(self._generators())
+        rng = InPlace(self._generators(), once=draws_once(self._shape.sampler))
         self._states = rng.states
         self._opened = Opened(Source(self._shape.sampler, rng, ahead=False), [])
         return self._opened

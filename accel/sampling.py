@@ -207,10 +207,17 @@ class InPlace:
 
     What was read can be drawn again from ``states``, where reading began, as long as nobody else drew in between from a
     generator that reading draws from later.
+
+    Args:
+        generators: those that reading may draw from.
+        began: the states where it began, if that was before.
+        once: nothing is drawn after the first time, so that there is nothing to watch.
     """
 
-    def __init__(self, generators: Generators, began: Mapping[str, Any] | None = None) -> None:
-        self._generators = generators
+    def __init__(
+        self, generators: Generators, began: Mapping[str, Any] | None = None, *, once: bool = False
+    ) -> None:
+        self._generators, self._once = generators, once
         self._last = generators.states()
         self.states = dict(began or self._last)
         self.drew = set(began or ())
@@ -218,12 +225,16 @@ class InPlace:
         self.again = True
 
     def __enter__(self) -> None:
+        if self._once and self.drew:
+            return
         self._before = self._generators.states()
         self._moved |= _changed(self._last, self._before) & self.drew
         # What did not draw yet begins here.
         self.states.update((name, state) for name, state in self._before.items() if name not in self.drew)
 
     def __exit__(self, *_: object) -> None:
+        if self._once and self.drew:
+            return
         self._last = self._generators.states()
         drawn = _changed(self._before, self._last)
         self.drew |= drawn
@@ -306,9 +317,17 @@ def drawn_from(sampler: Any, own: Mapping[str, Any]) -> dict[str, Any]:
     """The generators that a sampler may draw from: the global ones, but for torch's own samplers, and ``own``."""
     if type(sampler) in (SequentialSampler, range, list, tuple):
         return dict(own)
-    if type(sampler) in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler):
+    if type(sampler) in _TORCHS:
         return dict(own) if sampler.generator is not None else {"torch": torch.default_generator, **own}
     return {**global_generators(), **own}
+
+
+_TORCHS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def draws_once(sampler: Any) -> bool:
+    """Whether a sampler draws with its first item alone from generators that others know."""
+    return type(sampler) in _TORCHS and sampler.generator is None
 
 
 def loader_seed(loader: DataLoader[Any], seed: int | None, place: int) -> int:
@@ -337,21 +356,23 @@ def _identity(generator: Any) -> Any:
 _BLOCK = 1 << 16
 
 
-def _numbers(sampler: RandomSampler) -> Iterator[int]:
-    """What ``iter(sampler)`` gives, without a Python object for each index of an epoch at once."""
+def _blocks(sampler: RandomSampler) -> Iterator[Sequence[int]]:
+    """What ``iter(sampler)`` gives, in blocks that need no Python object for each index."""
     n, generator = len(sampler.data_source), sampler.generator
     if generator is None:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     if sampler.replacement:
         for at in range(0, sampler.num_samples, _BLOCK):
-            size = min(_BLOCK, sampler.num_samples - at)
-            yield from torch.randint(high=n, size=(size,), dtype=torch.int64, generator=generator).tolist()
+            block = array("q", bytes(8 * min(_BLOCK, sampler.num_samples - at)))
+            torch.randint(n, (len(block),), generator=generator, out=torch.frombuffer(block, dtype=torch.int64))
+            yield block
         return
     whole, rest = divmod(sampler.num_samples, n)
     for size in (*[n] * whole, rest):
-        for block in torch.randperm(n, generator=generator)[:size].split(_BLOCK):
-            yield from block.tolist()
+        order = array("q", bytes(8 * n))
+        torch.randperm(n, generator=generator, out=torch.frombuffer(order, dtype=torch.int64))
+        yield from (order[at : min(at + _BLOCK, size)] for at in range(0, size, _BLOCK))
 
 
 class Source:
@@ -368,18 +389,25 @@ class Source:
         self._block = 1 if ahead else 0
         self._waiting: deque[Any] = deque()
         self._ended = False
-        with rng:
-            self._items = _numbers(sampler) if ahead and type(sampler) is RandomSampler else iter(sampler)
+        alone = type(sampler) is RandomSampler and (ahead or (isinstance(rng, Private) and sampler.generator is None))
+        self._drawn = _blocks(sampler) if alone else None
+        if self._drawn is None:
+            with rng:
+                self._items = iter(sampler)
+
+    def _draw(self, wanted: int) -> Sequence[Any]:
+        """The next items, ``wanted`` or another number of them; none at the end."""
+        with self.rng:
+            found = list(islice(self._items, wanted)) if self._drawn is None else next(self._drawn, ())
+        self._ended = len(found) < wanted if self._drawn is None else not found
+        return found
 
     def peek(self, count: int) -> int:
         """How many of the next ``count`` items there are."""
         while len(self._waiting) < count and not self._ended:
             wanted = max(count - len(self._waiting), self._block)
             self._block = min(2 * self._block, _BLOCK)
-            with self.rng:
-                found = list(islice(self._items, wanted))
-            self._ended = len(found) < wanted
-            self._waiting += found
+            self._waiting += self._draw(wanted)
         return min(count, len(self._waiting))
 
     @property
@@ -392,20 +420,22 @@ class Source:
         return [self._waiting.popleft() for _ in range(self.peek(count))]
 
     def skip(self, count: int, head: int) -> tuple[list[Any], int, int]:
-        """Reads and drops ``count`` items; returns the first ``head`` of them, how many there were, and their digest."""
+        """Draws and drops the first ``count`` items; returns ``head`` of them, how many there were, and their digest."""
         first: list[Any] = []
         found = crc = 0
-        while block := self.read(min(_BLOCK, count - found)):
+        while found < count and not self._ended:
+            block = self._draw(min(_BLOCK, count - found))
+            self._waiting += block[count - found :]
+            block = block[: count - found]
             first += block[: head - len(first)]
             found, crc = found + len(block), digest(block, crc)
         return first, found, crc
 
 
-def digest(items: Iterable[Any], crc: int = 0) -> int:
+def digest(items: Sequence[Any], crc: int = 0) -> int:
     """A checksum of items of an order, after those whose checksum is ``crc``."""
-    items = items if isinstance(items, list) else list(items)
     with suppress(TypeError, OverflowError):
-        return zlib.crc32(array("q", items), crc)
+        return zlib.crc32(items if isinstance(items, array) else array("q", items), crc)
     for item in items:
         crc = zlib.crc32(_bytes(item), crc)
     return crc
