@@ -18,7 +18,7 @@ from .deferred import materialize
 from .engines import Context, Engine
 from .errors import LoaderError, RankMismatchError
 from .handles import Handles
-from .planning import Plan, home_of, known_loader, known_optimizer, map_leaves
+from .planning import Plan, home_for, home_of, known_loader, known_optimizer, map_leaves, options_of
 from .process import Process, current
 from .registry import registry
 from .slot import Slot
@@ -66,19 +66,28 @@ def _plain(value: Any) -> str:
     return type(value).__name__ if " at 0x" in text else text
 
 
-def _agree_on(plan: Plan) -> int:
-    """All ranks want the same, or all raise. Returns the seed for the dataloaders."""
+def _agree_on(plan: Plan) -> list[int]:
+    """All ranks want the same, or all raise. Returns the seeds of rank 0's dataloaders, in their order."""
     facts = describe(plan) if plan.error is None else {}
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    options = plan.loader_options if plan.loader_options and plan.error is None else LoaderOptions()
-    seed = options.seed if options.seed is not None else torch.initial_seed()
-    values = agree("accel.setup", (digest, _text(plan.error), seed))
+    seeds = _seeds(plan) if plan.error is None else []
+    values = agree("accel.setup", (digest, _text(plan.error), seeds))
     _raise_together(plan.error, [error for _, error, _ in values])
     if any(other != digest for other, _, _ in values):
         everyone = agree("accel.setup (comparing the models)", facts)
         raise RankMismatchError(f"accel.setup: the ranks differ: {_difference(everyone)}")
-    agreed: int = values[0][2]
+    agreed: list[int] = values[0][2]
     return agreed
+
+
+def _seeds(plan: Plan) -> list[int]:
+    """A seed for each dataloader, which nothing decides but the call and the program's seed."""
+    home = home_for(plan.engine_type, current())
+    loaders: list[Any] = []
+    map_leaves(plan.dataloaders, lambda loader, path: loaders.append(loader), "dataloaders")
+    asked = [options_of(loader, plan.loader_options, home).seed for loader in loaders]
+    raw = map(data.raw_loader, loaders)
+    return [data.loader_seed(loader, seed, i) for i, (loader, seed) in enumerate(zip(raw, asked, strict=True))]
 
 
 def _text(error: BaseException | None) -> str:
@@ -106,7 +115,7 @@ def _difference(everyone: list[dict[str, str]]) -> str:
 
 def execute(plan: Plan) -> Handles:
     """Agree, build, agree that all have built, then start from rank 0's weights."""
-    seed = _agree_on(plan)
+    seeds = enumerate(_agree_on(plan))
     process = current()
     error: Exception | None = None
     # A setup inside torch.inference_mode must not make tensors that no backward can use.
@@ -128,7 +137,7 @@ def execute(plan: Plan) -> Handles:
         engine.handle,
         map_leaves(plan.optimizers, lambda o, path: known_optimizer(o, engine), "optimizers"),
         map_leaves(
-            plan.dataloaders, lambda d, path: _loader_handle(d, plan.loader_options, engine, seed), "dataloaders"
+            plan.dataloaders, lambda d, path: _loader_handle(d, plan.loader_options, engine, *next(seeds)), "dataloaders"
         ),
     )
     if process.place.rank == 0:
@@ -170,20 +179,30 @@ def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
     return engine
 
 
-def _loader_handle(loader: Any, options: LoaderOptions | None, engine: Engine, seed: int) -> LoaderHandle:
-    home = home_of(engine)
-    with contextlib.suppress(LookupError):
-        return known_loader(loader, options, home)
-    options = options or LoaderOptions()
-    handle = data.distribute(
-        loader,
-        options,
-        rank=home.rank,
-        world_size=home.world,
-        device=home.device,
-        seed=seed + next(registry.loader_numbers),
-        process=home.process,
-    )
-    living = {key: value for key, value in (Slot.get(loader) or {}).items() if key.process is home.process}
-    Slot.put(loader, {**living, home: (handle, options)})
+def _loader_handle(loader: Any, options: LoaderOptions | None, engine: Engine, place: int, seed: int) -> LoaderHandle:
+    home, process = home_of(engine), engine.process
+    in_place = process.place.world_size == 1
+    try:
+        handle = known_loader(loader, options, home)
+    except LookupError:
+        options = options or LoaderOptions()
+        handle = data.distribute(
+            loader,
+            options,
+            rank=home.rank,
+            world_size=home.world,
+            device=home.device,
+            seed=seed,
+            in_place=in_place and options.seed is None,
+            process=process,
+            name=f"{process.rounds} {place}",
+        )
+        living = {key: value for key, value in (Slot.get(loader) or {}).items() if key.process is process}
+        Slot.put(loader, {**living, home: (handle, options)})
+    state = handle._accel
+    if loader is state.raw and state.engines and state.engines <= registry.ended:
+        # Its engines were torn down: this is a setup like the first.
+        state.begin_anew(seed, in_place and state.options.seed is None)
+        state.engines.clear()
+    state.engines.add(engine.serial)
     return handle

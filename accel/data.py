@@ -10,16 +10,17 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn, TypeVar, final
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from .collectives import all_gather
 from .control import agree
 from .errors import LoaderError
+from .exchange import Exchange
 from .feeds import WHOLE, Kept, Position, Start
 from .iteration import Iteration, LoaderOptions, LoaderState, latest
 from .loader_checks import check, check_options, describe, length_of
 from .process import Process, rank, world_size
-from .sampling import digest
+from .sampling import Generators, from_plain, loader_seed, own_generators, to_plain
 from .trees import map_tensors
 from .turns import in_turn
 
@@ -32,6 +33,8 @@ __all__ = [
     "distribute",
     "effective_batch_size",
     "gather_for_metrics",
+    "loader_seed",
+    "raw_loader",
 ]
 
 T = TypeVar("T")
@@ -45,7 +48,9 @@ def distribute(
     world_size: int,
     device: torch.device | str,
     seed: int,
+    in_place: bool = False,
     process: Process | None = None,
+    name: str = "",
 ) -> LoaderHandle:
     """The handle of a loader on one rank. Local.
 
@@ -57,12 +62,18 @@ def distribute(
         device: where batches go.
         seed: decides the order of every epoch; the same on all ranks, and another for each loader, since loaders of
             one length and one seed are shuffled alike.
+        in_place: orders are drawn from the program's generators instead, as raw PyTorch draws them.
         process: with the end of this process the handle ends too.
+        name: of this loader among all of the process, the same on all ranks.
 
     Raises:
         LoaderError: as ``check``.
     """
     check(loader, options, world_size)
+    exchange = None
+    if process is not None and world_size > 1 and options.shard and isinstance(loader.dataset, IterableDataset):
+        even = options.even_batches or loader.drop_last
+        exchange = Exchange(process, name, type(loader.dataset).__qualname__, even)
     return LoaderHandle(
         LoaderState(
             raw=loader,
@@ -71,7 +82,9 @@ def distribute(
             world=world_size,
             device=torch.device(device),
             seed=seed,
+            in_place=in_place or not options.shard,
             process=process,
+            exchange=exchange,
         )
     )
 
@@ -104,8 +117,12 @@ class LoaderHandle:
         """
         if type(epoch) is not int or epoch < 0:
             raise LoaderError(f"set_epoch: expected an int of at least 0, found {epoch!r}")
-        if epoch != self._accel.start.epoch:
-            self._accel.start, self._accel.following = Start(epoch), epoch + 1
+        state = self._accel
+        if state.options.shard and state.start.in_place:
+            state.in_place = False  # an epoch that is chosen by number can only be drawn from the seed
+            state.start, state.following = state.fresh(epoch), epoch + 1
+        elif epoch != state.start.epoch:
+            state.start, state.following = state.fresh(epoch), epoch + 1
 
     def state_dict(self) -> dict[str, Any]:
         """The position, the same on all ranks at the same step, as plain values.
@@ -119,22 +136,30 @@ class LoaderHandle:
         state, current = self._accel, self._accel.current()
         if current is None or current.feed.complete():
             start, following = state.start, state.following
-            position = Position(start.at or (0,), None if start.order is None else digest(start.order))
+            position = Position(start.at or (0,), start.checksum, start.states)
         else:
             start, following = current.feed.start, state.start.epoch
             position = current.feed.position()
+        generators = None
+        if start.seed is None:
+            own = Generators(own_generators(state.raw)).states()
+            generators = {"order": to_plain(position.states), "own": to_plain(own)}
         return {
             "epoch": start.epoch,
             "next": following,
             "consumed": sum(position.at),
             "streams": list(position.at),
             "checksum": position.checksum,
-            "seed": state.seed,
+            "seed": state.seed if start.seed is None else start.seed,
+            "generators": generators,
             "length": length_of(state.raw.dataset),
+            "part": state.part,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """The next iteration continues at a saved position, at any world size and batch size.
+
+        With ``shard=False`` each rank has a position of its own, which only the same rank of as many can continue.
 
         Args:
             state_dict: what ``state_dict`` returned.
@@ -146,9 +171,30 @@ class LoaderHandle:
         length = length_of(state.raw.dataset)
         if saved.length != length:
             raise LoaderError(f"the state was saved with a dataset of length {saved.length}; this one has {length}")
-        start = state.feed().resume(saved.seed, saved.epoch, Position(tuple(saved.streams), saved.checksum))
-        state.start, state.following, state.seed = start, saved.following, saved.seed
+        self._check_part(saved)
+        generators = saved.generators
+        states = None if generators is None else generators["order"]
+        seed = saved.seed if generators is None and state.options.shard else None
+        wanted = Start(saved.epoch, seed, tuple(saved.streams), saved.checksum, states)
+        if seed is None and not any(wanted.at) and states is None:
+            wanted = state.fresh(saved.epoch)
+        start = state.feed().resume(wanted)
+        if seed is not None:
+            state.seed, state.in_place = seed, False
+        elif state.in_place:
+            Generators(own_generators(state.raw)).put(generators["own"] if generators else {})
+        state.start, state.following = start, saved.following
         state.live.clear()
+
+    def _check_part(self, saved: _Saved) -> None:
+        """Raises where a position is one of many, or of all, and this loader's is not."""
+        state = self._accel
+        if saved.consumed and saved.part != state.part:
+            raise LoaderError(
+                f"the state is {saved.consumed} samples into epoch {saved.epoch}, {_part(saved.part)}, and this loader reads "
+                f"{_part(state.part)}: what a rank reads by itself cannot be divided anew. Resume with as many ranks and the "
+                "same options, or save between epochs."
+            )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accel.raw, name)
@@ -175,30 +221,56 @@ class LoaderHandle:
         )
 
 
+def _part(part: list[int]) -> str:
+    """Whose position it is, in words."""
+    return f"as rank {part[0]} of {part[1]} with LoaderOptions(shard=False)" if part else "divided by accel"
+
+
+def raw_loader(loader: LoaderHandle | DataLoader[Any]) -> DataLoader[Any]:
+    """The user's own loader behind a handle, or itself."""
+    return loader._accel.raw if isinstance(loader, LoaderHandle) else loader
+
+
 class _Saved(NamedTuple):
     """A state dict whose types are right."""
 
     epoch: int
     following: int
+    consumed: int
     seed: int
     streams: list[int]
     checksum: int | None
     length: int | None
+    generators: Mapping[str, Any] | None
+    part: list[int]
 
 
 def _read(state: Any) -> _Saved:
     """Checks the form of a state dict."""
 
-    def valid(name: str, optional: bool = False) -> bool:
+    def number(name: str, optional: bool = False) -> bool:
         value = state.get(name)
         return (optional and value is None) or (type(value) is int and (value >= 0 or name == "seed"))
 
-    plain = isinstance(state, Mapping) and all(map(valid, ("epoch", "next", "seed", "consumed")))
-    if plain and valid("checksum", True) and valid("length", True) and isinstance(state.get("streams"), list):
-        streams = state["streams"]
-        if all(type(n) is int and n >= 0 for n in streams) and sum(streams) == state["consumed"]:
+    def numbers(name: str) -> bool:
+        values = state.get(name, [])
+        return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
+
+    plain = isinstance(state, Mapping) and all(map(number, ("epoch", "next", "seed", "consumed")))
+    plain = plain and number("checksum", True) and number("length", True) and numbers("streams") and numbers("part")
+    if plain and sum(state.get("streams", [])) == state["consumed"] and len(state.get("part", [])) in (0, 2):
+        generators = state.get("generators")
+        if generators is None or (isinstance(generators, Mapping) and {"order", "own"} <= generators.keys()):
             return _Saved(
-                state["epoch"], state["next"], state["seed"], streams, state.get("checksum"), state.get("length")
+                state["epoch"],
+                state["next"],
+                state["consumed"],
+                state["seed"],
+                state.get("streams", []),
+                state.get("checksum"),
+                state.get("length"),
+                from_plain(generators),
+                state.get("part", []),
             )
     raise LoaderError(f"expected what LoaderHandle.state_dict() returns, found {state!r}")
 
@@ -212,7 +284,7 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
     Raises:
         LoaderError: the loader does not say how large its batches are.
     """
-    raw = loader._accel.raw if isinstance(loader, LoaderHandle) else loader
+    raw = raw_loader(loader)
     if not isinstance(raw, DataLoader):
         raise LoaderError(f"effective_batch_size: expected a DataLoader or its handle, found a {type(loader).__name__}")
     size = raw.batch_size if raw.batch_size is not None else getattr(raw.batch_sampler, "batch_size", None)

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, final
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from .errors import LoaderError
-from .sampling import Plan, batches, digest, draw, unpack
+from .sampling import (
+    Generators,
+    InPlace,
+    Plan,
+    Private,
+    Source,
+    deal,
+    digest,
+    drawn_from,
+    draws_once,
+    mix,
+    notify,
+    own_generators,
+    parts,
+)
 
 
 class Shape(NamedTuple):
@@ -31,12 +46,31 @@ def shape_of(loader: DataLoader[Any]) -> Shape:
     return Shape(batcher, 1, False, True)
 
 
+class Opened(NamedTuple):
+    """An order that was opened at a position: what comes next in it, and its first items, which padding may take."""
+
+    source: Source
+    head: list[Any]
+
+
 class Start(NamedTuple):
-    """Where an epoch starts: the samples to skip of each stream, if any, and its order where it was drawn already."""
+    """Where an epoch starts, and what decides its order.
+
+    ``at`` counts the samples to skip of each stream. The order is decided by ``seed``, or where that is None by ``states``
+    of the generators; where both are None they are the program's, which are drawn from in place.
+    """
 
     epoch: int
+    seed: int | None = None
     at: tuple[int, ...] = ()
-    order: Sequence[Any] | None = None
+    checksum: int | None = None
+    states: Mapping[str, Any] | None = None
+    opened: Opened | None = None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the order is drawn now, as in raw PyTorch."""
+        return self.seed is None and self.states is None
 
 
 class Kept(NamedTuple):
@@ -59,10 +93,15 @@ def kept_of(plan: Plan, units: bool, count: int) -> Kept:
 
 
 class Position(NamedTuple):
-    """The samples of each stream that the loops of all ranks were given, and a checksum of the order."""
+    """Where the loops of all ranks stand.
+
+    ``at`` counts the samples of each stream that they were given, ``checksum`` is of those of an order. ``states`` are the
+    generators' where the order began, if it was drawn in place.
+    """
 
     at: tuple[int, ...]
-    checksum: int | None
+    checksum: int | None = None
+    states: Mapping[str, Any] | None = None
 
 
 class Feed(ABC):
@@ -77,8 +116,8 @@ class Feed(ABC):
         """Takes its place in a copy of the user's loader."""
 
     @abstractmethod
-    def begin(self, seed: int, start: Start) -> None:
-        """Starts an epoch."""
+    def begin(self, start: Start, in_place: bool) -> None:
+        """Starts an epoch, of a loader whose orders are drawn in place or not."""
 
     @abstractmethod
     def take(self, item: Any) -> Any:
@@ -97,8 +136,8 @@ class Feed(ABC):
         """Where the loops of all ranks stand."""
 
     @abstractmethod
-    def resume(self, seed: int, epoch: int, position: Position) -> Start:
-        """The start at a saved position, checked against what would be read now."""
+    def resume(self, start: Start) -> Start:
+        """A saved start, checked against what would be read now, as far as that is known now."""
 
     @abstractmethod
     def length(self) -> int:
@@ -107,7 +146,7 @@ class Feed(ABC):
 
 @final
 class Whole(Feed):
-    """The off switch: the loader reads as in raw PyTorch, every rank by itself."""
+    """A loader that accel cannot follow, with the off switch."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
@@ -115,7 +154,7 @@ class Whole(Feed):
     def install(self, loader: DataLoader[Any]) -> None:
         """The loader keeps its sampler and dataset."""
 
-    def begin(self, seed: int, start: Start) -> None:
+    def begin(self, start: Start, in_place: bool) -> None:
         """Starts an epoch."""
         self.start, self.given = start, 0
 
@@ -139,104 +178,166 @@ class Whole(Feed):
         if self.given:
             raise LoaderError(
                 "the position of a loader with LoaderOptions(shard=False) was asked for in mid-epoch, after "
-                f"{self.given} batches. accel does not draw its order and could not resume there: save between epochs, "
-                "or leave the sharding to accel."
+                f"{self.given} batches. Its class reads in a way of its own ({type(self._loader).__qualname__}, over a "
+                f"{type(self._loader.dataset).__qualname__}), which accel could not resume there: save between epochs, or use a "
+                "plain DataLoader over a plain dataset, with in_order=True."
             )
-        return Position((0,), None)
+        return Position((0,))
 
-    def resume(self, seed: int, epoch: int, position: Position) -> Start:
+    def resume(self, start: Start) -> Start:
         """Between epochs only."""
-        if any(position.at):
+        if any(start.at):
             raise LoaderError(
-                f"the state is {sum(position.at)} samples into epoch {epoch}, and a loader with "
-                "LoaderOptions(shard=False) can only resume between epochs: accel does not draw its order."
+                f"the state is {sum(start.at)} samples into epoch {start.epoch}, and this loader with "
+                "LoaderOptions(shard=False) reads in a way of its own, so that it can only resume between epochs."
             )
-        return Start(epoch)
+        return start
 
     def length(self) -> int:
         """As the loader says."""
         return len(self._loader)
 
 
+class _Dealt(NamedTuple):
+    """What the loader has asked for and the loop has not been given yet: the items of all ranks, and this rank's share."""
+
+    items: list[Any]
+    kept: Kept
+
+
 @final
 class Shard(Feed):
     """Stands in for the sampler, or batch sampler, of a map-style loader."""
 
-    def __init__(self, shape: Shape, plan: Plan) -> None:
-        self._shape = shape
+    def __init__(self, loader: DataLoader[Any], plan: Plan) -> None:
+        self._shape = shape_of(loader)
         self._plan = plan
+        self._own = own_generators(loader)
 
     def install(self, loader: DataLoader[Any]) -> None:
         """Becomes the loader's index sampler."""
         vars(loader)["sampler" if loader.batch_sampler is None else "batch_sampler"] = self
 
-    def _draw(self, seed: int, epoch: int) -> Sequence[Any]:
-        """The order of an epoch."""
-        return draw(self._shape.sampler, self._shape.units, seed, epoch)
+    def _generators(self) -> Generators:
+        return Generators(drawn_from(self._shape.sampler, self._own))
 
-    def begin(self, seed: int, start: Start) -> None:
-        """Draws the order, where it is not drawn yet."""
-        self._order = self._draw(seed, start.epoch) if start.order is None else start.order
+    def _open(self, start: Start) -> Opened:
+        """The order from a position, drawn from private generators."""
+        sampler, generators = self._shape.sampler, self._generators()
+        if start.seed is not None:
+            for part in parts(sampler):
+                if part is sampler or isinstance(part, Sampler):
+                    notify(part, start.epoch)
+            rng = Private(generators, generators.seeded(mix(start.seed, start.epoch)))
+        else:
+            rng = Private(generators, start.states or {})
+        source = Source(sampler, rng, ahead=start.seed is not None)
+        wanted = sum(start.at)
+        head, found, checksum = source.skip(wanted, self._plan.world - 1)
+        if wanted and (len(start.at) != 1 or (found, checksum) != (wanted, start.checksum)):
+            raise LoaderError(
+                f"the state is {wanted} samples into epoch {start.epoch}, and the sampler {type(sampler).__name__} now draws "
+                f"another order for that epoch ({found} of them), so that its rest cannot be known. Expected the same "
+                "dataset, sampler and weights as when the state was saved, and a sampler that draws from global generators or "
+                "from one among its attributes."
+            )
+        return Opened(source, head)
+
+    def begin(self, start: Start, in_place: bool) -> None:
+        """Opens the order, unless it is drawn in place, from the moment when the loader asks."""
         self.start, self.given, self._asked = start, 0, False
-        self._first = sum(start.at)
-        remaining = len(self._order) - self._first
-        self._full, tail = self._plan.steps(remaining)
-        self._steps, self._global_steps = self._plan.local_steps(remaining), self._plan.global_steps(remaining)
-        self._whole = kept_of(self._plan, self._shape.units, self._plan.width)
-        self._last = kept_of(self._plan, self._shape.units, tail)
+        self._dealt: deque[_Dealt] = deque()
+        self._at, self._checksum = sum(start.at), start.checksum or 0
+        self._states = start.states
+        self._opened = None if start.in_place else start.opened or self._open(start)
+        if self._opened is None:
+            return
+        source = self._opened.source
+        if start.states is not None and in_place and isinstance(source.rng, Private):
+            source.rng = source.rng.settled(start.states, self._own)
+        if start.seed is not None:
+            source.peek(1)  # a sampler that cannot be read fails before the epoch has begun
+
+    def _open_in_place(self) -> Opened:
+        rng = InPlace(self._generators(), once=draws_once(self._shape.sampler))
+        self._states = rng.states
+        self._opened = Opened(Source(self._shape.sampler, rng, ahead=False), [])
+        return self._opened
 
     def __iter__(self) -> Iterator[Any]:
         self._asked = True
-        lists = batches(self._order, self._first, self._plan)
-        return (unpack(batch[0]) for batch in lists) if self._shape.units else lists
+        # A batch sampler of the user's own begins here, torch's with the first batch; the order of draws is raw PyTorch's.
+        opened = self._open_in_place() if self.start.in_place and self._shape.units else None
+        return self._deal(opened)
+
+    def _deal(self, opened: Opened | None) -> Iterator[Any]:
+        if opened is None:
+            opened = self._open_in_place() if self.start.in_place else self._opened
+        assert opened is not None
+        for mine, items in deal(opened.source.read, self._plan, opened.head):
+            if mine:
+                self._dealt.append(_Dealt(items, kept_of(self._plan, self._shape.units, len(items))))
+                yield mine[0] if self._shape.units else mine
 
     def __len__(self) -> int:
-        return self._steps
+        return self._plan.local_steps(max(0, len(self._shape.sampler) - sum(self.start.at)))
 
     def take(self, item: Any) -> Any:
         """Counts one batch."""
         self.given += 1
-        if self.given > self._steps or not self._asked:
+        if not self._dealt:
             self._refuse()
-        self.kept = self._whole if self.given <= self._full else self._last
+        items, self.kept = self._dealt.popleft()
+        self._at += len(items)
+        self._checksum = digest(items, self._checksum)
         return item
 
     def close(self) -> None:
         """A loader that gives fewer batches would shift every position."""
-        if self.given < self._steps:
+        if self._dealt or not self._exhausted():
             self._refuse()
 
     def _refuse(self) -> None:
         """Raises for a loader that does not give one batch for each batch of indices."""
         raise LoaderError(
-            f"epoch {self.start.epoch}: the sampler of the loader has {self._steps} batches for this rank, and the loader "
-            f"gave {self.given}{'' if self._asked else ' without asking its sampler'}. Its class or dataset does not give "
-            "one batch for each batch of its sampler, so that accel can know neither padding nor position. Use a plain "
-            "DataLoader, or LoaderOptions(shard=False)."
+            f"epoch {self.start.epoch}: the sampler of the loader gave {self.given + len(self._dealt)} batches or more for "
+            f"this rank, and the loader gave {self.given}{'' if self._asked else ' without asking its sampler'}. Its class or "
+            "dataset does not give one batch for each batch of its sampler, so that accel can know neither padding nor "
+            "position. Use a plain DataLoader, or LoaderOptions(shard=False)."
         )
+
+    def _exhausted(self) -> bool:
+        """Whether the order has no further batch for this rank, which may mean to draw its next items."""
+        if self._opened is None:
+            return False
+        width = self._plan.width
+        left = self._opened.source.peek(width)
+        return left < width if self._plan.drop_last else not self._plan.share(left).size
 
     def complete(self) -> bool:
         """On every rank at the same step, also where this one has no share in the last."""
-        return self.given == self._global_steps
+        if self._dealt or self._opened is None:
+            return False
+        try:
+            due = self._at + (self._plan.width if self._plan.drop_last else 1) > len(self._shape.sampler)
+        except (TypeError, NotImplementedError):
+            return self._opened.source.ended
+        left = self._opened.source.peek(self._plan.width) if due else self._plan.width
+        return left < self._plan.width if self._plan.drop_last else not left
 
     def position(self) -> Position:
         """One stream: the order."""
-        consumed = self._first + self.given * self._plan.width
-        return Position((consumed,), digest(self._order) if consumed else None)
-
-    def resume(self, seed: int, epoch: int, position: Position) -> Start:
-        """Draws the order and compares it with the saved one."""
-        if not any(position.at):
-            return Start(epoch)
-        order = self._draw(seed, epoch)
-        if digest(order) != position.checksum or len(position.at) != 1 or position.at[0] > len(order):
+        if self.given and self._opened is not None and not self._opened.source.rng.again:
             raise LoaderError(
-                f"the state is {sum(position.at)} samples into epoch {epoch}, and the sampler "
-                f"{type(self._shape.sampler).__name__} now draws another order for that epoch ({len(order)} items), so "
-                "that its rest cannot be known. Expected the same dataset, sampler and weights as when the state was "
-                "saved, and a sampler that draws from global generators or from one among its attributes."
+                f"the position of this loader in mid-epoch could not be resumed: its {type(self._shape.sampler).__name__} draws "
+                "random numbers while the loop does, from the same generator. Give it a generator of its own, or use "
+                "LoaderOptions(seed=...), or save between epochs."
             )
-        return Start(epoch, position.at, order)
+        return Position((self._at,), self._checksum if self._at else None, self._states)
+
+    def resume(self, start: Start) -> Start:
+        """Draws the order and compares it with the saved one; without a seed, only when it is iterated."""
+        return start._replace(opened=self._open(start)) if start.seed is not None and any(start.at) else start
 
     def length(self) -> int:
         """As the sampler says."""

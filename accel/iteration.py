@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 import torch
+import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, IterableDataset
 
 from .errors import LoaderError
+from .exchange import Exchange
 from .feeds import Feed, Kept, Shard, Start, Whole, shape_of
 from .process import Process, ended, running
 from .sampling import Plan, mix
@@ -29,7 +31,8 @@ class LoaderOptions:
         even_batches: all ranks get equally many samples, the last batch being padded from the start of the epoch;
             False divides the last batch as it is, so that ranks may differ by one sample, or by one batch.
         move: batches are moved to the rank's device.
-        seed: decides the order of every epoch; None takes the seed of rank 0's torch.
+        seed: decides the order of every epoch; None takes the seed of rank 0's torch, and in one process draws as raw
+            PyTorch does.
     """
 
     shard: bool = True
@@ -57,11 +60,14 @@ class LoaderState:
     rank: int
     world: int
     device: torch.device
+    #: Decides the orders of all epochs, unless they are drawn in place.
     seed: int
+    #: Orders are drawn from the program's generators, as in raw PyTorch.
+    in_place: bool = False
     #: The process in which the division holds; None holds everywhere.
     process: Process | None = None
-    start: Start = Start(0)
-    #: The epoch after ``start``.
+    #: Where the next iteration starts, and the epoch after that.
+    start: Start = field(init=False)
     following: int = 1
     batches: int = 0
     kept: Kept | None = None
@@ -69,6 +75,28 @@ class LoaderState:
     #: The copy whose workers outlive an epoch, and the iteration that has it.
     persistent: tuple[DataLoader[Any], Feed] | None = None
     holder: weakref.ref[Iteration] | None = None
+    #: The serials of the engines that it was set up with.
+    engines: set[int] = field(default_factory=set)
+    #: What the ranks tell each other of what they read.
+    exchange: Exchange | None = None
+
+    def __post_init__(self) -> None:
+        self.start = self.fresh(0)
+
+    def fresh(self, epoch: int) -> Start:
+        """The start of a whole epoch."""
+        return Start(epoch, None if self.in_place else self.seed)
+
+    @property
+    def part(self) -> list[int]:
+        """Whose position a state is: this rank's of so many where each reads by itself, else that of all, which is empty."""
+        return [] if self.options.shard else [self.rank, self.world]
+
+    def begin_anew(self, seed: int, in_place: bool) -> None:
+        """As just set up."""
+        self.seed, self.in_place = seed, in_place or not self.options.shard
+        self.start, self.following = self.fresh(0), 1
+        self.live.clear()
 
     @property
     def home(self) -> Home:
@@ -77,19 +105,19 @@ class LoaderState:
 
     def feed(self) -> Feed:
         """A new feed for the loader as it is now."""
-        if not self.options.shard:
+        shard, shape = self.options.shard, shape_of(self.raw)
+        if not shard and not _followed(self.raw):
             return Whole(self.raw)
-        shape = shape_of(self.raw)
         plan = Plan(
-            rank=self.rank,
-            world=self.world,
+            rank=self.rank if shard else 0,
+            world=self.world if shard else 1,
             batch=shape.batch,
             even=self.options.even_batches,
             drop_last=shape.drop_last,
         )
         if isinstance(self.raw.dataset, IterableDataset):
             return Stream(self.raw, shape, plan)
-        return Shard(shape, plan)
+        return Shard(self.raw, plan)
 
     def equip(self, iteration: Iteration) -> tuple[DataLoader[Any], Feed]:
         """A copy of the loader and the feed in it; the persistent copy, unless another iteration still reads from it."""
@@ -109,12 +137,18 @@ class LoaderState:
 
     def advance(self) -> None:
         """The next epoch has begun: the one after it comes next."""
-        self.start, self.following = Start(self.following), self.following + 1
+        self.start, self.following = self.fresh(self.following), self.following + 1
 
     def current(self) -> Iteration | None:
         """The iteration that gave the last batch, of those that may still give one."""
         running = [iteration for iteration in self.live if not iteration.finished]
         return max(running, key=lambda iteration: iteration.last, default=None)
+
+
+def _followed(loader: DataLoader[Any]) -> bool:
+    """Whether a loader reads one batch after the other, from its sampler or its dataset."""
+    plain = type(loader).__iter__ is DataLoader.__iter__ and (loader.in_order or not loader.num_workers)
+    return plain and not isinstance(loader.dataset, torch_data.IterDataPipe | torch_data.MapDataPipe)
 
 
 @final
@@ -132,7 +166,7 @@ latest = Latest()
 class Iteration:
     """One iterator of a handle. It begins its epoch when it is made, as in raw PyTorch."""
 
-    __slots__ = ("__weakref__", "_batches", "_device", "_state", "feed", "finished", "last")
+    __slots__ = ("__weakref__", "_batches", "_device", "_readings", "_state", "feed", "finished", "last")
 
     def __init__(self, state: LoaderState) -> None:
         if state.process is not None and running() is not state.process and not ended():
@@ -151,14 +185,23 @@ class Iteration:
         """Begins the next epoch, or the rest of a resumed one."""
         state, start = self._state, self._state.start
         loader, self.feed = state.equip(self)
-        self.feed.begin(state.seed, start)
+        self.feed.begin(start, state.in_place)
         state.advance()
-        if state.options.shard:
-            # The loader seeds its workers from this, and takes nothing from the global generator.
-            generator = torch.Generator()
-            generator.manual_seed(mix(state.seed, start.epoch, sum(start.at), state.rank))
-            loader.generator = generator
+        self._readings = None if state.exchange is None else state.exchange.begin(start.epoch, start.at)
+        loader.generator = self._seeds(start)
         self._batches = iter(loader)
+
+    def _seeds(self, start: Start) -> torch.Generator | None:
+        """What the loader seeds its workers from: as in raw PyTorch, or nothing that the program draws from."""
+        state, states = self._state, start.states or {}
+        if start.in_place or isinstance(self.feed, Whole):
+            return state.raw.generator  # type: ignore[no-any-return]
+        generator = torch.Generator()
+        if "seeds" in states:
+            generator.set_state(states["seeds"])
+        else:
+            generator.manual_seed(mix(state.seed, start.epoch, sum(start.at), state.rank))
+        return generator
 
     def __iter__(self) -> Iteration:
         return self
@@ -175,6 +218,8 @@ class Iteration:
                 raise
             return next(self)
         batch = feed.take(item)
+        if self._readings is not None and isinstance(feed, Stream):
+            self._readings.gave(feed.given, feed.tag.first)
         state.batches = self.last = state.batches + 1
         state.kept = latest.kept = feed.kept
         latest.replica = state.rank, state.world
@@ -185,6 +230,8 @@ class Iteration:
         if self.finished:
             return False
         self.feed.close()
+        if self._readings is not None:
+            self._readings.end(self.feed.given)
         if any(self.feed.start.at) and not self.feed.given and self.feed.complete():
             self._begin()
             return True

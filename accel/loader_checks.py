@@ -12,9 +12,10 @@ from .errors import LoaderError
 from .feeds import Shape, shape_of
 from .iteration import LoaderOptions
 from .process import world_size
-from .sampling import digest, draw, pack, parts
+from .sampling import Generators, Private, Source, digest, drawn_from, own_generators, parts
 
 _OFF = "use LoaderOptions(shard=False)"
+_COMPARED = 1 << 16  # items of a sampler's order
 
 
 def check(loader: Any, options: Any, world_size: int) -> None:
@@ -59,7 +60,7 @@ def check_options(options: Any) -> None:
 
 
 def _check_sampler(loader: DataLoader[Any]) -> None:
-    """Refuses samplers that are distributed already, or whose epoch may not end."""
+    """Refuses samplers that are distributed already."""
     for part in (*parts(loader.batch_sampler), *parts(loader.sampler)):
         ranks = (
             {getattr(part, name, None) for name in ("num_replicas", "num_processes")}
@@ -71,14 +72,6 @@ def _check_sampler(loader: DataLoader[Any]) -> None:
                 f"the loader is distributed already, by a {type(part).__qualname__}: give accel the loader that one "
                 f"process would use, or {_OFF}"
             )
-    sampler = shape_of(loader).sampler
-    try:
-        len(sampler)
-    except (TypeError, NotImplementedError):
-        raise LoaderError(
-            f"{type(sampler).__qualname__} has no __len__ and may never end, and accel draws the order of a whole epoch: "
-            f"give it a __len__, or {_OFF}"
-        ) from None
 
 
 def length_of(dataset: Any) -> int | None:
@@ -103,17 +96,19 @@ def describe(loader: DataLoader[Any], options: LoaderOptions | None = None) -> s
     }
     if isinstance(dataset, Subset):
         # A random_split with another seed on each rank would mix training and validation data.
-        facts["checksum of the Subset's indices"] = digest(pack(list(dataset.indices)))
+        facts["checksum of the Subset's indices"] = digest(dataset.indices)
     if isinstance(dataset, IterableDataset):
         facts["num_workers"] = loader.num_workers
     elif type(shape.sampler) not in (SequentialSampler, RandomSampler) and world_size() > 1:
-        facts["checksum of the sampler's order"] = _order_of(shape)
+        facts["checksum of the sampler's order"] = _order_of(loader, shape)
     return f"{facts}, {options}"
 
 
-def _order_of(shape: Shape) -> str:
-    """What a sampler draws from fixed seeds; the error where it cannot, which iterating will raise."""
+def _order_of(loader: DataLoader[Any], shape: Shape) -> str:
+    """The beginning of what a sampler draws from fixed seeds; the error where it cannot, which iterating will raise."""
+    generators = Generators(drawn_from(shape.sampler, own_generators(loader)))
     try:
-        return str(digest(draw(shape.sampler, shape.units, 0, 0)))
+        source = Source(shape.sampler, Private(generators, generators.seeded(0)), ahead=True)
+        return str(digest(source.read(_COMPARED)))
     except Exception as error:
         return f"{type(error).__qualname__}"

@@ -85,10 +85,11 @@ def known_optimizer(optimizer: Any, engine: Engine, scale_lr: bool = False) -> O
 
 def home_of(engine: Engine) -> Home:
     """For whom an engine's loaders are divided."""
-    return _home(type(engine), engine.process)
+    return home_for(type(engine), engine.process)
 
 
-def _home(engine_type: type[Engine], process: Process) -> Home:
+def home_for(engine_type: type[Engine], process: Process) -> Home:
+    """For whom the loaders of such an engine are divided."""
     return Home(process, *engine_type.replica(process), process.device)
 
 
@@ -109,6 +110,12 @@ def _made(loader: DataLoader[Any], home: Home) -> tuple[LoaderHandle | None, Loa
     """The handle that a loader has for ``home``, and its options."""
     made: tuple[LoaderHandle | None, LoaderOptions | None] = (Slot.get(loader) or {}).get(home, (None, None))
     return made
+
+
+def options_of(loader: Any, asked: LoaderOptions | None, home: Home) -> LoaderOptions:
+    """How a loader of a setup is distributed: as asked for, or as it is already."""
+    known = loader._accel.options if type(loader) is LoaderHandle else _made(loader, home)[1]
+    return asked or known or LoaderOptions()
 
 
 def _check_live(engine: Engine, wanted: Wanted) -> None:
@@ -265,7 +272,7 @@ def _shapes(parameters: list[torch.Tensor]) -> str:
 
 
 def _plan_loader(plan: Plan, loader: Any, path: str, process: Process) -> None:
-    home = _home(plan.engine_type, process)
+    home = home_for(plan.engine_type, process)
     if type(loader) is LoaderHandle:
         if loader._accel.home != home:
             raise LoaderError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
@@ -35,8 +34,8 @@ class Registry:
     def __init__(self) -> None:
         self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self.loss_scale = LossScale()
-        #: Each dataloader has a seed of its own, or two of them would be shuffled alike.
-        self.loader_numbers = itertools.count()
+        #: The serials of engines that were torn down.
+        self.ended: set[int] = set()
         self._owners: Any = WeakIdKeyDictionary()
         self._hooks: list[RemovableHandle] = []
         self._watched: list[RemovableHandle] = []
@@ -65,6 +64,7 @@ class Registry:
     def remove(self, engine: Engine) -> None:
         """Forget an engine that was torn down."""
         Slot.clear(engine.module)
+        self.ended.add(engine.serial)
         self.engines.discard(engine)
         for module in engine.module.modules():
             self._owners.pop(module, None)

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ import accel
 from accel import LoaderError
 from accel.data import LoaderHandle, LoaderOptions, check, describe, distribute, gather_for_metrics
 from accel.iteration import move
-from accel.sampling import Plan, batches, draw
+from accel.sampling import Plan, deal
 from tests.distributed import refusals, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -106,7 +107,13 @@ plans = st.fixed_dictionaries(
 
 def divided(total: int, start: int, plan: dict[str, Any]) -> tuple[list[Plan], list[list[list[int]]]]:
     ranks = [Plan(rank=rank, **plan) for rank in range(plan["world"])]
-    return ranks, [list(batches(range(total), start, rank)) for rank in ranks]
+    return ranks, [_dealt(total, start, rank) for rank in ranks]
+
+
+def _dealt(total: int, start: int, plan: Plan) -> list[list[int]]:
+    rest = iter(range(start, total))
+    head = list(range(min(start, plan.world - 1)))
+    return [mine for mine, _ in deal(lambda count: list(islice(rest, count)), plan, head) if mine]
 
 
 @settings(max_examples=300, deadline=None)
@@ -336,12 +343,6 @@ def test_indices_may_be_anything() -> None:
     assert everyone(build, 2) == [[["a", ("b", 1)]], [["c", "a"]]]
     tensors = DataLoader(Numbers(5), sampler=list(torch.tensor([3, 1])), batch_size=2, collate_fn=list)
     assert list(make(tensors)) == [[3, 1]]
-
-
-def test_the_order_is_compact() -> None:
-    assert draw(RandomSampler(range(10)), False, 0, 0).itemsize == 8  # type: ignore[attr-defined]
-    assert draw(WeightedRandomSampler([1.0], 10), False, 0, 0).itemsize == 8  # type: ignore[attr-defined]
-    assert isinstance(draw(SequentialSampler(range(10**9)), False, 0, 0), range)
 
 
 # -- batch samplers and batch_size=None -----------------------------------------------------------------------------------

@@ -1,0 +1,118 @@
+"""What the ranks read of one iterable dataset, compared through the store that they share.
+
+Nobody waits for a rank that does not read, as where rank 0 alone looks at a batch: a collective would.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from typing import final
+
+from .errors import LoaderError
+from .fingerprints import Fingerprint
+from .process import Process, end_groups
+
+_PATIENCE = 3.0  # seconds that the first batch of a loader waits for the other ranks' first ones
+_PAUSE = 0.005
+
+
+@final
+class Exchange:
+    """What the ranks tell each other of one loader.
+
+    Args:
+        process: whose store is used.
+        name: of the loader, the same on all ranks and in this process no other loader's.
+        dataset: what the errors call it.
+        even: whether all ranks must get equally many batches.
+    """
+
+    def __init__(self, process: Process, name: str, dataset: str, even: bool) -> None:
+        self.process, self.name, self.dataset, self.even = process, name, dataset, even
+        self._begun: Counter[tuple[int, ...]] = Counter()
+
+    def begin(self, epoch: int, at: tuple[int, ...]) -> Readings:
+        """One iteration begins, of an epoch from a position."""
+        place = (epoch, *at)
+        self._begun[place] += 1
+        return Readings(self, f"{place} {self._begun[place]}", _PATIENCE if self._begun.total() == 1 else 0.0)
+
+
+@final
+class Readings:
+    """What the ranks read in one iteration."""
+
+    def __init__(self, exchange: Exchange, name: str, patience: float) -> None:
+        place = exchange.process.place
+        self._exchange, self._rank, self._patience = exchange, place.rank, patience
+        self._others = [r for r in range(place.world_size) if r != place.rank]
+        self._unknown = list(self._others)
+        self._store = exchange.process.store("loader", exchange.name, name)
+        self._started = time.monotonic()
+
+    def gave(self, given: int, first: Fingerprint | None) -> None:
+        """The loop gets its batch ``given`` now; ``first`` is of the first items of the whole stream.
+
+        Raises:
+            LoaderError: another rank read other items first.
+        """
+        if self._exchange.even:
+            self._store.set(f"given {self._rank}", str(given))
+        if given == 1:
+            self._mine = first
+            self._store.set(f"first {self._rank}", json.dumps(first))
+        until = time.monotonic() + (self._patience if given == 1 else 0.0)
+        while self._unknown:
+            self._unknown = [rank for rank in self._unknown if not self._agrees(rank)]
+            if time.monotonic() >= until:
+                break
+            time.sleep(_PAUSE if self._unknown else 0.0)
+
+    def _agrees(self, rank: int) -> bool:
+        """Whether a rank is known to have read what this one did."""
+        if not self._store.check([f"first {rank}"]):
+            return False
+        theirs = json.loads(self._store.get(f"first {rank}"))
+        if self._mine is not None and theirs is not None and self._mine.differs(Fingerprint(*theirs)):
+            raise LoaderError(
+                f"rank {self._rank} and rank {rank} read other items first from {self._exchange.dataset}: it divides itself over "
+                "the ranks, or shuffles differently on each, and dividing it once more would lose most samples. Use "
+                "accel.LoaderOptions(shard=False), with which each rank reads its own part, or let it give every rank the same "
+                "whole stream"
+            )
+        return True
+
+    def end(self, given: int) -> None:
+        """This rank's iterator has ended after ``given`` batches.
+
+        Raises:
+            LoaderError: another rank has more or fewer of them; the process groups are ended, since that rank may wait in
+                a collective that this one does not come to.
+        """
+        if not self._exchange.even:
+            return
+        self._store.set(f"end {self._rank}", str(given))
+        per_batch = (time.monotonic() - self._started) / max(1, given)
+        until = time.monotonic() + 5.0 + 3 * per_batch
+        waiting = [rank for rank in self._others if self._store.check([f"first {rank}"])]
+        while waiting:
+            waiting = [rank for rank in waiting if not self._ended_alike(rank, given)]
+            if time.monotonic() >= until:
+                break  # that rank is slow, or has left its loop: no error
+            time.sleep(_PAUSE if waiting else 0.0)
+
+    def _ended_alike(self, rank: int, given: int) -> bool:
+        """Whether a rank is known to have ended where this one did."""
+        ended = self._store.check([f"end {rank}"])
+        theirs = int(self._store.get(f"end {rank}" if ended else f"given {rank}"))
+        if theirs > given or (ended and theirs != given):
+            message = (
+                f"{self._exchange.dataset} gave rank {self._rank} {given} batches and rank {rank} {'' if ended else 'at least '}"
+                f"{theirs}: its stream is not the same on all ranks. It must give every rank the same items; where each rank has "
+                "a stream of its own, use accel.LoaderOptions(shard=False)"
+            )
+            end_groups(message)
+            raise LoaderError(message)
+        return ended
