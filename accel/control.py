@@ -6,7 +6,7 @@ import contextlib
 import pickle
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -45,13 +45,49 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
     process = current()
     if process.control is None:
         return [value]
-    payload = pickle.dumps((what, value))
-    framed = len(payload).to_bytes(8, "little") + payload
+    framed = _framed(what, value)
     limit = timeout or process.timeout
     blocks = _gather(process, what, framed[:_BLOCK].ljust(_BLOCK, b"\0"), limit)
-    longest = 8 + max(int.from_bytes(block[:8], "little") for block in blocks)
+    longest = max(map(_length, blocks))
     if longest > _BLOCK:
         blocks = _gather(process, what, framed.ljust(longest, b"\0"), limit)
+    return _values(what, blocks)
+
+
+def agree_later(what: str, value: object) -> Callable[[], list[Any]]:
+    """``agree`` in two halves: this one sends, and what it returns waits for the others. Collectives both.
+
+    Args:
+        what: as for ``agree``.
+        value: a short one.
+    """
+    process = current()
+    framed = _framed(what, value)
+    assert len(framed) <= _BLOCK, "longer than one round"
+    sent = _send(process, what, framed.ljust(_BLOCK, b"\0"))
+
+    def answers() -> list[Any]:
+        blocks = _receive(process, what, process.timeout, *sent)
+        longer = [number for number, block in enumerate(blocks) if _length(block) > _BLOCK]
+        if longer:
+            raise RankMismatchError(
+                f"the ranks are at different points of the program: only ranks {longer} are not in {what!r}"
+            )
+        return _values(what, blocks)
+
+    return answers
+
+
+def _length(block: bytearray) -> int:
+    return 8 + int.from_bytes(block[:8], "little")
+
+
+def _framed(what: str, value: object) -> bytes:
+    payload = pickle.dumps((what, value))
+    return len(payload).to_bytes(8, "little") + payload
+
+
+def _values(what: str, blocks: list[bytearray]) -> list[Any]:
     messages = [pickle.loads(block[8:]) for block in blocks]
     if any(theirs != what for theirs, _ in messages):
         places = "; ".join(f"rank {number} is in {theirs!r}" for number, (theirs, _) in enumerate(messages))
@@ -61,13 +97,27 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
 
 def _gather(process: Process, what: str, block: bytes, limit: timedelta) -> list[bytearray]:
     """Every rank's block, which are equally long."""
+    return _receive(process, what, limit, *_send(process, what, block))
+
+
+def _send(process: Process, what: str, block: bytes) -> tuple[Any, list[torch.Tensor], int]:
+    """The exchange under way, where the blocks will be, and the number of the exchange."""
     process.rounds += 1
-    arrivals = process.store(str(process.rounds))
     mine = to_tensor(block)
     theirs = [torch.empty_like(mine) for _ in range(process.place.world_size)]
-    patience = min(timedelta(seconds=1), limit / 4)
     try:
         work = dist.all_gather(theirs, mine, group=process.control, async_op=True)
+    except RuntimeError as error:
+        raise lost(what, error) from error
+    return work, theirs, process.rounds
+
+
+def _receive(
+    process: Process, what: str, limit: timedelta, work: Any, theirs: list[torch.Tensor], number: int
+) -> list[bytearray]:
+    arrivals = process.store(str(number))
+    patience = min(timedelta(seconds=1), limit / 4)
+    try:
         # To say who is missing, the ranks must say that they came; only those that wait for long do.
         late = not _done(work, patience)
         if late:

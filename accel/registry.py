@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .backwards import BackwardPatch
 from .clipping import ClipPatch
 from .control import agree
+from .edits import DataPatch
 from .engines import FOREIGN, Engine
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError
 from .handles import ModelHandle, OptimizerHandle, raw
@@ -42,6 +43,7 @@ class Registry:
         self._watched: list[RemovableHandle] = []
         self._clipping = ClipPatch(self)
         self._backward = BackwardPatch(self._leaf)
+        self._data = DataPatch(self._data_used)
 
     def add(self, engine: Engine) -> None:
         """Make ``engine`` the one engine of its module."""
@@ -59,6 +61,9 @@ class Registry:
             self._watched = [register_optimizer_step_pre_hook(self._before_any_step)]
             self._clipping.install()
             self._backward.install()
+        engine.drift.watch()
+        if engine.drift.watching:
+            self._data.install()
         weakref.finalize(engine, self._prune).atexit = False
 
     def remove(self, engine: Engine) -> None:
@@ -78,6 +83,8 @@ class Registry:
             _remove(self._watched)
             self._clipping.remove()
             self._backward.remove()
+        if not any(engine.drift.watching for engine in engines):
+            self._data.remove()
 
     # -- look-up --------------------------------------------------------------------------------------------------
 
@@ -195,6 +202,10 @@ class Registry:
             if id(tensor) in engine.known:
                 return engine.leaf(tensor)
         return tensor
+
+    def _data_used(self, tensor: torch.Tensor, alias: torch.Tensor | None) -> None:
+        for engine in self.engines:
+            engine.drift.read(tensor, alias)
 
     def _spread(self) -> list[Engine]:
         return [e for e in self.engines if e.spreads and e.distributed]

@@ -195,6 +195,10 @@ class PipelineEngine(Engine):
         if self.distributed:
             self._guards.pop(id(optimizer))[1].remove()
 
+    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """None once the stages are apart."""
+        return super().replicas() if self._parts is None else []
+
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse gradients of what lies on other ranks, and a scaler that looked at this stage alone."""
         if self._parts is None:

@@ -57,7 +57,7 @@ class ShardedEngine(Engine):
     requires = {"fairscale": "accel[sharded]"}
     reduces = partial_gradients = True
     hears_steps = True
-    defers = True
+    defers = undoes_writes = True
     options: Sharded
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
