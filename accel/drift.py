@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ _SHARE: Final = 5e-4
 #: Steps from the first comparison to the second, from which the costs are known.
 _FIRST: Final = 16
 _LEAST, _MOST = 16, 1 << 14
+_NEVER: Final = sys.maxsize
 _NAMED: Final = 5
 
 
@@ -57,7 +59,7 @@ class _Snapshot:
     digests: list[int]
 
     def summary(self) -> int:
-        return _of_bytes(repr((self.facts, self.digests)).encode())
+        return _of_bytes(repr((sorted(self.facts.items()), self.digests)).encode())
 
 
 @final
@@ -70,17 +72,17 @@ class DriftGuard:
     """
 
     __slots__ = (
-        "_aliases", "_begun", "_cost", "_engine", "_equal", "_every", "_hooks", "_loads", "_next", "_numbers", "_todo",
-        "_versions", "_what", "_writes", "due", "steps", "__weakref__",
+        "_aliases", "_begun", "_cost", "_engine", "_equal", "_every", "_hooks", "_kind", "_loads", "_next", "_numbers", "_todo",
+        "_versions", "_writes", "due", "judged", "steps", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, engine: Replicated, every: int | None) -> None:
         self._engine = weakref.ref(engine)
         self._every = every
-        self._what = f"the drift guard of a {type(engine.module).__name__}"
-        #: Steps of the engine's optimizers so far, and the one at which ``meet`` is to be called; 0 for none.
-        self.steps = 0
-        self.due = self._next = 0 if every == 0 else 1
+        self._kind = type(engine.module).__name__
+        #: Steps of the engine's optimizers so far, the one from which on ``judge`` is to be called, and whether ``begin`` is.
+        self.steps, self.judged = 0, False
+        self.due = self._next = _NEVER if every == 0 else 1
         self._equal = 0
         self._todo: Callable[[], None] | None = None
         self._cost, self._begun = 0.0, (0, 0.0)
@@ -92,36 +94,41 @@ class DriftGuard:
         self._hooks: list[RemovableHandle] = []
         self._loads: dict[int, RemovableHandle] = {}
 
-    def meet(self) -> None:
-        """Do what is due before this step: begin a comparison, or end the one that is under way.
+    def judge(self) -> None:
+        """End the comparison that is under way; comes before a step that is due.
 
         Raises:
             RankMismatchError: the ranks differ; on every rank, which says in what.
         """
         start = time.thread_time()
         self._note_writes(self.steps)
+        self.judged = True
         todo, self._todo = self._todo, None
-        try:
-            if todo is not None:
-                todo()
-            if self._todo is None and self.steps >= self._next:
-                self._begin()
-        finally:
-            self.due = self._next if self._todo is None else self.steps + 1
-            self._cost += time.thread_time() - start
+        if todo is not None:
+            todo()
+        self._cost += time.thread_time() - start
+
+    def begin(self) -> None:
+        """Begin a comparison, if it is time for one; comes after ``judge``, when the gradients of the step are final."""
+        start = time.thread_time()
+        self.judged = False
+        if self._todo is None and self.steps >= self._next:
+            self._take()
+        self.due = self._next if self._todo is None else self.steps + 1
+        self._cost += time.thread_time() - start
 
     def pause(self) -> None:
         """Compare nothing until ``restart``: the ranks may make different numbers of steps."""
-        self.due, self._todo = 0, None
+        self.due, self._todo = _NEVER, None
 
     def restart(self) -> None:
         """Count anew, on every rank."""
         self.steps, self._equal, self._begun = 0, 0, (0, 0.0)
-        self.due = self._next = 0 if self._every == 0 else 1
+        self.due = self._next = _NEVER if self._every == 0 else 1
 
     def stop(self) -> None:
         """Compare no more. Local."""
-        self.due, self._todo = 0, None
+        self.due, self._todo, self._every = _NEVER, None, 0
         for hook in (*self._hooks, *self._loads.values()):
             hook.remove()
         self._hooks.clear()
@@ -131,7 +138,7 @@ class DriftGuard:
 
     # -- one comparison -------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _take(self) -> None:
         engine = self._engine()
         assert engine is not None  # it is stepping
         facts = self._facts(engine)
@@ -160,7 +167,7 @@ class DriftGuard:
         self._todo = send
 
     def _send(self, snapshot: _Snapshot, costs: tuple[float, float]) -> None:
-        answers = agree_later(self._what, (snapshot.summary(), *costs))
+        answers = agree_later(f"the drift guard of a {self._kind}", (snapshot.summary(), *costs))
         self._todo = functools.partial(self._judge, snapshot, answers)
 
     def _judge(self, snapshot: _Snapshot, answers: Callable[[], list[Any]]) -> None:
@@ -170,26 +177,24 @@ class DriftGuard:
             self._equal = snapshot.step
             return
         mine = (snapshot.facts, dict(zip(snapshot.names, snapshot.digests, strict=True)))
-        everyone = agree(f"{self._what} (what differs)", mine)
-        engine = self._engine()
-        kind = type(engine.module).__name__ if engine is not None else "model"
+        everyone = agree(f"the drift guard of a {self._kind}, comparing what differs", mine)
         since = f"at step {self._equal} they were equal" if self._equal else "they have not been found equal before"
         raise RankMismatchError(
-            f"the ranks of this {kind} have drifted apart by step {snapshot.step}, {since}: {_difference(everyone)}"
+            f"the ranks of this {self._kind} have drifted apart by step {snapshot.step}, {since}: {_difference(everyone)}"
         )
 
     def _facts(self, engine: Replicated) -> dict[str, str]:
         """What must be equal and is not a tensor, as text by what it says."""
         facts = {"number of optimizers": str(len(engine.optimizers))}
         for place, group in _groups_of(engine.optimizers):
-            facts |= {f"{key} {place}": _plain(value) for key, value in group.items() if key != "params"}
+            facts |= {f"{key} {place}": _plain(value) for key, value in group.items() if _comparable(key, value)}
         if engine.reduces:
             frozen = [name for name, trainable in zip(engine.names, engine.mask.now(), strict=True) if not trainable]
             facts["frozen parameters"] = ", ".join(frozen)
         for name, (count, last) in sorted(self._writes.items()):
-            facts[f"writing to {name}"] = f"{count} x, last before step {last}"
+            facts[f"changes of {name} outside of steps"] = f"{count}, the last before step {last},"
         for name, parameter, before in zip(engine.names, engine.parameters, self._versions, strict=False):
-            facts[f"changing {name} in place"] = f"{parameter._version - before} x"
+            facts[f"changes of {name} in place"] = f"{parameter._version - before}"
         return facts
 
     # -- writes that a step undoes --------------------------------------------------------------------------------
@@ -205,7 +210,7 @@ class DriftGuard:
         To those engines' weights values tell nothing later: after the step they are equal again, partly edited.
         """
         engine = self._engine()
-        if engine is None or not self.due or not engine.undoes_writes:
+        if engine is None or self._every == 0 or not engine.undoes_writes:
             return
         self._numbers = {id(p): number for number, p in enumerate(engine.parameters)}
         if engine.divides_weights:
@@ -216,7 +221,7 @@ class DriftGuard:
     def follow(self, optimizer: Optimizer) -> None:
         """Count what is loaded into an optimizer of which each rank has a part."""
         engine = self._engine()
-        if engine is not None and self.due and engine.undoes_writes:
+        if engine is not None and self._every != 0 and engine.undoes_writes:
             name, reference = f"the state of {type(optimizer).__name__}", weakref.ref(self)
 
             def loaded(_: Optimizer) -> None:
@@ -310,9 +315,16 @@ def _tensors_of_groups(optimizers: Sequence[Optimizer]) -> Iterable[tuple[str, t
                     yield f"{key}[{number}] {place}" if item is not value else f"{key} {place}", item
 
 
+_TEXTS: Final = (bool, int, float, complex, str, bytes, torch.dtype, type(None))
+
+
+def _comparable(key: str, value: Any) -> bool:
+    return key != "params" and isinstance(value, (*_TEXTS, tuple, list, dict))
+
+
 def _plain(value: Any) -> str:
     """Text that is the same on every rank where the value is; what has no such text is told by its class."""
-    if isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | None):
+    if isinstance(value, _TEXTS):
         return repr(value)
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_plain, value))}]"
@@ -324,10 +336,10 @@ def _plain(value: Any) -> str:
 def _difference(everyone: Sequence[tuple[Mapping[str, str], Mapping[str, int]]]) -> str:
     facts, digests = zip(*everyone, strict=True)
     if differing := _differing(facts):
-        values = [theirs.get(differing[0], "absent") for theirs in facts]
+        values = [theirs.get(differing[0], "none") for theirs in facts]
         by_value = {value: [r for r, v in enumerate(values) if v == value] for value in dict.fromkeys(values)}
         said = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
-        written = differing[0].startswith(("writing to ", "changing "))
+        written = differing[0].startswith("changes of ")
         return f"{differing[0]}: {said}{_more(differing[1:])}; " + (_WRITES if written else _VALUES)
     differing = _differing(digests)
     values = [theirs.get(differing[0]) for theirs in digests]

@@ -84,8 +84,8 @@ class Stepper:
             return None
         drift = engine.drift
         drift.steps += 1
-        if drift.steps == drift.due:
-            drift.meet()
+        if drift.steps >= drift.due:
+            drift.judge()
         num_parameters = 0
         for group in optimizer.param_groups:
             num_parameters += len(group["params"])

@@ -279,6 +279,8 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         if not in_closure:
             self.before_step(optimizer)
         self.settle_for(optimizer)
+        if self.drift.judged:  # not before all ranks have come as far as this
+            self.drift.begin()
         if self.precision.scaled:
             self.log.accept()
 
