@@ -45,46 +45,53 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
     process = current()
     if process.control is None:
         return [value]
-    framed = _framed(what, value)
+    payload = pickle.dumps((what, value))
+    framed = len(payload).to_bytes(8, "little") + payload
     limit = timeout or process.timeout
     blocks = _gather(process, what, framed[:_BLOCK].ljust(_BLOCK, b"\0"), limit)
-    longest = max(map(_length, blocks))
+    longest = 8 + max(int.from_bytes(block[:8], "little") for block in blocks)
     if longest > _BLOCK:
         blocks = _gather(process, what, framed.ljust(longest, b"\0"), limit)
     return _values(what, blocks)
 
 
 def agree_later(what: str, value: object) -> Callable[[], list[Any]]:
-    """``agree`` in two halves: this one sends, and what it returns waits for the others. Collectives both.
+    """``agree`` in two halves: this one sends, and what it returns waits for the others. Each is for all ranks, in one order.
 
     Args:
-        what: as for ``agree``.
+        what: names this meeting, the same on every rank.
         value: a short one.
+
+    Returns:
+        What gives the values of all ranks, by rank; none where a rank has ended, which the next who needs it will say.
+
+    Raises:
+        RankMismatchError: another rank is at another meeting; from the second half.
     """
     process = current()
-    framed = _framed(what, value)
+    payload = pickle.dumps((what, value))
+    framed = len(payload).to_bytes(8, "little") + payload
     assert len(framed) <= _BLOCK, "longer than one round"
-    sent = _send(process, what, framed.ljust(_BLOCK, b"\0"))
+    process.rounds += 1
+    mine = to_tensor(framed.ljust(_BLOCK, b"\0"))
+    theirs = [torch.empty_like(mine) for _ in range(process.place.world_size)]
+    try:
+        work = dist.all_gather(theirs, mine, group=process.control, async_op=True)
+    except RuntimeError:
+        return list
 
     def answers() -> list[Any]:
-        blocks = _receive(process, what, process.timeout, *sent)
-        longer = [number for number, block in enumerate(blocks) if _length(block) > _BLOCK]
-        if longer:
-            raise RankMismatchError(
-                f"the ranks are at different points of the program: only ranks {longer} are not in {what!r}"
-            )
+        try:
+            if not _done(work, process.timeout):
+                return []
+        except RuntimeError:
+            return []
+        blocks = [to_bytes(tensor) for tensor in theirs]
+        if any(int.from_bytes(block[:8], "little") + 8 > _BLOCK for block in blocks):
+            raise RankMismatchError(f"the ranks are at different points of the program: not all are in {what!r}")
         return _values(what, blocks)
 
     return answers
-
-
-def _length(block: bytearray) -> int:
-    return 8 + int.from_bytes(block[:8], "little")
-
-
-def _framed(what: str, value: object) -> bytes:
-    payload = pickle.dumps((what, value))
-    return len(payload).to_bytes(8, "little") + payload
 
 
 def _values(what: str, blocks: list[bytearray]) -> list[Any]:
@@ -97,27 +104,13 @@ def _values(what: str, blocks: list[bytearray]) -> list[Any]:
 
 def _gather(process: Process, what: str, block: bytes, limit: timedelta) -> list[bytearray]:
     """Every rank's block, which are equally long."""
-    return _receive(process, what, limit, *_send(process, what, block))
-
-
-def _send(process: Process, what: str, block: bytes) -> tuple[Any, list[torch.Tensor], int]:
-    """The exchange under way, where the blocks will be, and the number of the exchange."""
     process.rounds += 1
+    arrivals = process.store(str(process.rounds))
     mine = to_tensor(block)
     theirs = [torch.empty_like(mine) for _ in range(process.place.world_size)]
-    try:
-        work = dist.all_gather(theirs, mine, group=process.control, async_op=True)
-    except RuntimeError as error:
-        raise lost(what, error) from error
-    return work, theirs, process.rounds
-
-
-def _receive(
-    process: Process, what: str, limit: timedelta, work: Any, theirs: list[torch.Tensor], number: int
-) -> list[bytearray]:
-    arrivals = process.store(str(number))
     patience = min(timedelta(seconds=1), limit / 4)
     try:
+        work = dist.all_gather(theirs, mine, group=process.control, async_op=True)
         # To say who is missing, the ranks must say that they came; only those that wait for long do.
         late = not _done(work, patience)
         if late:

@@ -173,8 +173,8 @@ class DriftGuard:
     def _judge(self, snapshot: _Snapshot, answers: Callable[[], list[Any]]) -> None:
         told = answers()
         self._next = snapshot.step + (self._every or _interval([costs for _, *costs in told]))
-        if len({summary for summary, *_ in told}) == 1:
-            self._equal = snapshot.step
+        if len({summary for summary, *_ in told}) <= 1:
+            self._equal = snapshot.step if told else self._equal
             return
         mine = (snapshot.facts, dict(zip(snapshot.names, snapshot.digests, strict=True)))
         everyone = agree(f"the drift guard of a {self._kind}, comparing what differs", mine)
