@@ -73,7 +73,7 @@ class DriftGuard:
 
     __slots__ = (
         "_aliases", "_begun", "_cost", "_engine", "_equal", "_every", "_hooks", "_kind", "_loads", "_next", "_numbers", "_todo",
-        "_versions", "_writes", "due", "judged", "steps", "__weakref__",
+        "_versions", "_writes", "due", "interval", "judged", "steps", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, engine: Replicated, every: int | None) -> None:
@@ -83,6 +83,8 @@ class DriftGuard:
         #: Steps of the engine's optimizers so far, the one from which on ``judge`` is to be called, and whether ``begin`` is.
         self.steps, self.judged = 0, False
         self.due = self._next = _NEVER if every == 0 else 1
+        #: Steps from the last comparison to the next one, once there was one.
+        self.interval = every or _FIRST
         self._equal = 0
         self._todo: Callable[[], None] | None = None
         self._cost, self._begun = 0.0, (0, 0.0)
@@ -172,7 +174,8 @@ class DriftGuard:
 
     def _judge(self, snapshot: _Snapshot, answers: Callable[[], list[Any]]) -> None:
         told = answers()
-        self._next = snapshot.step + (self._every or _interval([costs for _, *costs in told]))
+        self.interval = self._every or _interval([costs for _, *costs in told])
+        self._next = snapshot.step + self.interval
         if len({summary for summary, *_ in told}) <= 1:
             self._equal = snapshot.step if told else self._equal
             return

@@ -490,12 +490,14 @@ def test_copies_of_a_model_are_not_watched_and_teardown_leaves_nothing() -> None
 
 
 _SCRIPT = """
-import torch, accel
+import time, torch, accel
 from torch import nn
 raw = nn.Linear(3, 3)
 model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=accel.DDP(drift_check=1))
-for _ in range(3):
+for number in range(3):
     model(torch.randn(2, 3)).sum().backward()
+    if number == 2 and accel.rank():
+        time.sleep(1)  # the other one has ended then
     optimizer.step()
 """
 
