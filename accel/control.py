@@ -6,7 +6,7 @@ import contextlib
 import pickle
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -48,14 +48,60 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
     process = current()
     if process.control is None:
         return [value]
-    place = (what, thread_name())
-    payload = pickle.dumps((place, turn.crowded(), value))
-    framed = len(payload).to_bytes(8, "little") + payload
+    framed = _framed(what, value)
     limit = timeout or process.timeout
     blocks = _gather(process, what, framed[:_BLOCK].ljust(_BLOCK, b"\0"), limit)
     longest = 8 + max(int.from_bytes(block[:8], "little") for block in blocks)
     if longest > _BLOCK:
         blocks = _gather(process, what, framed.ljust(longest, b"\0"), limit)
+    return _values(what, blocks)
+
+
+@in_turn
+def agree_later(what: str, value: object) -> Callable[[], list[Any]]:
+    """``agree`` in two halves: this one sends, and what it returns waits for the others. Each is for all ranks, in one order.
+
+    Args:
+        what: names this meeting, the same on every rank.
+        value: a short one.
+
+    Returns:
+        What gives the values of all ranks, by rank; none where a rank has ended, which the next who needs it will say.
+
+    Raises:
+        RankMismatchError: another rank is at another meeting; from the second half.
+    """
+    process, framed = current(), _framed(what, value)
+    assert len(framed) <= _BLOCK, "longer than one round"
+    process.rounds += 1
+    mine = to_tensor(framed.ljust(_BLOCK, b"\0"))
+    theirs = [torch.empty_like(mine) for _ in range(process.place.world_size)]
+    try:
+        work = dist.all_gather(theirs, mine, group=process.control, async_op=True)
+    except RuntimeError:
+        return list
+
+    def answers() -> list[Any]:
+        try:
+            if not _done(work, process.timeout):
+                return []
+        except RuntimeError:
+            return []
+        blocks = [to_bytes(tensor) for tensor in theirs]
+        if any(int.from_bytes(block[:8], "little") + 8 > _BLOCK for block in blocks):
+            raise RankMismatchError(f"the ranks are at different points of the program: not all are in {what!r}")
+        return _values(what, blocks)
+
+    return answers
+
+
+def _framed(what: str, value: object) -> bytes:
+    payload = pickle.dumps(((what, thread_name()), turn.crowded(), value))
+    return len(payload).to_bytes(8, "little") + payload
+
+
+def _values(what: str, blocks: list[bytearray]) -> list[Any]:
+    place = (what, thread_name())
     messages = [pickle.loads(block[8:]) for block in blocks]
     if any(theirs != place for theirs, _, _ in messages):
         places = "; ".join(f"rank {n} is in {_place(*theirs)}" for n, (theirs, _, _) in enumerate(messages))

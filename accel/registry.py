@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .backwards import backward_patch
 from .clipping import ClipPatch
 from .control import agree
+from .edits import DataPatch
 from .engines import FOREIGN, Engine
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError
 from .handles import ModelHandle, OptimizerHandle, raw
@@ -41,6 +42,7 @@ class Registry:
         self._watched: list[RemovableHandle] = []
         self._clipping = ClipPatch(self)
         self._backward = backward_patch(self._leaf, self._before_backward)
+        self._data = DataPatch(self._data_used)
 
     def add(self, engine: Engine) -> None:
         """Make ``engine`` the one engine of its module."""
@@ -57,8 +59,11 @@ class Registry:
         if engine.watched:
             self._watched = self._watched or [register_optimizer_step_pre_hook(self._before_any_step)]
             self._clipping.install()
-        if _stands_in(engine):
+        if _hears_backwards(engine):
             self._backward.install()
+        engine.drift.watch()
+        if engine.drift.watching:
+            self._data.install()
         weakref.finalize(engine, self._prune).atexit = False
 
     def remove(self, engine: Engine) -> None:
@@ -78,8 +83,10 @@ class Registry:
         if not any(engine.watched for engine in engines):
             _remove(self._watched)
             self._clipping.remove()
-        if not any(_stands_in(engine) for engine in engines):
+        if not any(_hears_backwards(engine) for engine in engines):
             self._backward.remove()
+        if not any(engine.drift.watching for engine in engines):
+            self._data.remove()
 
     # -- look-up --------------------------------------------------------------------------------------------------
 
@@ -202,6 +209,10 @@ class Registry:
                 return engine.leaf(tensor)
         return tensor
 
+    def _data_used(self, tensor: torch.Tensor, alias: torch.Tensor | None) -> None:
+        for engine in self.engines:
+            engine.drift.read(tensor, alias)
+
     def _spread(self) -> list[Engine]:
         return [e for e in self.engines if e.spreads and e.distributed]
 
@@ -230,9 +241,10 @@ class Registry:
             )
 
 
-def _stands_in(engine: Engine) -> bool:
-    """Whether other tensors may stand in the places of its parameters."""
-    return engine.distributed and type(engine).leaf is not Engine.leaf
+def _hears_backwards(engine: Engine) -> bool:
+    """Whether it is told of a backward before it begins, or other tensors may stand in the places of its parameters."""
+    kind = type(engine)
+    return engine.distributed and (kind.leaf is not Engine.leaf or kind.before_backward is not Engine.before_backward)
 
 
 def _concerned(engine: Engine) -> bool:

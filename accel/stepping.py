@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from .drift import DriftGuard
 from .errors import OptimizerError, PrecisionError, RankMismatchError
 from .handles import Owner
 from .precision import LossScale, Precision, gradients_of
@@ -27,6 +28,7 @@ class Stepped(Owner, Protocol):
     process: Process
     precision: Precision
     loss_scale: LossScale
+    drift: DriftGuard
 
     def prepare_step(self, optimizer: Optimizer, *, by_grad_scaler: bool = False, in_closure: bool = False) -> None: ...
 
@@ -84,6 +86,10 @@ class Stepper:
         engine = self._engine()
         if engine is None:
             return None
+        drift = engine.drift
+        drift.steps += 1
+        if drift.steps >= drift.due:
+            drift.judge()
         num_parameters = 0
         for group in optimizer.param_groups:
             num_parameters += len(group["params"])

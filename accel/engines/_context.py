@@ -13,7 +13,13 @@ from ..process import Process
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Base of the backends' options."""
+    """Base of the backends' options.
+
+    Args:
+        drift_check: compare every so many steps what must be equal on all ranks (None: chosen by what it costs, 0: never).
+    """
+
+    drift_check: int | None = None
 
     @final
     def __post_init__(self) -> None:
@@ -22,6 +28,9 @@ class Options:
         Raises:
             BackendError: names the option.
         """
+        every = self.drift_check
+        if every is not None and (type(every) is not int or every < 0):
+            raise BackendError(f"{type(self).__name__}(drift_check={every!r}): expected a number of steps, 0 or None")
         for option in dataclasses.fields(self):
             value = getattr(self, option.name)
             if option.type in (bool, "bool") and type(value) is not bool:

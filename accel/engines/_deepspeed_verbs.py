@@ -50,6 +50,10 @@ class Divided(Engine, ABC):
     def drop_gradients(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> bool:
         """``zero_grad`` of a module with these parameters; False where that is not for fragments."""
 
+    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """None where weights are divided."""
+        return [] if isinstance(self.zero, Sharded) else super().replicas()
+
     def find_unoptimized(self) -> None:
         """Their gradients stay whole, where the weights do."""
         super().find_unoptimized()
@@ -179,6 +183,7 @@ class Divided(Engine, ABC):
         if zero is None or (optimizer is None and not self.weights_divided):
             return super().load_state_dict(optimizer, args, kwargs)
         if optimizer is None:
+            self.compare("load_state_dict of a model that is divided over the ranks", None)
             whole = self.whole_weights(zero, range(len(self.parameters)))
             with zero.whole(whole), self.guards.inside():
                 return self.module.load_state_dict(*args, **kwargs)

@@ -198,6 +198,7 @@ class ReducingEngine(Engine, ABC):
             yield
             return
         self._joining, self._num_joined = True, 0
+        self.drift.pause()
         try:
             with self._ddp.join():
                 yield
@@ -208,6 +209,7 @@ class ReducingEngine(Engine, ABC):
         self.synchronize(source)
         for stepper in self.steppers.values():
             broadcast_state(stepper.optimizer, source, self.process.group)
+        self.drift.restart()
 
     def unsettled(self) -> bool:
         """Whether local gradients exist."""

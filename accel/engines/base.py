@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ..consensus import require_equal
 from ..conversion import Dtypes, restore_dtypes
+from ..drift import DriftGuard
 from ..errors import AccelError, BackendError, OptimizerError
 from ..gradients import BackwardEnd, GradientLog
 from ..handles import ModelHandle, OptimizerHandle, end
@@ -66,6 +67,10 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
     hears_strangers: ClassVar[bool] = False
     #: Gives values to parameters on the meta device by itself, in ``start``.
     materializes: ClassVar[bool] = False
+    #: A step overwrites or spreads what one rank alone wrote to a weight, so that values tell nothing of it later.
+    undoes_writes: ClassVar[bool] = False
+    #: The objects in ``parameters`` are each rank's part of a weight, and every rank does the same with them.
+    divides_weights: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         self.module = module
@@ -92,6 +97,8 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         self._watching = self.reduces and self.distributed and getattr(self.options, "auto_refresh", True)
         self._restructured = self._started = False
         self._ended = ""
+        compared = self.distributed and self.synchronizes
+        self.drift = DriftGuard(self, self.options.drift_check if compared else 0)
         context.process.dependents.add(self)
 
     def read_parameters(self) -> None:
@@ -176,6 +183,7 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         """Let go of everything that uses a process group, because the groups are ended; local."""
         self._ended = reason
         self._restructured = True
+        self.drift.stop()
 
     @final
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -247,9 +255,11 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
             self.methods[id(optimizer)] = Methods(self, optimizer)
         handle = self.optimizer_handles[id(optimizer)] = OptimizerHandle(self, optimizer)
         Slot.put(optimizer, weakref.ref(handle))
+        self.drift.follow(optimizer)
 
     def detach(self, optimizer: Optimizer) -> None:
         """Give the optimizer back to its user."""
+        self.drift.leave(optimizer)
         self.steppers.pop(id(optimizer)).close()
         if methods := self.methods.pop(id(optimizer), None):
             methods.close()
@@ -265,6 +275,15 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
     def step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Step ``optimizer``; its own ``step`` does the same, through its hooks."""
         return optimizer.step(*args, **kwargs)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The raw optimizers, in the order in which they were added."""
+        return [stepper.optimizer for stepper in self.steppers.values()]
+
+    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """The weights that every rank holds whole, and equal before each step. Local."""
+        return list(zip(self.names, self.parameters, strict=True))
 
     @final
     def skips(self, optimizer: Optimizer) -> tuple[bool, int]:
@@ -296,6 +315,8 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         if not in_closure:
             self.before_step(optimizer)
         self.settle_for(optimizer)
+        if self.drift.judged:  # not before all ranks have come as far as this
+            self.drift.begin()
         if self.precision.scaled:
             self.log.accept()
 
@@ -360,6 +381,7 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
                 self.detach(optimizer)
             self.log.close()
             self.backward_end.close()
+            self.drift.stop()
             self.unwrap(optimizers)
             restore_dtypes(self.dtypes, optimizers)
             self.process.dependents.discard(self)

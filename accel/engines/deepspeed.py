@@ -75,7 +75,7 @@ class DeepSpeedEngine(steps.Stepping):
     options_type = DeepSpeed
     requires = {"deepspeed": "deepspeed"}
     reduces = partial_gradients = True
-    hears_steps = True
+    hears_steps = undoes_writes = True
     variants = tuple(DeepSpeed(stage=stage) for stage in (0, 1, 3))
     options: DeepSpeed
 

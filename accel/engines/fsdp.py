@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -73,7 +74,7 @@ class FSDP(Options):
         # The same on every rank, which a function's own text is not.
         wrap = self.wrap if isinstance(self.wrap, tuple) else (self.wrap,)
         names = [getattr(w, "__qualname__", type(w).__name__) for w in wrap]
-        rest = {n: getattr(self, n) for n in self.__slots__ if n != "wrap"}
+        rest = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "wrap"}
         return f"FSDP(wrap={names}, {', '.join(f'{n}={v}' for n, v in rest.items())})"
 
 
@@ -86,7 +87,7 @@ class FSDPEngine(ShardedState, Engine):
     reduces = partial_gradients = True
     logs = False
     hears_strangers = True
-    materializes = True
+    materializes = undoes_writes = divides_weights = True
     options: FSDP
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
@@ -174,6 +175,11 @@ class FSDPEngine(ShardedState, Engine):
         super().check_optimizer(optimizer)
         if self._parts is not None:
             self._parts.rebind(optimizer)
+
+    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """What cannot be cut."""
+        shards = {} if self._parts is None else {id(p.sharded_param) for p in self._parts.sharded.params}
+        return [(name, p) for name, p in super().replicas() if id(p) not in shards]
 
     def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
         """The gathered parameter, which is what forward computes with."""

@@ -206,6 +206,10 @@ class PipelineEngine(Engine):
         away = {id(p) for _, p in self._parts.away} if self._parts is not None else set()
         return only(optimizer, lambda p: id(p) not in away) if away else super().outside_step(optimizer)
 
+    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """None once the stages are apart."""
+        return super().replicas() if self._parts is None else []
+
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse gradients of what lies on other ranks, and a scaler that looked at this stage alone."""
         if self._parts is None:

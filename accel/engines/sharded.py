@@ -59,7 +59,7 @@ class ShardedEngine(Engine):
     requires = {"fairscale": "fairscale"}
     reduces = partial_gradients = True
     hears_steps = True
-    defers = True
+    defers = undoes_writes = True
     options: Sharded
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:

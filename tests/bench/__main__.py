@@ -18,7 +18,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["PYTHONWARNINGS"] = "ignore"
 warnings.filterwarnings("ignore")
 
-from . import checkpoints, costs, fsdp, loops, memory, pipeline, report, scale, settings, sharded, zero  # noqa: E402
+from . import checkpoints, costs, drift, fsdp, loops, memory, pipeline, report, scale, settings, sharded, zero  # noqa: E402
 from .section import Section  # noqa: E402
 
 SECTIONS = {
@@ -28,6 +28,7 @@ SECTIONS = {
         loops.DDP,
         settings.SECTION,
         costs.SECTION,
+        drift.SECTION,
         fsdp.SECTION,
         sharded.SECTION,
         zero.SECTION,
