@@ -6,8 +6,10 @@ import contextlib
 import copy
 import gc
 import pickle
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 from torch import nn
 
 import accel
+from accel.control import agree
 from accel.drift import digest, sums
 from accel.engines import ENGINES
 from accel.process import current
@@ -325,7 +328,22 @@ def accumulate(model: Any, optimizer: Any) -> Iterator[None]:
         accel.clip_grad_norm_(model, 1.0)
 
 
+def go_back(model: Any, optimizer: Any) -> Iterator[None]:
+    yield
+    directory = agree("a directory", tempfile.mkdtemp() if accel.is_main() else "")[0]
+    state = {"model": model, "optimizer": optimizer}
+    accel.save(state, directory)
+    yield
+    accel.load(directory, state)
+    accel.barrier()
+    if accel.is_main():
+        shutil.rmtree(directory)
+    while True:
+        yield
+
+
 PROGRAMS = [
+    go_back,
     schedule,
     clamp,
     average_weights,
