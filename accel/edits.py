@@ -16,17 +16,27 @@ _DATA: Final[Any] = torch.Tensor.data
 
 @final
 class DataPatch:
-    """The attribute in its place; ``listener`` hears of each use: the tensor, and what reading gave, or None for setting."""
+    """The attribute in its place.
 
-    def __init__(self, listener: Callable[[torch.Tensor, torch.Tensor | None], None]) -> None:
+    Args:
+        listener: hears of each use: the tensor, and what reading gave, or None for setting.
+        take: is given a tensor and the value to set first, and says whether it has taken it.
+    """
+
+    def __init__(
+        self,
+        listener: Callable[[torch.Tensor, torch.Tensor | None], None],
+        take: Callable[[torch.Tensor, torch.Tensor], bool],
+    ) -> None:
         self._listener = listener
+        self._take = take
         self._own: property | None = None
 
     def install(self) -> None:
         """Put it there; again is no second time, and what another library has put there stays."""
         if self._own is not None or "data" in vars(torch.Tensor):
             return
-        listener = self._listener
+        listener, take = self._listener, self._take
 
         def get(tensor: torch.Tensor) -> torch.Tensor:
             alias: torch.Tensor = _DATA.__get__(tensor)
@@ -36,7 +46,8 @@ class DataPatch:
         def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
             # Conversions that change nothing (`model.to(device)`) put back what they have read.
             changed = not (_plain(value) and _plain(tensor) and value.data_ptr() == tensor.data_ptr())
-            _DATA.__set__(tensor, value)
+            if not take(tensor, value):
+                _DATA.__set__(tensor, value)
             if changed:
                 listener(tensor, None)
 

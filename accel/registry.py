@@ -42,7 +42,7 @@ class Registry:
         self._watched: list[RemovableHandle] = []
         self._clipping = ClipPatch(self)
         self._backward = backward_patch(self._leaf, self._before_backward)
-        self._data = DataPatch(self._data_used)
+        self._data = DataPatch(self._data_used, self._data_set)
 
     def add(self, engine: Engine) -> None:
         """Make ``engine`` the one engine of its module."""
@@ -62,7 +62,7 @@ class Registry:
         if _hears_backwards(engine):
             self._backward.install()
         engine.drift.watch()
-        if engine.drift.watching:
+        if _hears_of_data(engine):
             self._data.install()
         weakref.finalize(engine, self._prune).atexit = False
 
@@ -85,7 +85,7 @@ class Registry:
             self._clipping.remove()
         if not any(_hears_backwards(engine) for engine in engines):
             self._backward.remove()
-        if not any(engine.drift.watching for engine in engines):
+        if not any(_hears_of_data(engine) for engine in engines):
             self._data.remove()
 
     # -- look-up --------------------------------------------------------------------------------------------------
@@ -213,6 +213,9 @@ class Registry:
         for engine in self.engines:
             engine.drift.read(tensor, alias)
 
+    def _data_set(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
+        return any(engine.set_data(tensor, value) for engine in self.engines if id(tensor) in engine.known)
+
     def _spread(self) -> list[Engine]:
         return [e for e in self.engines if e.spreads and e.distributed]
 
@@ -245,6 +248,10 @@ def _hears_backwards(engine: Engine) -> bool:
     """Whether it is told of a backward before it begins, or other tensors may stand in the places of its parameters."""
     kind = type(engine)
     return engine.distributed and (kind.leaf is not Engine.leaf or kind.before_backward is not Engine.before_backward)
+
+
+def _hears_of_data(engine: Engine) -> bool:
+    return engine.drift.watching or (engine.distributed and type(engine).set_data is not Engine.set_data)
 
 
 def _concerned(engine: Engine) -> bool:

@@ -14,9 +14,11 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 
-from . import _fsdp_data, _fsdp_numbers
+from ..errors import BackendError
+from . import _fsdp_numbers
 from ._fsdp_order import has_gradient, watch
 from ._fsdp_standin import Gathered
 from ._order import Order
@@ -76,7 +78,7 @@ class ShardedModule:
         self.params = [p for g in self.groups for p in g.fsdp_params]
         for param in self.params:
             _prepare(param, self._group.size(), self._device)
-        _fsdp_data.watch(self, self.params)
+        self._by_shard = {id(param.sharded_param): param for param in self.params}
         self.order = Order()
         for number, group in enumerate(self.groups):
             watch(self.order, number, group)
@@ -153,6 +155,24 @@ class ShardedModule:
             self.module.reset_iter_state()
             self.order.drop()
 
+    def set_data(self, tensor: Any, value: torch.Tensor) -> bool:
+        """``p.data = values`` of a shard, which DTensor would keep in its outer shell, where nothing uses them. Local."""
+        param = self._by_shard.get(id(tensor))
+        if param is None or param.sharded_param is not tensor:
+            return False
+        if not isinstance(value, DTensor) or value._spec != tensor._spec or value.dtype is not tensor.dtype:
+            raise BackendError(
+                f"p.data = ... of a parameter of shape {tuple(tensor.shape)} that is divided over the ranks: expected a DTensor "
+                "of the same shape, dtype and placements, as p.data.clone() is, found a "
+                f"{type(value).__name__} of {tuple(value.shape)} and {value.dtype}; set whole weights by load_state_dict(full) "
+                "of the model's handle"
+            )
+        if param.sharded_state is not ShardedState.SHARDED:
+            raise BackendError("p.data = ... between a forward and its backward: set weights after the backward")
+        tensor._local_tensor = value._local_tensor.detach()
+        param.reset_sharded_param()
+        return True
+
     # -- the way back ---------------------------------------------------------------------------------------------
 
     def let_go(self) -> None:
@@ -165,7 +185,6 @@ class ShardedModule:
     def undo(self) -> None:
         """Make the modules plain again; whoever calls puts parameters in the shards' places. Local."""
         _fsdp_numbers.release(self._mesh)
-        _fsdp_data.release(self.params)
         for hook in self._hooks:
             hook.remove()
         for child in self._modules:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -27,6 +28,10 @@ class StateVerbs:
     def copy(self, memo: dict[int, Any]) -> nn.Module:
         """A raw copy, for ``copy.deepcopy(handle)``. Local."""
         return copy.deepcopy(self.module, memo)
+
+    def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
+        """Take what the loop assigns to ``parameter.data``, where torch would put it in a wrong place; False if not. Local."""
+        return False
 
     def state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The handle's ``state_dict()``. Local; raises where this rank does not hold it all."""

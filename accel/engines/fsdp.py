@@ -181,6 +181,10 @@ class FSDPEngine(ShardedState, Engine):
         shards = {} if self._parts is None else {id(p.sharded_param) for p in self._parts.sharded.params}
         return [(name, p) for name, p in super().replicas() if id(p) not in shards]
 
+    def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
+        """Shards take values of their own form."""
+        return self._parts is not None and self._parts.sharded.set_data(parameter, value)
+
     def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
         """The gathered parameter, which is what forward computes with."""
         return parameter if self._parts is None else self._parts.leaf(parameter)
