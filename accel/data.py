@@ -216,8 +216,8 @@ class LoaderHandle:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise LoaderError(
-            "a LoaderHandle cannot be pickled or copied: it belongs to this process. Save its state_dict(), or take the "
-            "raw DataLoader (copy.deepcopy(handle) is a copy of it)"
+            "a LoaderHandle cannot be pickled, nor copied by copy.copy: it belongs to this process. Pickle its state_dict(), "
+            "which is the position, or copy.deepcopy(handle), which is a plain DataLoader"
         )
 
 

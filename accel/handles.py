@@ -47,8 +47,17 @@ _TORCH_NAMES = frozenset(vars(nn.Module))
 
 
 def _no_pickle(handle: object) -> AccelError:
-    kind = type(handle).__name__
-    return AccelError(f"a {kind} cannot be pickled: pickle its state_dict(), or the raw object (accel.unwrap(model))")
+    """What to do instead works with every engine."""
+    model = isinstance(handle, ModelHandle)
+    kind, what, verb = (
+        ("a ModelHandle", "model", "returns") if model else ("an OptimizerHandle", "optimizer", "gives back")
+    )
+    if _get(handle, "_accel_engine") is None:
+        return AccelError(f"{kind} cannot be pickled: its engine was torn down, pickle the raw {what}")
+    return AccelError(
+        f"{kind} cannot be pickled: pickle what accel.full_state_dict({what}) returns, which every rank calls, or the raw {what} "
+        f"that accel.teardown(model) {verb}; accel.save writes a checkpoint"
+    )
 
 
 class ModelHandle(nn.Module):

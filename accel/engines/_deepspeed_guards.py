@@ -6,7 +6,7 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, final
+from typing import Any, Final, Protocol, final
 
 import torch
 from torch import nn
@@ -14,7 +14,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import AccelError
+from ._copies import allow_copies, copies_refused
 from ._deepspeed_coordinator import Method
+
+#: What stands in the place of a raw object's own.
+_OWN: Final = ("zero_grad", "__deepcopy__", "__getstate__")
 
 
 class Guarded(Protocol):
@@ -39,13 +43,15 @@ class Guards:
         self._hooks: list[RemovableHandle] = []
         self._module: nn.Module | None = None
         self._optimizers: dict[int, list[RemovableHandle]] = {}
-        self._inside = False
+        self._inside = self._copying = False
 
     def module(self, module: nn.Module) -> None:
         """Guard the raw module."""
         self._module = module
-        vars(module)["__deepcopy__"] = Method(_deepcopy(self._engine), module)
         for child in module.modules():
+            if any(True for _ in child.parameters()):
+                vars(child)["__deepcopy__"] = Method(self._deepcopy(), child)
+                vars(child)["__getstate__"] = Method(self._getstate(), child)
             vars(child)["zero_grad"] = Method(_module_zero_grad(self._engine), child)
             self._hooks.append(child.register_state_dict_pre_hook(lambda *_: self._refuse_module("state_dict")))
             self._hooks.append(
@@ -89,7 +95,8 @@ class Guards:
         """Unguard an optimizer."""
         for hook in self._optimizers.pop(id(optimizer), ()):
             hook.remove()
-        vars(optimizer).pop("zero_grad", None)
+        allow_copies(optimizer)
+        _drop(optimizer)
 
     def close(self) -> None:
         """Unguard the module."""
@@ -97,10 +104,54 @@ class Guards:
             hook.remove()
         self._hooks.clear()
         if self._module is not None:
-            vars(self._module).pop("__deepcopy__", None)
             for child in self._module.modules():
-                vars(child).pop("zero_grad", None)
+                _drop(child)
             self._module = None
+
+    def _deepcopy(self) -> Callable[..., Any]:
+        reference = weakref.ref(self)
+
+        def deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
+            guards = reference()
+            if guards is None or (guards._divided and not guards._inside):
+                raise AccelError(copies_refused(module))
+            own, before = vars(module).pop("__deepcopy__"), guards._copying
+            guards._copying = True
+            try:
+                return copy.deepcopy(module, memo)
+            finally:
+                guards._copying = before
+                vars(module)["__deepcopy__"] = own
+
+        return deepcopy
+
+    def _getstate(self) -> Callable[..., Any]:
+        """Of a whole module a copy without the guards, and no pickle: what the library adds to parameters has none."""
+        reference = weakref.ref(self)
+
+        def getstate(module: nn.Module) -> Any:
+            guards = reference()
+            if guards is None or not guards._copying:
+                raise AccelError(
+                    f"a {type(module).__name__} cannot be pickled while DeepSpeed works on its weights: pickle what "
+                    "accel.full_state_dict(model) returns, which every rank calls, or the module that accel.teardown(model) "
+                    "returns; accel.save writes a checkpoint"
+                )
+            state = type(module).__getstate__(module) if hasattr(type(module), "__getstate__") else vars(module)
+            return {k: v for k, v in state.items() if k not in _OWN} if isinstance(state, dict) else state
+
+        return getstate
+
+    @property
+    def _divided(self) -> bool:
+        engine = self._engine()
+        return engine is not None and engine.weights_divided
+
+
+def _drop(guarded: nn.Module | Optimizer) -> None:
+    for name in _OWN:
+        if isinstance(vars(guarded).get(name), Method):
+            del vars(guarded)[name]
 
 
 def _module_zero_grad(reference: weakref.ref[Guarded]) -> Callable[..., None]:
@@ -140,20 +191,3 @@ def call_zero_grad(
         if probe is not None and not had:
             probe.grad = None
         return out, dropped
-
-
-def _deepcopy(reference: weakref.ref[Guarded]) -> Callable[..., Any]:
-    def deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
-        engine = reference()
-        if engine is not None and engine.module is module and engine.weights_divided:
-            raise AccelError(
-                "a module whose weights are divided over the ranks cannot be copied: build another one and load "
-                "accel.full_state_dict(model) into it"
-            )
-        own: dict[str, Any] = {k: vars(module).pop(k) for k in ("zero_grad", "__deepcopy__") if k in vars(module)}
-        try:
-            return copy.deepcopy(module, memo)
-        finally:
-            vars(module).update(own)
-
-    return deepcopy

@@ -16,6 +16,7 @@ from .. import shard
 from ..errors import AccelError, BackendError
 from ..flat import broadcast_
 from ..shard import Manifest, Shard
+from ._copies import allow_copies, refuse_copies
 from ._fsdp_shards import LocalShards
 from ._state import StateVerbs
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @final
 class Guard:
-    """Refuses the ``state_dict()`` of raw modules and optimizers, which would hold this rank's part and look whole."""
+    """Refuses ``state_dict()``, copies and pickles of raw modules and optimizers, which would look whole."""
 
     def __init__(self) -> None:
         self._open = False
@@ -34,11 +35,14 @@ class Guard:
     def watch(self, raw: nn.Module | Optimizer) -> None:
         """Refuse from now on."""
         self._hooks[id(raw)] = raw.register_state_dict_pre_hook(self.refuse)
+        if isinstance(raw, Optimizer) or any(True for _ in raw.parameters()):
+            refuse_copies(raw)
 
     def release(self, raw: nn.Module | Optimizer) -> None:
         """Refuse no more."""
         if (hook := self._hooks.pop(id(raw), None)) is not None:
             hook.remove()
+            allow_copies(raw)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -63,15 +67,6 @@ class ShardedState(StateVerbs):
 
     _parts: Conversion | None
     guard: Guard
-
-    def copy(self, memo: dict[int, Any]) -> nn.Module:
-        """Refused where shards are: a copy needs every rank."""
-        if self._parts is not None:
-            raise BackendError(
-                f"copy.deepcopy of a sharded {type(self.module).__name__}: this rank holds a part of it only; build another "
-                "module and load accel.full_state_dict(model), which every rank calls, into it"
-            )
-        return super().copy(memo)
 
     def state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Refused where shards are."""

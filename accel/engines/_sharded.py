@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from ..control import agree
 from ..errors import OptimizerError
 from ..shard import is_sharded
 from ..slot import Slot
+from ._copies import allow_copies, refuse_copies
 from ._exchange import broadcast_from_owners
 
 #: What is known of a gradient, in the order in which one rank's knowledge outranks another's.
@@ -147,8 +147,7 @@ class SplitState:
         self._owners = owners
         self._whole = False
         self._optimizer = weakref.ref(optimizer)
-        # Of the instance: `copy` and `pickle` ask an object for its state by this name.
-        vars(optimizer)["__getstate__"] = functools.partial(_refuse_copies, type(optimizer).__name__)
+        refuse_copies(optimizer)
         self._hooks = [
             optimizer.register_state_dict_pre_hook(self._refuse),
             optimizer.register_load_state_dict_pre_hook(self._keep_own),
@@ -159,7 +158,7 @@ class SplitState:
         for hook in self._hooks:
             hook.remove()
         if (optimizer := self._optimizer()) is not None:
-            vars(optimizer).pop("__getstate__", None)
+            allow_copies(optimizer)
 
     def drop(self, optimizer: Optimizer) -> None:
         """Let go of the state of other ranks' parameters."""
@@ -200,13 +199,6 @@ class SplitState:
         # Where the numbers of parameters differ, torch's own check raises.
         mine = {number for number, own in zip(numbers, owned, strict=False) if own}
         return {**full, "state": {k: v for k, v in full["state"].items() if not isinstance(k, int) or k in mine}}
-
-
-def _refuse_copies(kind: str) -> NoReturn:
-    raise OptimizerError(
-        f"this rank has only its own part of the state of {kind}, so that a copy or pickle would miss the rest: copy it after "
-        "accel.teardown, or use accel.full_state_dict(optimizer) on every rank, or accel.save"
-    )
 
 
 def gather_state(optimizer: Optimizer, owners: Owners, rank: int, group: dist.ProcessGroup | None) -> None:

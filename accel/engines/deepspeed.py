@@ -20,6 +20,7 @@ from ..footprint import Footprint, MemoryUse
 from ..process import Process
 from . import _deepspeed_config as configuration
 from . import _deepspeed_steps as steps
+from ._copies import refuse_copies
 from ._deepspeed_flat import Flat
 from ._deepspeed_guards import call_zero_grad
 from ._deepspeed_library import forget_groups
@@ -129,6 +130,7 @@ class DeepSpeedEngine(steps.Stepping):
             self.find_unoptimized()
         for optimizer in optimizers if self.zero is not None else ():
             self.take_over(optimizer, {i: optimizer.state.pop(self.parameters[i], {}) for i in self.indices(optimizer)})
+            refuse_copies(optimizer)
 
     def _divide(self) -> None:
         masters = configuration.masters(self._config)

@@ -19,6 +19,7 @@ from ..optimizer_methods import only
 from ..process import Process
 from ..shard import Manifest, Shard
 from ..trees import map_tensors
+from ._copies import allow_copies, refuse_copies
 from ._pipeline_balance import Balance, balanced, count_stages, listed, predicted, split, times_of
 from ._pipeline_channel import Channel
 from ._pipeline_checks import batchnorms_of, check_balance, check_forward, check_layers, check_sequential
@@ -190,12 +191,14 @@ class PipelineEngine(Engine):
         if self.distributed:
             guard = Whole()
             self._guards[id(optimizer)] = (guard, optimizer.register_state_dict_pre_hook(guard))
+            refuse_copies(optimizer)
 
     def detach(self, optimizer: Optimizer) -> None:
         """Give the optimizer back to its user."""
         super().detach(optimizer)
         if self.distributed:
             self._guards.pop(id(optimizer))[1].remove()
+            allow_copies(optimizer)
 
     def steps_part(self, optimizer: Optimizer) -> bool:
         """Its stage."""
