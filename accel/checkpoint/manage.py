@@ -133,6 +133,4 @@ def _link_files(src: str, dst: str, one: Record, present: set[str]) -> None:
             try:
                 os.link(source, target)
             except OSError as error:
-                raise CheckpointError(
-                    f"{explain(error)}; both must be on one file system that has links"
-                ) from error
+                raise CheckpointError(f"{explain(error)}; both must be on one file system that has links") from error

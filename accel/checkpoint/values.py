@@ -159,7 +159,7 @@ class Encoder:
                 "numpy.asarray(value), and what it has beside as values of their own"
             )
         tagged: dict[str, Json] = {TAG: "numpy" if scalar else "ndarray", "dtype": value.dtype.str}
-        data = value.tobytes()
+        data = value.tobytes()[: value.nbytes]  # numpy gives an empty text one character
         if not scalar:
             tagged["shape"] = list(value.shape)
         if self._keep is not None and len(data) > INLINE_BYTES:
