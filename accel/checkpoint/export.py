@@ -44,8 +44,8 @@ def export(
     """Write a model of the checkpoint ``dir`` as ``out/model.safetensors``, or in parts with ``model.safetensors.index.json``.
 
     That is what transformers and vLLM load, and with ``library="diffusers"`` it has the names that diffusers loads
-    (``diffusion_pytorch_model.safetensors``); a ``config.json`` of theirs belongs beside it. Tied weights are there once, under
-    the first of their names. Needs no process group; on several ranks rank 0 writes, and all wait and see its error.
+    (``diffusion_pytorch_model.safetensors``); a ``config.json`` of theirs belongs beside it. Tied weights are there once,
+    under the first of their names. Needs no process group; on several ranks rank 0 writes, and all wait and see its error.
 
     Args:
         dir: a checkpoint.

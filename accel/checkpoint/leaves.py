@@ -83,7 +83,8 @@ class Leaf(ABC):
         """The ranges that this rank needs, each with the name of the saved tensor (without ``name``)."""
         return []
 
-    def encoded(self, node: Mapping[str, Json]) -> list[Json]:
+    @classmethod
+    def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
         """The values in a saved node that ``fill`` decodes."""
         return []
 
@@ -127,7 +128,8 @@ class StatefulLeaf(Leaf):
     def value(self, encoder: Encoder) -> dict[str, Json]:
         return {"state": encoder.encode(self.value_object.state_dict(), f"{self.path}.state_dict()")}
 
-    def encoded(self, node: Mapping[str, Json]) -> list[Json]:
+    @classmethod
+    def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
         return [node["state"]]
 
     def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:

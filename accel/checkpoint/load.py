@@ -48,7 +48,8 @@ def load(
 
     Args:
         dir: the checkpoint's directory; or one with ``model.safetensors``, or with ``model.safetensors.index.json`` and the
-            shards that it names, as ``export`` and other libraries write them. That has no checksums, and ``state`` then
+            shards that it names, as ``export`` and other libraries write them (diffusers with the stem
+            ``diffusion_pytorch_model``). That has no checksums, and ``state`` then
             holds one model, which is filled.
         state: as for ``save``: handles, modules, optimizers, objects with a state dict and tensors are filled in place, plain
             values in its dicts are replaced. What the checkpoint has beside is left alone. None: only the plain values are

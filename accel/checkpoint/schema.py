@@ -22,8 +22,6 @@ from .values import DEPTH, TAG, Decoder, Json
 _LEAVES: Final[dict[str, type[Leaf]]] = {
     leaf.kind: leaf for leaf in (ModuleLeaf, OptimizerLeaf, StatefulLeaf, TensorLeaf, RankLeaf)
 }
-#: Of what a leaf's node has: what the user's objects gave, which is encoded.
-_ENCODED: Final = ("extra", "state", "groups")
 
 
 def check(record: Record, source: str) -> set[int]:
@@ -84,8 +82,7 @@ class _Check:
         kind.check(node)
         if type(node.get("name", "")) is not str:
             raise ValueError(f"the name of a {kind.kind} is no string")
-        for key in _ENCODED:
-            if key in node:
-                self._decoder.decode(node[key])
+        for value in kind.encoded(node):
+            self._decoder.decode(value)
         if kind is RankLeaf and not all(node["name"] in own for own in self._record.ranks):
             raise ValueError(f"the values of a rank lack {node['name']!r}")

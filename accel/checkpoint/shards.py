@@ -218,7 +218,7 @@ def write(directory: str, name: str, sources: Sequence[Source]) -> Written:
 def _stream_source(stream: _Stream, source: Source) -> None:
     for piece in pieces(source.tensor, source.offset, source.offset + source.entry.count):
         stream.add(memory(piece))
-        if piece.untyped_storage().data_ptr() != source.tensor.untyped_storage().data_ptr():
+        if is_lazy(source.tensor) or piece.untyped_storage().data_ptr() != source.tensor.untyped_storage().data_ptr():
             stream.flush()  # a copy, of which there shall be one at a time
 
 

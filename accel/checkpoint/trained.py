@@ -78,7 +78,8 @@ class ModuleLeaf(Leaf):
         whole = {f"{self._prefix}{name}": value for name, value in manifest.items()}
         return [(s.name, s) for s in self._parts(engine.slots(None, whole))]
 
-    def encoded(self, node: Mapping[str, Json]) -> list[Json]:
+    @classmethod
+    def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
         return [node["extra"]]
 
     def tied(self) -> dict[str, list[str]]:
@@ -233,7 +234,8 @@ class OptimizerLeaf(Leaf):
             slots = shard.optimizer_slots(self.optimizer, self._names, mine)
         return [(saved_names[s.name], s) for s in slots]
 
-    def encoded(self, node: Mapping[str, Json]) -> list[Json]:
+    @classmethod
+    def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
         return [*node["groups"], *node["state"].values()]
 
     def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:

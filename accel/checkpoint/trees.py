@@ -167,9 +167,10 @@ def _take_name(paths: dict[str, str], name: str, path: str) -> None:
 
 
 def _as_dict(parts: dict[Any, Json], encoder: Encoder, path: str) -> Json:
+    keys = encoder.keys(parts, path)
     if all(type(key) is str for key in parts) and TAG not in parts:
         return parts
-    return {TAG: "dict", "items": [list(pair) for pair in zip(encoder.keys(parts, path), parts.values(), strict=True)]}
+    return {TAG: "dict", "items": [list(pair) for pair in zip(keys, parts.values(), strict=True)]}
 
 
 def _objects(value: Any, depth: int = 0) -> Iterator[Any]:

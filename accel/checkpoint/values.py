@@ -159,7 +159,7 @@ class Encoder:
                 "numpy.asarray(value), and what it has beside as values of their own"
             )
         tagged: dict[str, Json] = {TAG: "numpy" if scalar else "ndarray", "dtype": value.dtype.str}
-        data = value.tobytes()
+        data = value.tobytes()[: value.nbytes]  # numpy gives an empty text one character
         if not scalar:
             tagged["shape"] = list(value.shape)
         if self._keep is not None and len(data) > INLINE_BYTES:
@@ -303,10 +303,10 @@ class Decoder:
         if not _NUMPY.fullmatch(_of(str, data, "dtype")):  # numpy would evaluate some of what it does not know
             raise ValueError(f"numpy dtype {data['dtype']!r}")
         kind: Any = numpy.dtype(data["dtype"])
-        if kind.itemsize == 0:  # of an empty text, whose bytes are those of one character
-            kind = numpy.dtype(f"{data['dtype'][:2]}1")
         shape = () if scalar else _shape(data)
         content = b"" if kept is not None else _bytes(data)
+        if kind.itemsize == 0 and content:  # accel 0.1.0 wrote an empty text with the bytes of one character
+            kind = numpy.dtype(f"{data['dtype'][:2]}1")
         if math.prod(shape) * kind.itemsize != (len(content) if kept is None else kept.nbytes):
             raise ValueError("an array whose shape does not fit its bytes")
         if kept is not None:

@@ -158,7 +158,7 @@ def read_weights(directory: str) -> tuple[list[tuple[Plain, dict[str, Entry]]], 
     names = present(directory)
     if len(names) > 1:
         raise CheckpointError(
-            f"{directory} has {' and '.join(names)}, of which libraries take different ones: remove all but one"
+            f"{directory} has {' and '.join(names)}, of which libraries take different ones: remove the one that is out of date"
         )
     if names[0].endswith(".safetensors"):
         plain, entries, own = _read_file(directory, names[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import xxhash
 from torch import nn
 
 import accel
+from accel.cli import main
 from accel.errors import CheckpointError
 from tests.distributed import run
 
@@ -175,6 +177,62 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(CheckpointError, match="expected"):
                 call(path)  # type: ignore[arg-type]
     assert os.listdir(tmp_path) == ["home"]
+
+
+URLS = [
+    "s3://bucket/run",
+    "gs://b",
+    "HDFS://host:8020/x",
+    "memory://x",
+    "simplecache::s3://b/x",
+    "file:///tmp/run",
+    Path("s3://b/x"),
+]
+
+
+@pytest.mark.parametrize("url", URLS, ids=str)
+def test_a_url_is_no_directory(
+    url: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Everywhere where a directory is named; nothing is made, and a file's URL is told its path."""
+    monkeypatch.chdir(tmp_path)
+    accel.save({"m": nn.Linear(2, 2)}, "c")
+
+    def deferred() -> None:
+        with accel.deferred_init(weights=url):
+            pass
+
+    calls: list[Callable[[], Any]] = [
+        lambda: accel.save({"a": 1}, url),
+        lambda: accel.save({"a": 1}, url, wait=False),
+        lambda: accel.load(url),
+        lambda: accel.load(url, {"a": 1}),
+        lambda: accel.verify(url),
+        lambda: accel.latest(url),
+        lambda: accel.link(url, "d"),
+        lambda: accel.link("c", url),
+        lambda: accel.export(url, "d"),
+        lambda: accel.export("c", url),
+        lambda: accel.import_checkpoint(url, "d"),
+        lambda: accel.import_checkpoint("c", url),
+        lambda: accel.memory_report(nn.Linear(2, 2)).save_plot(url),
+        deferred,
+    ]
+    hint = "'/tmp/run'" if str(url).startswith("file") else "mount the bucket"
+    for call in calls:
+        with pytest.raises(accel.AccelError, match=rf"is a URL, and accel .*{hint}"):
+            call()
+    for command in (["verify", url], ["export", url, "d"], ["convert", url, "d"], ["diff", "c", url], ["inspect", url]):
+        assert main([str(part) for part in command]) == 1
+        assert "is a URL" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_directory_whose_name_looks_like_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("./s3:/bucket", "run:1", "a b/c:d/e", "C:x"):
+        accel.save({"a": name}, name)
+        assert accel.load(name) == {"a": name}
 
 
 def test_a_newer_version_is_not_replaced(tmp_path: Path) -> None:

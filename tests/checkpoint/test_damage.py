@@ -7,10 +7,12 @@ import os
 import random
 import re
 import shutil
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -159,6 +161,49 @@ CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "state of nobody": lambda b: b["values"]["opt"]["state"].update(nobody={}),
     "state is a list": lambda b: b["values"]["opt"].update(state=[]),
 }
+
+
+#: Changes to what the load below does not ask for, which no byte of the files betrays.
+NONSENSE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "bytes that are none": lambda b: b["values"].update(other={"!": "bytes", "data": "*"}),
+    "a set of lists": lambda b: b["values"]["s"].update(other={"!": "set", "items": [[1], [2]]}),
+    "a key twice": lambda b: b["values"].update(other={"!": "dict", "items": [[1, 2], [1, 3]]}),
+    "an infinite number": lambda b: json.dumps(b).replace('"n": 1.0', '"n": 1e999'),
+    "a tensor without a name": lambda b: b["values"].update(x={"!": "tensor", "name": 5}),
+    "one tensor for two values": lambda b: b["values"].update(y=b["values"]["kept"]),
+    "a value that is a model's tensor": lambda b: b["values"]["kept"].update(items=[{"!": "tensor", "name": "~9"}]),
+    "an array of another size": lambda b: array(b).update(shape=[7]),
+    "an object in a set": lambda b: b["values"].update(other={"!": "set", "items": [{"!": "module", "extra": {}}]}),
+    "a module without its values": lambda b: b["values"]["net"].pop("extra"),
+    "values of a rank": lambda b: b.update(ranks=[{}]),
+    "a rank too many": lambda b: b["ranks"].append({"rng": {}}),
+    "no rank": lambda b: b.update(world_size=0, ranks=[]),
+    "state of a rank": lambda b: b["ranks"][0].update(rng={"!": "int", "value": "x"}),
+    "objects nested too deeply": lambda b: b["values"].update(other=nested(b["values"]["net"], 200)),
+}
+
+
+def array(body: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = body["values"]["kept"]["items"][0][0]
+    assert found["!"] == "ndarray"
+    return found
+
+
+def nested(inner: Any, levels: int) -> Any:
+    for _ in range(levels):
+        inner = [inner]
+    return inner
+
+
+@pytest.mark.parametrize("how", NONSENSE)
+def test_a_record_of_nonsense_is_refused_by_load_and_verify(how: str, tmp_path: Path) -> None:
+    state = {**make_state(1.0), "kept": deque([numpy.ones(500)]), "rng": accel.rng_state()}
+    accel.save(state, tmp_path / "c")
+    accel.verify(tmp_path / "c")
+    rewrite(tmp_path / "c", NONSENSE[how])
+    for read in (accel.load, accel.verify, lambda path: accel.load(path, {"n": 0})):
+        with pytest.raises(CheckpointError, match=r"accel\.json"):
+            read(tmp_path / "c")
 
 
 @pytest.mark.parametrize("how", CRAFTED)

@@ -283,11 +283,101 @@ def test_transformers_loads_it(tmp_path: Path, size: str, monkeypatch: pytest.Mo
     assert torch.equal(again(tokens).logits, model(tokens).logits)
 
 
+@pytest.mark.parametrize("size", ["50GB", 200])
+def test_the_names_of_diffusers(tmp_path: Path, size: int | str) -> None:
+    """The files are those that its ``from_pretrained`` looks for, and what it writes loads, also without memory first."""
+    directory, model = saved(tmp_path / "c")
+    out = tmp_path / "unet"
+    accel.export(directory, out, max_shard_size=size, library="diffusers")
+    names = sorted(n for n in os.listdir(out) if not n.startswith("."))
+    if size == 200:
+        index = json.loads((out / "diffusion_pytorch_model.safetensors.index.json").read_text())
+        parts = sorted(set(index["weight_map"].values()))
+        assert parts == [f"diffusion_pytorch_model-{i + 1:05d}-of-00002.safetensors" for i in range(2)]
+        assert names == sorted([*parts, "diffusion_pytorch_model.safetensors.index.json"])
+    else:
+        assert names == ["diffusion_pytorch_model.safetensors"]
+        assert "embed.weight" in load_file(out / names[0])
+    assert equal(accel.load(out, {"model": Tied()})["model"], model)
+    with accel.deferred_init(weights=out):
+        deferred = Tied()
+    accel.setup(deferred, backend="single")
+    assert equal(deferred, model)
+
+
+def test_names_of_two_libraries(tmp_path: Path) -> None:
+    """One directory never has both; a pipeline's directory names its components."""
+    directory, _ = saved(tmp_path / "c")
+    out = tmp_path / "pipeline" / "unet"
+    accel.export(directory, out, max_shard_size=200)
+    with pytest.raises(CheckpointError, match="has weights already"):
+        accel.export(directory, out, library="diffusers")
+    accel.export(directory, out, library="diffusers", overwrite=True)
+    assert [n for n in os.listdir(out) if not n.startswith(".")] == ["diffusion_pytorch_model.safetensors"]
+    shutil.copytree(out, tmp_path / "pipeline" / "vae")
+    (tmp_path / "pipeline" / "model_index.json").write_text("{}")
+    for call in (
+        lambda path: accel.load(path, {"model": Tied()}),
+        lambda path: accel.import_checkpoint(path, tmp_path / "i"),
+    ):
+        with pytest.raises(CheckpointError, match=r"no weights itself, but in its directories unet, vae, .*name one"):
+            call(tmp_path / "pipeline")
+    shutil.copy(out / "diffusion_pytorch_model.safetensors", out / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"has model.safetensors and diffusion_pytorch_model.safetensors, .* remove"
+    ):
+        accel.load(out, {"model": Tied()})
+    with pytest.raises(CheckpointError, match="library='flax': expected 'transformers' or 'diffusers'"):
+        accel.export(directory, tmp_path / "x", library="flax")  # type: ignore[arg-type]
+
+
+def test_a_component_in_a_hub_cache(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    component = tmp_path / "snapshots" / "abc" / "unet"
+    component.mkdir(parents=True)
+    source = nn.Linear(2, 2)
+    save_file(dict(source.state_dict()), tmp_path / "blobs" / "0123")
+    (component / "diffusion_pytorch_model.safetensors").symlink_to("../../../blobs/0123")
+    assert equal(accel.load(component, {"model": nn.Linear(2, 2)})["model"], source)
+
+
+def test_a_name_that_these_files_cannot_hold(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_parameter("__metadata__", nn.Parameter(torch.ones(2)))
+    accel.save({"model": model}, tmp_path / "c")
+    with pytest.raises(CheckpointError, match="model/__metadata__ is no name"):
+        accel.export(tmp_path / "c", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("size", ["50GB", "200KB"])
+def test_diffusers_loads_it(tmp_path: Path, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    diffusers = pytest.importorskip("diffusers")
+
+    def build(seed: int) -> Any:
+        torch.manual_seed(seed)
+        blocks = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
+        return diffusers.UNet2DModel(8, 1, 1, layers_per_block=1, block_out_channels=(32, 32), **blocks)
+
+    model = build(0)
+    accel.save({"unet": model}, tmp_path / "c")
+    accel.export(tmp_path / "c", tmp_path / "unet", max_shard_size=size, library="diffusers")
+    model.save_config(tmp_path / "unet")
+    loaded, info = type(model).from_pretrained(tmp_path / "unet", output_loading_info=True, low_cpu_mem_usage=False)
+    assert not any(info.values())
+    assert equal(loaded, model)
+    loaded.save_pretrained(tmp_path / "theirs", max_shard_size=size)
+    assert equal(accel.load(tmp_path / "theirs", {"unet": build(1)})["unet"], model)
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory, model = saved(tmp_path / "c")
     out = str(tmp_path / "out")
     assert main(["export", directory, out, "--name", "model", "--dtype", "bfloat16"]) == 0
     assert out in capsys.readouterr().out
     assert load_file(f"{out}/model.safetensors")["body.weight"].dtype is torch.bfloat16
+    assert main(["export", directory, f"{out}-2", "--library", "diffusers"]) == 0
+    assert os.path.exists(f"{out}-2/diffusion_pytorch_model.safetensors")
     assert main(["export", directory, out]) == 1
     assert "has weights already" in capsys.readouterr().err

@@ -86,7 +86,8 @@ class Sizes(TorchDispatchMode):
         self.limit = limit
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket is torch.ops.aten.empty and math.prod(args[0]) > self.limit:
+        real = torch.device((kwargs or {}).get("device") or "cpu").type != "meta"
+        if func.overloadpacket is torch.ops.aten.empty and real and math.prod(args[0]) > self.limit:
             Watched.found.append(f"empty {args[0]}")
         return func(*args, **(kwargs or {}))
 

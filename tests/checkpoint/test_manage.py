@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.checkpoint import folder
+from accel.checkpoint import folder, record
 from accel.errors import CheckpointError
 from tests.distributed import run
 
@@ -41,6 +42,37 @@ def test_latest(tmp_path: Path) -> None:
     assert accel.latest(tmp_path) == str(tmp_path / "step-10")
     accel.save(state(2), tmp_path / "step-9")
     assert accel.latest(tmp_path) == str(tmp_path / "step-9")
+
+
+@pytest.mark.parametrize("start", [b"", b'{"xxh3":"0123456789abcdef","format":"accel-checkpoint"'])
+@pytest.mark.parametrize("size", [3 << 30, 200 << 20])
+def test_latest_passes_over_an_absurd_record(
+    size: int, start: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file of holes takes no memory; the warning names its directory."""
+    accel.save({"n": 1}, tmp_path / "step-1")
+    (tmp_path / "step-2").mkdir()
+    path = tmp_path / "step-2" / "accel.json"
+    path.write_bytes(start)
+    os.truncate(path, size)
+    tracemalloc.start()
+    try:
+        assert accel.latest(tmp_path) == str(tmp_path / "step-1")
+        with pytest.raises(CheckpointError, match="step-2/accel.json"):
+            accel.load(tmp_path / "step-2")
+        assert tracemalloc.get_traced_memory()[1] < 50 << 20
+    finally:
+        tracemalloc.stop()
+    assert "step-2 is passed over" in caplog.text
+    assert "step-1" not in caplog.text
+
+
+def test_a_record_that_could_not_be_read_again_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accel.save({"n": 1}, tmp_path)
+    monkeypatch.setattr(record, "MAX_BYTES", 10_000)
+    with pytest.raises(CheckpointError, match=r"\(accel.json\) would have .* plain values, .* numpy arrays"):
+        accel.save({"n": list(range(10_000))}, tmp_path)
+    assert accel.load(tmp_path) == {"n": 1}
 
 
 def test_keep(tmp_path: Path) -> None:

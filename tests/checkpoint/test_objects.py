@@ -6,6 +6,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -222,13 +223,34 @@ def test_names_that_look_alike(tmp_path: Path) -> None:
     """Keys with slashes, brackets and tildes lead to tensors of their own."""
 
     def state(value: float) -> dict[Any, Any]:
-        keys: list[Any] = ["a/b", "a%2Fb", "[1]", 1, "~0", "", (1, "x"), "a"]
+        keys: list[Any] = ["a/b", "a%2Fb", "[1]", 1, "~0", "", (1, "x"), "a", None, "None", "b", b"b", "1.5", 1.5]
+        keys += [
+            Path("1"),
+            Path("None"),
+            Path("a/b"),
+            frozenset("xyz"),
+            torch.float32,
+            "torch.float32",
+            numpy.float32(0.1),
+        ]
+        keys += [0.1, torch.device("cpu"), "cpu", numpy.datetime64("2020-01-01"), "%5B1]", "%7E0"]
         return {**{key: torch.full((2000,), value + i) for i, key in enumerate(keys)}, "v": {"w": {"a": torch.ones(9)}}}
 
     accel.save(state(1.0), tmp_path)
     loaded = state(0.0)
     accel.load(tmp_path, loaded)
     assert not differences(state(1.0), loaded)
+
+
+def test_equal_keys_are_one_key(tmp_path: Path) -> None:
+    """1, True, 1.0 and numpy's 1 find what was saved under another of them."""
+    keys = [1, True, 1.0, numpy.int64(1), numpy.float32(1)]
+    for i, saved in enumerate(keys):
+        accel.save({saved: torch.ones(3), "n": {saved: nn.Linear(2, 2)}}, tmp_path / str(i))
+        for key in keys:
+            state: dict[Any, Any] = {key: torch.zeros(3), "n": {key: nn.Linear(2, 2)}}
+            accel.load(tmp_path / str(i), state)
+            assert state[1].tolist() == [1, 1, 1]
 
 
 def test_filter(tmp_path: Path) -> None:
