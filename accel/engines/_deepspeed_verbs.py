@@ -16,6 +16,7 @@ from ..control import agree
 from ..conversion import convert_optimizer
 from ..errors import AccelError, BackendError
 from ..shard import Manifest, Shard
+from ..stepping import refuse_steps
 from . import _deepspeed_state as states
 from ._deepspeed_guards import Guards
 from ._deepspeed_partitions import Partitions
@@ -82,7 +83,7 @@ class Divided(Engine, ABC):
 
     def release(self, optimizer: Optimizer, zero: Partitions) -> dict[int, dict[str, Any]]:
         """An optimizer's whole state, of which no fragment is left in it. Collective."""
-        full = states.gather(optimizer, self.indices(optimizer), zero, self.process.group, self.process.device)
+        full = states.gather(optimizer, self.indices(optimizer), zero, self.process, self.label)
         for fragment in zero.fragments.values():
             optimizer.state.pop(fragment.weights, None)
         return full
@@ -90,7 +91,7 @@ class Divided(Engine, ABC):
     def give_back(self, zero: Partitions, optimizers: Sequence[Optimizer]) -> None:
         """Whole weights, gradients and optimizer state in the user's own objects. Collective."""
         held = {i: f.grad for i, f in zero.fragments.items() if f.grad is not None}
-        theirs = agree("gathering gradients", {i: g.dtype for i, g in held.items()})
+        theirs = agree(f"gathering gradients ({self.label})", {i: g.dtype for i, g in held.items()})
         dtypes = dict(sorted((i, d) for kinds in theirs for i, d in kinds.items()))
         pieces = states.of_fragments(zero, held, dtypes)
         grads = dict(zip(dtypes, states.assemble(pieces, self.process.group, self.process.device), strict=True))
@@ -107,6 +108,14 @@ class Divided(Engine, ABC):
             for optimizer in optimizers:
                 convert_optimizer(optimizer, for_good)
             for_good.pop_all()
+
+    def leave(self, zero: Partitions, optimizers: Sequence[Optimizer]) -> None:
+        """The same without the other ranks: weights that this rank has a part of are nan, and its optimizers do not step."""
+        for optimizer in optimizers:
+            for fragment in zero.fragments.values():
+                optimizer.state.pop(fragment.weights, None)
+            refuse_steps(optimizer, self._ended)
+        zero.end([zero.here(i) for i in range(len(self.parameters))])
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -154,7 +163,7 @@ class Divided(Engine, ABC):
                 elif isinstance(value, torch.Tensor):
                     state[name] = value.detach()
             return state
-        full = states.gather(optimizer, self.indices(optimizer), zero, self.process.group, self.process.device)
+        full = states.gather(optimizer, self.indices(optimizer), zero, self.process, self.label)
         with self.guards.inside(), states.without_state(optimizer):
             packed = optimizer.state_dict()
         order = {index: number for number, index in enumerate(dict.fromkeys(self.indices(optimizer)))}

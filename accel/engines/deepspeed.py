@@ -278,10 +278,14 @@ class DeepSpeedEngine(steps.Stepping):
         zero, self.zero = self.zero, None
         if zero is None:
             return
-        if self._ended or not hasattr(zero, "zero"):
-            logger.warning("the parts of the model on other ranks are lost: the process groups were ended")
+        if not hasattr(zero, "zero"):
+            return  # its start failed
+        if not self._ended:
+            self.give_back(zero, optimizers)
             return
-        self.give_back(zero, optimizers)
+        self.leave(zero, optimizers)
+        if self.stage == 3:
+            raise self.lost()
 
     def abandon(self, reason: str) -> None:
         """Let go of DeepSpeed's process groups too."""

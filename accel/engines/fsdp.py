@@ -144,7 +144,7 @@ class FSDPEngine(ShardedState, Engine):
             self.synchronize()
             names = [name for name, _ in _fsdp_wrap.blocks(self.module, self.options.wrap)]
             self.compare("the choice of FSDP(wrap=...)", names)
-            self._parts = Conversion(self.module, self.process, self.options)
+            self._parts = Conversion(self.module, self.process, self.options, self.label)
             for child in self.module.modules():
                 self.guard.watch(child)
             self._parts.shard(names)
@@ -286,5 +286,8 @@ class FSDPEngine(ShardedState, Engine):
         for child in self.module.modules():
             self.guard.release(child)
         if parts is not None:
-            parts.unshard(optimizers, self._ended)
+            lost = parts.unshard(optimizers, self._ended)
             self.read_parameters()
+            if lost:
+                self._ended = lost
+                raise self.lost()

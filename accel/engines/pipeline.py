@@ -21,7 +21,7 @@ from ..trees import map_tensors
 from ._pipeline_balance import Balance, balanced, count_stages, listed, predicted, split, times_of
 from ._pipeline_channel import Channel
 from ._pipeline_checks import batchnorms_of, check_balance, check_forward, check_layers, check_sequential
-from ._pipeline_parts import Parts, Whole, lost_stages, refuse_tied
+from ._pipeline_parts import Parts, Whole, refuse_tied
 from ._pipeline_relay import Relay
 from ._pipeline_stages import Cut, Named, Stage, cut, flatten, put_together, unflatten
 from .base import Context, Engine, Options
@@ -74,7 +74,7 @@ class PipelineEngine(Engine):
         self._batchnorms = batchnorms_of(module)
         self._stages: list[Stage] = []
         self._parts: Parts | None = None
-        self._channel = Channel(context.process)
+        self._channel = Channel(context.process, self.label)
         self._relay = Relay(module, self._channel)
         self._guards: dict[int, tuple[Whole, RemovableHandle]] = {}
 
@@ -218,7 +218,7 @@ class PipelineEngine(Engine):
             parts, self._parts = self._parts, None
             if self._ended:
                 parts.close()
-                raise lost_stages()
+                raise self.lost()
             names = self.parameter_names
             for optimizer in optimizers:
                 parts.release_state(optimizer, names)
