@@ -151,6 +151,7 @@ class Divided(Engine, ABC):
             return super().full_state_dict(optimizer)
         if optimizer is None:
             self.refuse_edits()
+            self.meet("accel.full_state_dict")
             with self.guards.inside():
                 state: dict[str, Any] = self.module.state_dict(keep_vars=True)
             numbers = zero.numbers
@@ -176,6 +177,7 @@ class Divided(Engine, ABC):
         if zero is None or (optimizer is None and not self.weights_divided):
             return super().load_state_dict(optimizer, args, kwargs)
         if optimizer is None:
+            self.meet("load_state_dict")
             whole = self.whole_weights(zero, range(len(self.parameters)))
             with zero.whole(whole), self.guards.inside():
                 return self.module.load_state_dict(*args, **kwargs)

@@ -20,6 +20,7 @@ from ..control import agree
 from ..errors import OptimizerError
 from ..shard import is_sharded
 from ..slot import Slot
+from ..startup import unseen_group
 from ._exchange import broadcast_from_owners
 
 #: What is known of a gradient, in the order in which one rank's knowledge outranks another's.
@@ -49,7 +50,8 @@ class Owners:
         new = list({id(p): p for p in parameters if id(p) not in self.rank_of}.values())
         if not new:
             return
-        from fairscale.optim.oss import OSS  # type: ignore[import-untyped,import-not-found,unused-ignore]
+        with unseen_group():
+            from fairscale.optim.oss import OSS  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
         # Trainable ones first: these have gradients and state. From large to small, which balances best.
         new.sort(key=lambda p: (not p.requires_grad, -p.numel()))

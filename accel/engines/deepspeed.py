@@ -21,7 +21,7 @@ from ..process import Process
 from . import _deepspeed_config as configuration
 from . import _deepspeed_steps as steps
 from ._deepspeed_flat import Flat
-from ._deepspeed_library import forget_groups
+from ._deepspeed_library import release_groups
 from ._deepspeed_partitions import Partitions
 from ._deepspeed_sharded import Sharded
 from ._gradients import refuse_sparse
@@ -288,6 +288,7 @@ class DeepSpeedEngine(steps.Stepping):
             raise self.lost()
 
     def abandon(self, reason: str) -> None:
-        """Let go of DeepSpeed's process groups too."""
+        """Let go of the groups that DeepSpeed holds for this model too."""
         super().abandon(reason)
-        forget_groups()
+        if self.zero is not None and hasattr(self.zero, "library"):
+            release_groups([self.zero.library, *self.parameters])

@@ -157,6 +157,12 @@ class FSDPEngine(ShardedState, Engine):
         for optimizer in optimizers:
             self._parts.rebind(optimizer)
 
+    def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
+        """Whole, once all ranks ask for this model's."""
+        if self._parts is not None:
+            self.meet(f"accel.full_state_dict of {'the model' if optimizer is None else type(optimizer).__name__}")
+        return super().full_state_dict(optimizer)
+
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
         """The shard that a gathered or replaced parameter stands for."""
         return parameter if self._parts is None else self._parts.canonical(parameter)
