@@ -17,6 +17,7 @@ from ..errors import BackendError, OptimizerError, PrecisionError
 from ..footprint import Footprint, MemoryUse
 from ..process import Process
 from ..shard import Manifest, Shard
+from ..stepping import refuse_steps
 from ..trees import map_tensors
 from ._pipeline_balance import Balance, balanced, count_stages, listed, predicted, split, times_of
 from ._pipeline_channel import Channel
@@ -218,6 +219,8 @@ class PipelineEngine(Engine):
             parts, self._parts = self._parts, None
             if self._ended:
                 parts.close()
+                for optimizer in optimizers:
+                    refuse_steps(optimizer, self._ended)
                 raise self.lost()
             names = self.parameter_names
             for optimizer in optimizers:
