@@ -16,7 +16,7 @@ from typing import Any, Protocol, final
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # noqa: F401  (before there is a group: see `unseen_group`)
+import torch.distributed.nn
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 

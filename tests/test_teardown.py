@@ -187,7 +187,9 @@ def test_clipping_asks_no_ranks_for_a_model_that_is_gone() -> None:
 
 def overflow(lr: float) -> float:
     raw = net()
-    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=lr), backend="ddp", precision="16-mixed")
+    model, optimizer, _ = accel.setup(
+        raw, torch.optim.SGD(raw.parameters(), lr=lr), backend="ddp", precision="16-mixed"
+    )
     accel.backward((model(torch.ones(4, 5)) * float("inf")).sum())
     optimizer.step()
     return registry.loss_scale.value
