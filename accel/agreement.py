@@ -1,4 +1,4 @@
-"""The part of ``setup`` that all ranks do together: agree on the plan, build, start from rank 0's weights."""
+"""What all ranks do together in ``setup``: agree on the plan, build, start from rank 0's weights; and in ``teardown()``."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import contextlib
 import hashlib
 import json
 import logging
+import sys
 from typing import Any
 
 import torch
 
 from . import data, learning_rates
-from .control import agree
+from .control import agree, short_timeout
 from .conversion import convert_module, convert_optimizer
 from .data import LoaderHandle, LoaderOptions
 from .deferred import materialize
 from .engines import Context, Engine
-from .errors import LoaderError, RankMismatchError
+from .errors import AccelError, LoaderError, RankMismatchError
 from .handles import Handles
 from .planning import Plan, home_for, home_of, known_loader, known_optimizer, map_leaves, options_of
-from .process import Process, current
+from .process import Process, current, ended, running
 from .registry import registry
 from .slot import Slot
 
@@ -67,17 +68,21 @@ def _plain(value: Any) -> str:
 
 
 def _agree_on(plan: Plan) -> list[int]:
-    """All ranks want the same, or all raise. Returns the seeds of rank 0's dataloaders, in their order."""
+    """All ranks want the same, or all raise. Returns the seeds of rank 0's dataloaders; settles the serial and the loss scale."""
     facts = describe(plan) if plan.error is None else {}
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     seeds = _seeds(plan) if plan.error is None else []
-    values = agree("accel.setup", (digest, _text(plan.error), seeds))
-    _raise_together(plan.error, [error for _, error, _ in values])
-    if any(other != digest for other, _, _ in values):
+    values = agree("accel.setup", (digest, _text(plan.error), seeds, registry.next_serial, registry.loss_scale.state()))
+    plan.serial = max(serial for *_, serial, _ in values)
+    registry.next_serial = plan.serial + (plan.engine is None)
+    _raise_together("accel.setup", plan.error, [error for _, error, *_ in values])
+    if any(other != digest for other, *_ in values):
         everyone = agree("accel.setup (comparing the models)", facts)
         raise RankMismatchError(f"accel.setup: the ranks differ: {_difference(everyone)}")
-    agreed: list[int] = values[0][2]
-    return agreed
+    _, _, agreed, _, scale = values[0]
+    if plan.precision is not None and plan.precision.scaled:
+        registry.loss_scale.restore(*scale)
+    return list(agreed)
 
 
 def _seeds(plan: Plan) -> list[int]:
@@ -94,12 +99,12 @@ def _text(error: BaseException | None) -> str:
     return "" if error is None else f"{type(error).__name__}: {error}"
 
 
-def _raise_together(own: BaseException | None, errors: list[str]) -> None:
+def _raise_together(what: str, own: BaseException | None, errors: list[str]) -> None:
     if own is not None:
         raise own
     for rank, text in enumerate(errors):
         if text:
-            raise RankMismatchError(f"accel.setup failed on rank {rank}, so on every rank: {text}")
+            raise RankMismatchError(f"{what} failed on rank {rank}, so on every rank: {text}")
 
 
 def _difference(everyone: list[dict[str, str]]) -> str:
@@ -124,7 +129,7 @@ def execute(plan: Plan) -> Handles:
             engine = _build(plan, process, undo)
         except Exception as caught:
             error = caught
-        _raise_together(error, agree("accel.setup (building)", _text(error)))
+        _raise_together("accel.setup", error, agree("accel.setup (building)", _text(error)))
         if plan.engine is None or plan.new_optimizers:
             engine.start(plan.new_optimizers)
         if plan.engine is None:
@@ -166,7 +171,7 @@ def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
         if process.place.world_size == 1 or not plan.engine_type.materializes:
             materialize(plan.module, process.device, undo)
         dtypes = convert_module(plan.module, process.device, plan.precision.storage, undo)
-        context = Context(process, plan.precision, registry.loss_scale, plan.options)
+        context = Context(process, plan.precision, registry.loss_scale, plan.options, plan.serial)
         engine = plan.engine_type(plan.module, plan.entry, context)
         undo.callback(engine.teardown)
         engine.dtypes = dtypes
@@ -208,3 +213,48 @@ def _loader_handle(loader: Any, options: LoaderOptions | None, engine: Engine, p
         state.engines.clear()
     state.engines.add(engine.serial)
     return handle
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def end_all() -> None:
+    """End every engine: those that live on all ranks together, in the order of their serials, any other one by itself.
+
+    What lives on a rank is up to its garbage collector, and to what its program still holds. Collective where an engine
+    had parts of a model on several ranks, since the last such end.
+
+    Raises:
+        AccelError: the engines do not end well; on every rank where it is collective.
+    """
+    registry.sweep()
+    engines = registry.in_order()
+    together = bool(registry.divided) and running() is not None
+    alone, problem = _alone(engines) if together else ({}, None)
+    together = together and problem is None
+    for engine in engines:
+        registry.remove(engine)
+        try:
+            engine.teardown(alone.get(engine.serial, ""))
+        except Exception as error:
+            if ended() and isinstance(error, AccelError):
+                logger.error("%s", error)  # an earlier error told of the end of the groups
+            else:
+                problem = problem or error
+    registry.divided.clear()
+    if together and running() is not None:
+        _raise_together("accel.teardown", problem, agree("accel.teardown (the end)", _text(problem)))
+    if problem is not None:
+        raise problem
+
+
+def _alone(engines: list[Engine]) -> tuple[dict[int, str], Exception | None]:
+    """By serial, why engines cannot end together with the other ranks; and what went wrong in asking them. Collective."""
+    # A rank that comes here with an error must not wait for long for ranks that wait for it elsewhere.
+    limit = None if sys.exc_info()[0] is None else short_timeout()
+    try:
+        everyone = agree("accel.teardown", [engine.serial for engine in engines], timeout=limit)
+    except AccelError as error:
+        return {engine.serial: str(error) for engine in engines}, error
+    gone = {e.serial: [str(rank) for rank, theirs in enumerate(everyone) if e.serial not in theirs] for e in engines}
+    return {serial: f"rank {', '.join(ranks)} let go of the model" for serial, ranks in gone.items() if ranks}, None

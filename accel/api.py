@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import process
-from .agreement import execute
+from .agreement import end_all, execute
 from .data import LoaderOptions
 from .deferred import weights_of
 from .engines import Engine
@@ -80,24 +80,25 @@ def setup(
 def teardown(model: Any = None) -> nn.Module | None:
     """End the model's engine: its raw module has its trained weights, its raw optimizers work by themselves again.
 
-    Without a model, ends every engine and the process group that accel made, and returns None. Collective.
+    Without a model, ends every engine and the process group that accel made, and returns None. Collective. A model that some
+    ranks have let go of ends on the others by itself: what every rank holds of it is as in the end of any other, and
+    weights of which each rank held a part are nan.
+
+    Raises:
+        RankMismatchError: the ranks end different models; nothing has changed.
+        AccelError: weights were lost, since the process groups were ended, or other ranks had let go of the model. Everything
+            has ended all the same; where other ranks had let go, all ranks raise.
     """
     if model is not None:
         engine = registry.of_handle(model)
+        engine.meet("accel.teardown")
         registry.remove(engine)
         engine.teardown()
         return engine.module
-    errors: list[BaseException] = []
-    with contextlib.ExitStack() as last:
-        last.callback(process.shutdown)
-        for engine in sorted(registry.engines, key=lambda e: e.serial):
-            registry.remove(engine)
-            try:
-                engine.teardown()
-            except Exception as error:
-                errors.append(error)
-    if errors:
-        raise errors[0]
+    try:
+        end_all()
+    finally:
+        process.shutdown()
     return None
 
 
@@ -125,7 +126,9 @@ def backward(
     """
     if not isinstance(loss, torch.Tensor):
         raise AccelError(f"accel.backward expects the loss as a tensor, got a {type(loss).__name__}")
-    scaled = [e for e in registry.engines if e.precision.scaled]
+    if any(e.precision.scaled and e.log.plain for e in registry.engines):
+        registry.sweep()
+    scaled = [e for e in registry.in_order() if e.precision.scaled]
     if not scaled:
         loss.backward(gradient, retain_graph, create_graph, inputs)
         return
@@ -136,7 +139,7 @@ def backward(
         )
     for engine in scaled:
         engine.refuse_plain_gradients(zeros=False)
-    holders = [p for e in registry.engines for p in e.accumulators()]
+    holders = [p for e in registry.in_order() for p in e.accumulators()]
     wanted = [inputs] if isinstance(inputs, torch.Tensor) else inputs or ()
     holders += [i for i in wanted if isinstance(i, torch.Tensor)]
     registry.loss_scale.backward(loss, holders, gradient, retain_graph, inputs)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Any, Final, Protocol, final
 
 import torch
@@ -31,7 +32,9 @@ class ClipListener(Protocol):
     def before_multiplying(self, parameters: Sequence[torch.Tensor]) -> None:
         """The gradients of these parameters are about to be clipped by a norm."""
 
-    def total_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+    def total_norm(
+        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], norm_type: float
+    ) -> torch.Tensor | None:
         """The norm over the ranks that ``clip_grad_norm_`` needs; None where it is that of ``gradients``."""
 
     def before_local_norm(self, gradients: Sequence[torch.Tensor]) -> None:
@@ -75,7 +78,7 @@ class ClipPatch:
         gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         self._inside = True
         try:
-            total = self._listener.total_norm(gradients, float(norm_type))
+            total = self._listener.total_norm(_clipped(sys._getframe(2)), gradients, float(norm_type))
             if total is None:
                 return original(gradients, norm_type, error_if_nonfinite, foreach)
         finally:
@@ -90,3 +93,8 @@ class ClipPatch:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._listener.before_multiplying(parameters)
         original(parameters, *args, **kwargs)
+
+
+def _clipped(caller: FrameType) -> list[torch.Tensor]:
+    """What ``clip_grad_norm_`` was given: its helper sees gradients only, of which a rank may have none."""
+    return list(caller.f_locals["parameters"]) if caller.f_code.co_name == "clip_grad_norm_" else []

@@ -71,15 +71,15 @@ def average_gradients_(parameters: Sequence[torch.Tensor], group: dist.ProcessGr
     average_(gradients, dist.get_world_size(group), lambda flat: dist.all_reduce(flat, group=group))
 
 
-def broadcast_state(optimizer: Optimizer, source: int, group: dist.ProcessGroup | None) -> None:
-    """Give every rank rank ``source``'s optimizer state; a rank that has none yet gets it."""
+def broadcast_state(optimizer: Optimizer, source: int, group: dist.ProcessGroup | None, label: str) -> None:
+    """Give every rank rank ``source``'s optimizer state; a rank that has none yet gets it. ``label`` names the model."""
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
     # Shapes and plain values by pickle, tensors' contents by the flat pieces.
     mine = [
         {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in optimizer.state.get(p, {}).items()}
         for p in parameters
     ]
-    theirs = agree("broadcast of optimizer state", mine)[source]
+    theirs = agree(f"broadcast of optimizer state ({label})", mine)[source]
     tensors = []
     for parameter, entries in zip(parameters, theirs, strict=True):
         if not entries:

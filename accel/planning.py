@@ -38,6 +38,8 @@ class Plan:
     module: nn.Module = field(default_factory=nn.Module)
     entry: nn.Module = field(default_factory=nn.Module)
     engine: Engine | None = None
+    #: Of the engine that will be made; the ranks agree on it.
+    serial: int = 0
     engine_type: type[Engine] = Engine  # type: ignore[type-abstract]
     options: Any = None
     precision: Precision | None = None
@@ -164,6 +166,7 @@ def make_plan(
         data.check_options(loader_options or LoaderOptions())
         plan.module, plan.entry = resolve_module(model)
         plan.engine = registry.engine(plan.module)
+        registry.sweep(plan.engine)  # what follows asks which other models there are
         if plan.engine is None:
             _plan_engine(plan, process)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import gc
 import logging
 import sys
 from dataclasses import dataclass, field
@@ -156,10 +157,24 @@ def shutdown() -> None:
             process.watch.stop()
         if _state.ended:
             _finish_end()
-        elif dist.group.WORLD is process.group:
-            destroy_groups(process)
-        process.group = process.control = None  # the last reference, so that gloo's threads end here and not at exit
+        else:
+            _let_go(process, "the processes were shut down")
+            if dist.group.WORLD is process.group:
+                destroy_groups(process)
+        if process.control is not None:
+            gc.collect()  # of what held the groups some sits in cycles
+        # The last references, so that gloo's threads end here and not at exit, where one that frees a tensor aborts.
+        process.group = process.control = process.watch = None
     _state.process, _state.ended = None, ""
+
+
+def _let_go(process: Process, reason: str) -> None:
+    for dependent in list(process.dependents):
+        dependent.abandon(reason)
+    process.dependents.clear()
+    for release in process.releases:
+        release()
+    process.releases.clear()
 
 
 def end_groups(reason: str) -> None:
@@ -171,9 +186,7 @@ def end_groups(reason: str) -> None:
     process = _state.process
     _note_end(reason)
     if process is not None:
-        for dependent in list(process.dependents):
-            dependent.abandon(_state.ended)
-        process.dependents.clear()
+        _let_go(process, _state.ended)
     if dist.is_initialized():
         getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
@@ -37,6 +38,11 @@ class Registry:
         self.loss_scale = LossScale()
         #: The serials of engines that were torn down.
         self.ended: set[int] = set()
+        #: The serial of the next engine, as far as this rank knows: the ranks agree on it in ``setup``.
+        self.next_serial = 0
+        #: Serials of the engines that may have parts on other ranks and were not torn down by name: equal on all ranks,
+        #: whatever was garbage-collected here.
+        self.divided: set[int] = set()
         self._owners: Any = WeakIdKeyDictionary()
         self._hooks: list[RemovableHandle] = []
         self._watched: list[RemovableHandle] = []
@@ -48,6 +54,8 @@ class Registry:
         """Make ``engine`` the one engine of its module."""
         Slot.put(engine.module, engine)
         self.engines.add(engine)
+        if engine.distributed and engine.partial_gradients:
+            self.divided.add(engine.serial)
         reference = weakref.ref(engine)
         for module in engine.module.modules():
             self._owners[module] = reference
@@ -71,6 +79,7 @@ class Registry:
         Slot.clear(engine.module)
         self.ended.add(engine.serial)
         self.engines.discard(engine)
+        self.divided.discard(engine.serial)
         for module in engine.module.modules():
             self._owners.pop(module, None)
         self._prune()
@@ -87,6 +96,21 @@ class Registry:
             self._backward.remove()
         if not any(_hears_of_data(engine) for engine in engines):
             self._data.remove()
+
+    def in_order(self) -> list[Engine]:
+        """The engines that live in this process, in an order that is the same on all ranks.
+
+        One that nobody holds any more is among them until the garbage collector comes, on each rank in its own time.
+        """
+        return sorted(self.engines, key=lambda engine: engine.serial)
+
+    def sweep(self, but: Engine | None = None) -> None:
+        """Let engines go that nobody holds, so that what follows does not depend on when the collector would have come.
+
+        Models sit in cycles, as raw DDP and FSDP2 modules do. With no engine beside ``but`` there is nothing to do.
+        """
+        if any(engine is not but for engine in self.engines):
+            gc.collect()
 
     # -- look-up --------------------------------------------------------------------------------------------------
 
@@ -156,7 +180,7 @@ class Registry:
         """An optimizer that was never given to ``setup`` must not step with unfinished gradients either."""
         if Slot.get(optimizer) is not None:
             return
-        for engine in [e for e in self.engines if e.watched and _concerned(e)]:
+        for engine in [e for e in self.in_order() if e.watched and _concerned(e)]:
             if not any(id(p) in engine.known for g in optimizer.param_groups for p in g["params"]):
                 continue
             if engine.precision.scaled or engine.hides_gradients():
@@ -174,8 +198,10 @@ class Registry:
     def before_clipping(self, gradients: Sequence[torch.Tensor]) -> None:
         """Make final the gradients that one of torch's clipping functions was given."""
         if not gradients:
+            if any(e.hides_gradients() for e in self.engines):
+                self.sweep()
             self.before_multiplying([p for e in self.engines for p in e.parameters])
-        for engine in [e for e in self.engines if e.unsettled()]:
+        for engine in [e for e in self.in_order() if e.unsettled()]:
             own = {id(p.grad) for p in engine.parameters if p.grad is not None}
             if given := [g for g in gradients if id(g) in own]:
                 missing = engine.settle_clipped(given)
@@ -217,18 +243,25 @@ class Registry:
         return any(engine.set_data(tensor, value) for engine in self.engines if id(tensor) in engine.known)
 
     def _spread(self) -> list[Engine]:
-        return [e for e in self.engines if e.spreads and e.distributed]
+        return [e for e in self.in_order() if e.spreads and e.distributed]
 
-    def total_norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-        """The norm of gradients of which some lie on one rank each; None where no live engine has such. Collective."""
-        if not self._spread():
+    def total_norm(
+        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], norm_type: float
+    ) -> torch.Tensor | None:
+        """The norm of gradients of which some lie on one rank each; None where the parameters have no such. Collective.
+
+        The parameters tell whose gradients: an engine that nobody holds any more may live on one rank only.
+        """
+        spread = [e for e in self._spread() if not parameters or any(id(p) in e.known for p in parameters)]
+        if not spread:
             return None
         if norm_type <= 0:
             raise BackendError(f"a norm of order {norm_type} does not add up over the ranks: use one above 0")
-        own = {id(p.grad) for e in self._spread() for p in e.parameters if p.grad is not None}
-        spread = nn.utils.get_total_norm([g for g in gradients if id(g) in own], norm_type)
+        own = {id(p.grad) for e in spread for p in e.parameters if p.grad is not None}
+        here = nn.utils.get_total_norm([g for g in gradients if id(g) in own], norm_type)
         common = nn.utils.get_total_norm([g for g in gradients if id(g) not in own], norm_type)
-        everywhere = agree(f"the norm of order {norm_type} of gradients", float(spread))
+        labels = ", ".join(engine.label for engine in spread)
+        everywhere = agree(f"the norm of order {norm_type} of gradients ({labels})", float(here))
         total = torch.linalg.vector_norm(torch.tensor([float(common), *everywhere], dtype=torch.float64), norm_type)
         like = gradients[0] if gradients else torch.tensor(0.0)
         norm: torch.Tensor = total.to(like)

@@ -9,13 +9,14 @@ import socket
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol, final
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
@@ -89,6 +90,8 @@ class Process:
     #: How many exchanges the control group has seen.
     rounds: int = 0
     dependents: weakref.WeakSet[Dependent] = field(default_factory=weakref.WeakSet)
+    #: What lets go of the groups that other libraries keep for themselves.
+    releases: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def device(self) -> torch.device:
@@ -265,6 +268,20 @@ def disconnect(group: dist.ProcessGroup) -> None:
     for peer in set(range(group.size())) - {group.rank()}:
         with contextlib.suppress(RuntimeError):
             group.recv([torch.empty(1)], peer, _NO_TAG).wait(timedelta(milliseconds=1))
+
+
+@contextlib.contextmanager
+def unseen_group() -> Iterator[None]:
+    """Imports inside see no default process group.
+
+    Libraries have it as the default of parameters, which would hold it to the end of the interpreter. So would its threads
+    live on, and one that then is the last to let go of a tensor ends the process by SIGABRT.
+    """
+    group, dist.group.WORLD = dist.group.WORLD, None
+    try:
+        yield
+    finally:
+        dist.group.WORLD = group
 
 
 def destroy_groups(process: Process) -> None:

@@ -214,6 +214,18 @@ class Stepper:
         return global_closure
 
 
+def refuse_steps(optimizer: Optimizer, reason: str) -> None:
+    """Make an optimizer raise whose state on this rank will stay partial."""
+
+    def refuse(stepped: Optimizer, args: Any, kwargs: Any) -> None:
+        raise OptimizerError(
+            f"{type(stepped).__name__} has only this rank's part of its state, since the other ranks took no part in the end "
+            f"of its model's engine ({reason}): build a new optimizer and load a checkpoint"
+        )
+
+    optimizer.register_step_pre_hook(refuse)
+
+
 def check_parameters(optimizer: Optimizer, known: Container[int], module: nn.Module, path: str) -> None:
     """Refuse an optimizer's parameters whose identity is not among ``known``.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -74,6 +74,17 @@ def unfit(stored: Stored, slot: Shard, convert: bool, planned: bool) -> str:
     if overlaps_itself(slot.tensor):
         return "its elements share memory (an expanded or overlapping view), so that they cannot be filled; give its clone()"
     return ""
+
+
+def check_models(what: str, told: Sequence[Mapping[str, str]]) -> None:
+    """Refuse, in ``what``, that the ranks give different models: a part of one would pass for a part of the other."""
+    for rank, theirs in enumerate(told):
+        for path in dict.fromkeys([*told[0], *theirs]):
+            first, other = told[0].get(path, "without an engine"), theirs.get(path, "without an engine")
+            if first != other:
+                raise CheckpointError(
+                    f"{what}: {path} is {first} on rank 0 and {other} on rank {rank}: give every rank the same model there"
+                )
 
 
 def check_objects(digests: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 from ..errors import CheckpointError
 from .header import Entry
 from .layout import parts
-from .leaves import Leaf, Listed, RankLeaf
+from .leaves import Leaf, Listed, RankLeaf, models
 from .listing import Listing, Packed, Plan, digest, make_listing, make_plan, sources, unpack
 from .record import Record, Stored
 from .shards import Source, Written
@@ -24,12 +24,13 @@ Message = tuple[tuple[Packed, ...] | None, list[dict[str, Json]] | None, dict[st
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Digests of a draft: of what must be equal on all ranks, and of what is sent only where it is not."""
+    """Digests of a draft: of what must be equal on all ranks, and of what is sent only where it is not; and its models."""
 
     structure: str
     listings: str
     tables: str
     nodes: str
+    models: dict[str, str]
 
 
 @dataclass(slots=True)
@@ -63,6 +64,7 @@ class Draft:
             digest([one.digest() for one in self.listing]),
             digest([one.table for one in self.listing]),
             digest(self._merged_nodes()),
+            models(self.leaves),
         )
 
     def _merged_nodes(self) -> list[dict[str, Json]]:

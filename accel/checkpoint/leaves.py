@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
@@ -100,6 +100,11 @@ class Leaf(ABC):
     def engine(self) -> Engine | None:
         """The engine that must hear that its slots were filled."""
         return None
+
+
+def models(leaves: Iterable[Leaf]) -> dict[str, str]:
+    """By path the models with an engine: two of one class have equal names and shapes, which hides them from other checks."""
+    return {leaf.path: leaf.engine.label for leaf in leaves if leaf.engine is not None}
 
 
 @dataclass(frozen=True, slots=True)

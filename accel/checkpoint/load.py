@@ -18,9 +18,9 @@ from ..shard import Manifest
 from ..turns import in_turn
 from . import folder
 from .background import background
-from .differences import Differences, check_objects, report, unfit
+from .differences import Differences, check_models, check_objects, report, unfit
 from .dtypes import BY_NAME
-from .leaves import Leaf, RankLeaf, StatefulLeaf, TensorLeaf
+from .leaves import Leaf, RankLeaf, StatefulLeaf, TensorLeaf, models
 from .listing import digest
 from .meeting import Meeting, kept_names, plain
 from .reader import Reader
@@ -73,14 +73,15 @@ def load(
     with contextlib.ExitStack() as undo:
         source = _open(dir, state, (strict, check, convert))
 
-        def prepare() -> tuple[Loading, tuple[Differences, str]]:
+        def prepare() -> tuple[Loading, tuple[Differences, str, dict[str, str]]]:
             loading = Loading(source, rank, stream=check == "stream")
             loading.meet(state, undo, convert)
-            return loading, (loading.differences, loading.objects_digest())
+            return loading, (loading.differences, loading.objects_digest(), loading.models())
 
         loading, told = together("accel.load", prepare)
-        report(source.directory, [differences for differences, _ in told], strict, rank)
-        check_objects([objects for _, objects in told])
+        report(source.directory, [differences for differences, *_ in told], strict, rank)
+        check_objects([objects for _, objects, _ in told])
+        check_models("accel.load", [theirs for *_, theirs in told])
         if check == "first" and loading.plain is None:
             verify_needed(loading.reader, loading.found, loading.needs(), process.place)
         together("accel.load (the values)", loading.decode)
@@ -225,6 +226,10 @@ class Loading:
     def objects_digest(self) -> str:
         """Equal on ranks that fill objects of the same names and kinds."""
         return digest([(leaf.name, leaf.kind) for leaf, _ in self._meeting.leaves])
+
+    def models(self) -> dict[str, str]:
+        """By path the models with an engine that are filled."""
+        return models(leaf for leaf, _ in self._meeting.leaves)
 
     def _nodes(self) -> list[Json]:
         return [*self._meeting.plain, *(node for leaf, node in self._meeting.leaves)]

@@ -14,6 +14,7 @@ from ..process import current
 from ..turns import in_turn
 from . import folder
 from .background import background
+from .differences import check_models
 from .draft import Draft, Message, Summary, make_draft
 from .job import Job
 from .manage import check_keep
@@ -108,6 +109,7 @@ def _finish(job: Job) -> None:
 
 
 def _check_equal(told: _Told) -> None:
+    check_models("accel.save", [summary.models for _, _, summary in told])
     for rank, (directory, options, summary) in enumerate(told):
         if directory != told[0][0]:
             raise CheckpointError(f"accel.save: rank 0 saves into {told[0][0]!r}, and rank {rank} into {directory!r}")

@@ -123,7 +123,7 @@ class State:
         if engine is not None:
             return OptimizerLeaf(name, path, optimizer, engine, engine.parameter_names)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        candidates = [*self._raw_modules, *(e.module for e in registry.engines)]
+        candidates = [*self._raw_modules, *(e.module for e in registry.in_order())]
         for module in candidates:
             named = {id(p): n for n, p in module.named_parameters()}
             if held <= named.keys():
@@ -187,7 +187,7 @@ def _module_leaf(module: nn.Module, name: str, path: str) -> Leaf:
     engine = Registry.engine(module)
     if engine is not None:
         return ModuleLeaf(name, path, module, engine, "")
-    for engine in sorted(registry.engines, key=lambda e: e.serial):
+    for engine in registry.in_order():
         for prefix, part in engine.module.named_modules():
             if part is module:
                 return ModuleLeaf(name, path, module, engine, f"{prefix}.")

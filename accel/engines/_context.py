@@ -53,3 +53,5 @@ class Context:
     precision: Precision
     loss_scale: LossScale
     options: Any
+    #: The engine's number, the same on all ranks, and no other engine's.
+    serial: int

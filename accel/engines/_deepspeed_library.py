@@ -9,15 +9,19 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
 from ..errors import BackendError
 from ..patches import Patch, ignore_warnings, replaced
+from ..process import running
+from ..startup import unseen_group
 
 #: What torch says, in every step, about functions that DeepSpeed calls.
 _RENAMED: Final = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor`"
@@ -84,13 +88,37 @@ def forget_groups() -> None:
         comm.cdb = None
 
 
+def release_groups(roots: Iterable[Any]) -> None:
+    """Drop the process groups that the library's objects hold: as attributes, and in the closures of what they call."""
+    todo, seen = list(roots), set()
+    while todo:
+        owner = todo.pop()
+        if id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        held = getattr(owner, "__dict__", {})
+        for name, value in list(held.items()):
+            if any(isinstance(v, dist.ProcessGroup) for v in (value if isinstance(value, list) else [value])):
+                held[name] = None
+        cells = [cell.cell_contents for cell in getattr(owner, "__closure__", None) or ()]
+        todo += [v for v in (*held.values(), *cells) if isinstance(v, FunctionType) or _is_of_library(v)]
+
+
+def _is_of_library(value: object) -> bool:
+    return type(value).__module__.startswith("deepspeed.")
+
+
 def initialise(
     module: nn.Module, groups: list[list[nn.Parameter]], config: dict[str, Any], device: torch.device
 ) -> Any:
     """``deepspeed.initialize`` of ``module``; the library divides ``groups`` and never steps. Collective."""
     with _undisturbed(device):
-        deepspeed = _import(device)
+        with unseen_group():
+            deepspeed = _import(device)
         _forget_old_groups()
+        process = running()
+        if process is not None and forget_groups not in process.releases:
+            process.releases.append(forget_groups)
         stand_in = torch.optim.SGD([{"params": group} for group in groups], lr=0.0)
         # Its shared-memory op takes a minute to compile and serves only inference.
         with replaced(vars(library("deepspeed.ops")), "__compatible_ops__", collections.defaultdict(bool)):

@@ -229,6 +229,10 @@ class Partitions(ABC):
         """Whether the ranks hold fragments of a parameter."""
         return index in self.divided
 
+    def here(self, index: int) -> torch.Tensor:
+        """A parameter's values as far as this rank has them all; else nan. Local."""
+        return self.parameters[index].detach().clone()
+
     def dtype_of(self, index: int) -> torch.dtype:
         """Of the weights that the optimizer steps."""
         parameter = self.parameters[index]

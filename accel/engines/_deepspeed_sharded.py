@@ -272,6 +272,12 @@ class Sharded(Partitions):
         """All are."""
         return True
 
+    def here(self, index: int) -> torch.Tensor:
+        """No rank has one."""
+        parameter = self.parameters[index]
+        blank = float("nan") if parameter.is_floating_point() else 0
+        return torch.full(self.shapes[index], blank, dtype=parameter.dtype, device=parameter.device)
+
     def end(self, full: Sequence[torch.Tensor]) -> None:
         """Let go of the shards as well."""
         self.scatter()

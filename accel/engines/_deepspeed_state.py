@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ..control import agree
+from ..process import Process
 from ._deepspeed_fragment import Fragment
 from ._deepspeed_partitions import Partitions
 
@@ -105,10 +106,10 @@ def gather(
     optimizer: Optimizer,
     indices: Sequence[int],
     partitions: Partitions,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
+    process: Process,
+    label: str,
 ) -> dict[int, dict[str, Any]]:
-    """The whole state of each parameter that has one, on every rank. Collective."""
+    """The whole state of each parameter of the model ``label`` that has one, on every rank. Collective."""
     mine: dict[int, dict[str, Any]] = {}
     for index in indices:
         fragment = partitions.fragments.get(index)
@@ -116,7 +117,7 @@ def gather(
         if fragment is not None and state:
             mine[index] = {k: v.dtype if is_divided(k, v, fragment.weights) else v for k, v in state.items()}
     kinds: dict[int, dict[str, Any]] = {}
-    for theirs in agree("gathering an optimizer's state", mine):
+    for theirs in agree(f"gathering an optimizer's state ({label})", mine):
         for index, entries in theirs.items():
             kinds.setdefault(index, entries)
     places, pieces = [], []
@@ -128,7 +129,7 @@ def gather(
                 start = fragment.start if fragment is not None else 0
                 pieces.append(Piece(partitions.shapes[index], kind, start, part))
                 places.append((index, key))
-    for (index, key), tensor in zip(places, assemble(pieces, group, device), strict=True):
+    for (index, key), tensor in zip(places, assemble(pieces, process.group, process.device), strict=True):
         kinds[index][key] = tensor
     return kinds
 

@@ -17,6 +17,7 @@ from ..control import agree
 from ..conversion import convert_optimizer
 from ..errors import AccelError, BackendError
 from ..shard import Manifest, Shard
+from ..stepping import refuse_steps
 from . import _deepspeed_state as states
 from ._deepspeed_guards import Guards
 from ._deepspeed_partitions import Partitions
@@ -96,7 +97,7 @@ class Divided(Engine, ABC):
 
     def release(self, optimizer: Optimizer, zero: Partitions) -> dict[int, dict[str, Any]]:
         """An optimizer's whole state, of which no fragment is left in it. Collective."""
-        full = states.gather(optimizer, self.indices(optimizer), zero, self.process.group, self.process.device)
+        full = states.gather(optimizer, self.indices(optimizer), zero, self.process, self.label)
         for fragment in zero.fragments.values():
             optimizer.state.pop(fragment.weights, None)
         return full
@@ -106,7 +107,7 @@ class Divided(Engine, ABC):
         if lost := zero.take_edits():
             logger.warning("%s changed in place, which is lost", ", ".join(self.names[i] for i in lost[:5]))
         held = {i: f.grad for i, f in zero.fragments.items() if f.grad is not None}
-        theirs = agree("gathering gradients", {i: g.dtype for i, g in held.items()})
+        theirs = agree(f"gathering gradients ({self.label})", {i: g.dtype for i, g in held.items()})
         dtypes = dict(sorted((i, d) for kinds in theirs for i, d in kinds.items()))
         pieces = states.of_fragments(zero, held, dtypes)
         grads = dict(zip(dtypes, states.assemble(pieces, self.process.group, self.process.device), strict=True))
@@ -123,6 +124,14 @@ class Divided(Engine, ABC):
             for optimizer in optimizers:
                 convert_optimizer(optimizer, for_good)
             for_good.pop_all()
+
+    def leave(self, zero: Partitions, optimizers: Sequence[Optimizer]) -> None:
+        """The same without the other ranks: weights that this rank has a part of are nan, and its optimizers do not step."""
+        for optimizer in optimizers:
+            for fragment in zero.fragments.values():
+                optimizer.state.pop(fragment.weights, None)
+            refuse_steps(optimizer, self._ended)
+        zero.end([zero.here(i) for i in range(len(self.parameters))])
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -158,6 +167,7 @@ class Divided(Engine, ABC):
             return super().full_state_dict(optimizer)
         if optimizer is None:
             self.take_edits()
+            self.meet("accel.full_state_dict")
             with self.guards.inside():
                 state: dict[str, Any] = self.module.state_dict(keep_vars=True)
             numbers = zero.numbers
@@ -170,7 +180,7 @@ class Divided(Engine, ABC):
                 elif isinstance(value, torch.Tensor):
                     state[name] = value.detach()
             return state
-        full = states.gather(optimizer, self.indices(optimizer), zero, self.process.group, self.process.device)
+        full = states.gather(optimizer, self.indices(optimizer), zero, self.process, self.label)
         with self.guards.inside(), states.without_state(optimizer):
             packed = optimizer.state_dict()
         order = {index: number for number, index in enumerate(dict.fromkeys(self.indices(optimizer)))}
@@ -183,7 +193,7 @@ class Divided(Engine, ABC):
         if zero is None or (optimizer is None and not self.weights_divided):
             return super().load_state_dict(optimizer, args, kwargs)
         if optimizer is None:
-            self.compare("load_state_dict of a model that is divided over the ranks", None)
+            self.meet("load_state_dict")
             whole = self.whole_weights(zero, range(len(self.parameters)))
             with zero.whole(whole), self.guards.inside():
                 return self.module.load_state_dict(*args, **kwargs)

@@ -114,7 +114,7 @@ class DeferredEngine(Engine, ABC):
         parameters = [self.parameters[i] for i in indices]
         mine = "".join("0" if p.grad is None else "2" if p.grad.is_sparse else "1" for p in parameters)
         # The others may come late: their last forward may have taken any time.
-        what = f"the reduction of {len(mine)} gradients ({type(self.module).__name__}, step {self._num_steps})"
+        what = f"the reduction of {len(mine)} gradients ({self.label}, step {self._num_steps})"
         everyone = [format(code, "x").zfill(len(mine)) for code in agree(what, int(mine, 16))]
         needed = [max(codes) for codes in zip(*everyone, strict=True)]
         if "2" in needed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
@@ -13,7 +12,6 @@ from torch.optim import Optimizer
 
 from ..control import agree
 from ..deferred import borrowing, weights_of
-from ..errors import AccelError
 from ..flat import average_gradients_
 from ..gradients import GradientLog
 from ..process import Process
@@ -23,15 +21,14 @@ from ._fsdp_module import ShardedModule, kept_whole
 from ._fsdp_pending import drop
 from ._fsdp_shards import here
 
-logger = logging.getLogger("accel")
-
 
 @final
 class Conversion:
     """The module's shards, the parameter objects that they replaced, and which is which."""
 
-    def __init__(self, module: nn.Module, process: Process, options: Any) -> None:
+    def __init__(self, module: nn.Module, process: Process, options: Any, label: str) -> None:
         self.module = module
+        self.label = label
         self.process = process
         self.options = options
         assert process.group is not None
@@ -73,7 +70,7 @@ class Conversion:
 
     def _mean_gradients(self, parameters: list[nn.Parameter]) -> dict[str, torch.Tensor]:
         """Gradients that were there before, as their mean."""
-        if any(agree("gradients before accel.setup", any(p.grad is not None for p in parameters))):
+        if any(agree(f"gradients before accel.setup ({self.label})", any(p.grad is not None for p in parameters))):
             average_gradients_(parameters, self.group)
         return {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
 
@@ -173,11 +170,11 @@ class Conversion:
 
     # -- the way back ---------------------------------------------------------------------------------------------
 
-    def unshard(self, optimizers: Sequence[Optimizer], ended: str) -> None:
-        """Whole values into the parameter objects that held them before; collective, unless the groups ended.
+    def unshard(self, optimizers: Sequence[Optimizer], ended: str) -> str:
+        """Whole values into the parameter objects that held them before; collective, unless ``ended`` says why not.
 
-        Raises:
-            AccelError: other ranks could not be reached, so that values are lost.
+        Returns:
+            Why other ranks could not be reached, so that values are lost; empty where they could.
         """
         self.scalar_log.close()
         whole = _Whole(self.process.device, self.group, ended)
@@ -193,14 +190,7 @@ class Conversion:
             for held in list(optimizer.state):
                 state = optimizer.state.pop(held)
                 optimizer.state[back.get(id(held), held)] = _fsdp_shards.full_state(state, whole)
-        if whole.lost:
-            text = (
-                f"the weights and optimizer state of this {type(self.module).__name__} are lost (nan now): they lay in shards on "
-                f"ranks that cannot be reached ({whole.lost}); load a checkpoint"
-            )
-            logger.error("%s", text)
-            if not ended:
-                raise AccelError(text)
+        return whole.lost
 
 
 @final

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-import torch.distributed as dist
 
+from ..control import agree
 from ..errors import BackendError
 from ..gradients import GradientLog
 from ._fsdp_shards import here, wrap
@@ -25,9 +25,9 @@ class Markers:
     knows only the shard's. So each shard gets a marker there; what was reduced before is kept aside until it goes.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group = group
-        self._device = device
+    def __init__(self, world: int, label: str) -> None:
+        self._world = world
+        self._label = label
         self._placed: list[tuple[Any, torch.Tensor, int, torch.Tensor | None]] = []
 
     def place(self, pending: list[Any]) -> None:
@@ -63,12 +63,11 @@ class Markers:
 
     def _agreed(self, verdicts: list[int], params: list[Any]) -> list[int]:
         # A rank with an empty shard cannot see; the first rank's shard is never empty.
-        world = dist.get_world_size(self._group)
+        world = self._world
         if not any(-(-p.sharded_param.shape[0] // world) * (world - 1) >= p.sharded_param.shape[0] for p in params):
             return verdicts
-        told = torch.tensor(verdicts, dtype=torch.uint8, device=self._device)
-        dist.broadcast(told, 0, group=self._group)
-        return [int(v) for v in told.tolist()]
+        told: list[int] = agree(f"the gradients that were dropped ({self._label})", verdicts)[0]
+        return told
 
 
 def _verdict(param: Any, marker: torch.Tensor, version: int) -> int:
@@ -104,7 +103,7 @@ class Backwards:
         self._parts = parts
         self._names = names
         self._log = log
-        self._markers = Markers(parts.group, parts.process.device)
+        self._markers = Markers(parts.process.place.world_size, parts.label)
         self._broken = False
         self._refused = False
 

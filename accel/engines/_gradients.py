@@ -19,6 +19,7 @@ class GradientVerbs:
     """As written here they serve engines that keep whole gradients in ``p.grad``."""
 
     module: nn.Module
+    label: str
     parameters: list[nn.Parameter]
     log: GradientLog
     #: Gradients stay this rank's own until a step or clipping: a rebuild loses none, and their overflow is not seen before.
@@ -41,7 +42,7 @@ class GradientVerbs:
     def has_gradients(self, *, zeros: bool) -> bool:
         """Whether there are any, judged alike on all ranks that saw the same backwards; ``zeros`` counts those of zeros."""
         mine = any(a.grad is not None and (zeros or bool(here(a.grad).any())) for a in self.accumulators())
-        return any(agree("the gradients", mine)) if self.partial_gradients else mine
+        return any(agree(f"the gradients ({self.label})", mine)) if self.partial_gradients else mine
 
     def unsettled(self) -> bool:
         """Whether ``settle`` has something to do. Local."""
@@ -76,7 +77,7 @@ class GradientVerbs:
     def finite(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer``'s final gradients hold neither inf nor nan, judged alike on all ranks."""
         mine = all_finite(optimizer)
-        return all(agree("the gradients' finiteness", mine)) if self.partial_gradients else mine
+        return all(agree(f"the gradients' finiteness ({self.label})", mine)) if self.partial_gradients else mine
 
     @final
     def refuse_plain_gradients(self, *, zeros: bool) -> None:

@@ -37,10 +37,11 @@ class Message(NamedTuple):
 
 @final
 class Channel:
-    """This rank's connection with the other stages."""
+    """This rank's connection with the other stages of the model that ``label`` names."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, label: str) -> None:
         self._process = process
+        self.label = label
         self.rank = process.place.rank
         self.device = process.device
         self.last = process.place.world_size - 1

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .. import shard
 from ..control import agree
-from ..errors import AccelError, BackendError
+from ..errors import BackendError
 from ..flat import broadcast_
 from ._pipeline_channel import Channel
 from ._pipeline_stages import Named
@@ -184,8 +184,8 @@ class Parts:
         """The entries of all ranks; tensors of others come as new ones. Collective."""
         kinds = {k: (tuple(v.shape), v.dtype, v.device.type) if _moves(v) else v for k, v in mine.items()}
         whole: dict[str, Any] = {}
-        for rank, theirs in enumerate(agree(what, (kinds, [k for k, v in mine.items() if _moves(v)]))):
-            entries, moving = theirs
+        everyone = agree(f"{what} ({self._channel.label})", (kinds, [k for k, v in mine.items() if _moves(v)]))
+        for rank, (entries, moving) in enumerate(everyone):
             own = rank == self._channel.rank
             tensors = {
                 k: mine[k].detach().to(self._channel.carrier) if own else self._new(*entries[k][:2]) for k in moving
@@ -254,11 +254,3 @@ class Parts:
 
 def _moves(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.is_sparse
-
-
-def lost_stages() -> AccelError:
-    """The error of a pipeline whose process groups ended with the weights of its stages apart."""
-    return AccelError(
-        "the process groups were ended, and each rank holds the weights of its own stage only: the others are NaN in this "
-        "module; start again and load a checkpoint"
-    )

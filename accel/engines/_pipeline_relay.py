@@ -44,7 +44,7 @@ class Relay:
         Raises:
             RankMismatchError: the ranks differ; nothing has changed.
         """
-        self._what = f"forward {self._forwards} of a pipeline ({type(self._module).__name__})"
+        self._what = f"forward {self._forwards} of a pipeline ({self._channel.label})"
         self._forwards += 1
         facts = {
             "whether gradients are on": torch.is_grad_enabled(),
@@ -62,7 +62,7 @@ class Relay:
                 mine = times_of(children, batch), ""
             except Exception as error:
                 mine = [], f"{type(error).__name__}: {error}"
-        times, problem = agree("Pipeline(balance='time')", mine)[0]
+        times, problem = agree(f"Pipeline(balance='time') ({self._channel.label})", mine)[0]
         if problem:
             raise BackendError(f"measuring the children for Pipeline(balance='time') failed on rank 0: {problem}")
         return list(times)

@@ -204,11 +204,11 @@ class ReducingEngine(Engine, ABC):
                 yield
         finally:
             self._joining = False
-        counts = agree("the end of accel.join", self._num_joined)
+        counts = agree(f"the end of accel.join ({self.label})", self._num_joined)
         source = counts.index(max(counts))
         self.synchronize(source)
         for stepper in self.steppers.values():
-            broadcast_state(stepper.optimizer, source, self.process.group)
+            broadcast_state(stepper.optimizer, source, self.process.group, self.label)
         self.drift.restart()
 
     def unsettled(self) -> bool:

@@ -19,6 +19,7 @@ from ..control import agree
 from ..errors import OptimizerError
 from ..shard import is_sharded
 from ..slot import Slot
+from ..startup import unseen_group
 from ._copies import allow_copies, refuse_copies
 from ._exchange import broadcast_from_owners
 
@@ -49,7 +50,8 @@ class Owners:
         new = list({id(p): p for p in parameters if id(p) not in self.rank_of}.values())
         if not new:
             return
-        from fairscale.optim.oss import OSS  # type: ignore[import-untyped,import-not-found,unused-ignore]
+        with unseen_group():
+            from fairscale.optim.oss import OSS  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
         # Trainable ones first: these have gradients and state. From large to small, which balances best.
         new.sort(key=lambda p: (not p.requires_grad, -p.numel()))
@@ -201,8 +203,8 @@ class SplitState:
         return {**full, "state": {k: v for k, v in full["state"].items() if not isinstance(k, int) or k in mine}}
 
 
-def gather_state(optimizer: Optimizer, owners: Owners, rank: int, group: dist.ProcessGroup | None) -> None:
-    """Give every rank the state of all parameters. Collective."""
+def gather_state(optimizer: Optimizer, owners: Owners, rank: int, group: dist.ProcessGroup | None, label: str) -> None:
+    """Give every rank the state of all parameters of the model that ``label`` names. Collective."""
     parameters = parameters_of(optimizer)
     owners.take(parameters)
     # Shapes and plain values by pickle, tensors' contents in flat pieces.
@@ -211,7 +213,7 @@ def gather_state(optimizer: Optimizer, owners: Owners, rank: int, group: dist.Pr
         for i, p in enumerate(parameters)
         if owners.owns(p) and p in optimizer.state
     }
-    everyone = agree("gathering the state of an optimizer", mine)
+    everyone = agree(f"gathering the state of an optimizer ({label})", mine)
     tensors: list[list[torch.Tensor]] = [[] for _ in everyone]
     for owner, theirs in enumerate(everyone):
         for i, entries in theirs.items():
@@ -237,15 +239,3 @@ def _made(value: Any, there: bool, device: torch.device) -> Any:
         return value
     place = device if there else torch.device("cpu")
     return torch.empty_like(value, device=place) if value.is_meta else value.to(place)
-
-
-def refuse_steps(optimizer: Optimizer, reason: str) -> None:
-    """Make an optimizer raise whose state on this rank will stay partial."""
-
-    def refuse(stepped: Optimizer, args: Any, kwargs: Any) -> None:
-        raise OptimizerError(
-            f"{type(stepped).__name__} has only this rank's part of its state, since the process groups were ended "
-            f"({reason}): build a new optimizer and load a checkpoint"
-        )
-
-    optimizer.register_step_pre_hook(refuse)

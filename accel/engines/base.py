@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import weakref
 from abc import ABC, abstractmethod
@@ -16,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..consensus import require_equal
+from ..control import agree
 from ..conversion import Dtypes, restore_dtypes
 from ..drift import DriftGuard
 from ..errors import AccelError, BackendError, OptimizerError
@@ -33,7 +33,6 @@ from ._memory import MemoryVerbs
 from ._state import StateVerbs
 
 logger = logging.getLogger("accel")
-_serials = itertools.count()
 
 
 class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
@@ -77,8 +76,9 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         self.entry = entry
         self.process, self.options = context.process, context.options
         self.precision, self.loss_scale = context.precision, context.loss_scale
-        # The order of making is the same on all ranks.
-        self.serial = next(_serials)
+        self.serial = context.serial
+        #: Its name in whatever the ranks tell each other: models of one class must not be taken for each other.
+        self.label = f"{type(module).__name__} #{self.serial}"
         self.handle = ModelHandle(self)
         self.steppers: dict[int, Stepper] = {}
         self.methods: dict[int, Methods] = {}
@@ -136,7 +136,10 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
 
     @abstractmethod
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        """Undo ``wrap`` and ``start``: module and optimizers as their author made them, with their trained values."""
+        """Undo ``wrap`` and ``start``: module and optimizers as their author made them, with their trained values.
+
+        Where ``_ended`` says why the other ranks take no part, by itself: what lies there is nan, then ``lost`` is raised.
+        """
 
     @classmethod
     def replica(cls, process: Process) -> tuple[int, int]:
@@ -246,7 +249,7 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
     @final
     def compare(self, what: str, value: Any, explain: Callable[[list[Any]], str] = str) -> None:
         """Make sure that all ranks do ``what`` to this model with the same ``value``; else every rank raises."""
-        require_equal(f"{what} ({type(self.module).__name__})", value, explain)
+        require_equal(f"{what} ({self.label})", value, explain)
 
     def attach(self, optimizer: Optimizer) -> None:
         """Add an optimizer of this model's parameters; ``start`` follows. Local."""
@@ -366,23 +369,59 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         return nn.utils.clip_grad_norm_(self.parameters, max_norm, norm_type)
 
     @final
-    def teardown(self) -> None:
-        """End the engine: the raw module and optimizers are the user's own again."""
-        try:
-            if not self._ended and self.unsettled():
-                self.settle()
-        except AccelError as error:
-            logger.warning("teardown drops gradients that cannot be made final: %s", error)
-            for parameter in self.parameters:
-                parameter.grad = None
-        finally:
+    def meet(self, what: str) -> None:
+        """Make sure that all ranks do ``what`` to this very model, where the engine needs them. Collective there, like it.
+
+        Raises:
+            RankMismatchError: another rank does something else, or to another model; on every rank.
+        """
+        if self.distributed and self.partial_gradients and not self._ended:
+            agree(f"{what} ({self.label})", None)
+
+    @final
+    def teardown(self, alone: str = "") -> None:
+        """End the engine: the raw module and optimizers are the user's own again.
+
+        Args:
+            alone: why the other ranks take no part; empty where they do. Then it is local, and ``p.grad`` that is not
+                final is dropped.
+
+        Raises:
+            AccelError: weights lay on ranks that take no part, and are lost; the engine has ended all the same.
+        """
+        self._ended = self._ended or alone
+        with contextlib.ExitStack() as last:
+            last.callback(end, self.handle)
+            last.callback(self.process.dependents.discard, self)
+            self._finish_gradients()
             optimizers = [stepper.optimizer for stepper in self.steppers.values()]
+            last.callback(restore_dtypes, self.dtypes, optimizers)
             for optimizer in optimizers:
                 self.detach(optimizer)
             self.log.close()
             self.backward_end.close()
             self.drift.stop()
             self.unwrap(optimizers)
-            restore_dtypes(self.dtypes, optimizers)
-            self.process.dependents.discard(self)
-            end(self.handle)
+
+    def _finish_gradients(self) -> None:
+        problem = ""
+        try:
+            if self.unsettled():
+                problem = self._ended
+                if not problem:
+                    self.settle()
+        except AccelError as error:
+            problem = str(error)
+        if problem:
+            if any(p.grad is not None for p in self.parameters):
+                logger.warning("teardown drops gradients of %s that cannot be made final: %s", self.label, problem)
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    @final
+    def lost(self) -> AccelError:
+        """The error of weights that lay on ranks which take no part in the engine's end."""
+        return AccelError(
+            f"the weights of {self.label} are lost (nan now): parts of them lay on other ranks, and {self._ended}; load a "
+            "checkpoint"
+        )

@@ -23,7 +23,7 @@ from . import _deepspeed_steps as steps
 from ._copies import refuse_copies
 from ._deepspeed_flat import Flat
 from ._deepspeed_guards import call_zero_grad
-from ._deepspeed_library import forget_groups
+from ._deepspeed_library import release_groups
 from ._deepspeed_partitions import Partitions
 from ._deepspeed_sharded import Sharded
 from ._gradients import refuse_sparse
@@ -328,12 +328,17 @@ class DeepSpeedEngine(steps.Stepping):
         zero, self.zero = self.zero, None
         if zero is None:
             return
-        if self._ended or not hasattr(zero, "zero"):
-            logger.warning("the parts of the model on other ranks are lost: the process groups were ended")
+        if not hasattr(zero, "zero"):
+            return  # its start failed
+        if not self._ended:
+            self.give_back(zero, optimizers)
             return
-        self.give_back(zero, optimizers)
+        self.leave(zero, optimizers)
+        if self.stage == 3:
+            raise self.lost()
 
     def abandon(self, reason: str) -> None:
-        """Let go of DeepSpeed's process groups too."""
+        """Let go of the groups that DeepSpeed holds for this model too."""
         super().abandon(reason)
-        forget_groups()
+        if self.zero is not None and hasattr(self.zero, "library"):
+            release_groups([self.zero.library, *self.parameters])

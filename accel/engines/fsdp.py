@@ -153,7 +153,7 @@ class FSDPEngine(ShardedState, Engine):
             self.synchronize()
             names = [name for name, _ in _fsdp_wrap.blocks(self.module, self.options.wrap)]
             self.compare("the choice of FSDP(wrap=...)", names)
-            self._parts = Conversion(self.module, self.process, self.options)
+            self._parts = Conversion(self.module, self.process, self.options, self.label)
             for child in self.module.modules():
                 self.guard.watch(child)
             self._parts.shard(names)
@@ -165,6 +165,12 @@ class FSDPEngine(ShardedState, Engine):
             self._started = True
         for optimizer in optimizers:
             self._parts.rebind(optimizer)
+
+    def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
+        """Whole, once all ranks ask for this model's."""
+        if self._parts is not None:
+            self.meet(f"accel.full_state_dict of {'the model' if optimizer is None else type(optimizer).__name__}")
+        return super().full_state_dict(optimizer)
 
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
         """The shard that a gathered or replaced parameter stands for."""
@@ -310,5 +316,8 @@ class FSDPEngine(ShardedState, Engine):
         for child in self.module.modules():
             self.guard.release(child)
         if parts is not None:
-            parts.unshard(optimizers, self._ended)
+            lost = parts.unshard(optimizers, self._ended)
             self.read_parameters()
+            if lost:
+                self._ended = lost
+                raise self.lost()

@@ -18,12 +18,13 @@ from ..footprint import Footprint, MemoryUse
 from ..optimizer_methods import only
 from ..process import Process
 from ..shard import Manifest, Shard
+from ..stepping import refuse_steps
 from ..trees import map_tensors
 from ._copies import allow_copies, refuse_copies
 from ._pipeline_balance import Balance, balanced, count_stages, listed, predicted, split, times_of
 from ._pipeline_channel import Channel
 from ._pipeline_checks import batchnorms_of, check_balance, check_forward, check_layers, check_sequential
-from ._pipeline_parts import Parts, Whole, lost_stages, refuse_tied
+from ._pipeline_parts import Parts, Whole, refuse_tied
 from ._pipeline_relay import Relay
 from ._pipeline_stages import Cut, Named, Stage, cut, flatten, put_together, unflatten
 from .base import Context, Engine, Options
@@ -77,7 +78,7 @@ class PipelineEngine(Engine):
         self._batchnorms = batchnorms_of(module)
         self._stages: list[Stage] = []
         self._parts: Parts | None = None
-        self._channel = Channel(context.process)
+        self._channel = Channel(context.process, self.label)
         self._relay = Relay(module, self._channel)
         self._guards: dict[int, tuple[Whole, RemovableHandle]] = {}
 
@@ -236,7 +237,9 @@ class PipelineEngine(Engine):
             parts, self._parts = self._parts, None
             if self._ended:
                 parts.close()
-                raise lost_stages()
+                for optimizer in optimizers:
+                    refuse_steps(optimizer, self._ended)
+                raise self.lost()
             names = self.parameter_names
             for optimizer in optimizers:
                 parts.release_state(optimizer, names)

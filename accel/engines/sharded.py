@@ -21,6 +21,7 @@ from ..footprint import Footprint, MemoryUse
 from ..optimizer_methods import only
 from ..shard import Manifest, Shard
 from ..slot import Slot
+from ..stepping import refuse_steps
 from . import _sharded as parts
 from ._exchange import broadcast_from_owners, clip_parts_, reduce_to_owners
 from ._memory import owners
@@ -122,14 +123,14 @@ class ShardedEngine(Engine):
         try:
             for optimizer in filter(self._splittable, optimizers):
                 if self._ended:
-                    parts.refuse_steps(optimizer, self._ended)
+                    refuse_steps(optimizer, self._ended)
                 elif self._started:
                     self._gather(optimizer)
         finally:
             self._owners.close()
 
     def _gather(self, optimizer: Optimizer) -> None:
-        parts.gather_state(optimizer, self._owners, self._rank, self.process.group)
+        parts.gather_state(optimizer, self._owners, self._rank, self.process.group, self.label)
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
@@ -213,7 +214,7 @@ class ShardedEngine(Engine):
                 Slot.clear(grad)
         mine = bytes([parts.knowledge(self.parameters[i].grad, i in touched) for i in indices])
         stale = self._stale_buffers or (self._has_buffers and bool(touched))
-        what = f"{what} of {type(self.module).__name__}"
+        what = f"{what} of {self.label}"
         told = agree(what, (zlib.compress(mine, 1), stale, self._owners.digest))
         if len({digest for *_, digest in told}) > 1:
             raise RankMismatchError(f"{what}: the ranks gave owners to different parameters; add groups on every rank")

@@ -1,0 +1,327 @@
+"""The end of engines, where the ranks' garbage collectors and programs let go of models at different moments."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import accel
+from accel.registry import registry
+from tests.backends import BACKENDS, engine_of, need
+from tests.distributed import outcomes, refusals, run
+from tests.test_process import by_hand, free_port, scripts
+
+TRAINING = [backend for backend in BACKENDS if engine_of(backend).synchronizes]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.Linear(6, 3))
+
+
+def train(backend: Any, lr: float, seed: int) -> tuple[Any, Any]:
+    """The handles of a model after two steps on the same data."""
+    torch.manual_seed(seed)
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters(), lr=lr), backend=backend)
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.mse_loss(model(torch.ones(4, 5)), torch.ones(4, 3)).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@contextlib.contextmanager
+def collecting_on_rank_1_only() -> Iterator[None]:
+    gc.collect()
+    if accel.rank() == 0:
+        gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def collect() -> None:
+    if accel.rank() == 1:
+        gc.collect()
+
+
+def values(state: Any) -> list[Any]:
+    return [v.tolist() for v in state.values()]
+
+
+# -- engines that live on some ranks only ---------------------------------------------------------------------------------
+
+
+def search(backend: Any) -> tuple[bool, list[Any]]:
+    """A search of learning rates; whether the best model is right after ``teardown()``, and its weights."""
+    with collecting_on_rank_1_only():
+        for trial in range(12 if backend in ("deepspeed", accel.DeepSpeed(stage=3)) else 6):
+            model, optimizer = train(backend, 10 ** -(trial % 5 + 1), trial)
+            if trial == 4:
+                best = model
+            collect()
+        del model, optimizer
+        collect()
+        full, raw = values(accel.full_state_dict(best)), accel.unwrap(best)
+        accel.teardown()
+        return values(raw.state_dict()) == full, full
+
+
+@pytest.mark.parametrize("backend", TRAINING, ids=str)
+def test_the_best_of_many_models_keeps_its_weights(backend: Any) -> None:
+    need(backend, 2)
+    (right, first), (also, second) = run(2, search, backend)
+    assert right
+    assert also
+    assert first == second
+
+
+def keep_on_one_rank(backend: Any) -> tuple[str, bool, bool, str]:
+    """What ``teardown()`` says where rank 0 alone holds a model; whether the other model, and this one, are right then."""
+    first, optimizer = train(backend, 0.1, 0)
+    second, _ = train(backend, 0.1, 1)
+    expected = [values(accel.full_state_dict(m)) for m in (first, second)]
+    raws = [accel.unwrap(first), accel.unwrap(second)]
+    raw_optimizer = object.__getattribute__(optimizer, "_accel_raw")
+    if accel.rank() == 1:
+        del first, optimizer, raw_optimizer
+        raws[0] = net()
+        gc.collect()
+    said = refused = ""
+    try:
+        accel.teardown()
+    except accel.AccelError as error:
+        said = str(error)
+    right = [values(raw.state_dict()) == e for raw, e in zip(raws, expected, strict=True)]
+    if accel.rank() == 0:
+        for p in raws[0].parameters():
+            p.grad = torch.ones_like(p)
+        try:
+            raw_optimizer.step()
+        except accel.OptimizerError as error:
+            refused = str(error)
+    return said, right[1], right[0], refused
+
+
+@pytest.mark.parametrize("backend", TRAINING, ids=str)
+def test_a_model_that_one_rank_alone_holds_ends_by_itself(backend: Any) -> None:
+    """What the rank has of it is right; where that is a part, every rank raises."""
+    need(backend, 2)
+    (said, right, whole, refused), (also, other, _, _) = run(2, keep_on_one_rank, backend)
+    assert right
+    assert other
+    assert bool(said) == bool(also) == (not whole)
+    if backend in ("sharded", "deepspeed", accel.DeepSpeed(stage=1)):
+        assert "has only this rank's part of its state" in refused
+    if said:
+        label = re.search(r"Sequential #\d+", said)
+        assert label
+        assert label[0] in also
+        assert "rank 1 let go of the model" in said
+
+
+def end_different_models(backend: Any) -> list[bool]:
+    models = [train(backend, 0.1, seed)[0] for seed in range(2)]
+    expected = [values(accel.full_state_dict(m)) for m in models]
+    mine = models[accel.rank()]
+    for call in (accel.teardown, accel.full_state_dict):
+        with pytest.raises(accel.RankMismatchError, match=r"rank 0 is in .* #(\d+).*rank 1 is in .* #(?!\1)\d+"):
+            call(mine)
+    # Nothing has changed.
+    return [values(accel.teardown(m).state_dict()) == e for m, e in zip(models, expected, strict=True)]
+
+
+@pytest.mark.parametrize("backend", ["fsdp", accel.DeepSpeed(stage=3), "pipeline"], ids=str)
+def test_ranks_that_end_different_models_of_one_class_all_raise(backend: Any) -> None:
+    need(backend, 2)
+    assert run(2, end_different_models, backend) == [[True, True]] * 2
+
+
+def step_different_models(backend: Any) -> None:
+    optimizers = [train(backend, 0.1, seed)[1] for seed in range(2)]
+    optimizers[accel.rank()].step()
+
+
+@pytest.mark.parametrize("backend", ["sharded", "horovod", "xla"], ids=str)
+def test_ranks_that_step_different_models_of_one_class_all_raise(backend: Any) -> None:
+    need(backend, 2)
+    for message in refusals(2, step_different_models, backend, error="RankMismatchError"):
+        assert len(set(re.findall(r"Sequential #\d+", message))) == 2
+
+
+def save_different_models(directory: str) -> None:
+    models = [train("fsdp", 0.1, seed)[0] for seed in range(2)]
+    accel.save({"model": models[accel.rank()]}, directory)
+
+
+def test_ranks_that_save_different_models_of_one_class_all_raise(tmp_path: Any) -> None:
+    for message in refusals(2, save_different_models, str(tmp_path), error="CheckpointError"):
+        assert len(set(re.findall(r"Sequential #\d+", message))) == 2
+
+
+# -- what the collector must not decide -------------------------------------------------------------------------------------
+
+
+def clip_beside_a_dropped_pipeline() -> float:
+    with collecting_on_rank_1_only():
+        pipeline, first = train("pipeline", 0.1, 0)
+        model, _ = train("ddp", 0.1, 1)
+        del pipeline, first
+        collect()
+        return float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+
+
+def test_clipping_asks_no_ranks_for_a_model_that_is_gone() -> None:
+    first, second = run(2, clip_beside_a_dropped_pipeline)
+    assert first == second > 0
+
+
+def overflow(lr: float) -> float:
+    raw = net()
+    model, optimizer, _ = accel.setup(
+        raw, torch.optim.SGD(raw.parameters(), lr=lr), backend="ddp", precision="16-mixed"
+    )
+    accel.backward((model(torch.ones(4, 5)) * float("inf")).sum())
+    optimizer.step()
+    return registry.loss_scale.value
+
+
+def scales() -> list[float]:
+    with collecting_on_rank_1_only():
+        first = overflow(0.1)
+        collect()
+        return [first, overflow(0.1)]
+
+
+def test_the_loss_scale_is_the_same_on_all_ranks() -> None:
+    first, second = run(2, scales)
+    assert first == second
+    assert first[0] == first[1] > 0  # of a new model it is a new one
+
+
+class Fickle(nn.Linear):
+    def reset_parameters(self) -> None:
+        if accel.rank() == 1 and getattr(self, "deferred", False):
+            raise ValueError("rank 1 has no values today")
+        super().reset_parameters()
+
+
+def serials() -> list[str]:
+    with accel.deferred_init():
+        bad = Fickle(3, 3)
+    bad.deferred = True  # type: ignore[assignment]
+    with pytest.raises((ValueError, accel.RankMismatchError), match="rank 1 has no values today"):
+        accel.setup(bad, backend="ddp")
+    return [registry.of_handle(accel.setup(net(), backend="ddp").model).label for _ in range(2)]
+
+
+def test_a_failed_setup_leaves_the_ranks_with_the_same_serials() -> None:
+    first, second = run(2, serials)
+    assert first == second
+    assert len(set(first)) == 2
+
+
+def run_a_cell_twice() -> int:
+    backbone = nn.Linear(4, 4)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            model = nn.Sequential(backbone, nn.Linear(4, 2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, optimizer, _ = accel.setup(model, optimizer)
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        return len(registry.engines)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_cell_runs_twice_around_one_backbone(world: int) -> None:
+    assert run(world, run_a_cell_twice) == [1] * world
+
+
+def without_optimizer(backend: Any) -> list[Any]:
+    with collecting_on_rank_1_only():
+        for seed in range(3):
+            torch.manual_seed(seed)
+            raw = net()
+            model = accel.setup(raw, backend=backend).model
+            with torch.no_grad():
+                model(torch.ones(4, 5))
+            collect()
+        del model
+        accel.teardown()
+        return values(raw.state_dict())
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp", accel.DeepSpeed(stage=3)], ids=str)
+def test_models_that_are_only_called_come_back_too(backend: Any) -> None:
+    need(backend, 2)
+    first, second = run(2, without_optimizer, backend)
+    torch.manual_seed(2)
+    assert first == second == values(net().state_dict())
+
+
+def alone_in_an_error() -> str:
+    """Rank 1 comes to ``teardown()`` with an error, and rank 0 is in another call."""
+    model, _ = train("fsdp", 0.1, 0)
+    if accel.rank() == 0:
+        accel.full_state_dict(model)
+        return ""
+    try:
+        raise ValueError("rank 1 has had enough")
+    finally:
+        accel.teardown()
+
+
+def test_a_rank_that_tears_down_after_an_error_frees_the_others() -> None:
+    first, second = outcomes(2, alone_in_an_error, breaks=True)
+    assert "RankMismatchError" in first.error
+    assert "rank 1 is in 'accel.teardown'" in first.message
+    assert "rank 1 has had enough" in second.trace
+
+
+# -- the end of the process -------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import atexit, os
+import torch
+from torch import nn
+
+def threads():
+    names = [open(f"/proc/self/task/{{t}}/comm").read() for t in os.listdir("/proc/self/task")]
+    print("left:", sum("gloo" in name for name in names))
+
+atexit.register(threads)
+import accel
+kept = []
+for trial in range(12):
+    raw = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters()), backend={backend})
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    if trial % 5 == 0:
+        kept.append(model)
+"""
+
+
+@pytest.mark.parametrize("backend", ["'sharded'", "accel.DeepSpeed(stage=2)", "accel.DeepSpeed(stage=3)"])
+def test_no_thread_of_gloo_outlives_the_process_groups(backend: str) -> None:
+    """One that is the last to let go of a tensor while the interpreter ends aborts the process."""
+    for name in ("fairscale", "deepspeed"):
+        pytest.importorskip(name)
+    port = free_port()
+    environs = [by_hand(rank, 2, port) | {"LOCAL_RANK": str(rank)} for rank in range(2)]
+    for result in scripts(PROGRAM.format(backend=backend), *environs):
+        assert "left: 0" in result.stdout, result.stdout + result.stderr
