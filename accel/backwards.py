@@ -1,4 +1,4 @@
-"""Makes ``loss.backward(inputs=...)`` find the parameters in the graph.
+"""Makes ``loss.backward(inputs=...)`` find the parameters in the graph, and a lost rank in it raise accel's error.
 
 An engine may have put other tensors in the parameters' places: autograd finds no way to those, and leaves their gradients
 alone without a word. ``Tensor.backward`` looks ``torch.autograd.backward`` up in its module: replacing it there reaches
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any, Final, final
 
 import torch
+
+from .control import is_lost, lost
 
 _INPUTS: Final = 5  # its place among the arguments
 
@@ -35,7 +37,12 @@ class BackwardPatch:
                     kwargs["inputs"] = self._leaves(kwargs["inputs"])
                 elif len(args) > _INPUTS and args[_INPUTS] is not None:
                     args = (*args[:_INPUTS], self._leaves(args[_INPUTS]), *args[_INPUTS + 1 :])
-                original(*args, **kwargs)
+                try:
+                    original(*args, **kwargs)
+                except RuntimeError as error:
+                    if is_lost(error):
+                        raise lost("a backward", error) from error
+                    raise
 
             torch.autograd.backward = backward
 

@@ -11,10 +11,11 @@ from typing import Any, Final, final
 
 import torch
 
+from ..control import Waiting, announce
 from ..errors import BackendError
+from ..process import Process
 from ._deepspeed_library import library
 from ._deepspeed_weights import plainly, promise, take_back
-from ._order import Order
 
 _KEPT: Final = object()
 
@@ -40,17 +41,26 @@ def shorten_methods(modules: Iterable[Any]) -> None:
 
 
 def watch_order(
-    coordinator: Any, order: Order, numbers: dict[int, int], backward: weakref.WeakMethod[Callable[[], None]]
+    coordinator: Any, model: Any, process: Process, title: str, backward: weakref.WeakMethod[Callable[[], None]]
 ) -> None:
-    """Tell ``order`` which modules gather weights in a forward, and ``backward`` of one; small weights stay gathered."""
+    """Announce which modules gather weights, theirs or in advance, and tell ``backward`` of one. Small weights stay gathered."""
     fetch = coordinator.fetch_sub_module
+    divided = any(not p.ds_persist for p in model.parameters())
+    texts = {id(m): f"the gathering of {n or 'the model itself'}" for n, m in model.named_modules()}
+    waits = {
+        (key, forward): (what := f"{text} for its {kind} ({title})", Waiting(process, what))
+        for key, text in texts.items()
+        for forward, kind in ((True, "forward"), (False, "backward"))
+    }
 
     def fetching(module: Any, forward: bool) -> None:
-        if forward and any(p is not None and not p.ds_persist for p in module._parameters.values()):
-            order.note(numbers[id(module)])
         if not forward and (enter := backward()) is not None:
             enter()
-        fetch(module, forward)
+        what, waiting = waits[id(module), forward]
+        if divided:
+            announce(process, what)
+        with waiting:
+            fetch(module, forward)
 
     coordinator.fetch_sub_module = fetching
 
