@@ -20,7 +20,14 @@ from .startup import to_bytes, to_tensor
 
 _BLOCK = 1024  # bytes that every exchange sends; a longer value takes a second round
 #: What gloo and nccl say where another rank is gone.
-_LOST: Final = ("gloo/transport", "Connection closed by peer", "Connection reset", "Timed out waiting", "Broken pipe", "NCCL")
+_LOST: Final = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset",
+    "Timed out waiting",
+    "Broken pipe",
+    "NCCL",
+)
 
 
 def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list[Any]:
@@ -157,7 +164,11 @@ def announce(process: Process, what: str, details: Hashable = None) -> None:
         return
     usual = process.order.expected
     with Waiting(process, f"front of {what}{f', where {usual[0]} came before' if usual else ''}"):
-        agree(what if details is None else f"{what} {details}", None)
+        try:
+            agree(what if details is None else f"{what} {details}", None)
+        except RankMismatchError as error:
+            end_groups(str(error), mismatch=True)  # a third rank may be in what these do not come to
+            raise
     process.order.learn(event)
 
 

@@ -44,7 +44,7 @@ def watch_order(
     coordinator: Any, model: Any, process: Process, title: str, backward: weakref.WeakMethod[Callable[[], None]]
 ) -> None:
     """Announce which modules gather weights, theirs or in advance, and tell ``backward`` of one. Small weights stay gathered."""
-    fetch = coordinator.fetch_sub_module
+    fetch, reset = coordinator.fetch_sub_module, coordinator.reset_step
     divided = any(not p.ds_persist for p in model.parameters())
     texts = {id(m): f"the gathering of {n or 'the model itself'}" for n, m in model.named_modules()}
     waits = {
@@ -62,7 +62,16 @@ def watch_order(
         with waiting:
             fetch(module, forward)
 
-    coordinator.fetch_sub_module = fetching
+    start = f"the start of a forward ({title})"
+    in_start = Waiting(process, start)
+
+    def resetting() -> None:
+        if divided:
+            announce(process, start)
+        with in_start:
+            reset()
+
+    coordinator.fetch_sub_module, coordinator.reset_step = fetching, resetting
 
 
 def adopting(adopt: weakref.WeakMethod[Callable[[Any], None]], partition: Callable[..., Any]) -> Callable[..., Any]:

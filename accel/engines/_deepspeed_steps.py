@@ -47,8 +47,9 @@ class Stepping(Divided, ABC):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the norm over all ranks' parts."""
+        if self.zero is not None:
+            self.announce("accel.clip_grad_norm_")
         self.settle()
-        self.announce("accel.clip_grad_norm_")
         with Waiting(self.process, "accel.clip_grad_norm_"):
             return self._clip(max_norm, norm_type)
 

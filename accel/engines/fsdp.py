@@ -270,8 +270,8 @@ class FSDPEngine(ShardedState, Engine):
         """Clip by the global norm; one all-reduce of local norms."""
         if self._parts is None:
             return super().clip_grad_norm_(max_norm, norm_type)
-        self.settle()
         self.announce("accel.clip_grad_norm_")
+        self.settle()
         with Waiting(self.process, "accel.clip_grad_norm_"):
             return self._parts.clip(max_norm, norm_type)
 
