@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import data, learning_rates
-from .control import agree
+from .control import Waiting, agree
 from .conversion import convert_module, convert_optimizer
 from .data import LoaderHandle, LoaderOptions
 from .deferred import materialize
@@ -117,7 +117,8 @@ def execute(plan: Plan) -> Handles:
             error = caught
         _raise_together(error, agree("accel.setup (building)", _text(error)))
         if plan.engine is None or plan.new_optimizers:
-            engine.start(plan.new_optimizers)
+            with Waiting(process, "accel.setup"):
+                engine.start(plan.new_optimizers)
         if plan.engine is None:
             registry.add(engine)
             if plan.fill is not None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from .errors import AccelError, RankMismatchError, TimeoutError
-from .process import Process, current, end_groups, ended, local_rank, mismatched, rank, reason_of
+from .process import Process, current, end_groups, ended, local_rank, mismatched, rank, reason_of, running
 from .startup import to_bytes, to_tensor
 
 _BLOCK = 1024  # bytes that every exchange sends; a longer value takes a second round
@@ -23,9 +23,9 @@ _BLOCK = 1024  # bytes that every exchange sends; a longer value takes a second 
 _LOST: Final = (
     "gloo/transport",
     "Connection closed by peer",
-    "Connection reset",
+    "Connection reset by peer",
     "Timed out waiting",
-    "Broken pipe",
+    "timeout caused pair closure",
     "NCCL",
 )
 
@@ -120,7 +120,10 @@ def is_lost(error: BaseException | None) -> bool:
     """Whether an error comes of connections that closed or ran out of time, which say nothing of the cause."""
     if not isinstance(error, RuntimeError):
         return False
-    return bool(ended()) or isinstance(error, dist.DistError) or any(text in str(error) for text in _LOST)
+    process = running()
+    if process is None or process.control is None:
+        return bool(ended())
+    return isinstance(error, dist.DistError) or any(text in str(error) for text in _LOST)
 
 
 @final

@@ -130,7 +130,7 @@ def reason_of(error: RuntimeError) -> str:
     if left:
         return "; ".join(f"rank {number} {how}" for number, how in sorted(left.items()))
     reason = roll_call(process, error) if process is not None else ""
-    return _state.ended or reason or "a collective of torch.distributed failed"
+    return _state.ended or reason or "a connection between the ranks broke, and no rank says why"
 
 
 def mismatched() -> bool:
@@ -182,6 +182,7 @@ def _leave(how: str) -> None:
             if not _state.ended:
                 process.watch.tell_leave(how)
             process.watch.stop()
+            process.watch = None
         if _state.ended:
             _finish_end()
         elif dist.group.WORLD is process.group:

@@ -7,7 +7,6 @@ import logging
 import os
 import pickle
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +25,14 @@ _FRAME: Final = 4096  # bytes of a message; a longer one takes a second piece
 _TAG, _NO_TAG = 0xACCE1, 0x5EED  # of messages on the control group; nobody sends with the second one
 _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 _COLLECTIVES: Final = os.path.join(_TORCH, "distributed", "")
+#: accel's own files, the packages beside torch, and Python's own.
 _LIBRARIES: Final = tuple(
-    {os.path.dirname(__file__) + os.sep, _TORCH}
-    | {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")}
+    os.path.join(path, "")
+    for path in (
+        os.path.dirname(__file__),
+        os.path.dirname(os.path.dirname(torch.__file__)),
+        os.path.dirname(os.__file__),
+    )
 )
 _MESSAGES: Final = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
 _BUSY: Final = 0.02  # share of a CPU that a blocked thread does not use
@@ -157,10 +161,11 @@ def _listed(ranks: Sequence[int]) -> str:
 @final
 @dataclass(slots=True)
 class _Round:
-    """What one rank asked of all, and when the last question went and its answers came."""
+    """What this rank asked of all: when the open question went and when the next one may, the last answers and those before."""
 
     number: int = 0
     sent: float = 0.0
+    next: float = 0.0
     answers: list[Report] = field(default_factory=list)
     before: list[Report] = field(default_factory=list)
 
@@ -306,7 +311,7 @@ class Watch:
                 here = (mine.begun, mine.doing, mine.call)
                 if not mine.waits or here != self._last:
                     self._last, self._since, self._spoken = here, now, 0.0
-                    self._round.before, self._round.answers = [], []
+                    self._round.before, self._round.answers, self._round.next = [], [], 0.0
                 elif mine.doing and self.left and now - self._since > 2 * self._patience / 5:
                     who = "; ".join(f"rank {rank} {how}" for rank, how in sorted(self.left.items()))
                     self._notice(f"{who}, and rank {self._rank} {mine}", False)
@@ -320,10 +325,12 @@ class Watch:
             if ask.before and (ranks := stuck(ask.before, ask.answers)):
                 self._end(ask.answers, ranks)
                 return
+            suspected = stuck(ask.answers, ask.answers)
+            ask.next = now if suspected else now + min(3 * self._patience, waited / 4)
             ask.before, ask.answers = ask.answers, []
         self._speak(waited)
         # One rank's questions serve all: the lowest that waits asks.
-        if not ask.open and now - self._heard > 4 * self._patience:
+        if not ask.open and now >= ask.next and now - self._heard > 4 * self._patience:
             ask.number, ask.sent = ask.number + 1, now
             self._send(self._rank, ("where", self._rank, ask.number, {self._rank: self._report()}))
 
