@@ -312,7 +312,8 @@ class Watch:
                 if not mine.waits or here != self._last:
                     self._last, self._since, self._spoken = here, now, 0.0
                     self._round.before, self._round.answers, self._round.next = [], [], 0.0
-                elif mine.doing and self.left and now - self._since > 2 * self._patience / 5:
+                elif mine.doing and self.left and now - self._since > 2 * self._patience:
+                    # Its connections may stay: they close when its process ends, which would have woken this rank.
                     who = "; ".join(f"rank {rank} {how}" for rank, how in sorted(self.left.items()))
                     self._notice(f"{who}, and rank {self._rank} {mine}", False)
                 elif now - self._since > self._patience:
@@ -346,22 +347,18 @@ class Watch:
         """Say every now and then who waits."""
         if waited < max(self._first_word, 2 * self._spoken):
             return
-        if time.monotonic() - self._heard < 4 * self._patience:
+        now, reports = time.monotonic(), self._round.before
+        silent = self._round.open and now - self._round.sent > self._patience
+        if now - self._heard < 4 * self._patience or not (silent or reports):
             return
         self._spoken = waited
-        reports = self._round.before
-        if not self._round.open and reports:
+        if not silent:
             logger.warning(
                 "rank %d has waited for %.0f s: %s", self._rank, waited, explain(reports, range(self._world))
             )
         else:
-            mine = self._report()
-            logger.warning(
-                "rank %d has waited for %.0f s: it %s, and not all ranks answer: one hangs, or the link to it is cut",
-                self._rank,
-                waited,
-                mine,
-            )
+            text = "rank %d has waited for %.0f s: it %s, and not all ranks answer: one hangs, or the link to it is cut"
+            logger.warning(text, self._rank, waited, self._report())
 
 
 # -- bytes and connections --------------------------------------------------------------------------------------------

@@ -174,9 +174,9 @@ def endings(backend: str, names: list[str], folder: Path) -> dict[str, tuple[str
     return found
 
 
-def refused(backend: str, names: list[str], folder: Path) -> dict[str, list[str]]:
+def refused(backend: str, names: list[str], folder: Path, world: int = 2) -> dict[str, list[str]]:
     """The texts with which every rank refuses each case."""
-    results = outcomes(2, endings, backend, names, folder, breaks=True)
+    results = outcomes(world, endings, backend, names, folder, breaks=True)
     for rank, result in enumerate(results):
         assert not result.error, f"rank {rank}: {result.trace}"
         for name in names:
@@ -204,6 +204,11 @@ def test_what_only_one_rank_gathers_ends_on_every_rank_and_names_it(backend: str
     for name, words in gathers.items():
         for text in texts[name]:
             assert all(word in text for word in words), text
+
+
+def test_the_ranks_that_wait_together_are_named_together(tmp_path: Path) -> None:
+    for text in refused("fsdp", ["evaluation, then barrier"], tmp_path, world=3)["evaluation, then barrier"]:
+        assert "rank 1, 2 is in 'barrier'" in text
 
 
 @pytest.mark.parametrize("backend", ["zero1", "zero2"])
@@ -271,6 +276,13 @@ def test_a_rank_that_ends_its_program_is_named(backend: str, act: str, where: st
     assert second.stdout == ""
 
 
+def test_a_rank_that_is_killed_is_named() -> None:
+    port = free_port()
+    code = ENDING.format(backend="ddp", act="accel.barrier()") + "if not accel.is_main(): __import__('os')._exit(9)\n"
+    first, _ = scripts(code, by_hand(0, 2, port), by_hand(1, 2, port), check=False)
+    assert "rank 0 cannot go on in 'barrier': rank 1 is gone without a word" in first.stdout
+
+
 class Slow:
     """Something with a state that takes its time on one rank."""
 
@@ -293,10 +305,10 @@ def go_slowly(backend: str, folder: Path) -> tuple[int, list[str]]:
     logging.getLogger("accel").addHandler(handler)
 
     def sleep() -> None:
-        time.sleep(2.5)
+        time.sleep(1.6)
 
     def compute() -> None:
-        end = time.monotonic() + 2.5
+        end = time.monotonic() + 1.6
         while time.monotonic() < end:
             torch.ones(100, 100) @ torch.ones(100, 100)
 
@@ -317,7 +329,7 @@ def go_slowly(backend: str, folder: Path) -> tuple[int, list[str]]:
     return len(words), words
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp", "zero3"])
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 def test_slow_ranks_are_waited_for_and_named(backend: str, tmp_path: Path) -> None:
     slow, waiting = outcomes(2, go_slowly, backend, tmp_path, breaks=True)
     assert not slow.error, slow.trace
