@@ -7,12 +7,13 @@ import hashlib
 import json
 import logging
 import sys
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from . import data, learning_rates
-from .control import agree, short_timeout
+from .control import Waiting, agree
 from .conversion import convert_module, convert_optimizer
 from .data import LoaderHandle, LoaderOptions
 from .deferred import materialize
@@ -131,7 +132,8 @@ def execute(plan: Plan) -> Handles:
             error = caught
         _raise_together("accel.setup", error, agree("accel.setup (building)", _text(error)))
         if plan.engine is None or plan.new_optimizers:
-            engine.start(plan.new_optimizers)
+            with Waiting(process, "accel.setup"):
+                engine.start(plan.new_optimizers)
         if plan.engine is None:
             registry.add(engine)
             if plan.fill is not None:
@@ -251,7 +253,7 @@ def end_all() -> None:
 def _alone(engines: list[Engine]) -> tuple[dict[int, str], Exception | None]:
     """By serial, why engines cannot end together with the other ranks; and what went wrong in asking them. Collective."""
     # A rank that comes here with an error must not wait for long for ranks that wait for it elsewhere.
-    limit = None if sys.exc_info()[0] is None else short_timeout()
+    limit = None if sys.exc_info()[0] is None else min(current().timeout, timedelta(seconds=60))
     try:
         everyone = agree("accel.teardown", [engine.serial for engine in engines], timeout=limit)
     except AccelError as error:

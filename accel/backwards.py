@@ -1,4 +1,4 @@
-"""Tells the engines of a backward before it begins, and makes ``loss.backward(inputs=...)`` find the parameters in the graph.
+"""Tells the engines of a backward, makes ``inputs=...`` find the parameters in its graph, and a lost rank raise accel's error.
 
 An engine may have put other tensors in the parameters' places: autograd finds no way to those, and leaves their gradients
 alone without a word. ``Tensor.backward`` looks ``torch.autograd.backward`` up in its module: replacing it there reaches
@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from .control import is_lost, lost
 from .patches import Patch
 
 _INPUTS: Final = 5  # its place among the arguments
@@ -34,6 +35,11 @@ def backward_patch(leaf: Callable[[torch.Tensor], torch.Tensor], before: Callabl
             kwargs["inputs"] = leaves(kwargs["inputs"])
         elif len(args) > _INPUTS and args[_INPUTS] is not None:
             args = (*args[:_INPUTS], leaves(args[_INPUTS]), *args[_INPUTS + 1 :])
-        original(*args, **kwargs)
+        try:
+            original(*args, **kwargs)
+        except RuntimeError as error:
+            if is_lost(error):
+                raise lost("a backward", error) from error
+            raise
 
     return Patch(vars(torch.autograd), "backward", backward)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .control import agree, lost
+from .control import Waiting, agree
 from .errors import AccelError, RankMismatchError
 from .process import Process, current
 from .trees import map_tensors, walk
@@ -53,7 +52,7 @@ def all_reduce(data: Any, op: str = "sum") -> Any:
     for dtype in sorted({tensor.dtype for tensor in wide.values()}, key=str):
         paths = [path for path, tensor in wide.items() if tensor.dtype is dtype]
         flat = torch.cat([wide[path].reshape(-1).to(carrier) for path in paths])
-        with _transfer(what):
+        with Waiting(process, what):
             _reduce(flat, op, process.group)
         flat = flat / process.place.world_size if op == "mean" else flat
         for path, piece in zip(paths, torch.split(flat, [wide[path].numel() for path in paths]), strict=True):
@@ -98,7 +97,7 @@ def _gather(
     sizes = [[math.prod(theirs[path]) * tensor.itemsize for path, tensor in tensors.items()] for theirs in shapes]
     longest = max(map(sum, sizes))
     buffers = [torch.empty(longest, dtype=torch.uint8, device=carrier) for _ in sizes]
-    with _transfer("all_gather"):
+    with Waiting(process, "all_gather"):
         dist.all_gather(buffers, nn.functional.pad(mine, (0, longest - mine.numel())), group=process.group)
     pieces = [torch.split(buffer[: sum(size)], size) for buffer, size in zip(buffers, sizes, strict=True)]
     results = {}
@@ -146,7 +145,7 @@ def broadcast(data: Any, src: int = 0) -> Any:
     if world == 1:
         return map_tensors(_free, data)
     buffer = _pack(tensors, carrier)
-    with _transfer(what):
+    with Waiting(process, what):
         dist.broadcast(buffer, src, group=process.group)
     pieces = torch.split(buffer, [tensor.numel() * tensor.itemsize for tensor in tensors.values()])
     results = {
@@ -236,14 +235,6 @@ def _carrier(process: Process, tensors: dict[str, Tensor]) -> torch.device:
     if "cpu" not in process.backends or (own and not only_cpu):
         return process.device
     return torch.device("cpu")
-
-
-@contextlib.contextmanager
-def _transfer(what: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise lost(what, error) from error
 
 
 def _pack(tensors: dict[str, Tensor], carrier: torch.device) -> Tensor:

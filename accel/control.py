@@ -6,25 +6,29 @@ import contextlib
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from .errors import AccelError, RankMismatchError, TimeoutError
-from .process import Process, current, end_groups, ended, local_rank, rank
+from .process import Process, current, end_groups, ended, local_rank, mismatched, rank, reason_of, running
 from .startup import to_bytes, to_tensor
 from .turns import in_turn, thread_name, turn
 
 _BLOCK = 1024  # bytes that every exchange sends; a longer value takes a second round
-
-
-def short_timeout() -> timedelta:
-    """How long to wait for ranks that are here already in a correct program."""
-    return min(current().timeout, timedelta(seconds=60))
+#: What gloo and nccl say where another rank is gone.
+_LOST: Final = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Timed out waiting",
+    "timeout caused pair closure",
+    "NCCL",
+)
 
 
 @in_turn
@@ -122,6 +126,17 @@ def _place(what: str, thread: str) -> str:
 def _gather(process: Process, what: str, block: bytes, limit: timedelta) -> list[bytearray]:
     """Every rank's block, which are equally long."""
     process.rounds += 1
+    before = process.doing
+    process.doing = before or repr(what)
+    try:
+        blocks = _exchange(process, what, block, limit)
+        process.meet()
+        return blocks
+    finally:
+        process.doing = before
+
+
+def _exchange(process: Process, what: str, block: bytes, limit: timedelta) -> list[bytearray]:
     arrivals = process.store(str(process.rounds))
     mine = to_tensor(block)
     theirs = [torch.empty_like(mine) for _ in range(process.place.world_size)]
@@ -136,7 +151,7 @@ def _gather(process: Process, what: str, block: bytes, limit: timedelta) -> list
     except RuntimeError as error:
         arrivals.set(str(process.place.rank), "")
         if ended() or "imed out" not in str(error):
-            raise lost(what, error) from error
+            raise lost(process.doing, error) from error
         late = True
     if late:
         raise _too_late(process, what, limit, arrivals, patience)
@@ -155,9 +170,69 @@ def _done(work: Any, span: timedelta) -> bool:
 
 def lost(what: str, error: RuntimeError) -> AccelError:
     """The error of a collective that another rank's end broke; ends the groups."""
-    reason = ended() or "a rank ended or failed; the first error of the ranks tells why"
+    reason = reason_of(error)
     end_groups(reason)
-    return AccelError(f"rank {rank()} cannot go on in {what!r}: {reason} ({error})")
+    kind = RankMismatchError if mismatched() else AccelError
+    return kind(f"rank {rank()} cannot go on in {what}: {reason}")
+
+
+def is_lost(error: BaseException | None) -> bool:
+    """Whether an error comes of connections that closed or ran out of time, which say nothing of the cause."""
+    if not isinstance(error, RuntimeError):
+        return False
+    process = running()
+    if process is None or process.control is None:
+        return bool(ended())
+    return isinstance(error, dist.DistError) or any(text in str(error) for text in _LOST)
+
+
+@final
+class Waiting:
+    """Context: this rank is in what needs the others. The watch tells where; a lost connection raises accel's error.
+
+    Args:
+        process: of this rank.
+        what: where it is, for messages.
+    """
+
+    __slots__ = ("_before", "_process", "_what")
+
+    def __init__(self, process: Process, what: str) -> None:
+        self._process, self._what = process, what
+        self._before = ""
+
+    def __enter__(self) -> None:
+        self._before, self._process.doing = self._process.doing, self._what
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._process.doing = self._before
+        if isinstance(error, RuntimeError) and is_lost(error):
+            raise lost(self._what, error) from error
+
+
+def announce(process: Process, what: str, details: Hashable = None) -> None:
+    """Say that a collective of an engine is next. Compares where it is not the one that was to be expected.
+
+    Args:
+        process: of this rank.
+        what: names it, the same on every rank.
+        details: what else must be equal on all ranks.
+
+    Raises:
+        RankMismatchError: another rank is about to do something else.
+        AccelError: a rank ended, or did not come in time.
+    """
+    event = (what, details)
+    if process.order.expects(event):
+        return
+    usual = process.order.expected
+    with Waiting(process, f"front of {what}{f', where {usual[0]} came before' if usual else ''}"):
+        try:
+            agree(what if details is None else f"{what} {details}", None)
+        except RankMismatchError as error:
+            end_groups(str(error), mismatch=True)  # a third rank may be in what these do not come to
+            raise
+    process.order.learn(event)
 
 
 def _too_late(

@@ -37,6 +37,7 @@ class Replicated(Protocol):
     """What the guard needs of an engine."""
 
     module: nn.Module
+    label: str
     names: list[str]
     parameters: list[nn.Parameter]
     mask: TrainableMask
@@ -79,7 +80,7 @@ class DriftGuard:
     def __init__(self, engine: Replicated, every: int | None) -> None:
         self._engine = weakref.ref(engine)
         self._every = every
-        self._kind = type(engine.module).__name__
+        self._kind = engine.label
         #: Steps of the engine's optimizers so far, the one from which on ``judge`` is to be called, and whether ``begin`` is.
         self.steps, self.judged = 0, False
         self.due = self._next = _NEVER if every == 0 else 1
@@ -169,7 +170,7 @@ class DriftGuard:
         self._todo = send
 
     def _send(self, snapshot: _Snapshot, costs: tuple[float, float]) -> None:
-        answers = agree_later(f"the drift guard of a {self._kind}", (snapshot.summary(), *costs))
+        answers = agree_later(f"the drift guard of {self._kind}", (snapshot.summary(), *costs))
         self._todo = functools.partial(self._judge, snapshot, answers)
 
     def _judge(self, snapshot: _Snapshot, answers: Callable[[], list[Any]]) -> None:
@@ -180,10 +181,10 @@ class DriftGuard:
             self._equal = snapshot.step if told else self._equal
             return
         mine = (snapshot.facts, dict(zip(snapshot.names, snapshot.digests, strict=True)))
-        everyone = agree(f"the drift guard of a {self._kind}, comparing what differs", mine)
+        everyone = agree(f"the drift guard of {self._kind}, comparing what differs", mine)
         since = f"at step {self._equal} they were equal" if self._equal else "they have not been found equal before"
         raise RankMismatchError(
-            f"the ranks of this {self._kind} have drifted apart by step {snapshot.step}, {since}: {_difference(everyone)}"
+            f"the ranks of {self._kind} have drifted apart by step {snapshot.step}, {since}: {_difference(everyone)}"
         )
 
     def _facts(self, engine: Replicated) -> dict[str, str]:

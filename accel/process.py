@@ -7,6 +7,7 @@ import builtins
 import gc
 import logging
 import sys
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TextIO
@@ -32,6 +33,8 @@ class _State:
 
     process: Process | None = None
     ended: str = ""
+    #: They were ended because the ranks are in different places.
+    mismatch: bool = False
     meeting: Meeting = field(default_factory=Meeting)
 
 
@@ -83,7 +86,8 @@ def _begin(backend: str | None, timeout: timedelta | None, devices: object) -> P
             return _state.process
         process = _state.process = start(backend, timeout, devices, _state.meeting)
     if process.control is not None:
-        process.watch = Watch(process.control, _noticed)
+        limit = process.timeout.total_seconds()
+        process.watch = Watch(process.control, process.begun, limit, lambda: process.doing, _noticed)
         process.watch.start()
         atexit.register(_at_exit)
     return process
@@ -115,6 +119,28 @@ def running() -> Process | None:
 def ended() -> str:
     """Why the process groups were ended; empty where they were not."""
     return _state.ended
+
+
+def reason_of(error: RuntimeError) -> str:
+    """Why a collective failed, as far as the ranks tell each other; waits a moment for their word.
+
+    ``mismatched`` then says whether they were in different places.
+    """
+    process, limit = _state.process, time.monotonic() + 2
+    left: dict[int, str] = {} if process is None or process.watch is None else process.watch.left
+    while not _state.ended and not left and time.monotonic() < limit:
+        time.sleep(0.02)
+    if _state.ended:
+        return _state.ended
+    if left:
+        return "; ".join(f"rank {number} {how}" for number, how in sorted(left.items()))
+    reason = roll_call(process, error) if process is not None else ""
+    return _state.ended or reason or "a connection between the ranks broke, and no rank says why"
+
+
+def mismatched() -> bool:
+    """Whether the process groups were ended because the ranks are in different places."""
+    return _state.mismatch
 
 
 def use_devices(devices: object) -> None:
@@ -150,11 +176,18 @@ def use_devices(devices: object) -> None:
 
 def shutdown() -> None:
     """Ends accel's control group, and the default group if accel made it; everything can start again."""
+    _leave("called accel.teardown(), and does not come")
+
+
+def _leave(how: str) -> None:
     process = _state.process
     atexit.unregister(_at_exit)
     if process is not None:
         if process.watch is not None:
+            if not _state.ended:
+                process.watch.tell_leave(how)
             process.watch.stop()
+            process.watch = None
         if _state.ended:
             _finish_end()
         else:
@@ -164,8 +197,8 @@ def shutdown() -> None:
         if process.control is not None:
             gc.collect()  # of what held the groups some sits in cycles
         # The last references, so that gloo's threads end here and not at exit, where one that frees a tensor aborts.
-        process.group = process.control = process.watch = None
-    _state.process, _state.ended = None, ""
+        process.group = process.control = None
+    _state.process, _state.ended, _state.mismatch = None, "", False
 
 
 def _let_go(process: Process, reason: str) -> None:
@@ -177,32 +210,33 @@ def _let_go(process: Process, reason: str) -> None:
     process.releases.clear()
 
 
-def end_groups(reason: str) -> None:
+def end_groups(reason: str, *, mismatch: bool = False) -> None:
     """Ends all process groups, so that ranks blocked in any collective fail instead of hanging. Local.
 
     Those that wait for this rank fail at once, the others within a second or two.
     ``current`` then raises with the reason, until ``shutdown``.
     """
     process = _state.process
-    _note_end(reason)
+    _note_end(reason, mismatch)
     if process is not None:
         _let_go(process, _state.ended)
     if dist.is_initialized():
         getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)()
 
 
-def _note_end(reason: str) -> None:
+def _note_end(reason: str, mismatch: bool) -> None:
     """The first part of an end, also done by the watch while this thread waits in a collective."""
     if not _state.ended:
-        _state.ended = reason
+        _state.mismatch, _state.ended = mismatch, reason
         if _state.process is not None and _state.process.watch is not None:
-            _state.process.watch.tell(reason)
+            _state.process.watch.tell_end(reason, mismatch)
     _disconnect_all()
 
 
-def _noticed(reason: str) -> None:
-    logger.error("rank %d: the process groups were ended: %s", rank(), reason)
-    _note_end(reason)
+def _noticed(reason: str, mismatch: bool) -> None:
+    if not _state.ended:
+        logger.error("rank %d: the process groups were ended: %s", rank(), reason)
+    _note_end(reason, mismatch)
 
 
 def _finish_end() -> None:
@@ -226,7 +260,7 @@ def _at_exit() -> None:
             reason = f"{reason}: {missing}"
             logger.error(reason)
         end_groups(reason)
-    shutdown()
+    _leave("ended its program without an error, and does not come")
 
 
 def _duration(timeout: float | timedelta) -> timedelta:

@@ -67,7 +67,7 @@ class Registry:
         if engine.watched:
             self._watched = self._watched or [register_optimizer_step_pre_hook(self._before_any_step)]
             self._clipping.install()
-        if _hears_backwards(engine):
+        if engine.watched and engine.distributed:
             self._backward.install()
         engine.drift.watch()
         if _hears_of_data(engine):
@@ -92,7 +92,7 @@ class Registry:
         if not any(engine.watched for engine in engines):
             _remove(self._watched)
             self._clipping.remove()
-        if not any(_hears_backwards(engine) for engine in engines):
+        if not any(engine.watched and engine.distributed for engine in engines):
             self._backward.remove()
         if not any(_hears_of_data(engine) for engine in engines):
             self._data.remove()
@@ -225,7 +225,7 @@ class Registry:
                 )
 
     def _before_backward(self) -> None:
-        for engine in sorted(self.engines, key=lambda e: e.serial):
+        for engine in self.in_order():
             engine.before_backward()
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -275,12 +275,6 @@ class Registry:
                 "torch.nn.utils.get_total_norm sees the gradients of this rank only: accel.clip_grad_norm_(model, "
                 'float("inf")) measures those of all ranks'
             )
-
-
-def _hears_backwards(engine: Engine) -> bool:
-    """Whether it is told of a backward before it begins, or other tensors may stand in the places of its parameters."""
-    kind = type(engine)
-    return engine.distributed and (kind.leaf is not Engine.leaf or kind.before_backward is not Engine.before_backward)
 
 
 def _hears_of_data(engine: Engine) -> bool:

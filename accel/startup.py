@@ -6,7 +6,6 @@ import contextlib
 import os
 import pickle
 import socket
-import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,12 @@ from torch.distributed.rendezvous import rendezvous
 from .devices import available, default_backend, identity, parse_backend, pick, refuse_shared, resolve, unserved
 from .environments import ALONE, Place, detect
 from .errors import AccelError, DeviceError, LaunchError
+from .order import Order
+from .watch import Watch as Watch
+from .watch import counts
+from .watch import disconnect as disconnect
+from .watch import to_bytes as to_bytes
+from .watch import to_tensor as to_tensor
 
 
 class Dependent(Protocol):
@@ -30,38 +35,6 @@ class Dependent(Protocol):
 
     def abandon(self, reason: str) -> None:
         """Let go of the groups; local."""
-
-
-@final
-class Watch(threading.Thread):
-    """Passes on from rank to rank why the groups were ended.
-
-    Closed connections tell only those that wait for the rank that ended them; others may wait for each other.
-    """
-
-    def __init__(self, control: dist.ProcessGroup, notice: Callable[[str], None]) -> None:
-        super().__init__(name="accel-watch", daemon=True)
-        self._control, self._notice = control, notice
-
-    def run(self) -> None:
-        """Wait for the rank on the left to say it, or for the end of the connection."""
-        message = torch.zeros(_FRAME, dtype=torch.uint8)
-        left = (self._control.rank() - 1) % self._control.size()
-        with contextlib.suppress(RuntimeError):
-            self._control.recv([message], left, _WATCH_TAG).wait(timedelta(days=365))
-            self._notice(to_bytes(message).rstrip(b"\0").decode(errors="replace"))
-
-    def tell(self, reason: str) -> None:
-        """Say it to the rank on the right."""
-        message = to_tensor(reason.encode()[:_FRAME].ljust(_FRAME, b"\0"))
-        right = (self._control.rank() + 1) % self._control.size()
-        with contextlib.suppress(RuntimeError):
-            self._control.send([message], right, _WATCH_TAG).wait(timedelta(seconds=1))
-
-    def stop(self) -> None:
-        """End the thread, and the control group with it."""
-        disconnect(self._control)
-        self.join(5)
 
 
 @final
@@ -87,8 +60,14 @@ class Process:
     watch: Watch | None = None
     #: The hosts of all ranks.
     hosts: tuple[str, ...] = ()
-    #: How many exchanges the control group has seen.
+    #: How many exchanges the control group has seen; after how many of them all ranks were together last, and what this
+    #: rank had begun on the other groups then, where messages between two ranks are counted too.
     rounds: int = 0
+    met: tuple[int, Mapping[str, int]] = field(default_factory=lambda: (0, {}))
+    #: What of accel's the thread that trains is in that needs the other ranks; for the watch.
+    doing: str = ""
+    #: The collectives of the engines, one after the other.
+    order: Order = field(default_factory=Order)
     dependents: weakref.WeakSet[Dependent] = field(default_factory=weakref.WeakSet)
     #: What lets go of the groups that other libraries keep for themselves.
     releases: list[Callable[[], None]] = field(default_factory=list)
@@ -97,6 +76,17 @@ class Process:
     def device(self) -> torch.device:
         """The device of this rank; the first one where it has several."""
         return self.devices[0]
+
+    def meet(self) -> None:
+        """Note that all ranks are together."""
+        self.met = self.rounds, counts(self.control, self.place.world_size)
+
+    def begun(self) -> dict[str, int]:
+        """How many collectives this rank has begun, by group, so that ranks can compare: since they were together last."""
+        number, before = self.met
+        now = counts(self.control, self.place.world_size)
+        since = {f"{name} since {number}": count - before.get(name, 0) for name, count in now.items()}
+        return {"accel": self.rounds, **since}
 
     def shares(self, device: torch.device) -> bool:
         """Whether ranks may use one such device together."""
@@ -111,7 +101,6 @@ class Process:
 
 UNKNOWN = -1  # the local rank in a process group made outside accel, until the ranks have told their hosts
 _FRAME = 4096  # bytes of one rank's report
-_WATCH_TAG, _NO_TAG = 0xACCE1, 0x5EED  # of messages on the control group; nobody sends with the second one
 
 
 def start(backend: str | None, timeout: timedelta | None, request: object, meeting: Meeting) -> Process:
@@ -227,18 +216,6 @@ def _exchange(process: Process, value: object) -> list[Any]:
     return [pickle.loads(to_bytes(tensor)) for tensor in theirs]
 
 
-def to_tensor(data: bytes) -> torch.Tensor:
-    """The bytes in memory of torch's own: a thread of gloo may be the last to let go, and must not need Python then."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()
-
-
-def to_bytes(tensor: torch.Tensor) -> bytearray:
-    """What a tensor of bytes holds."""
-    data = bytearray(len(tensor))
-    torch.frombuffer(data, dtype=torch.uint8).copy_(tensor)
-    return data
-
-
 def place_now() -> Place:
     """From the default process group where there is one, else from the environment."""
     if not dist.is_initialized():
@@ -256,18 +233,6 @@ def select(device: torch.device) -> None:
     """Makes it the current device of its kind, which nccl and plain ``"cuda"`` go by."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-def disconnect(group: dist.ProcessGroup) -> None:
-    """Closes the connections of a gloo group, also of one that reducers and pending work still hold.
-
-    Aborting or destroying a group lets go of it, but it stays connected as long as anything else holds it.
-    A receive that times out makes gloo close every connection of the group, which the waiting ranks notice;
-    one from a rank that is gone already fails without closing the others, so all are tried.
-    """
-    for peer in set(range(group.size())) - {group.rank()}:
-        with contextlib.suppress(RuntimeError):
-            group.recv([torch.empty(1)], peer, _NO_TAG).wait(timedelta(milliseconds=1))
 
 
 @contextlib.contextmanager

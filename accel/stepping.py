@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from .control import Waiting
 from .drift import DriftGuard
 from .errors import OptimizerError, PrecisionError, RankMismatchError
 from .handles import Owner
@@ -174,7 +175,8 @@ class Stepper:
         self._hidden.clear()
         engine = self._engine()
         if engine is not None:
-            engine.after_step(optimizer)
+            with Waiting(engine.process, "the end of optimizer.step()"):
+                engine.after_step(optimizer)
 
     def _hide_gradients(self) -> None:
         """Let the overflowed step find no gradient: optimizers then skip the parameter, its state included."""

@@ -44,6 +44,7 @@ LAYERS = [
     ["process"],
     ["rollcall"],
     ["startup"],
+    ["watch", "order"],
     ["environments", "devices", "paths", "turns"],
     ["errors"],
 ]

@@ -12,11 +12,12 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
+from ..control import Waiting, announce
 from ..errors import BackendError
+from ..process import Process
 from ..trees import walk
 from ._deepspeed_library import library
 from ._deepspeed_weights import plainly, promise, take_back
-from ._order import Order
 
 _KEPT: Final = object()
 
@@ -79,19 +80,37 @@ def _exchange(give: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
 
 
 def watch_order(
-    coordinator: Any, order: Order, numbers: dict[int, int], backward: weakref.WeakMethod[Callable[[], None]]
+    coordinator: Any, model: Any, process: Process, title: str, backward: weakref.WeakMethod[Callable[[], None]]
 ) -> None:
-    """Tell ``order`` which modules gather weights in a forward, and ``backward`` of one; small weights stay gathered."""
-    fetch = coordinator.fetch_sub_module
+    """Announce which modules gather weights, theirs or in advance, and tell ``backward`` of one. Small weights stay gathered."""
+    fetch, reset = coordinator.fetch_sub_module, coordinator.reset_step
+    divided = any(not p.ds_persist for p in model.parameters())
+    texts = {id(m): f"the gathering of {n or 'the model itself'}" for n, m in model.named_modules()}
+    waits = {
+        (key, forward): (what := f"{text} for its {kind} ({title})", Waiting(process, what))
+        for key, text in texts.items()
+        for forward, kind in ((True, "forward"), (False, "backward"))
+    }
 
     def fetching(module: Any, forward: bool) -> None:
-        if forward and any(p is not None and not p.ds_persist for p in module._parameters.values()):
-            order.note(numbers[id(module)])
         if not forward and (enter := backward()) is not None:
             enter()
-        fetch(module, forward)
+        what, waiting = waits[id(module), forward]
+        if divided:
+            announce(process, what)
+        with waiting:
+            fetch(module, forward)
 
-    coordinator.fetch_sub_module = fetching
+    start = f"the start of a forward ({title})"
+    in_start = Waiting(process, start)
+
+    def resetting() -> None:
+        if divided:
+            announce(process, start)
+        with in_start:
+            reset()
+
+    coordinator.fetch_sub_module, coordinator.reset_step = fetching, resetting
 
 
 def adopting(adopt: weakref.WeakMethod[Callable[[Any], None]], partition: Callable[..., Any]) -> Callable[..., Any]:

@@ -44,6 +44,15 @@ class Flat(Partitions):
             for parameter in parameters:
                 parameter._hp_mapping = None
         zero.copy_grads_in_partition = self._collect
+        buckets = zero.ipg_buckets
+        zero.reduce_ipg_grads = self.announced(
+            zero.reduce_ipg_grads,
+            lambda comm_dtype=None: tuple(
+                (str(dtype), *(number for *_, number in bucket.params))
+                for dtype, bucket in buckets.items()
+                if bucket.params and comm_dtype in (None, dtype)
+            ),
+        )
 
     @torch.no_grad()
     def take_edits(self) -> list[int]:

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..control import Waiting, announce
+from ..process import Process
 from ._deepspeed_fragment import Fragment, arrival_hook
 from ._deepspeed_library import initialise
 from ._deepspeed_snapshot import Snapshot
 from ._deepspeed_weights import plainly
-from ._order import Order
 
 
 class Partitions(ABC):
@@ -31,15 +32,25 @@ class Partitions(ABC):
         parameters: all of the model.
         masters: give each fragment fp32 weights of its own.
         weights_on: where the optimizer's weights are; None where the model's are.
+        process: of this rank.
+        title: of the engine, for messages.
     """
 
     #: Gradients are reduced while backward runs; else when ``flush`` is called.
     eager: bool
 
     def __init__(
-        self, module: nn.Module, parameters: Sequence[nn.Parameter], masters: bool, weights_on: torch.device | None
+        self,
+        module: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        masters: bool,
+        weights_on: torch.device | None,
+        process: Process,
+        title: str,
     ) -> None:
         self.module = module
+        self.process = process
+        self.title = title
         self.parameters = parameters
         self.shapes = [p.shape for p in parameters]
         self.fragments: dict[int, Fragment] = {}
@@ -55,7 +66,6 @@ class Partitions(ABC):
         #: Parameters whose gradients stay whole in ``p.grad``, since no optimizer steps their fragments.
         self.whole_gradients: set[int] = set()
         self.snapshot = Snapshot(module)
-        self.order = Order()
 
     def start(self, config: dict[str, Any], device: torch.device) -> None:
         """Divide the model. Collective."""
@@ -140,6 +150,19 @@ class Partitions(ABC):
         self.finish()
         self.backwards.discard(task)
 
+    def announced(self, reduce: Callable[..., None], came: Callable[..., Any]) -> Callable[..., None]:
+        """The library's ``reduce`` of a bucket, announced before; ``came`` lists what is in it."""
+        process, what = self.process, f"the reduction of a bucket of gradients ({self.title})"
+        waiting = Waiting(process, what)
+
+        def call(*args: Any, **kwargs: Any) -> None:
+            if listed := came(*args, **kwargs):
+                announce(process, what, listed)
+            with waiting:
+                reduce(*args, **kwargs)
+
+        return call
+
     def flush(self, group: dist.ProcessGroup | None) -> None:
         """Reduce what backward left in ``p.grad``; a rank that has none counts as zero. Collective."""
         indices = [i for i in self.divided if i not in self.whole_gradients]
@@ -221,7 +244,6 @@ class Partitions(ABC):
         """Forget a backward or forward that ended half-way. Collective."""
         self.backwards.clear()
         self.waiting.clear()
-        self.order.drop()
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -86,8 +86,10 @@ class Sharded(Partitions):
         self._stack = library("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
         self._stack[:] = [m for m in self._stack if m is not self.module]
         coordinator = zero.parameter_offload.get_param_coordinator()
-        numbers = {id(m): i for i, m in enumerate(self.module.modules())}
-        watch_order(coordinator, self.order, numbers, weakref.WeakMethod(self.enter_backward))
+        name, numbers, buckets = f"{_STAGE3}reduce_and_partition_ipg_grads", self.numbers, zero.ipg_buckets
+        came = lambda dtype: tuple(numbers[id(p)] for p in buckets[dtype].params)  # noqa: E731
+        setattr(zero, name, self.announced(getattr(zero, name), came))
+        watch_order(coordinator, self.module, self.process, self.title, weakref.WeakMethod(self.enter_backward))
         watch_library(coordinator)
         method = weakref.WeakMethod(self.reveal)
         reveal = lambda weight: (bound := method()) is not None and bound(weight)  # noqa: E731
@@ -97,7 +99,7 @@ class Sharded(Partitions):
         shorten_methods(self.module.modules())
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             self.snapshot.change_hooks(name, among_tensors)
-        self.weights = Watch(self.module, reveal)
+        self.weights = Watch(self.module, reveal, self.process, self.title)
         adopt = weakref.WeakMethod(self.adopt)
         for weight in self.parameters:
             vars(weight)["partition"] = adopting(adopt, vars(weight)["partition"])
@@ -242,7 +244,7 @@ class Sharded(Partitions):
         if handle is not None:
             plainly(handle.wait)()
         library("deepspeed.runtime.zero").register_external_parameter(self._stack[-1], weight)
-        weight.all_gather()
+        weight.all_gather()  # announced by the watch
         return True
 
     def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

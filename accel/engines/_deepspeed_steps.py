@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..control import Waiting
 from ..precision import Accumulator
 from . import _deepspeed_foreign
 from ._deepspeed_partitions import Partitions
@@ -47,8 +48,11 @@ class Stepping(Divided, ABC):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the norm over all ranks' parts."""
+        if self.zero is not None:
+            self.announce("accel.clip_grad_norm_")
         self.settle()
-        return self._clip(max_norm, norm_type)
+        with Waiting(self.process, "accel.clip_grad_norm_"):
+            return self._clip(max_norm, norm_type)
 
     def _clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         if self.zero is None:
@@ -72,6 +76,8 @@ class Stepping(Divided, ABC):
         """From now on, what is final is shown to this optimizer."""
         self.hide()
         self.take_edits()
+        if self.zero is not None:
+            self.announce_step(optimizer)
         self.stepping = optimizer
         if self.zero is not None:  # at once: some optimizers write before their closure
             self._place(optimizer, self.zero)

@@ -165,6 +165,7 @@ class Divided(Engine, ABC):
         zero = self.zero
         if zero is None or (optimizer is None and not self.weights_divided):
             return super().full_state_dict(optimizer)
+        self.announce("accel.full_state_dict", optimizer is None)
         if optimizer is None:
             self.take_edits()
             self.meet("accel.full_state_dict")

@@ -14,7 +14,9 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
+from ..control import Waiting, announce
 from ..errors import BackendError
+from ..process import Process
 from ._deepspeed_library import library
 
 _T: Any = torch.Tensor
@@ -189,9 +191,11 @@ class Watch:
     Args:
         module: divided by the library.
         reveal: gathers a weight for the forward that runs, with all ranks; False where none runs.
+        process: of this rank.
+        title: of the engine, for messages.
     """
 
-    def __init__(self, module: nn.Module, reveal: Callable[[Any], bool]) -> None:
+    def __init__(self, module: nn.Module, reveal: Callable[[Any], bool], process: Process, title: str) -> None:
         weights: list[Any] = list(module.parameters())
         # Weakly: a weight's class knows this object.
         self._weights = [(weakref.ref(weight), type(weight)) for weight in weights]
@@ -203,7 +207,8 @@ class Watch:
             # It gathers, which hangs where one rank asks for a number to print.
             vars(weight).pop("item", None)
             vars(weight).update({n: plainly(vars(weight)[n]) for n in ("all_gather_coalesced", "partition")})
-            vars(weight)["all_gather"] = _gathering(weight, vars(weight)["all_gather"])
+            what = f"the gathering of {self.name(weight)} ({title})"
+            vars(weight)["all_gather"] = _gathering(weight, vars(weight)["all_gather"], process, what)
         self.close()
 
     def _derive(self, kind: type[Any]) -> tuple[type[Any], ...]:
@@ -267,10 +272,11 @@ def take_back(weights: Iterable[Any]) -> None:
             weight.__class__ = weight._states[1]
 
 
-def _gathering(weight: Any, gather: Callable[..., Any]) -> Callable[..., Any]:
+def _gathering(weight: Any, gather: Callable[..., Any], process: Process, what: str) -> Callable[..., Any]:
     def all_gather(param_list: Any = None, **options: Any) -> Any:
         weights = [weight] if param_list is None else param_list
-        with torch._C.DisableTorchFunctionSubclass():
+        announce(process, what, len(weights))
+        with Waiting(process, what), torch._C.DisableTorchFunctionSubclass():
             out = gather(weights, **options)
         promise(weights)
         return out

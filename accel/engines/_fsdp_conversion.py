@@ -14,7 +14,7 @@ from ..control import agree
 from ..deferred import borrowing, weights_of
 from ..flat import average_gradients_
 from ..gradients import GradientLog
-from ..process import Process
+from ..process import Process, reason_of
 from ..shard import Manifest, Shard
 from . import _fsdp_deferred, _fsdp_shards, _fsdp_standin
 from ._fsdp_module import ShardedModule, kept_whole
@@ -207,6 +207,6 @@ class _Whole:
             try:
                 return _fsdp_shards.gather(value, self._device, self._group)
             except RuntimeError as error:
-                self.lost = str(error)
+                self.lost = reason_of(error)
         blank = float("nan") if value.is_floating_point() or value.is_complex() else 0
         return torch.full(value.shape, blank, dtype=value.dtype, device=self._device)

@@ -18,10 +18,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 
 from ..errors import BackendError
+from ..process import Process
 from . import _fsdp_numbers
 from ._fsdp_order import has_gradient, watch
 from ._fsdp_standin import Gathered
-from ._order import Order
 
 
 @final
@@ -69,7 +69,7 @@ class ShardedModule:
                 ignored_params=whole_ones,
             )
 
-    def begin(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+    def begin(self, process: Process, title: str, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Take over, once every parameter has its values: ``before`` and ``after`` hear of each backward."""
         self.root = self.module._get_fsdp_state()
         self.root._lazy_init()
@@ -79,9 +79,9 @@ class ShardedModule:
         for param in self.params:
             _prepare(param, self._group.size(), self._device)
         self._by_shard = {id(param.sharded_param): param for param in self.params}
-        self.order = Order()
-        for number, group in enumerate(self.groups):
-            watch(self.order, number, group)
+        names = {id(m): n or "the parameters outside of all blocks" for n, m in self.module.named_modules()}
+        for group in self.groups:
+            watch(process, group, names[id(group.modules[0])], title)
         for state in self.context.all_states:
             _tell(state, self.context, before, after)
         inside = {id(m) for child in self._modules if child is not self.module for m in child.modules()}
@@ -138,7 +138,6 @@ class ShardedModule:
         for group in self.groups:
             group._training_state = TrainingState.IDLE
         self.root._root_post_backward_final_callback()
-        self.order.drop()  # compared already
         self.module.set_requires_gradient_sync(synchronised)
 
     def synchronise(self, value: bool) -> None:
@@ -153,7 +152,6 @@ class ShardedModule:
         """Forget a forward or backward that ended half-way."""
         if torch._C._current_graph_task_id() == -1:  # inside a backward it is activation checkpointing that ends early
             self.module.reset_iter_state()
-            self.order.drop()
 
     def set_data(self, tensor: Any, value: torch.Tensor) -> bool:
         """``p.data = values`` of a shard, which DTensor would keep in its outer shell, where nothing uses them. Local."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from ..control import agree
+from ..control import agree, announce
 from ..errors import BackendError
 from ..gradients import GradientLog
 from ._fsdp_shards import here, wrap
@@ -124,10 +124,10 @@ class Backwards:
 
     def end(self) -> None:
         """Hear that it ended."""
-        self._parts.sharded.order.close("backward")
         if pending := self._parts.sharded.pending():
             self._markers.place(pending)
         elif self._parts.scalars_pending():
+            announce(self._parts.process, "the reduction of scalars")
             self._parts.average_scalars()
 
     def take_markers(self) -> None:

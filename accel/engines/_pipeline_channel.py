@@ -123,7 +123,7 @@ class Channel:
             yield
         except RuntimeError as error:
             self._sent.clear()
-            raise lost("a pipeline", error) from error
+            raise lost("a message of a pipeline", error) from error
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from types import MethodType
 from typing import Any, ClassVar, final
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..consensus import require_equal
-from ..control import agree
+from ..control import agree, announce, is_lost, lost
 from ..conversion import Dtypes, restore_dtypes
 from ..drift import DriftGuard
 from ..errors import AccelError, BackendError, OptimizerError
@@ -99,6 +99,8 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         self._ended = ""
         compared = self.distributed and self.synchronizes
         self.drift = DriftGuard(self, self.options.drift_check if compared else 0)
+        #: For messages of what the ranks do together.
+        self.title = f"{self.label}, backend {self.name!r}"
         context.process.dependents.add(self)
 
     def read_parameters(self) -> None:
@@ -195,16 +197,42 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
             self._verify()
         if self._watching and torch.is_grad_enabled() and self.mask.changed():
             self.refresh()
-        if self.precision.plain:
-            return self.run(*args, **kwargs)
-        return self.precision.call(self.run, args, kwargs)
+        try:
+            if self.precision.plain:
+                return self.run(*args, **kwargs)
+            return self.precision.call(self.run, args, kwargs)
+        except RuntimeError as error:
+            self._explain("a forward", error)
+            raise
+
+    @final
+    def _explain(self, what: str, error: RuntimeError) -> None:
+        """Raise accel's error where the connection to another rank was lost."""
+        if is_lost(error):
+            raise lost(f"{what} ({self.title})", error) from error
+
+    @final
+    def announce(self, what: str, details: Hashable = None) -> None:
+        """Say that a collective is next that has no comparison of its own. Collective where it was not to be expected."""
+        announce(self.process, f"{what} ({self.title})", details)
+
+    @final
+    def announce_step(self, optimizer: Optimizer) -> None:
+        """Say that a step is next, which comes after equally many backwards on all ranks."""
+        steppers = list(self.steppers)
+        self.announce("optimizer.step()", steppers.index(id(optimizer)) if id(optimizer) in steppers else None)
+        self.process.order.restart()
 
     @final
     def method(self, bound: MethodType, *args: Any, **kwargs: Any) -> Any:
         """A method of the user's, in the engine's precision; ``settle`` reduces the gradients that it makes."""
         if self._restructured:
             self._verify()
-        return self.precision.call(self.compute, (bound, *args), kwargs)
+        try:
+            return self.precision.call(self.compute, (bound, *args), kwargs)
+        except RuntimeError as error:
+            self._explain(f"the method {bound.__name__}", error)
+            raise
 
     def compute(self, bound: MethodType, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the user's that may use parameters."""
@@ -315,9 +343,13 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
             self._verify()
         if self.precision.scaled and not by_grad_scaler:
             self.refuse_plain_gradients(zeros=True)
-        if not in_closure:
-            self.before_step(optimizer)
-        self.settle_for(optimizer)
+        try:
+            if not in_closure:
+                self.before_step(optimizer)
+            self.settle_for(optimizer)
+        except RuntimeError as error:
+            self._explain("the reduction of gradients before a step", error)
+            raise
         if self.drift.judged:  # not before all ranks have come as far as this
             self.drift.begin()
         if self.precision.scaled:

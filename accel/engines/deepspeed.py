@@ -135,7 +135,8 @@ class DeepSpeedEngine(steps.Stepping):
     def _divide(self) -> None:
         masters = configuration.masters(self._config)
         offload = configuration.offloaded(self._config, "offload_optimizer", self.options.offload_optimizer)
-        arguments = (self.module, self.parameters, masters, torch.device("cpu") if offload else None)
+        weights_on = torch.device("cpu") if offload else None
+        arguments = (self.module, self.parameters, masters, weights_on, self.process, self.title)
         zero = Sharded(*arguments) if self.stage == 3 else Flat(self.stage, *arguments)
         numel = sum(p.numel() for p in self.parameters)
         dtype = next(p.dtype for p in self.parameters if p.is_floating_point())
@@ -179,7 +180,6 @@ class DeepSpeedEngine(steps.Stepping):
         except BaseException:
             self._failed = True
             raise
-        self.zero.order.end_forward(self.compare)
 
     def _recover(self) -> None:
         """Start afresh after a forward or backward that ended half-way."""
@@ -221,7 +221,6 @@ class DeepSpeedEngine(steps.Stepping):
                 assigned = self.assigned()
                 entries = tuple(self.log.entries) if self.zero.eager else ()
                 came = hash((entries, tuple(assigned), tuple(sorted(self._renewed))))
-                self.zero.order.check(self.compare)
                 self.compare("the gradients of a step", came, lambda _: "other parameters, or in another order")
                 self.zero.replace(assigned)
                 self.dropped(assigned, whole=False)

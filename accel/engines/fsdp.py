@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..control import Waiting
 from ..errors import BackendError, OptimizerError
 from ..flat import broadcast_
 from ..footprint import Footprint, MemoryUse
@@ -159,18 +160,12 @@ class FSDPEngine(ShardedState, Engine):
             self._parts.shard(names)
             self.read_parameters()
             self._backwards = Backwards(self._parts, self.parameter_names, self.log if self.precision.scaled else None)
-            self._parts.sharded.begin(self._backwards.begin, self._backwards.end)
+            self._parts.sharded.begin(self.process, self.title, self._backwards.begin, self._backwards.end)
             self._parts.mark_gathered()
             self.known = self._parts.known
             self._started = True
         for optimizer in optimizers:
             self._parts.rebind(optimizer)
-
-    def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
-        """Whole, once all ranks ask for this model's."""
-        if self._parts is not None:
-            self.meet(f"accel.full_state_dict of {'the model' if optimizer is None else type(optimizer).__name__}")
-        return super().full_state_dict(optimizer)
 
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
         """The shard that a gathered or replaced parameter stands for."""
@@ -220,7 +215,6 @@ class FSDPEngine(ShardedState, Engine):
         # Whoever asks for parameters must find shards: they have the gradients, and an edit of a gathered one is lost.
         if torch._C._current_graph_task_id() == -1 and (not grad or sharded.exposed_gradients()):
             sharded.reshard()
-        sharded.order.end_forward(self.compare)
         self._stale_buffers = self._stale_buffers or grad
         return out
 
@@ -263,7 +257,6 @@ class FSDPEngine(ShardedState, Engine):
         self._backwards.refuse_broken()
         self._backwards.take_markers()
         sharded = self._parts.sharded
-        sharded.order.check(self.compare)
         if pending := sharded.pending():
             self.compare(
                 "a reduction of accumulated gradients", [self.parameter_names[id(p.sharded_param)] for p in pending]
@@ -273,13 +266,14 @@ class FSDPEngine(ShardedState, Engine):
             self._parts.average_scalars()
         sharded.reshard()
         if self._stale_buffers:
+            self.announce("the broadcast of buffers")
             broadcast_([b.data for b in self.module.buffers()], self.process.group)
             self._stale_buffers = False
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Refuse mixed-up gradients; make a backward from an earlier forward an error, as a step in place does in one process."""
+        """Make a backward from an earlier forward an error, as a step in place does in one process."""
         if self._parts is not None:
-            self._parts.sharded.order.check(self.compare)
+            self.announce_step(optimizer)
             self._parts.age(optimizer)
 
     def outside_step(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
@@ -288,12 +282,22 @@ class FSDPEngine(ShardedState, Engine):
             self._parts.sharded.reshard()
         return super().outside_step(optimizer)
 
+    def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
+        """Every shard gathered, on every rank; buffers are rank 0's. Collective."""
+        if self._parts is None:
+            return super().full_state_dict(optimizer)
+        self.meet(f"accel.full_state_dict of {'the model' if optimizer is None else type(optimizer).__name__}")
+        with Waiting(self.process, "accel.full_state_dict"):
+            return super().full_state_dict(optimizer)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the global norm; one all-reduce of local norms."""
         if self._parts is None:
             return super().clip_grad_norm_(max_norm, norm_type)
+        self.announce("accel.clip_grad_norm_")
         self.settle()
-        return self._parts.clip(max_norm, norm_type)
+        with Waiting(self.process, "accel.clip_grad_norm_"):
+            return self._parts.clip(max_norm, norm_type)
 
     def rebuild(self) -> None:
         """FSDP2 follows ``requires_grad`` by itself; only its dtypes are of those that were trainable first."""

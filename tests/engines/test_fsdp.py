@@ -274,7 +274,7 @@ def test_ranks_that_use_other_blocks_of_equal_size() -> None:
     run(2, branches, "")
     for differ in ("order", "training", "evaluation"):
         messages = refusals(2, branches, differ, error="RankMismatchError", breaks=True)
-        assert all("used other parameters, or in another order" in message for message in messages)
+        assert all("the gathering of blocks." in message for message in messages)
 
 
 def state_verbs() -> list[str]:
