@@ -28,7 +28,7 @@ STEMS: Final = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
 _MAX_INDEX: Final = 1 << 28
 
 
-def single(stem: str) -> str:
+def whole_file(stem: str) -> str:
     """The file of all weights."""
     return f"{stem}.safetensors"
 
@@ -98,7 +98,7 @@ def open_source(directory: str, state: Any) -> Source:
 
 def present(directory: str) -> list[str]:
     """Which of the names that other libraries read weights by are in a directory."""
-    names = [name for stem in STEMS.values() for name in (single(stem), index(stem))]
+    names = [name for stem in STEMS.values() for name in (whole_file(stem), index(stem))]
     return [name for name in names if os.path.lexists(os.path.join(directory, name))]
 
 
