@@ -29,7 +29,7 @@ def release(params: Iterable[Any]) -> None:
     """Undo ``watch``."""
     for param in params:
         _params.pop(id(param.sharded_param), None)
-    if not _params and vars(DTensor).get("data") is _PROPERTY:
+    if not list(_params.values()) and vars(DTensor).get("data") is _PROPERTY:
         del DTensor.data  # torch.Tensor's own again
 
 

@@ -242,9 +242,9 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
 
     def attach(self, optimizer: Optimizer) -> None:
         """Add an optimizer of this model's parameters; ``start`` follows. Local."""
-        self.steppers[id(optimizer)] = Stepper(self, optimizer)
+        stepper = self.steppers[id(optimizer)] = Stepper(self, optimizer)
         if self.distributed:
-            self.methods[id(optimizer)] = Methods(self, optimizer)
+            self.methods[id(optimizer)] = Methods(self, optimizer, stepper)
         handle = self.optimizer_handles[id(optimizer)] = OptimizerHandle(self, optimizer)
         Slot.put(optimizer, weakref.ref(handle))
 
@@ -320,18 +320,8 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         return contextlib.nullcontext()
 
     @final
-    def call_method(self, optimizer: Optimizer, call: Callable[[], Any], name: str, gradients: bool) -> Any:
-        """Call a method of the optimizer's own class that writes weights or state. Collective where there is something to do.
-
-        Raises:
-            OptimizerError: it uses gradients, of which this rank may have a part only.
-        """
-        if gradients and self.steps_part(optimizer):
-            kind = type(optimizer).__name__
-            raise OptimizerError(
-                f"{kind}.{name}() uses gradients, of which each rank has its part only under backend {self.name!r}, so that it "
-                "may compute something else on each: use a backend that keeps gradients whole, as 'ddp'"
-            )
+    def call_method(self, optimizer: Optimizer, call: Callable[[], Any], gradients: bool) -> Any:
+        """Call a method of the optimizer's own class that writes weights or state. Collective where there is something to do."""
         if gradients:
             self.prepare_step(optimizer, in_closure=True)
         elif self._restructured:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -408,6 +409,15 @@ class Averaged(torch.optim.Optimizer):
     def rate(self) -> float:
         return float(self.param_groups[0]["lr"])
 
+    def update(self, group: dict[str, Any], p: torch.Tensor) -> None:
+        """A part of ``step`` that has a public name, as in many libraries; it runs for the gradients of this rank."""
+        assert p.grad is not None
+        state = self.state[p]
+        z = state.setdefault("z", p.clone())
+        p.lerp_(z, 1 / group["k"])
+        p.add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - 1 / group["k"]) - 1))
+        z.sub_(p.grad, alpha=group["lr"])
+
     def step(self, closure: Any = None) -> Any:
         return self._advance(closure)
 
@@ -421,11 +431,7 @@ class Averaged(torch.optim.Optimizer):
             assert group["training"]
             group["k"] += 1
             for p in (p for p in group["params"] if p.grad is not None):
-                state = self.state[p]
-                z = state.setdefault("z", p.clone())
-                p.lerp_(z, 1 / group["k"])
-                p.add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - 1 / group["k"]) - 1))
-                z.sub_(p.grad, alpha=group["lr"])
+                self.update(group, p)
         return loss
 
 
@@ -520,16 +526,23 @@ class Sharpness(torch.optim.Optimizer):
         self.base.step()
         self.zero_grad()
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        raise NotImplementedError
+        self.ascend()
+        with torch.enable_grad():
+            closure()
+        self.descend()
 
 
 def sharpness(backend: Any) -> None:
     with backend_of(backend):
         pair = Pair(backend, lambda m: Sharpness(m.parameters()))
-        for _ in range(STEPS):
+        for step in range(STEPS):
             for model, optimizer, x in pair.both():
                 plain(model, x)
+                if step == 1:
+                    optimizer.step(functools.partial(plain, model, x))
+                    continue
                 optimizer.ascend()
                 plain(model, x)
                 optimizer.descend()
@@ -544,6 +557,11 @@ def test_an_optimizer_that_climbs_first(backend: Any) -> None:
 def refused_sharpness(backend: Any) -> None:
     with pytest.raises(accel.OptimizerError, match=r"Sharpness.ascend\(\) uses gradients"):
         sharpness(backend)
+    with backend_of(backend):
+        pair = Pair(backend, lambda m: Sharpness(m.parameters()))
+        plain(pair.model, torch.ones(4, 4))
+        with pytest.raises(accel.OptimizerError, match=r"Sharpness.ascend\(\) uses gradients"):
+            pair.optimizers[0].step(functools.partial(plain, pair.model, torch.ones(4, 4)))
 
 
 @pytest.mark.parametrize("backend", DIVIDED, ids=str)
