@@ -90,7 +90,7 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         #: Elements of each parameter, whole, whatever becomes of it on this rank.
         self.numels = [p.numel() for p in self.parameters]
         self._watching = self.reduces and self.distributed and getattr(self.options, "auto_refresh", True)
-        self._restructured = self._started = False
+        self._restructured = self._started = self._calling = False
         self._ended = ""
         context.process.dependents.add(self)
 
@@ -322,12 +322,18 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
     @final
     def call_method(self, optimizer: Optimizer, call: Callable[[], Any], gradients: bool) -> Any:
         """Call a method of the optimizer's own class that writes weights or state. Collective where there is something to do."""
+        if self._calling:  # one calls another
+            return call()
         if gradients:
             self.prepare_step(optimizer, in_closure=True)
         elif self._restructured:
             self._verify()
-        with self.outside_step(optimizer):
-            return call()
+        self._calling = True
+        try:
+            with self.outside_step(optimizer):
+                return call()
+        finally:
+            self._calling = False
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the global norm of the model's gradients; returns the norm before."""

@@ -406,6 +406,14 @@ class Averaged(torch.optim.Optimizer):
     def train(self) -> None:
         self._move(True, lambda beta: 1 - beta)
 
+    def restart(self) -> None:
+        """Goes on from the average."""
+        self.eval()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["z"].copy_(p.detach())
+        self.train()
+
     def rate(self) -> float:
         return float(self.param_groups[0]["lr"])
 
@@ -469,7 +477,7 @@ def averages(backend: Any, directory: str) -> None:
                 for p, q in zip(fresh.parameters(), pair.reference.parameters(), strict=True):
                     torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
             for optimizer in pair.optimizers:
-                optimizer.train()
+                optimizer.train() if epoch == 0 else optimizer.restart()
             pair.check()
         accel.teardown(pair.model)
         assert not {"eval", "train"} & vars(pair.raw_optimizer).keys()
