@@ -10,30 +10,43 @@ import contextlib
 import dis
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
-from typing import Any, Protocol, final
+from types import CodeType, FrameType, FunctionType
+from typing import Any, ClassVar, Protocol, final
 
 import torch
 from torch.optim import Optimizer
+
+from .errors import OptimizerError
 
 
 class Caller(Protocol):
     """What calls them."""
 
-    def call_method(self, optimizer: Optimizer, call: Callable[[], Any], name: str, gradients: bool) -> Any: ...
+    name: ClassVar[str]
+
+    def steps_part(self, optimizer: Optimizer) -> bool: ...
+    def call_method(self, optimizer: Optimizer, call: Callable[[], Any], gradients: bool) -> Any: ...
+
+
+class Step(Protocol):
+    """What is known of a step that runs."""
+
+    @property
+    def awaits_closure(self) -> bool: ...
 
 
 @final
 class Methods:
     """Makes these methods of one raw optimizer go through its engine, until ``close``."""
 
-    def __init__(self, engine: Caller, optimizer: Optimizer) -> None:
+    def __init__(self, engine: Caller, optimizer: Optimizer, step: Step) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._names: list[str] = []
         for name, gradients in writing_methods(optimizer).items():
-            vars(optimizer)[name] = _routed(weakref.ref(engine), getattr(optimizer, name), name, gradients)
+            vars(optimizer)[name] = _routed(weakref.ref(engine), step, getattr(optimizer, name), gradients)
             self._names.append(name)
 
     def close(self) -> None:
@@ -43,18 +56,36 @@ class Methods:
                 vars(optimizer).pop(name, None)
 
 
-def _routed(reference: weakref.ref[Caller], method: Any, name: str, gradients: bool) -> Callable[..., Any]:
-    own = weakref.WeakMethod(method)  # what an optimizer holds must not hold it
+def _routed(reference: weakref.ref[Caller], step: Step, method: Any, gradients: bool) -> Callable[..., Any]:
+    optimizer: Optimizer = method.__self__
 
     @functools.wraps(method.__func__)
     def call(*args: Any, **kwargs: Any) -> Any:
-        bound, engine = own(), reference()
-        assert bound is not None
+        engine, inside = reference(), _in_step(optimizer)
         if engine is None:
-            return bound(*args, **kwargs)
-        return engine.call_method(bound.__self__, functools.partial(bound, *args, **kwargs), name, gradients)
+            return method(*args, **kwargs)
+        if gradients and (not inside or step.awaits_closure) and engine.steps_part(optimizer):
+            raise OptimizerError(
+                f"{type(optimizer).__name__}.{method.__name__}() uses gradients, of which each rank has its part only under "
+                f"backend {engine.name!r}, so that it may compute something else on each: use a backend that keeps gradients "
+                "and state whole on every rank"
+            )
+        if inside:
+            return method(*args, **kwargs)
+        return engine.call_method(optimizer, functools.partial(method, *args, **kwargs), gradients)
 
     return call
+
+
+def _in_step(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's own ``step`` calls, around which torch has put one function for all."""
+    code = type(optimizer).step.__code__
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is code and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextlib.contextmanager

@@ -63,6 +63,8 @@ class Stepper:
         #: Whether the last step was skipped, and how many were; tensors where an optimizer judges on its device.
         self.skipped: bool | torch.Tensor = False
         self.skips: int | torch.Tensor = 0
+        #: Whether a step runs that has not called its closure yet.
+        self.awaits_closure = False
         #: An optimizer of torch calls a closure before it writes anything.
         self._foreign = not type(optimizer).__module__.startswith("torch.optim.")
         names = list(inspect.signature(type(optimizer).step).parameters)
@@ -98,8 +100,13 @@ class Stepper:
             engine.check_optimizer(optimizer)
             engine.find_unoptimized()
             self._num_parameters = num_parameters
+        self.awaits_closure = False
         if (len(args) > 1 or kwargs) and (replaced := self._with_global_closure(engine, args, kwargs)):
-            engine.before_step(optimizer)
+            self.awaits_closure = True
+            if self._foreign:  # it may use the gradients that are there already
+                engine.prepare_step(optimizer)
+            else:
+                engine.before_step(optimizer)
             return replaced
         found_inf = optimizer.__dict__.get("found_inf")
         if found_inf is not None:
@@ -195,6 +202,7 @@ class Stepper:
         process = engine.process
 
         def global_closure() -> Any:
+            self.awaits_closure = False
             if self._foreign:
                 engine.before_closure(self.optimizer)
             loss = closure()

@@ -68,11 +68,9 @@ class Flat(Partitions):
             else:
                 lost.append(index)
         for fragment in self.fragments.values():
-            if (
-                fragment.weights.data_ptr() != fragment.home.data_ptr()
-            ):  # a copy, whose digits stay where nothing was written
+            if fragment.weights.data_ptr() != fragment.home.data_ptr():
                 written = fragment.home.to(fragment.weights.device)
-                same = fragment.weights.to(written.dtype) == written
+                same = fragment.weights.to(written.dtype) == written  # there the copy keeps its own digits
                 fragment.weights.copy_(torch.where(same, fragment.weights, written.to(fragment.weights.dtype)))
         return lost
 

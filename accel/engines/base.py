@@ -95,7 +95,7 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         #: Elements of each parameter, whole, whatever becomes of it on this rank.
         self.numels = [p.numel() for p in self.parameters]
         self._watching = self.reduces and self.distributed and getattr(self.options, "auto_refresh", True)
-        self._restructured = self._started = False
+        self._restructured = self._started = self._calling = False
         self._ended = ""
         compared = self.distributed and self.synchronizes
         self.drift = DriftGuard(self, self.options.drift_check if compared else 0)
@@ -281,9 +281,9 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
 
     def attach(self, optimizer: Optimizer) -> None:
         """Add an optimizer of this model's parameters; ``start`` follows. Local."""
-        self.steppers[id(optimizer)] = Stepper(self, optimizer)
+        stepper = self.steppers[id(optimizer)] = Stepper(self, optimizer)
         if self.distributed:
-            self.methods[id(optimizer)] = Methods(self, optimizer)
+            self.methods[id(optimizer)] = Methods(self, optimizer, stepper)
         handle = self.optimizer_handles[id(optimizer)] = OptimizerHandle(self, optimizer)
         Slot.put(optimizer, weakref.ref(handle))
         self.drift.follow(optimizer)
@@ -376,24 +376,20 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         return contextlib.nullcontext()
 
     @final
-    def call_method(self, optimizer: Optimizer, call: Callable[[], Any], name: str, gradients: bool) -> Any:
-        """Call a method of the optimizer's own class that writes weights or state. Collective where there is something to do.
-
-        Raises:
-            OptimizerError: it uses gradients, of which this rank may have a part only.
-        """
-        if gradients and self.steps_part(optimizer):
-            kind = type(optimizer).__name__
-            raise OptimizerError(
-                f"{kind}.{name}() uses gradients, of which each rank has its part only under backend {self.name!r}, so that it "
-                "may compute something else on each: use a backend that keeps gradients whole, as 'ddp'"
-            )
+    def call_method(self, optimizer: Optimizer, call: Callable[[], Any], gradients: bool) -> Any:
+        """Call a method of the optimizer's own class that writes weights or state. Collective where there is something to do."""
+        if self._calling:  # one calls another
+            return call()
         if gradients:
             self.prepare_step(optimizer, in_closure=True)
         elif self._restructured:
             self._verify()
-        with self.outside_step(optimizer):
-            return call()
+        self._calling = True
+        try:
+            with self.outside_step(optimizer):
+                return call()
+        finally:
+            self._calling = False
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the global norm of the model's gradients; returns the norm before."""

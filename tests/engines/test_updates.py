@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -405,8 +406,25 @@ class Averaged(torch.optim.Optimizer):
     def train(self) -> None:
         self._move(True, lambda beta: 1 - beta)
 
+    def restart(self) -> None:
+        """Goes on from the average."""
+        self.eval()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["z"].copy_(p.detach())
+        self.train()
+
     def rate(self) -> float:
         return float(self.param_groups[0]["lr"])
+
+    def update(self, group: dict[str, Any], p: torch.Tensor) -> None:
+        """A part of ``step`` that has a public name, as in many libraries; it runs for the gradients of this rank."""
+        assert p.grad is not None
+        state = self.state[p]
+        z = state.setdefault("z", p.clone())
+        p.lerp_(z, 1 / group["k"])
+        p.add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - 1 / group["k"]) - 1))
+        z.sub_(p.grad, alpha=group["lr"])
 
     def step(self, closure: Any = None) -> Any:
         return self._advance(closure)
@@ -421,11 +439,7 @@ class Averaged(torch.optim.Optimizer):
             assert group["training"]
             group["k"] += 1
             for p in (p for p in group["params"] if p.grad is not None):
-                state = self.state[p]
-                z = state.setdefault("z", p.clone())
-                p.lerp_(z, 1 / group["k"])
-                p.add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - 1 / group["k"]) - 1))
-                z.sub_(p.grad, alpha=group["lr"])
+                self.update(group, p)
         return loss
 
 
@@ -463,7 +477,7 @@ def averages(backend: Any, directory: str) -> None:
                 for p, q in zip(fresh.parameters(), pair.reference.parameters(), strict=True):
                     torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
             for optimizer in pair.optimizers:
-                optimizer.train()
+                optimizer.train() if epoch == 0 else optimizer.restart()
             pair.check()
         accel.teardown(pair.model)
         assert not {"eval", "train"} & vars(pair.raw_optimizer).keys()
@@ -520,16 +534,23 @@ class Sharpness(torch.optim.Optimizer):
         self.base.step()
         self.zero_grad()
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        raise NotImplementedError
+        self.ascend()
+        with torch.enable_grad():
+            closure()
+        self.descend()
 
 
 def sharpness(backend: Any) -> None:
     with backend_of(backend):
         pair = Pair(backend, lambda m: Sharpness(m.parameters()))
-        for _ in range(STEPS):
+        for step in range(STEPS):
             for model, optimizer, x in pair.both():
                 plain(model, x)
+                if step == 1:
+                    optimizer.step(functools.partial(plain, model, x))
+                    continue
                 optimizer.ascend()
                 plain(model, x)
                 optimizer.descend()
@@ -544,6 +565,11 @@ def test_an_optimizer_that_climbs_first(backend: Any) -> None:
 def refused_sharpness(backend: Any) -> None:
     with pytest.raises(accel.OptimizerError, match=r"Sharpness.ascend\(\) uses gradients"):
         sharpness(backend)
+    with backend_of(backend):
+        pair = Pair(backend, lambda m: Sharpness(m.parameters()))
+        plain(pair.model, torch.ones(4, 4))
+        with pytest.raises(accel.OptimizerError, match=r"Sharpness.ascend\(\) uses gradients"):
+            pair.optimizers[0].step(functools.partial(plain, pair.model, torch.ones(4, 4)))
 
 
 @pytest.mark.parametrize("backend", DIVIDED, ids=str)
