@@ -16,7 +16,7 @@ _DATA: Final[Any] = torch.Tensor.data
 
 @final
 class DataPatch:
-    """The attribute in its place; ``listener`` hears of each use: the tensor, and what reading gave, or None for setting."""
+    """The attribute in its place; ``listener`` hears of uses: the tensor, and what reading gives, or None before it is set."""
 
     def __init__(self, listener: Callable[[torch.Tensor, torch.Tensor | None], None]) -> None:
         self._listener = listener
@@ -36,9 +36,9 @@ class DataPatch:
         def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
             # Conversions that change nothing (`model.to(device)`) put back what they have read.
             changed = not (_plain(value) and _plain(tensor) and value.data_ptr() == tensor.data_ptr())
-            _DATA.__set__(tensor, value)
             if changed:
                 listener(tensor, None)
+            _DATA.__set__(tensor, value)
 
         self._own = property(get, put, doc=_DATA.__doc__)
         torch.Tensor.data = self._own  # type: ignore[assignment]
