@@ -42,7 +42,7 @@ class Replicated(Protocol):
     parameters: list[nn.Parameter]
     mask: TrainableMask
     reduces: ClassVar[bool]
-    undoes_writes: ClassVar[bool]
+    undoes_writes: bool
     divides_weights: ClassVar[bool]
 
     @property
@@ -73,8 +73,8 @@ class DriftGuard:
     """
 
     __slots__ = (
-        "_aliases", "_begun", "_cost", "_engine", "_equal", "_every", "_hooks", "_kind", "_loads", "_next", "_numbers", "_todo",
-        "_versions", "_writes", "due", "interval", "judged", "steps", "__weakref__",
+        "_begun", "_cost", "_engine", "_equal", "_every", "_hooks", "_kind", "_loads", "_next", "_numbers", "_todo",
+        "_uses", "_versions", "_writes", "due", "interval", "judged", "steps", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, engine: Replicated, every: int | None) -> None:
@@ -91,7 +91,7 @@ class DriftGuard:
         self._cost, self._begun = 0.0, (0, 0.0)
         # Of engines whose steps undo what one rank wrote: see `watch`.
         self._numbers: dict[int, int] = {}
-        self._aliases: list[tuple[int, torch.Tensor | None]] = []
+        self._uses: dict[int, _Use] = {}
         self._writes: dict[str, tuple[int, int]] = {}
         self._versions: list[int] = []
         self._hooks: list[RemovableHandle] = []
@@ -136,7 +136,7 @@ class DriftGuard:
             hook.remove()
         self._hooks.clear()
         self._loads.clear()
-        self._aliases.clear()
+        self._uses.clear()
         self._numbers.clear()
 
     # -- one comparison -------------------------------------------------------------------------------------------
@@ -240,37 +240,74 @@ class DriftGuard:
             hook.remove()
 
     def read(self, tensor: torch.Tensor, alias: torch.Tensor | None) -> None:
-        """Hear that ``tensor.data`` was read, which gave ``alias``, or was set (None)."""
+        """Hear that reading ``tensor.data`` gives ``alias``, or that it is about to be set (None)."""
         number = self._numbers.get(id(tensor))
         if number is None:
             return
-        if len(self._aliases) > 4 * len(self._numbers):
-            self._note_writes(self.steps + 1)
-        self._aliases.append((number, alias))
+        use = self._uses.get(number) or self._use(number, None if tensor.device.type != "cpu" else tensor)
+        use.add(alias)
+
+    def loading(self, module: nn.Module, prefix: str, state: Mapping[str, Any]) -> None:
+        """Hear that a module's own parameters are about to be loaded."""
+        for name, parameter in module._parameters.items():
+            number = self._numbers.get(id(parameter))
+            if number is not None and prefix + name in state:
+                (self._uses.get(number) or self._use(number, parameter)).add(None)
+
+    def _use(self, number: int, tensor: torch.Tensor | None) -> _Use:
+        """The first use of a parameter since the last step; of a tensor that is given the values are remembered."""
         self.due = self.steps + 1
+        before = None
+        if tensor is not None and not self._versions:  # a part may stay as it is where others change
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                before = int(digest(tensor))
+        use = self._uses[number] = _Use(before)
+        return use
 
     def _note_writes(self, step: int) -> None:
         engine = self._engine()
-        if not self._aliases or engine is None:
-            return
-        for number, alias in self._aliases:
-            # It has a version counter of its own, which a write through it, or through a view of it, moves.
-            if alias is None or alias._version:
+        uses, self._uses = self._uses, {}
+        for number, use in uses.items() if engine is not None else ():
+            assert engine is not None
+            if use.changed(engine.parameters[number]):
                 self._wrote(engine.names[number], step)
-        self._aliases.clear()
 
     def _wrote(self, name: str, step: int) -> None:
         count, last = self._writes.get(name, (0, 0))
         if last != step:
             self._writes[name] = (count + 1, step)
 
-    def loading(self, module: nn.Module, prefix: str, state: Mapping[str, Any]) -> None:
-        """Hear that a module's own parameters are about to be loaded."""
-        engine = self._engine()
-        for name, parameter in module._parameters.items() if engine is not None else ():
-            number = self._numbers.get(id(parameter))
-            if engine is not None and number is not None and prefix + name in state:
-                self._wrote(engine.names[number], self.steps + 1)
+
+@final
+class _Use:
+    """What a program may have written to a parameter since the last step."""
+
+    def __init__(self, before: int | None) -> None:
+        self._before = before
+        self._written = False
+        self._aliases: list[torch.Tensor] = []
+
+    def add(self, alias: torch.Tensor | None) -> None:
+        """An alias that may be written to; None for a write."""
+        if alias is None or len(self._aliases) >= 8:
+            self._fold()
+        if alias is None:
+            self._written = True
+        else:
+            self._aliases.append(alias)
+
+    def changed(self, parameter: torch.Tensor) -> bool:
+        """Whether something was written, and is not undone as far as that is known."""
+        self._fold()
+        if not self._written or self._before is None:
+            return self._written
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            return int(digest(parameter)) != self._before
+
+    def _fold(self) -> None:
+        # An alias has a version counter of its own, which a write through it, or through a view of it, moves.
+        self._written = self._written or any(not a.is_inference() and a._version for a in self._aliases)
+        self._aliases.clear()
 
 
 @final
@@ -381,6 +418,13 @@ def _more(names: Sequence[str]) -> str:
 
 def digest(tensor: torch.Tensor) -> int | torch.Tensor:
     """64 bits that differ where the tensor's bits do; on an accelerator a tensor, so that nothing waits for it."""
+    if hasattr(tensor, "__tensor_flatten__"):  # made of others; of a DTensor this rank has a part
+        inner = (
+            []
+            if hasattr(tensor, "full_tensor")
+            else [digest(getattr(tensor, n)) for n in tensor.__tensor_flatten__()[0]]
+        )
+        return _of_bytes(repr([int(d) for d in inner]).encode())
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if dense.is_complex():
         dense = torch.view_as_real(dense)

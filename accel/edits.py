@@ -19,7 +19,7 @@ class DataPatch:
     """The attribute in its place.
 
     Args:
-        listener: hears of each use: the tensor, and what reading gave, or None for setting.
+        listener: hears of each use: the tensor, and what reading gave, or None before it is set.
         take: is given a tensor and the value to set first, and says whether it has taken it.
     """
 
@@ -46,10 +46,10 @@ class DataPatch:
         def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
             # Conversions that change nothing (`model.to(device)`) put back what they have read.
             changed = not (_plain(value) and _plain(tensor) and value.data_ptr() == tensor.data_ptr())
-            if not take(tensor, value):
-                _DATA.__set__(tensor, value)
             if changed:
                 listener(tensor, None)
+            if not take(tensor, value):
+                _DATA.__set__(tensor, value)
 
         self._own = property(get, put, doc=_DATA.__doc__)
         torch.Tensor.data = self._own  # type: ignore[assignment]

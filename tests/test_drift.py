@@ -320,6 +320,24 @@ def edit_and_restore(model: Any, optimizer: Any) -> Iterator[None]:
         model.to(accel.device())
 
 
+def evaluate_average(model: Any, optimizer: Any) -> Iterator[None]:
+    """Other weights for a while, on one rank, where a forward needs no other."""
+    while True:
+        yield
+        if accel.is_main():
+            before = [p.data.clone() for p in model.parameters()]
+            for p in model.parameters():
+                p.data.zero_()
+            with torch.no_grad():
+                model.eval()(torch.zeros(1, 6))
+            for p, value in zip(model.parameters(), before, strict=True):
+                p.data.copy_(value)
+            model.train()
+            model.load_state_dict(build(9).state_dict())
+            model.load_state_dict(dict(zip(dict(model.named_parameters()), before, strict=True)))
+        accel.barrier()
+
+
 def accumulate(model: Any, optimizer: Any) -> Iterator[None]:
     while True:
         yield
@@ -375,6 +393,8 @@ def test_usual_programs_raise_nothing(backend: Any) -> None:
     # Where each rank has a part only, weights outside of forwards are refused by name or another stage's.
     refused = (clamp, average_weights) if backend in (ZERO3, PIPELINE) else ()
     programs = [program for program in PROGRAMS if program not in refused]
+    if backend not in (("fsdp", {}), ZERO3, PIPELINE):
+        programs.append(evaluate_average)
     run(2, pass_through, backend, programs, "32-true")
 
 
@@ -555,6 +575,14 @@ def test_a_digest_sees_every_bit_and_every_place(dtype: torch.dtype, take: Calla
         moved = flat.clone()
         moved[1], moved[1 + 1024] = flat[1 + 1024].clone(), flat[1].clone()
         assert take(moved) != take(flat) or bool(flat[1] == flat[1025])
+
+
+def test_a_digest_of_a_tensor_that_is_made_of_others_sees_them() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    first, second = torch.randn(4), torch.randn(4)
+    assert digest(TwoTensor(first, second)) == digest(TwoTensor(first.clone(), second.clone()))
+    assert digest(TwoTensor(first, second)) != digest(TwoTensor(first, first))
 
 
 def test_a_digest_is_of_values_wherever_they_lie() -> None:

@@ -67,7 +67,7 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
     #: Gives values to parameters on the meta device by itself, in ``start``.
     materializes: ClassVar[bool] = False
     #: A step overwrites or spreads what one rank alone wrote to a weight, so that values tell nothing of it later.
-    undoes_writes: ClassVar[bool] = False
+    undoes_writes: bool = False
     #: The objects in ``parameters`` are each rank's part of a weight, and every rank does the same with them.
     divides_weights: ClassVar[bool] = False
 

@@ -76,7 +76,7 @@ class DeepSpeedEngine(steps.Stepping):
     options_type = DeepSpeed
     requires = {"deepspeed": "deepspeed"}
     reduces = partial_gradients = True
-    hears_steps = undoes_writes = True
+    hears_steps = True
     variants = tuple(DeepSpeed(stage=stage) for stage in (0, 1, 3))
     options: DeepSpeed
 
@@ -85,6 +85,7 @@ class DeepSpeedEngine(steps.Stepping):
         self._config = configuration.read(self.options.config)
         self.max_norm = configuration.clipping(self._config)
         self.stage = configuration.stage_of(self._config, self.options.stage)
+        self.undoes_writes = bool(self.stage)
         self._failed = False
         self._stale_buffers = False
         #: At stage 3, parameters in no optimizer that got gradients in the last backward.
