@@ -452,6 +452,7 @@ def test_programs(tmp_path: Path) -> None:
         tally[check_case(case, str(tmp_path / "c"))] += 1
 
     check()
+    assert tally.total() >= (EXAMPLES or 200), tally
     assert tally["loaded"] >= 0.95 * tally.total()
 
 
@@ -489,6 +490,7 @@ def test_programs_on_two_ranks(pool: str, tmp_path: Path) -> None:
         tally.update(run(2, check_batch, batch, str(tmp_path / "c"))[0])
 
     check()
+    assert tally.total() >= 6 * (EXAMPLES or 12), tally
     assert tally["loaded"] >= 0.75 * tally.total(), tally
 
 
@@ -627,4 +629,5 @@ def test_values(tmp_path: Path) -> None:
             assert not distance(state, accel.load(directory))
 
     check()
+    assert tally.total() >= (EXAMPLES or 250), tally
     assert tally["loaded"] >= 0.9 * tally.total()
