@@ -244,7 +244,12 @@ def _stand_in(optimizer: Optimizer, shapes: Sequence[Sequence[int]]) -> tuple[Op
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 memo[id(value)] = torch.empty(value.shape, dtype=value.dtype, device="meta")
-    copied = {k: v for k, v in vars(optimizer).items() if k != "step" and not k.startswith("_optimizer_")}
+    # Without what stands in the place of its methods, and knows the original.
+    copied = {
+        k: v
+        for k, v in vars(optimizer).items()
+        if k not in ("step", "zero_grad") and not k.startswith(("_optimizer_", "__"))
+    }
     stand_in = type(optimizer).__new__(type(optimizer))
     try:
         stand_in.__dict__.update(copy.deepcopy(copied, memo))
