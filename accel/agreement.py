@@ -137,7 +137,9 @@ def execute(plan: Plan) -> Handles:
         engine.handle,
         map_leaves(plan.optimizers, lambda o, path: known_optimizer(o, engine), "optimizers"),
         map_leaves(
-            plan.dataloaders, lambda d, path: _loader_handle(d, plan.loader_options, engine, *next(seeds)), "dataloaders"
+            plan.dataloaders,
+            lambda d, path: _loader_handle(d, plan.loader_options, engine, *next(seeds)),
+            "dataloaders",
         ),
     )
     if process.place.rank == 0:

@@ -14,7 +14,7 @@ from .errors import LoaderError
 from .fingerprints import Fingerprint
 from .process import Process, end_groups
 
-_PATIENCE = 3.0  # seconds that the first batch of a loader waits for the other ranks' first ones
+_PATIENCE = 2.0  # seconds that the first batch of a loader waits for the other ranks' first ones
 _PAUSE = 0.005
 
 

@@ -11,7 +11,7 @@ import sys
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -214,9 +214,7 @@ class InPlace:
         once: nothing is drawn after the first time, so that there is nothing to watch.
     """
 
-    def __init__(
-        self, generators: Generators, began: Mapping[str, Any] | None = None, *, once: bool = False
-    ) -> None:
+    def __init__(self, generators: Generators, began: Mapping[str, Any] | None = None, *, once: bool = False) -> None:
         self._generators, self._once = generators, once
         self._last = generators.states()
         self.states = dict(began or self._last)
