@@ -193,7 +193,7 @@ class LoaderHandle:
             raise LoaderError(
                 f"the state is {saved.consumed} samples into epoch {saved.epoch}, {_part(saved.part)}, and this loader reads "
                 f"{_part(state.part)}: what a rank reads by itself cannot be divided anew. Resume with as many ranks and the "
-                "same options, or save between epochs."
+                "same options, or save between epochs"
             )
 
     def __getattr__(self, name: str) -> Any:

@@ -5,16 +5,21 @@ Nobody waits for a rank that does not read, as where rank 0 alone looks at a bat
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import final
+
+from torch.distributed.distributed_c10d import Store
 
 from .errors import LoaderError
 from .fingerprints import Fingerprint
-from .process import Process, end_groups
+from .process import Process, end_groups, ended
 
-_PATIENCE = 3.0  # seconds that the first batch of a loader waits for the other ranks' first ones
+_PATIENCE = 2.0  # seconds that the first batch of a loader waits for the other ranks' first ones
 _PAUSE = 0.005
 
 
@@ -49,8 +54,13 @@ class Readings:
         self._exchange, self._rank, self._patience = exchange, place.rank, patience
         self._others = [r for r in range(place.world_size) if r != place.rank]
         self._unknown = list(self._others)
-        self._store = exchange.process.store("loader", exchange.name, name)
+        self._name = name
         self._started = time.monotonic()
+        self._silent = False
+
+    @cached_property
+    def _store(self) -> Store:
+        return self._exchange.process.store("loader", self._exchange.name, self._name)
 
     def gave(self, given: int, first: Fingerprint | None) -> None:
         """The loop gets its batch ``given`` now; ``first`` is of the first items of the whole stream.
@@ -58,17 +68,48 @@ class Readings:
         Raises:
             LoaderError: another rank read other items first.
         """
-        if self._exchange.even:
-            self._store.set(f"given {self._rank}", str(given))
-        if given == 1:
-            self._mine = first
-            self._store.set(f"first {self._rank}", json.dumps(first))
-        until = time.monotonic() + (self._patience if given == 1 else 0.0)
-        while self._unknown:
-            self._unknown = [rank for rank in self._unknown if not self._agrees(rank)]
+        with self._if_reached():
+            if self._exchange.even:
+                self._store.set(f"given {self._rank}", str(given))
+            if given == 1:
+                self._mine = first
+                self._store.set(f"first {self._rank}", json.dumps(first))
+            self._ask(self._unknown, self._agrees, self._patience if given == 1 else 0.0)
+
+    def end(self, given: int) -> None:
+        """This rank's iterator has ended after ``given`` batches.
+
+        Raises:
+            LoaderError: another rank has more or fewer of them; the process groups are ended, since that rank may wait in
+                a collective that this one does not come to.
+        """
+        if not self._exchange.even:
+            return
+        with self._if_reached():
+            self._store.set(f"end {self._rank}", str(given))
+            per_batch = (time.monotonic() - self._started) / max(1, given)
+            reading = [rank for rank in self._others if self._store.check([f"first {rank}"])]
+            # A rank that is slower than this, or has left its loop, is no error.
+            self._ask(reading, lambda rank: self._ended_alike(rank, given), 5.0 + 3 * per_batch)
+
+    @contextlib.contextmanager
+    def _if_reached(self) -> Iterator[None]:
+        """What needs the store; without it, as when rank 0 has ended, the ranks compare nothing more."""
+        if self._silent or ended():
+            return
+        try:
+            yield
+        except (RuntimeError, ValueError):
+            self._silent = True
+
+    def _ask(self, ranks: list[int], is_known: Callable[[int], bool], patience: float) -> None:
+        """Asks after each of ``ranks`` until it is known, but not for longer than ``patience`` seconds."""
+        until = time.monotonic() + patience
+        while ranks:
+            ranks[:] = [rank for rank in ranks if not is_known(rank)]
             if time.monotonic() >= until:
-                break
-            time.sleep(_PAUSE if self._unknown else 0.0)
+                return
+            time.sleep(_PAUSE if ranks else 0.0)
 
     def _agrees(self, rank: int) -> bool:
         """Whether a rank is known to have read what this one did."""
@@ -84,35 +125,16 @@ class Readings:
             )
         return True
 
-    def end(self, given: int) -> None:
-        """This rank's iterator has ended after ``given`` batches.
-
-        Raises:
-            LoaderError: another rank has more or fewer of them; the process groups are ended, since that rank may wait in
-                a collective that this one does not come to.
-        """
-        if not self._exchange.even:
-            return
-        self._store.set(f"end {self._rank}", str(given))
-        per_batch = (time.monotonic() - self._started) / max(1, given)
-        until = time.monotonic() + 5.0 + 3 * per_batch
-        waiting = [rank for rank in self._others if self._store.check([f"first {rank}"])]
-        while waiting:
-            waiting = [rank for rank in waiting if not self._ended_alike(rank, given)]
-            if time.monotonic() >= until:
-                break  # that rank is slow, or has left its loop: no error
-            time.sleep(_PAUSE if waiting else 0.0)
-
     def _ended_alike(self, rank: int, given: int) -> bool:
         """Whether a rank is known to have ended where this one did."""
-        ended = self._store.check([f"end {rank}"])
-        theirs = int(self._store.get(f"end {rank}" if ended else f"given {rank}"))
-        if theirs > given or (ended and theirs != given):
+        over = self._store.check([f"end {rank}"])
+        theirs = int(self._store.get(f"end {rank}" if over else f"given {rank}"))
+        if theirs > given or (over and theirs != given):
             message = (
-                f"{self._exchange.dataset} gave rank {self._rank} {given} batches and rank {rank} {'' if ended else 'at least '}"
+                f"{self._exchange.dataset} gave rank {self._rank} {given} batches and rank {rank} {'' if over else 'at least '}"
                 f"{theirs}: its stream is not the same on all ranks. It must give every rank the same items; where each rank has "
                 "a stream of its own, use accel.LoaderOptions(shard=False)"
             )
             end_groups(message)
             raise LoaderError(message)
-        return ended
+        return over

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import pickle
 import random
+import sys
 import warnings
 import weakref
 from collections import OrderedDict
@@ -40,8 +41,8 @@ import accel
 from accel import LoaderError
 from accel.data import LoaderHandle, LoaderOptions, check, describe, distribute, gather_for_metrics
 from accel.iteration import move
-from accel.sampling import Plan, deal
-from tests.distributed import refusals, run
+from accel.sampling import Generators, InPlace, Plan, Source, deal
+from tests.distributed import outcomes, refusals, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
@@ -343,6 +344,285 @@ def test_indices_may_be_anything() -> None:
     assert everyone(build, 2) == [[["a", ("b", 1)]], [["c", "a"]]]
     tensors = DataLoader(Numbers(5), sampler=list(torch.tensor([3, 1])), batch_size=2, collate_fn=list)
     assert list(make(tensors)) == [[3, 1]]
+
+
+# -- one process: as raw PyTorch ----------------------------------------------------------------------------------------
+
+
+class Drawing(Sampler[Any]):
+    """Draws each item when it is asked for, from a global generator."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return 23
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(23):
+            yield {
+                "torch": lambda: int(torch.randint(50, ())),
+                "random": lambda: random.randrange(50),
+                "numpy": lambda: int(np.random.randint(50)),
+            }[self.source]()
+
+
+class Batches(Sampler[Any]):
+    """A batch sampler that draws when its iterator is made."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(torch.randperm(24).view(6, 4).tolist())
+
+
+def own(seed: int = 1) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def loader_of(sampler: Any, **kwargs: Any) -> DataLoader[Any]:
+    return DataLoader(Numbers(50), 6, sampler=sampler, collate_fn=list, **kwargs)
+
+
+RAW: dict[str, Any] = {
+    "in order": lambda: numbers(23),
+    "shuffle": lambda: numbers(23, shuffle=True),
+    "shuffle, full batches": lambda: numbers(24, shuffle=True),
+    "shuffle, drop_last": lambda: numbers(23, shuffle=True, drop_last=True),
+    "shuffle, generator": lambda: numbers(24, shuffle=True, generator=own()),
+    "generator, in order": lambda: numbers(24, generator=own()),
+    "replacement": lambda: loader_of(RandomSampler(range(50), replacement=True, num_samples=70)),
+    "replacement, generator": lambda: loader_of(
+        RandomSampler(range(50), replacement=True, num_samples=70, generator=own())
+    ),
+    "more than once": lambda: loader_of(RandomSampler(range(50), num_samples=120)),
+    "weighted": lambda: loader_of(WeightedRandomSampler([1.0] * 50, 33)),
+    "weighted, generator": lambda: loader_of(WeightedRandomSampler([1.0] * 50, 33, generator=own())),
+    "subset": lambda: loader_of(SubsetRandomSampler(range(5, 40))),
+    "subset, generator": lambda: loader_of(SubsetRandomSampler(range(5, 40), generator=own())),
+    "plain batch sampler": lambda: DataLoader(
+        Numbers(50), batch_sampler=BatchSampler(RandomSampler(range(50)), 3, True), collate_fn=list
+    ),
+    "batch sampler": lambda: DataLoader(Numbers(24), batch_sampler=Batches(), collate_fn=list),
+    "no batches": lambda: numbers(17, None, shuffle=True),
+    "workers": lambda: numbers(23, shuffle=True, num_workers=2),
+    "persistent workers": lambda: numbers(23, shuffle=True, num_workers=2, persistent_workers=True),
+    "stream, workers": lambda: DataLoader(Noisy(), batch_size=5, num_workers=1, collate_fn=list),
+    **{
+        f"mine {s}": lambda s=s: loader_of(Mine(s)) for s in ("random", "numpy", "own torch", "own random", "own numpy")
+    },
+}
+#: Those that draw while the loop does.
+DRAWING: dict[str, Any] = {
+    **{f"drawing {s}": lambda s=s: loader_of(Drawing(s)) for s in ("torch", "random", "numpy")},
+    "drawing one by one": lambda: DataLoader(Numbers(50), sampler=Drawing("torch"), batch_size=None),
+    "stream": lambda: DataLoader(Noisy(), batch_size=3, collate_fn=list),
+    "stream, one by one": lambda: DataLoader(Noisy(), batch_size=None),
+}
+
+
+def raw_like(loader: DataLoader[Any]) -> LoaderHandle:
+    """The handle that setup gives a program of one process."""
+    return distribute(loader, LoaderOptions(), rank=0, world_size=1, device="cpu", seed=0, in_place=True)
+
+
+def reset(seed: int = 3) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def play(loader: Any, draws: bool, break_at: int = 2) -> list[Any]:
+    """Three epochs, the second with a break, of a loop that draws too; what it got, and its generators."""
+    reset()
+    seen: list[Any] = []
+    for epoch in range(3):
+        for k, batch in enumerate(loader):
+            seen.append(batch)
+            if draws:
+                seen.append((torch.rand(()).item(), random.random(), np.random.rand()))
+            if (epoch, k) == (1, break_at):
+                break
+        seen.append(rng_states())
+    return seen
+
+
+@pytest.mark.parametrize("name", [*RAW, *DRAWING])
+def test_in_one_process_batches_and_random_numbers_are_raw_pytorchs(name: str) -> None:
+    build = (RAW | DRAWING)[name]
+    for draws in (False, True) if "workers" not in name else (True,):
+        assert play(raw_like(build()), draws) == play(build(), draws)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    n=st.integers(1, 40),
+    batch=st.integers(1, 7),
+    drop_last=st.booleans(),
+    generator=st.booleans(),
+    replacement=st.booleans(),
+    num_samples=st.integers(1, 90),
+    draws=st.booleans(),
+)
+def test_any_random_sampler_is_raw_pytorchs(
+    n: int, batch: int, drop_last: bool, generator: bool, replacement: bool, num_samples: int, draws: bool
+) -> None:
+    def build() -> DataLoader[Any]:
+        source = own() if generator else None
+        sampler = RandomSampler(range(n), replacement, num_samples, source)
+        return DataLoader(Numbers(n), batch, sampler=sampler, drop_last=drop_last, generator=source, collate_fn=list)
+
+    assert play(raw_like(build()), draws) == play(build(), draws)
+
+
+def interrupted(build: Any, draws: bool, stop: tuple[int, int]) -> tuple[list[Any], dict[str, Any], Any]:
+    """What a loop of two epochs got after it had saved its position, that position, and the generators then."""
+    reset()
+    handle, state, after, states = raw_like(build()), None, [], ()
+    for epoch in range(2):
+        for k, batch in enumerate(handle):
+            if state is not None:
+                after.append(batch)
+            if draws:
+                torch.rand(()), random.random(), np.random.rand()
+            if (epoch, k) == stop:
+                state = json.loads(json.dumps(handle.state_dict()))
+                states = (torch.get_rng_state(), random.getstate(), np.random.get_state())
+    assert state is not None
+    return after, state, states
+
+
+@pytest.mark.parametrize("stop", [(0, 2), (1, 1)])
+@pytest.mark.parametrize("name", [*RAW, *DRAWING])
+def test_in_one_process_a_resumed_loader_goes_on_as_if_uninterrupted(name: str, stop: tuple[int, int]) -> None:
+    build = (RAW | DRAWING)[name]
+    for draws in (False, True) if name in RAW and "workers" not in name else (False,):
+        expected, state, (torch_state, python_state, numpy_state) = interrupted(build, draws, stop)
+        reset(99)
+        handle = raw_like(build())
+        handle.load_state_dict(state)
+        assert handle.state_dict() == state
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        found = []
+        for _ in range(stop[0], 2):
+            for batch in handle:
+                found.append(batch)
+                if draws:
+                    torch.rand(()), random.random(), np.random.rand()
+        assert [_plain(b) for b in found] == [_plain(b) for b in expected]
+
+
+def _plain(batch: Any) -> Any:
+    """A batch without the epoch that a Noisy stream was told."""
+    items = batch if isinstance(batch, list) else [batch]
+    return [item[2:] if isinstance(item, tuple) else item for item in items]
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_an_order_that_cannot_be_drawn_again_is_refused_when_its_position_is_asked_for(name: str) -> None:
+    with pytest.raises(LoaderError, match=r"LoaderOptions\(seed=...\)"):
+        interrupted(DRAWING[name], True, (0, 2))
+    seeded = make(DRAWING[name]())
+    iterator = iter(seeded)
+    next(iterator), torch.rand(3), random.random(), np.random.rand(), next(iterator)
+    (again,) = resumed(DRAWING[name], 1, seeded.state_dict())
+    assert list(again) == list(iterator)
+
+
+@pytest.mark.parametrize(
+    "name", ["shuffle", "shuffle, generator", "weighted", "batch sampler", "mine own numpy", "stream"]
+)
+def test_a_position_of_one_process_resumes_on_several_ranks_and_back(name: str) -> None:
+    build = (RAW | DRAWING)[name]
+    after, state, _ = interrupted(build, False, (0, 1))
+    rest = [_plain(b) for b in after][: len(list(build())) - 2]
+    handles = [make(build(), rank, 2, even_batches=False) for rank in range(2)]
+    for handle in handles:
+        handle.load_state_dict(state)
+    iterators = [iter(handle) for handle in handles]
+    seen = [_plain(next(iterator)) for iterator in iterators]
+    assert handles[0].state_dict() == {**handles[1].state_dict(), "generators": handles[0].state_dict()["generators"]}
+    back = raw_like(build())
+    back.load_state_dict(json.loads(json.dumps(handles[0].state_dict())))
+    assert flat(seen) + flat(_plain(b) for b in back) == flat(rest)
+
+
+def test_an_epoch_that_is_chosen_by_number_is_drawn_from_the_seed() -> None:
+    found = []
+    for first in (0, 2):
+        reset(first)
+        handle = raw_like(numbers(20, shuffle=True))
+        for epoch in range(first, 4):
+            handle.set_epoch(epoch)
+            found.append((epoch, list(handle)))
+    assert found[2:4] == found[4:]
+    assert found[0][1] != found[1][1]
+
+
+# -- samplers without end -----------------------------------------------------------------------------------------------
+
+
+class Shuffling(Sampler[int]):
+    """Says that it is as long as can be, and has no end."""
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from torch.randperm(100).tolist()
+
+
+ENDLESS: dict[str, Any] = {
+    "replacement": lambda: RandomSampler(range(1000), replacement=True, num_samples=int(1e10)),
+    "replacement, generator": lambda: RandomSampler(range(1000), True, int(1e10), own()),
+    "shuffling": Shuffling,
+    "no length": lambda: Endless(),
+    "wrong length": lambda: EndlessSized(),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_sampler_without_end_is_drawn_as_it_is_read(name: str) -> None:
+    def build() -> DataLoader[Any]:
+        return DataLoader(Numbers(1000), 4, sampler=ENDLESS[name](), collate_fn=list)
+
+    def start(steps: int, *handles: LoaderHandle) -> tuple[list[Any], list[Any]]:
+        iterators = [iter(handle) for handle in handles]
+        return [next(iterator) for _ in range(steps) for iterator in iterators], iterators
+
+    reset()
+    raw = iter(build())
+    expected = [next(raw) for _ in range(60)]
+    reset()
+    one = raw_like(build())
+    seen, _ = start(40, one)
+    again = raw_like(build())
+    again.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert seen + start(20, again)[0] == expected
+    handles = [make(build(), rank, 2) for rank in range(2)]
+    seen, iterators = start(20, *handles)
+    state = handles[0].state_dict()
+    more = [next(iterator) for _ in range(5) for iterator in iterators]
+    assert start(5, *resumed(build, 2, state))[0] == more
+    if name != "replacement, generator":  # whose seed is the generator's
+        assert flat(seen) == flat(start(40, make(build()))[0])
+
+
+def test_what_is_drawn_in_blocks_is_what_the_sampler_gives() -> None:
+    for sampler in (
+        RandomSampler(range(2**40), replacement=True, num_samples=200_000),
+        RandomSampler(range(70_000), num_samples=150_001),
+        RandomSampler(range(131_072)),
+    ):
+        torch.manual_seed(4)
+        expected = list(sampler)
+        torch.manual_seed(4)
+        source = Source(sampler, InPlace(Generators({})), ahead=True)
+        assert source.read(len(expected) + 1) == expected
 
 
 # -- batch samplers and batch_size=None -----------------------------------------------------------------------------------
@@ -796,7 +1076,11 @@ def test_a_stream_that_became_shorter_is_noticed() -> None:
 
 
 def test_a_position_that_cannot_be_known_is_refused_when_it_is_asked_for() -> None:
-    off = make(numbers(8, 2), shard=False)
+    class Own(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return super().__iter__()
+
+    off = make(Own(Numbers(8), 2, collate_fn=list), shard=False)
     assert off.state_dict()["consumed"] == 0
     for k, _ in enumerate(off):
         if k < 3:
@@ -943,7 +1227,6 @@ class Foreign(Sampler[int]):
             "distributed already",
         ),
         (lambda: sampled(Foreign()), {}, "distributed already, by a Foreign"),
-        (lambda: sampled(Endless()), {}, "no __len__"),
         (lambda: numbers(4, num_workers=1, in_order=False), {}, "in_order"),
         (lambda: numbers(4), {"seed": 1.5}, "seed"),
         (lambda: numbers(4), {"even_batches": 1}, "even_batches"),
@@ -963,8 +1246,6 @@ def test_other_refusals() -> None:
         check(numbers(4), {"shard": True}, 1)
     with pytest.raises(LoaderError, match="world size"):
         check(numbers(4), LoaderOptions(), 0)
-    with pytest.raises(LoaderError, match="does not end"):
-        next(iter(make(sampled(EndlessSized()))))
 
 
 def test_describe_tells_apart_what_must_be_equal() -> None:
@@ -1221,3 +1502,167 @@ def _refused_options() -> None:
 
 def test_options_of_another_type_are_refused() -> None:
     assert all("LoaderOptions" in message for message in refusals(2, _refused_options, error="LoaderError"))
+
+
+# -- the same program gives the same order ------------------------------------------------------------------------------
+
+
+def _run(
+    raw: Any, *, seed: int = 21, options: LoaderOptions | None = None, one: bool = False, before: bool = False
+) -> list[list[int]]:
+    """Two epochs of a program's first setup, which ends with a teardown of the model, or of all."""
+    accel.seed(seed)
+    if before:
+        accel.setup(nn.Linear(1, 1), None, [numbers(12, shuffle=True)])
+    handles = accel.setup(nn.Linear(1, 1), None, raw, loader_options=options)
+    epochs = [_samples(handles.dataloaders) for _ in range(2)]
+    accel.teardown(handles.model if one else None)
+    return epochs
+
+
+def _same_orders() -> None:
+    first, kept, seeded = _run(numbers(40, shuffle=True)), numbers(40, shuffle=True), LoaderOptions(seed=7)
+    assert first[0] != first[1]
+    for one in (False, True):
+        assert _run(numbers(40, shuffle=True), one=one) == first
+        assert _run(numbers(40, shuffle=True), one=one, before=True) == first
+        assert _run(kept, one=one) == _run(kept, one=one) == first
+    by_option = _run(numbers(40, shuffle=True), options=seeded)
+    assert by_option != first
+    for seed in (21, 22):
+        assert _run(numbers(40, shuffle=True), seed=seed, options=seeded, one=True, before=True) == by_option
+    drawn = _run(numbers(40, shuffle=True, generator=own(1)))
+    assert _run(numbers(40, shuffle=True, generator=own(1)), seed=22, one=True) == drawn
+    assert _run(numbers(40, shuffle=True, generator=own(2))) != drawn
+    assert _run(loader_of(Mine("own numpy"))) == _run(loader_of(Mine("own numpy")))
+    accel.seed(21)
+    pair = accel.setup(nn.Linear(1, 1), None, [numbers(40, shuffle=True), numbers(40, shuffle=True)]).dataloaders
+    assert _samples(pair[0]) == first[0]
+    assert _samples(pair[1]) != first[0]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_order_depends_on_nothing_but_the_program(world: int) -> None:
+    run(world, _same_orders if world > 1 else _same_orders_alone)
+
+
+def _same_orders_alone() -> None:
+    def raw_epochs(loader: DataLoader[Any], folds: int) -> list[Any]:
+        nn.Linear(1, 1)
+        return [[int(i) for batch in loader for i in batch] for _ in range(folds)]
+
+    data = Numbers(40)
+    for options in ({}, {"generator": 1}):
+        found, expected = [], []
+        for fold in range(3):
+            subset = Subset(data, [i for i in range(40) if i % 3 != fold])
+            build = lambda subset=subset, options=options: DataLoader(  # noqa: E731
+                subset, 4, shuffle=True, **({"generator": own()} if options else {})
+            )
+            found.append(_run(build(), one=fold == 1, before=fold == 2))
+            accel.seed(21)
+            if fold == 2:
+                nn.Linear(1, 1)
+            expected.append(raw_epochs(build(), 2))
+        assert found == expected
+    seeded = LoaderOptions(seed=7)
+    assert _run(numbers(40, shuffle=True), options=seeded) == _run(numbers(40, shuffle=True), options=seeded, one=True)
+
+
+# -- iterable datasets that the ranks do not read alike -------------------------------------------------------------------
+
+
+class Divided(IterableDataset[int]):
+    """Each rank reads a part of its own."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(accel.rank(), 64, accel.world_size()))
+
+
+class Shorter(IterableDataset[int]):
+    """Each rank reads the same beginning, and another end."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(64 - 16 * accel.rank()))
+
+
+class Augmented(IterableDataset[Any]):
+    """The same items on each rank, with noise of its own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        noise = torch.Generator().manual_seed(accel.rank())
+        return iter([(torch.rand(2, generator=noise), i) for i in range(16)])
+
+
+class Constant(IterableDataset[float]):
+    """Nothing tells one item from another."""
+
+    def __iter__(self) -> Iterator[float]:
+        return iter([1.0] * 16)
+
+
+def _train(dataset: Any, train: bool, options: LoaderOptions | None = None) -> list[int]:
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model, optimizer, loader = accel.setup(net, optimizer, DataLoader(dataset, 4), loader_options=options)
+    seen = []
+    for batch in loader:
+        seen += batch.tolist()
+        if train:
+            optimizer.zero_grad()
+            model(batch.float()[:, None]).mean().backward()
+            optimizer.step()
+    return seen
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_dataset_that_divides_itself_is_refused_on_every_rank(train: bool) -> None:
+    assert all("shard=False" in text for text in refusals(2, _train, Divided(), train, error="LoaderError"))
+
+
+def test_ranks_whose_streams_end_at_different_places_end_with_an_error() -> None:
+    assert all(
+        "6" in text and "8" in text for text in refusals(2, _train, Shorter(), False, error="LoaderError", breaks=True)
+    )
+    ends = outcomes(2, _train, Shorter(), True, breaks=True)
+    assert all(end.error for end in ends)
+    assert "LoaderError" in ends[1].error
+
+
+def _legitimate() -> None:
+    _, _, loader = accel.setup(nn.Linear(1, 1), None, DataLoader(Counting(16), 4))
+    if accel.is_main():
+        assert next(iter(loader)).tolist() == [0, 1, 2, 3]  # a look by one rank
+    assert _samples(loader) == ([0, 1, 2, 3, 8, 9, 10, 11] if accel.is_main() else [4, 5, 6, 7, 12, 13, 14, 15])
+    for dataset in (Augmented(), Constant(), Noisy()):
+        _, _, other = accel.setup(nn.Linear(1, 1), None, DataLoader(dataset, 4))
+        for _ in range(2):
+            assert len(list(other)) == (3 if isinstance(dataset, Noisy) else 2)
+    assert len(_train(Divided(), True, LoaderOptions(shard=False))) == 32
+
+
+def test_streams_that_are_alike_pass() -> None:
+    run(2, _legitimate)
+
+
+def _off(directory: str, saves: bool, stream: bool) -> list[list[int]]:
+    accel.seed(5 if saves else 6, per_rank=True)
+    raw = DataLoader(Divided(), 4) if stream else numbers(40, shuffle=True)
+    loader = accel.setup(nn.Linear(1, 1), None, raw, loader_options=LoaderOptions(shard=False)).dataloaders
+    state = {"loader": loader, "rng": accel.rng_state()}
+    rest = iter(loader)
+    if saves:
+        next(rest), next(rest)
+        accel.save(state, directory)
+    else:
+        accel.load(directory, state)
+        rest = iter(loader)
+    return [_samples(rest), _samples(loader)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_loader_that_each_rank_reads_by_itself_resumes_on_each(tmp_path: Any, stream: bool) -> None:
+    saved = run(2, _off, str(tmp_path), True, stream)
+    assert run(2, _off, str(tmp_path), False, stream) == saved
+    (refused,) = refusals(1, _off, str(tmp_path), False, stream, error="CheckpointError")
+    assert "rank 0 of 2" in refused

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, final
 import torch
 
 from .. import shard
+from ..data import LoaderHandle
 from ..engines import Engine
 from ..errors import CheckpointError
 from ..rng import RngState
@@ -172,12 +173,12 @@ class TensorLeaf(Leaf):
 
 @final
 class RankLeaf(Leaf):
-    """The random generators, which each rank has its own state of."""
+    """What each rank has its own state of: the random generators, and loaders that each rank reads by itself."""
 
     kind = "ranks"
     fields: ClassVar[Mapping[str, type]] = {"name": str}
 
-    def __init__(self, name: str, path: str, value: RngState) -> None:
+    def __init__(self, name: str, path: str, value: RngState | LoaderHandle) -> None:
         super().__init__(name, path)
         self._object = value
 
@@ -195,5 +196,5 @@ class RankLeaf(Leaf):
         """Take over this rank's value; a rank that the saving job did not have draws numbers of its own."""
         state = decoder.decode(values[rank % len(values)])
         self._object.load_state_dict(state)
-        if rank >= len(values):
+        if rank >= len(values) and isinstance(self._object, RngState):
             self._object.diverge(rank)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import shard
+from ..data import LoaderHandle
 from ..engines import Engine
 from ..errors import AccelError, CheckpointError
 from ..handles import ModelHandle, OptimizerHandle, raw
@@ -95,7 +96,7 @@ class State:
         if isinstance(value, Ready):
             return value.leaf(name, path)
         try:
-            if isinstance(value, RngState):
+            if isinstance(value, RngState) or (isinstance(value, LoaderHandle) and value._accel.part):
                 return RankLeaf(name, path, value)
             if isinstance(value, nn.Module):
                 return _module_leaf(value, name, path)
