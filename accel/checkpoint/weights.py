@@ -28,12 +28,12 @@ STEMS: Final = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
 _MAX_INDEX: Final = 1 << 28
 
 
-def single(stem: str) -> str:
+def whole_file(stem: str) -> str:
     """The file of all weights."""
     return f"{stem}.safetensors"
 
 
-def index(stem: str) -> str:
+def index_file(stem: str) -> str:
     """The file that says which part has which tensor."""
     return f"{stem}.safetensors.index.json"
 
@@ -98,7 +98,7 @@ def open_source(directory: str, state: Any) -> Source:
 
 def present(directory: str) -> list[str]:
     """Which of the names that other libraries read weights by are in a directory."""
-    names = [name for stem in STEMS.values() for name in (single(stem), index(stem))]
+    names = [name for stem in STEMS.values() for name in (whole_file(stem), index_file(stem))]
     return [name for name in names if os.path.lexists(os.path.join(directory, name))]
 
 
