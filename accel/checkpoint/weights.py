@@ -20,6 +20,7 @@ from .meeting import objects_in
 from .reader import Plain
 from .record import FILE_NAME, Record, Stored
 from .shards import Written, checksum, open_file, read_into, read_whole
+from .together import of
 from .trees import component
 from .values import TAG, Json, place
 
@@ -213,7 +214,8 @@ def _read_file(directory: str, name: str) -> tuple[Plain, dict[str, Entry], str]
     fd = open_file(path, None)
     try:
         size = os.fstat(fd).st_size
-        length = int.from_bytes(os.pread(fd, 8, 0), "little")
+        with of(path):
+            length = int.from_bytes(os.pread(fd, 8, 0), "little")
         if length > min(size - 8, MAX_HEADER) or size < 8:
             raise CheckpointError(
                 f"{path} is not a whole safetensors file: its header would be {length} bytes of {size}"
