@@ -32,8 +32,8 @@ def deferred_init(weights: str | os.PathLike[str] | None = None) -> Iterator[Non
 
     Args:
         weights: read the values from there instead: a checkpoint with one model, or a directory with
-            ``model.safetensors`` or its index (also as diffusers names them). Each rank reads what it needs, and no
-            method is called. All parameters and persistent buffers of the model that is set up must be there; they are
+            ``model.safetensors`` or its index (also as diffusers names them). Each rank reads what it needs, and no method
+            is called. All parameters and persistent buffers of the model that is set up must be there; they are
             converted to its dtypes. Buffers that are not persistent stay as they were built.
     """
     source = None

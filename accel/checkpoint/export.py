@@ -22,7 +22,7 @@ from .header import MAX_HEADER, METADATA
 from .reader import Reader
 from .shards import new_file, write_all
 from .together import explain, together
-from .weights import STEMS, index, present, whole_file
+from .weights import STEMS, index_file, present, whole_file
 
 _PIECE: Final = 32 << 20  # bytes on their way
 _STEM: Final = "|".join(STEMS.values())
@@ -132,7 +132,9 @@ def _weights(out: str) -> list[str]:
 
 def _write(job: Job, out: str, stem: str, progress: Callable[[int], Any]) -> None:
     count = len(job.files)
-    names = [whole_file(f"{stem}-{i + 1:05d}-of-{count:05d}") for i in range(count)] if count > 1 else [whole_file(stem)]
+    names = (
+        [whole_file(f"{stem}-{i + 1:05d}-of-{count:05d}") for i in range(count)] if count > 1 else [whole_file(stem)]
+    )
     temporaries: dict[str, str] = {}
     try:
         for name, items in zip(names, job.files, strict=True):
@@ -140,8 +142,8 @@ def _write(job: Job, out: str, stem: str, progress: Callable[[int], Any]) -> Non
             with new_file(temporaries[name]) as fd:
                 _write_file(fd, job.reader, items, progress)
         if count > 1:
-            temporaries[index(stem)] = _temporary(out, index(stem))
-            with new_file(temporaries[index(stem)]) as fd:
+            temporaries[index_file(stem)] = _temporary(out, index_file(stem))
+            with new_file(temporaries[index_file(stem)]) as fd:
                 write_all(fd, _index(names, job))
         _exchange(out, temporaries)
     except BaseException:

@@ -281,8 +281,7 @@ class Loading:
                     leaf.fill_own(self._own(node), self._decoder, self.rank)
         except Exception as error:
             raise CheckpointError(
-                f"{explain(error) if not isinstance(error, CheckpointError) else error}; the state may be partly filled: load "
-                "a whole checkpoint before going on"
+                f"{explain(error)}; the state may be partly filled: load a whole checkpoint before going on"
             ) from error
         return result
 

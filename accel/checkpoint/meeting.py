@@ -10,7 +10,7 @@ from typing import Any, Final
 from ..errors import CheckpointError
 from .leaves import Leaf
 from .trees import KEPT, State, component, holds_object, is_object, items_of
-from .values import TAG, Decoder, Json, place
+from .values import TAG, Decoder, Json, items_in, members, place
 
 _MAPPINGS: Final = frozenset({"dict", "OrderedDict", "defaultdict", "Counter"})
 _OBJECTS: Final = frozenset({"module", "optimizer", "stateful", "ranks"})
@@ -129,9 +129,10 @@ def children_of(node: Json, decoder: Decoder) -> dict[Any, Json] | None:
         return dict(node)
     try:
         if tag == "tuple":
-            return dict(enumerate(node["items"]))
+            return dict(enumerate(items_in(node)))
         if tag in _MAPPINGS:
-            return {decoder.decode(key): item for key, item in node["items"]}
+            keys = members([decoder.decode(key) for key, _ in items_in(node)])
+            return dict(zip(keys, [item for _, item in items_in(node)], strict=True))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{decoder.source}: a container is not as accel writes it ({error})") from error
     return None

@@ -17,6 +17,7 @@ from .dtypes import BY_NAME, element_bytes, is_lazy, memory
 from .header import CHUNK, MAX_HEADER, Entry, Header, chunks_of, parse
 from .record import NAME, Record, Stored
 from .shards import checksum, checksums_of, open_file, read_into
+from .together import of
 
 _STAGE: Final = 16 << 20  # bytes of a copy on the way to what is not plain memory
 _ADVICE: Final = "load another checkpoint (accel.latest), or copy this one again from where it is whole"
@@ -67,7 +68,8 @@ class Reader:
     def _open(self, file: int) -> Iterator[int]:
         fd = open_file(self.path(file), self._record.files[file].size)
         try:
-            yield fd
+            with of(self.path(file)):
+                yield fd
         finally:
             os.close(fd)
 

@@ -277,7 +277,7 @@ class Decoder:
             return self._array(data, scalar=tag == "numpy")
         if tag in _DECODERS:
             return _DECODERS[tag](data)
-        items = [self._decode(item, depth + 1) for item in _of(list, data, "items")]
+        items = [self._decode(item, depth + 1) for item in items_in(data)]
         if tag == "defaultdict":
             factory = None if data["factory"] is None else _FACTORIES[data["factory"]]
             return collections.defaultdict(factory, _pairs(items))
@@ -324,6 +324,15 @@ def _of(kind: type, data: Json, key: str) -> Any:
     return found
 
 
+def items_in(data: Json) -> list[Json]:
+    """What a container's JSON has of its items.
+
+    Raises:
+        ValueError: it is no list.
+    """
+    return list(_of(list, data, "items"))
+
+
 def _bytes(data: Json) -> bytes:
     return base64.b64decode(_of(str, data, "data"), validate=True)
 
@@ -364,8 +373,12 @@ def _numbers(items: Sequence[Any], count: int, *kinds: type) -> Sequence[Any]:
     return items
 
 
-def _members(items: list[Any]) -> list[Any]:
-    """Members of a set, of which no two are equal."""
+def members(items: list[Any]) -> list[Any]:
+    """The keys of a dict or the members of a set, of which no two are equal.
+
+    Raises:
+        ValueError: two are, or very many have one hash.
+    """
     _check_hashes(items)
     if len(set(items)) != len(items):
         raise ValueError("a set or dict has the same key twice")
@@ -376,7 +389,7 @@ def _pairs(items: list[Any]) -> dict[Any, Any]:
     """A dict of its items."""
     if not all(type(item) is list and len(item) == 2 for item in items):
         raise ValueError("the items of a dict are no pairs")
-    _members([key for key, _ in items])
+    members([key for key, _ in items])
     return dict(items)
 
 
@@ -401,8 +414,8 @@ _COLLECTIONS: Final[dict[str, Callable[[list[Any]], Any]]] = {
     "tuple": tuple,
     "size": torch.Size,
     "deque": _deque,
-    "set": lambda items: set(_members(items)),
-    "frozenset": lambda items: frozenset(_members(items)),
+    "set": lambda items: set(members(items)),
+    "frozenset": lambda items: frozenset(members(items)),
     "complex": lambda items: complex(*_numbers(items, 2, float, int)),
     "dict": _pairs,
     "OrderedDict": lambda items: collections.OrderedDict(_pairs(items)),

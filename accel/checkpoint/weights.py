@@ -20,6 +20,7 @@ from .meeting import objects_in
 from .reader import Plain
 from .record import FILE_NAME, Record, Stored
 from .shards import Written, checksum, open_file, read_into, read_whole
+from .together import of
 from .trees import component
 from .values import TAG, Json, place
 
@@ -33,7 +34,7 @@ def whole_file(stem: str) -> str:
     return f"{stem}.safetensors"
 
 
-def index(stem: str) -> str:
+def index_file(stem: str) -> str:
     """The file that says which part has which tensor."""
     return f"{stem}.safetensors.index.json"
 
@@ -98,7 +99,7 @@ def open_source(directory: str, state: Any) -> Source:
 
 def present(directory: str) -> list[str]:
     """Which of the names that other libraries read weights by are in a directory."""
-    names = [name for stem in STEMS.values() for name in (whole_file(stem), index(stem))]
+    names = [name for stem in STEMS.values() for name in (whole_file(stem), index_file(stem))]
     return [name for name in names if os.path.lexists(os.path.join(directory, name))]
 
 
@@ -213,7 +214,8 @@ def _read_file(directory: str, name: str) -> tuple[Plain, dict[str, Entry], str]
     fd = open_file(path, None)
     try:
         size = os.fstat(fd).st_size
-        length = int.from_bytes(os.pread(fd, 8, 0), "little")
+        with of(path):
+            length = int.from_bytes(os.pread(fd, 8, 0), "little")
         if length > min(size - 8, MAX_HEADER) or size < 8:
             raise CheckpointError(
                 f"{path} is not a whole safetensors file: its header would be {length} bytes of {size}"

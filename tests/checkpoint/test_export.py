@@ -293,7 +293,7 @@ def test_the_names_of_diffusers(tmp_path: Path, size: int | str) -> None:
     if size == 200:
         index = json.loads((out / "diffusion_pytorch_model.safetensors.index.json").read_text())
         parts = sorted(set(index["weight_map"].values()))
-        assert parts == [f"diffusion_pytorch_model-{i + 1:05d}-of-00002.safetensors" for i in range(2)]
+        assert parts == [f"diffusion_pytorch_model-{i + 1:05d}-of-00003.safetensors" for i in range(3)]
         assert names == sorted([*parts, "diffusion_pytorch_model.safetensors.index.json"])
     else:
         assert names == ["diffusion_pytorch_model.safetensors"]
