@@ -191,7 +191,8 @@ def _leave(how: str) -> None:
         if _state.ended:
             _finish_end()
         else:
-            _let_go(process, "the processes were shut down")
+            if process.control is not None:
+                _let_go(process, "the processes were shut down")
             if dist.group.WORLD is process.group:
                 destroy_groups(process)
         if process.control is not None:

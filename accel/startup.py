@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pickle
 import socket
@@ -15,7 +16,6 @@ from typing import Any, Protocol, final
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
@@ -135,6 +135,9 @@ def start(backend: str | None, timeout: timedelta | None, request: object, meeti
 
 def _connect(process: Process, backend: str, problem: str, meeting: Meeting) -> None:
     if process.group is None:
+        importlib.import_module(
+            "torch.distributed.nn"
+        )  # optimizers do so later, when it would hold the group (`unseen_group`)
         process.group, process.owns_group = meeting.make_group(process.place, backend, process.timeout), True
         process.backends = parse_backend(dist.get_backend_config(process.group))
     try:
