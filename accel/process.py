@@ -132,9 +132,11 @@ def reason_of(error: RuntimeError) -> str:
         time.sleep(0.02)
     if _state.ended:
         return _state.ended
+    if process is None:
+        return "accel does not run"
     if left:
-        return "; ".join(f"rank {number} {how}" for number, how in sorted(left.items()))
-    reason = roll_call(process, error) if process is not None else ""
+        return "; ".join(f"rank {number} (host {process.hosts[number]}) {how}" for number, how in sorted(left.items()))
+    reason = roll_call(process, error)
     return _state.ended or reason or "a connection between the ranks broke, and no rank says why"
 
 
