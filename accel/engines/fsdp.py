@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from ._fsdp_conversion import Conversion
 
 #: Optimizers of torch that do not compute with shards, or not what they would with whole tensors.
-_REFUSED = ("Adafactor", "LBFGS", "Muon", "Rprop", "SparseAdam")
+_REFUSED = ("Adafactor", "LBFGS", "Rprop", "SparseAdam")
+#: Optimizers of torch that compute with whole matrices, which they are given one at a time.
+_WHOLE_MATRICES: tuple[type, ...] = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()
 #: Packages whose optimizers hand addresses of whole tensors to kernels of their own.
 _OWN_KERNELS = {"apex", "bitsandbytes", "deepspeed"}
 
@@ -134,6 +136,10 @@ class FSDPEngine(ShardedState, Engine):
             raise OptimizerError(
                 f"{type(optimizer).__name__}(fused=True) cannot train sharded parameters: leave fused out"
             )
+        if self.distributed and isinstance(optimizer, _WHOLE_MATRICES):
+            from . import _fsdp_muon  # with DTensor, whose import takes its time
+
+            _fsdp_muon.attach(optimizer)
         super().attach(optimizer)
         if self.distributed:
             self.guard.watch(optimizer)
@@ -141,6 +147,10 @@ class FSDPEngine(ShardedState, Engine):
     def detach(self, optimizer: Optimizer) -> None:
         """Give the optimizer back to its user."""
         self.guard.release(optimizer)
+        if self.distributed and isinstance(optimizer, _WHOLE_MATRICES):
+            from . import _fsdp_muon
+
+            _fsdp_muon.detach(optimizer)
         super().detach(optimizer)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:

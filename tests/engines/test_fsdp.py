@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -356,15 +357,62 @@ def test_the_shards_of_all_ranks_are_everything_once(world: int) -> None:
             assert sum(n for _, n in ranges) == numel, name
 
 
+# -- an optimizer of whole matrices -----------------------------------------------------------------------------------
+
+
+def matrices() -> tuple[nn.Sequential, list[torch.optim.Optimizer]]:
+    """Rows that the ranks share unevenly, or of which some get none; one layer is frozen."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 5), nn.Tanh(), nn.Linear(5, 3))
+    net[2].requires_grad_(False)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    muon = torch.optim.Muon([p for p in trained if p.dim() == 2], lr=0.02)
+    return net, [muon, torch.optim.AdamW([p for p in trained if p.dim() != 2], lr=0.01)]
+
+
+def muon(directory: str) -> tuple[float, float, bool]:
+    """The differences from one process in weights and momenta; a checkpoint in the middle goes on in other objects."""
+    (plain, references), (net, raws) = matrices(), matrices()
+    original = torch.optim._muon._zeropower_via_newtonschulz  # type: ignore[attr-defined]
+    model, optimizers, _ = accel.setup(net, raws, backend="fsdp")
+    world, rank = accel.world_size(), accel.rank()
+    for step in range(6):
+        if step == 3:
+            accel.save({"model": model, "optimizers": list(optimizers)}, directory)
+            accel.teardown(model)
+            net, raws = matrices()
+            model, optimizers, _ = accel.setup(net, raws, backend="fsdp")
+            accel.load(directory, {"model": model, "optimizers": list(optimizers)})
+        x = torch.randn(8, 7, generator=torch.Generator().manual_seed(step))
+        for m, found, mine in ((plain, references, x), (model, optimizers, x[rank::world])):
+            for o in found:
+                o.zero_grad()
+            m(mine).square().mean().backward()
+            nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+            for o in found:
+                o.step()
+    weights = distance(accel.full_state_dict(model), plain.state_dict())
+    momenta = optimizer_distance(accel.full_state_dict(optimizers[0]), references[0].state_dict())
+    accel.teardown(model)
+    return weights, momenta, torch.optim._muon._zeropower_via_newtonschulz is original  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_muon_orthogonalises_whole_matrices(world: int, tmp_path: Path) -> None:
+    for weights, momenta, undone in run(world, muon, str(tmp_path)):
+        assert weights <= 1e-5
+        assert momenta <= 1e-5
+        assert undone
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def refused(kind: str) -> None:
     net, optimizer = build()
     options: Any = accel.FSDP()
-    if kind in ("Adafactor", "LBFGS", "Muon", "Rprop", "SparseAdam"):
-        matrices = [p for p in net.parameters() if p.dim() == 2]
-        optimizer = getattr(torch.optim, kind)(matrices if kind == "Muon" else net.parameters())
+    if kind in ("Adafactor", "LBFGS", "Rprop", "SparseAdam"):
+        optimizer = getattr(torch.optim, kind)(net.parameters())
     elif kind == "kernels":
         optimizer = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})(
             net.parameters()
@@ -394,7 +442,6 @@ def refused(kind: str) -> None:
     [
         ("Adafactor", "OptimizerError", "Adafactor cannot train sharded parameters"),
         ("LBFGS", "OptimizerError", "LBFGS cannot train sharded parameters"),
-        ("Muon", "OptimizerError", "Muon cannot train sharded parameters"),
         ("Rprop", "OptimizerError", "Rprop cannot train sharded parameters"),
         ("SparseAdam", "OptimizerError", "SparseAdam cannot train sharded parameters"),
         ("kernels", "OptimizerError", "AdamW8bit cannot train sharded parameters"),
