@@ -39,7 +39,8 @@ def main(args):
     # The global batch stays, whatever the number of processes.
     loader = DataLoader(data, GLOBAL_BATCH // accel.world_size(), shuffle=True)
 
-    model, optimizer, loader = accel.setup(model, optimizer, loader)
+    # With a seed the order of the samples is the same on any number of processes, also on one.
+    model, optimizer, loader = accel.setup(model, optimizer, loader, loader_options=accel.LoaderOptions(seed=0))
 
     state = {"model": model, "optimizer": optimizer, "loader": loader, "step": 0, "time": 0.0}
     resume(args.checkpoints, state)

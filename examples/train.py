@@ -51,7 +51,9 @@ def main(args):
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters())
 
-    model, optimizer, (loader, test_loader) = accel.setup(model, optimizer, [loader, test_loader])
+    # The same order of images on any number of processes; without a seed one process has raw PyTorch's.
+    order = accel.LoaderOptions(seed=0)
+    model, optimizer, (loader, test_loader) = accel.setup(model, optimizer, [loader, test_loader], loader_options=order)
 
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, args.epochs * len(loader))
     accel.print(f"{repr(model).partition('(')[0]}, {accel.world_size()} x {accel.device().type}")

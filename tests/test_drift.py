@@ -186,7 +186,7 @@ def test_loading_a_model_of_zero_3_on_one_rank_ends_with_an_error_on_every_rank(
     need("deepspeed", 2)
     results = outcomes(2, load_divided_alone, ZERO3, breaks=True)
     assert "RankMismatchError" in results[0].error
-    assert "load_state_dict of a model that is divided" in results[0].message
+    assert "load_state_dict" in results[0].message
     assert "rank 1" in results[0].message
     assert "Exception" in results[1].error
 

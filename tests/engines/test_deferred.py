@@ -223,5 +223,5 @@ def forward_between_two_steps() -> None:
 
 def test_reductions_that_do_not_belong_together_are_an_error_on_every_rank() -> None:
     for message in refusals(2, forward_between_two_steps, error="RankMismatchError", breaks=True):
-        assert "(Linear, step 2)" in message
-        assert "(Linear, step 3)" in message
+        assert "(Linear #0, step 2)" in message
+        assert "(Linear #0, step 3)" in message
