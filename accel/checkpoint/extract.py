@@ -14,9 +14,9 @@ from ..errors import CheckpointError
 from . import record
 from .dtypes import BY_NAME, NAMES, element_bytes
 from .header import METADATA
-from .meeting import children_of
+from .meeting import Names, children_of
 from .reader import Reader
-from .trees import component
+from .record import Record
 from .values import TAG, Decoder, Json
 
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
@@ -64,7 +64,7 @@ def plan(directory: str, name: str | None, max_shard_size: int | str, dtype: str
     """
     limit, wanted = parse_size(max_shard_size), _parse_dtype(dtype)
     found, _ = record.read(directory)
-    chosen, node = choose(directory, found.values, name)
+    chosen, node = choose(directory, found, name)
     if extra := node.get("extra"):
         raise CheckpointError(
             f"{directory}: {', '.join(list(extra)[:5])} of the model {chosen!r} is state that is no tensor (get_extra_state), "
@@ -129,16 +129,18 @@ def _parse_dtype(dtype: str | torch.dtype | None) -> str | None:
     return NAMES[found]
 
 
-def models_in(node: Json, decoder: Decoder, name: str = "") -> Iterator[tuple[str, dict[str, Json]]]:
+def models_in(node: Json, decoder: Decoder, names: Names, name: str = "") -> Iterator[tuple[str, dict[str, Json]]]:
     """The models of a saved state, with their names."""
     if isinstance(node, dict) and node.get(TAG) == "module":
         yield name, node
         return
-    for key, child in (children_of(node, decoder) or {}).items():
-        yield from models_in(child, decoder, f"{name}/{component(key)}" if name else component(key))
+    children = children_of(node, decoder) or {}
+    own = names.of(children, name)
+    for key, child in children.items():
+        yield from models_in(child, decoder, names, own[key])
 
 
-def choose(directory: str, values: Json, name: str | None) -> tuple[str, dict[str, Json]]:
+def choose(directory: str, found: Record, name: str | None) -> tuple[str, dict[str, Json]]:
     """The name and the node of the model that is asked for, or of the only one.
 
     Raises:
@@ -148,7 +150,8 @@ def choose(directory: str, values: Json, name: str | None) -> tuple[str, dict[st
     def refuse(tensor: str) -> torch.Tensor:
         raise CheckpointError(f"{directory}: the key of a dict is the tensor {tensor!r}")
 
-    models = dict(models_in(values, Decoder(os.path.join(directory, record.NAME), refuse)))
+    decoder = Decoder(os.path.join(directory, record.NAME), refuse)
+    models = dict(models_in(found.values, decoder, Names(found.tensors)))
     known = ", ".join(map(repr, models)) or "none"
     if not models:
         raise CheckpointError(f"{directory} has no model")

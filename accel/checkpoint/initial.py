@@ -44,7 +44,7 @@ def _state_for(directory: str, module: nn.Module) -> dict[str, Any]:
     """The state whose only model is ``module``, at its place in what ``directory`` holds."""
     if is_weights_alone(directory):
         return {"model": module}
-    name, _ = choose(directory, record.read(directory)[0].values, None)
+    name, _ = choose(directory, record.read(directory)[0], None)
     parts = name.split("/")
     if any(part.startswith("[") for part in parts):
         raise CheckpointError(f"{directory}: its model {name!r} lies in a list, where it cannot be taken from")

@@ -22,7 +22,7 @@ from .differences import Differences, check_models, check_objects, report, unfit
 from .dtypes import BY_NAME
 from .leaves import Leaf, RankLeaf, StatefulLeaf, TensorLeaf, models
 from .listing import digest
-from .meeting import Meeting, kept_names, plain
+from .meeting import Meeting, Names, kept_names, plain
 from .reader import Reader
 from .record import Stored
 from .together import explain, together
@@ -140,7 +140,7 @@ class Loading:
         self.differences = Differences()
         self._kept: dict[str, torch.Tensor] = {}
         self._decoder = Decoder(self.path, self._fetch, source.objects)
-        self._meeting = Meeting()
+        self._meeting = Meeting(Names(self.found.tensors))
         self._wanted: list[tuple[str, int, torch.Tensor]] = []
         self._twins: list[tuple[str, str]] = []
         self._alone = False

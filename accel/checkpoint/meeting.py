@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from types import NoneType
+from typing import Any, Final, final
 
 from ..errors import CheckpointError
 from .leaves import Leaf
-from .trees import KEPT, State, component, holds_object, is_object, items_of
+from .trees import KEPT, State, below, component, former_component, holds_object, is_object, items_of
 from .values import TAG, Decoder, Json, items_in, members, place
 
 _MAPPINGS: Final = frozenset({"dict", "OrderedDict", "defaultdict", "Counter"})
@@ -19,17 +21,54 @@ _ARRAYS: Final = frozenset({"tensor", "numpy", "ndarray"})
 Apply = Callable[[], Any]
 
 
+@final
+class Names:
+    """How a checkpoint names what its containers hold.
+
+    Args:
+        tensors: the names of all its tensors.
+    """
+
+    def __init__(self, tensors: Iterable[str]) -> None:
+        self._tensors = tensors
+
+    @functools.cached_property
+    def _in_order(self) -> list[str]:
+        return sorted(self._tensors)
+
+    def _holds(self, name: str) -> bool:
+        """Whether a tensor has this name, or is below it."""
+        first = (self._in_order[at : at + 1] for at in (bisect_left(self._in_order, n) for n in (name, f"{name}/")))
+        return any(n == name or n.startswith(f"{name}/") for found in first for n in found)
+
+    def of(self, children: Iterable[Any], name: str) -> dict[Any, str]:
+        """The name of what each key leads to: by the saved key, since 1, True and numpy's 1 are one key with several names."""
+        names = {key: below(name, component(key)) for key in children}
+        former = {key: below(name, former_component(key)) for key in children if not isinstance(key, _SETTLED)}
+        taken = set(names.values()) if former else ()
+        for key, other in former.items():
+            if other not in taken and self._holds(other) and not self._holds(names[key]):
+                names[key] = other
+        return names
+
+
+#: Keys whose names are as they always were.
+_SETTLED: Final = (str, int, float, NoneType)
+
+
 @dataclass(slots=True)
 class Meeting:
     """What a load will do.
 
     Args:
+        names: that the tensors of the checkpoint have.
         leaves: objects of the state with their saved nodes.
         apply: puts the plain values in their places, once they are decoded.
         missing: paths that the checkpoint lacks.
         unfit: why something cannot be taken.
     """
 
+    names: Names
     leaves: list[tuple[Leaf, Mapping[str, Json]]] = field(default_factory=list)
     apply: list[Apply] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -72,12 +111,11 @@ class Meeting:
         self, state: State, value: Any, children: Mapping[Any, Json], name: str, path: str, decoder: Decoder
     ) -> Apply:
         applies: dict[Any, Apply] = {}
-        saved = {key: key for key in children}  # 1, True and numpy's 1 are one key, and have names of their own
+        names = self.names.of(children, name)
         for key, item in items_of(value):
             where = place(path, key)
             if key in children:
-                below = f"{name}/{component(saved[key])}" if name else component(saved[key])
-                applies[key] = self.visit(state, item, children[key], below, where, decoder)
+                applies[key] = self.visit(state, item, children[key], names[key], where, decoder)
             else:
                 self.missing.append(where)
         if isinstance(value, dict) and name and not holds_object(value):

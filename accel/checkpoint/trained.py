@@ -14,7 +14,7 @@ from ..engines import Engine
 from ..errors import CheckpointError
 from ..shard import Manifest, Shard
 from .leaves import Leaf, Listed, full_names
-from .values import Decoder, Encoder, Json, place
+from .values import TAG, Decoder, Encoder, Json, items_in, place
 
 
 @final
@@ -173,7 +173,7 @@ class OptimizerLeaf(Leaf):
 
     def _renamed(self, node: Mapping[str, Json]) -> dict[str, str]:
         """Saved names to those of this optimizer: by name where both have some, else by position."""
-        saved = [name for group in node["groups"] for name in group["params"]]
+        saved = [name for group in node["groups"] for name in _options(group)["params"]]
         mine = [name for group in self._values()["groups"] for name in group["params"]]
         return {name: name for name in saved} if node["named"] and self._named else dict(zip(saved, mine, strict=True))
 
@@ -182,9 +182,10 @@ class OptimizerLeaf(Leaf):
         super().check(node)
         names: set[Any] = set()
         for group in node["groups"]:
-            if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+            params = _options(group).get("params")
+            if not isinstance(params, list):
                 raise ValueError("a parameter group is not as accel writes it")
-            names.update(group["params"])
+            names.update(params)
         # Those frozen need not be in a group: accel 0.1.0 wrote the names of all that the model had frozen.
         if not all(isinstance(name, str) for name in (*names, *node["frozen"])):
             raise ValueError("the name of a parameter is no text")
@@ -198,7 +199,7 @@ class OptimizerLeaf(Leaf):
 
     def problem(self, node: Mapping[str, Json]) -> str:
         mine = [group["params"] for group in self._values()["groups"]]
-        saved = [group["params"] for group in node["groups"]]
+        saved = [_options(group)["params"] for group in node["groups"]]
         kind = type(self.optimizer).__name__
         if node["class"] and node["class"] != kind:
             return f"the checkpoint has the state of a {node['class']}, and this is a {kind}"
@@ -209,7 +210,9 @@ class OptimizerLeaf(Leaf):
             )
         if not node["class"]:
             # From another library's checkpoint, which does not say whose state it is; the groups' options tell.
-            lacking = sorted({k for g in self._values()["groups"] for k in g} - {k for g in node["groups"] for k in g})
+            lacking = sorted(
+                {k for g in self._values()["groups"] for k in g} - {k for g in node["groups"] for k in _options(g)}
+            )
             if lacking:
                 return f"the checkpoint's groups have no {', '.join(lacking)}, so that they are not those of a {kind}"
         if node["named"] and self._named:
@@ -269,3 +272,16 @@ class OptimizerLeaf(Leaf):
     @property
     def engine(self) -> Engine | None:
         return self._engine
+
+
+def _options(group: Json) -> dict[str, Json]:
+    """A saved parameter group by its keys that are strings, also where it has others.
+
+    Raises:
+        ValueError: it is no dict.
+    """
+    if isinstance(group, dict) and TAG not in group:
+        return group
+    if isinstance(group, dict) and group[TAG] == "dict":
+        return {key: value for key, value in items_in(group) if type(key) is str}
+    raise ValueError("a parameter group is not as accel writes it")

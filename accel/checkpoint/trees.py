@@ -28,10 +28,24 @@ KEPT: Final = "~"
 
 def component(key: object) -> str:
     """A key as a part of a tensor's name: other keys have other parts, and no part has a slash."""
-    text = (key if isinstance(key, str) else _written(key)).replace("%", "%25").replace("/", "%2F")
     if not isinstance(key, str):
-        return f"[{text}]"
+        return f"[{_escaped(_written(key))}]"
+    text = _escaped(key)
     return f"%{ord(text[0]):02X}{text[1:]}" if text[:1] in ("[", KEPT) else text
+
+
+def former_component(key: object) -> str:
+    """Of a key that is no string, as accel 0.1.0 had it: a path, a device or a number of numpy could look as another key."""
+    return f"[{_escaped(str(key))}]"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%25").replace("/", "%2F")
+
+
+def below(name: str, part: str) -> str:
+    """The name of what a component leads to in a container."""
+    return f"{name}/{part}" if name else part
 
 
 def _written(key: Any) -> str:
@@ -151,7 +165,7 @@ class State:
             if not holds_object(value):
                 return encoder.encode(value, path)
             parts = {
-                key: visit(item, f"{name}/{component(key)}" if name else component(key), place(path, key), depth + 1)
+                key: visit(item, below(name, component(key)), place(path, key), depth + 1)
                 for key, item in items_of(value)
             }
             if isinstance(value, dict):

@@ -21,7 +21,7 @@ from .reader import Plain
 from .record import FILE_NAME, Record, Stored
 from .shards import Written, checksum, open_file, read_into, read_whole
 from .together import of
-from .trees import component
+from .trees import below, component
 from .values import TAG, Json, place
 
 #: What a library calls its files: ``<stem>.safetensors``; or parts, ``<stem>-00001-of-00002.safetensors``, and their index.
@@ -132,7 +132,7 @@ def _models(value: Any, name: str, path: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, dict):
         for key, item in value.items():
             if isinstance(key, str):
-                yield from _models(item, f"{name}/{component(key)}" if name else component(key), place(path, key))
+                yield from _models(item, below(name, component(key)), place(path, key))
 
 
 def _values(value: Any, target: str, path: str = "state") -> Any:
