@@ -238,8 +238,9 @@ class Shard(Feed):
             raise LoaderError(
                 f"the state is {wanted} samples into epoch {start.epoch}, and the sampler {type(sampler).__name__} now draws "
                 f"another order for that epoch ({found} of them), so that its rest cannot be known. Expected the same "
-                "dataset, sampler and weights as when the state was saved, and a sampler that draws from global generators or "
-                "from one among its attributes."
+                "dataset, sampler and weights as when the state was saved, a sampler that draws from global generators or from "
+                "one among its attributes, and a version of accel that draws alike. To go on without it, load the state "
+                "without the loader: its epoch begins anew."
             )
         return Opened(source, head)
 

@@ -1666,3 +1666,19 @@ def test_a_loader_that_each_rank_reads_by_itself_resumes_on_each(tmp_path: Any, 
     assert run(2, _off, str(tmp_path), False, stream) == saved
     (refused,) = refusals(1, _off, str(tmp_path), False, stream, error="CheckpointError")
     assert "rank 0 of 2" in refused
+
+
+def test_a_position_in_another_order_says_how_to_go_on_without_it() -> None:
+    def loader(seed: int) -> Any:
+        raw = DataLoader(list(range(12)), batch_size=3, shuffle=True)
+        return accel.setup(
+            torch.nn.Linear(1, 1), dataloaders=raw, loader_options=accel.LoaderOptions(seed=seed)
+        ).dataloaders
+
+    first = loader(1)
+    batches = iter(first)
+    next(batches)
+    state = first.state_dict()
+    state["checksum"] += 1
+    with pytest.raises(accel.LoaderError, match="draws another order.*load the state without the loader"):
+        loader(1).load_state_dict(state)
