@@ -89,7 +89,8 @@ def _along_divided(op: Any, args: tuple[Any, ...]) -> bool:
     tensor = args[0]
     dims = [(args[at] if at < len(args) else default) % tensor.ndim for at, default in _CUTS[op].items()]
     if op is torch.ops.aten.slice.Tensor:
-        start, end, step = (*args[2:], *(None, None, 1)[len(args) - 2 :])
+        defaults: tuple[Any, ...] = (None, None, 1)
+        start, end, step = args[2:] + defaults[len(args) - 2 :]
         if not start and (end is None or end >= tensor.shape[dims[0]]) and step == 1:
             return False  # all of it
     return any(placement.is_shard(dim) for placement in tensor.placements for dim in dims)
