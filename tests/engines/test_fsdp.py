@@ -523,13 +523,56 @@ def numbers() -> None:
                 read(tensor)
     assert torch.equal(model.weight.detach().full_tensor(), whole)
     assert abs(model.weight.detach().norm().full_tensor().item() - float(whole.norm())) < 1e-6
-    assert abs(float(model.weight.detach()[-1, -1]) - float(whole[-1, -1])) < 1e-6
+    assert abs(float(model.weight.detach().full_tensor()[-1, -1]) - float(whole[-1, -1])) < 1e-6
     accel.teardown(model)
     assert dict(handlers) == before
 
 
 def test_a_number_of_a_part_is_refused() -> None:
     run(2, numbers)
+
+
+def cuts() -> None:
+    """Along the divided dimension an index, a slice and the like are copies, to which DTensor alone lets writes go."""
+    torch.manual_seed(0)
+    raw = nn.Linear(6, 7)
+    model, _, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend="fsdp")
+    model(torch.ones(2, 6)).sum().backward()
+    whole = accel.full_state_dict(model)
+    weight = model.weight
+
+    def assign() -> None:
+        with torch.no_grad():
+            weight[0] = 3.0
+
+    writes: list[Callable[[], Any]] = [
+        assign,
+        lambda: weight.data[1].zero_(),
+        lambda: weight.data[-2:, :3].mul_(0.5),
+        lambda: weight.detach().narrow(0, 1, 3).fill_(1.0),
+        lambda: weight.data.chunk(2)[0].zero_(),
+        lambda: weight.data.split([3, 4])[1].zero_(),
+        lambda: weight.data.diagonal().zero_(),
+        lambda: weight.grad[0].zero_(),
+    ]
+    for write in writes:
+        with pytest.raises(accel.BackendError, match="copy, so that writes to it are lost"):
+            write()
+    # One rank alone would wait for the others, or end in gloo.
+    if accel.is_main():
+        with pytest.raises(accel.BackendError, match="full_tensor"):
+            print(weight.data[0])
+    # What is no copy can be written to: columns, and all rows.
+    weight.data[:, 2].zero_()
+    weight.data[:].mul_(0.5)
+    whole["weight"][:, 2] = 0
+    assert torch.equal(accel.full_state_dict(model)["weight"], whole["weight"] * 0.5)
+    # Reading with a graph cannot lose a write.
+    assert torch.equal(weight[1].detach().full_tensor(), whole["weight"][1] * 0.5)
+
+
+def test_a_row_of_a_part_is_no_place_to_write() -> None:
+    run(2, cuts)
 
 
 def hooks_and_inputs() -> dict[str, torch.Tensor]:
