@@ -109,7 +109,14 @@ def _values(what: str, blocks: list[bytearray]) -> list[Any]:
     messages = [pickle.loads(block[8:]) for block in blocks]
     if any(theirs != place for theirs, _, _ in messages):
         places = "; ".join(f"rank {n} is in {_place(*theirs)}" for n, (theirs, _, _) in enumerate(messages))
-        raise RankMismatchError(f"the ranks are at different points of the program: {places}")
+        advice = (
+            "; over several ranks make all calls of accel in the thread that trains (accel.save(..., wait=False) writes in the "
+            "background by itself)"
+        )
+        threads = any(thread for (_, thread), _, _ in messages)
+        raise RankMismatchError(
+            f"the ranks are at different points of the program: {places}{advice if threads else ''}"
+        )
     if alike := [f"{name} of rank {number}" for number, (_, name, _) in enumerate(messages) if name]:
         raise RankMismatchError(
             f"several threads of one name call accel at once ({', '.join(alike)}), so that the ranks cannot tell whose call is "

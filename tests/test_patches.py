@@ -99,9 +99,10 @@ def which_are_patched(backend: str) -> tuple[set[str], set[str]]:
     return while_it_lives, changed()
 
 
-@pytest.mark.parametrize(("backend", "patched"), [("ddp", {*CLIPPING}), ("fsdp", {"backward", *CLIPPING})])
-def test_only_what_an_engine_needs_is_patched_while_it_lives(backend: str, patched: set[str]) -> None:
-    assert run(2, which_are_patched, backend) == [(patched, set())] * 2
+@pytest.mark.parametrize(("backend", "world"), [("single", 1), ("ddp", 1), ("ddp", 2), ("fsdp", 2)])
+def test_only_what_an_engine_needs_is_patched_while_it_lives(backend: str, world: int) -> None:
+    patched = {"backward", *CLIPPING} if world > 1 else set()
+    assert run(world, which_are_patched, backend) == [(patched, set())] * world
 
 
 def foreign_handler() -> list[Any]:
