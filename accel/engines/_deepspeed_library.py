@@ -88,6 +88,22 @@ def forget_groups() -> None:
         comm.cdb = None
 
 
+class _NoBackend:
+    """Answers for the library's communication once its process groups are gone: it asks for its rank before it logs."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_rank(self, group: object = None) -> int:
+        return -1
+
+
+def without_groups() -> contextlib.AbstractContextManager[None]:
+    """Inside, the library takes its own apart although its process groups may be gone."""
+    comm = vars(library("deepspeed.comm.comm"))
+    return replaced(comm, "cdb", _NoBackend()) if comm["cdb"] is None else contextlib.nullcontext()
+
+
 def release_groups(roots: Iterable[Any]) -> None:
     """Drop the process groups that the library's objects hold: as attributes, and in the closures of what they call."""
     todo, seen = list(roots), set()

@@ -20,6 +20,7 @@ from ..shard import Manifest, Shard
 from ..stepping import refuse_steps
 from . import _deepspeed_state as states
 from ._deepspeed_guards import Guards
+from ._deepspeed_library import without_groups
 from ._deepspeed_partitions import Partitions
 from ._deepspeed_sharded import Sharded
 from ._deepspeed_weights import plainly
@@ -131,7 +132,8 @@ class Divided(Engine, ABC):
             for fragment in zero.fragments.values():
                 optimizer.state.pop(fragment.weights, None)
             refuse_steps(optimizer, self._ended)
-        zero.end([zero.here(i) for i in range(len(self.parameters))])
+        with without_groups():
+            zero.end([zero.here(i) for i in range(len(self.parameters))])
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -165,10 +167,9 @@ class Divided(Engine, ABC):
         zero = self.zero
         if zero is None or (optimizer is None and not self.weights_divided):
             return super().full_state_dict(optimizer)
-        self.announce("accel.full_state_dict", optimizer is None)
+        self.meet(f"accel.full_state_dict of {'the model' if optimizer is None else type(optimizer).__name__}")
         if optimizer is None:
             self.take_edits()
-            self.meet("accel.full_state_dict")
             with self.guards.inside():
                 state: dict[str, Any] = self.module.state_dict(keep_vars=True)
             numbers = zero.numbers
