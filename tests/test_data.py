@@ -1621,9 +1621,9 @@ def test_a_dataset_that_divides_itself_is_refused_on_every_rank(train: bool) -> 
 
 
 def test_ranks_whose_streams_end_at_different_places_end_with_an_error() -> None:
-    assert all(
-        "6" in text and "8" in text for text in refusals(2, _train, Shorter(), False, error="LoaderError", breaks=True)
-    )
+    for text in refusals(2, _train, Shorter(), False, error="LoaderError", breaks=True):
+        assert "6" in text
+        assert "8" in text or "at least 7" in text  # where the longer stream has not ended yet
     ends = outcomes(2, _train, Shorter(), True, breaks=True)
     assert all(end.error for end in ends)
     assert "LoaderError" in ends[1].error
