@@ -4,19 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 from . import engines
-from .api import (
-    backward,
-    clip_grad_norm_,
-    full_state_dict,
-    join,
-    no_sync,
-    refresh_trainable,
-    setup,
-    teardown,
-    unwrap,
-)
-from .collectives import all_gather, all_reduce, broadcast
-from .control import any_rank, barrier, main_first
+from .api import backward, clip_grad_norm_, full_state_dict, join, no_sync, refresh_trainable, setup, teardown, unwrap
 from .data import LoaderOptions, effective_batch_size, gather_for_metrics
 from .deferred import deferred_init
 from .errors import (
@@ -35,10 +23,12 @@ from .errors import (
 )
 from .handles import Handles
 from .launch import launch
-from .pickling import check_picklable
+from .launch.pickling import check_picklable
+from .memory import summary
 from .process import device, init, is_main, local_rank, print, rank, world_size
-from .rng import rng_state, seed
-from .summary import summary
+from .process.collectives import all_gather, all_reduce, broadcast
+from .process.control import any_rank, barrier, main_first
+from .process.rng import rng_state, seed
 
 if TYPE_CHECKING:
     from .checkpoint.export import export

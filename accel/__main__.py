@@ -1,9 +1,41 @@
-"""``python -m accel``."""
+"""The command line, ``python -m accel``: finds the commands, and runs the one that is asked for."""
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import os
+import pkgutil
+import signal
 import sys
+from collections.abc import Sequence
 
-from .cli import main
+from . import commands
+from .errors import AccelError
 
-sys.exit(main())
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit status: 0, 1 after an error of accel's, which is printed, 141 after a closed pipe."""
+    parser = argparse.ArgumentParser(prog="python -m accel", description="Tools beside the library.")
+    parsers = parser.add_subparsers(dest="command", required=True)
+    modules = {}
+    for info in pkgutil.iter_modules(commands.__path__):
+        module = modules[info.name] = importlib.import_module(f"{commands.__name__}.{info.name}")
+        text = (module.__doc__ or "").strip()
+        module.add_arguments(parsers.add_parser(info.name, help=text.partition("\n")[0], description=text))
+    args = parser.parse_args(argv)
+    try:
+        status: int = modules[args.command].run(args)
+        sys.stdout.flush()
+    except AccelError as error:
+        print(f"accel {args.command}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # Whoever reads the output (`| head`) has enough; what is left in the buffer must not raise again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

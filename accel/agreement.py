@@ -12,18 +12,17 @@ from typing import Any
 
 import torch
 
-from . import data, learning_rates
-from .control import Waiting, agree
-from .conversion import convert_module, convert_optimizer
+from . import data, planning
 from .data import LoaderHandle, LoaderOptions
 from .deferred import materialize
 from .engines import Context, Engine
 from .errors import AccelError, LoaderError, RankMismatchError
-from .handles import Handles
+from .handles import Handles, Slot
 from .planning import Plan, home_for, home_of, known_loader, known_optimizer, map_leaves, options_of
+from .precision import convert_module, convert_optimizer
 from .process import Process, current, ended, running
+from .process.control import Waiting, agree
 from .registry import registry
-from .slot import Slot
 
 logger = logging.getLogger("accel")
 
@@ -181,7 +180,7 @@ def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
     for optimizer in plan.new_optimizers:
         convert_optimizer(optimizer, undo)
         if plan.scale_lr:
-            learning_rates.scale(optimizer, engine.replica(engine.process)[1], undo)
+            planning.scale(optimizer, engine.replica(engine.process)[1], undo)
         engine.attach(optimizer)
         if plan.engine is not None:
             undo.callback(engine.detach, optimizer)

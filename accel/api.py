@@ -17,8 +17,8 @@ from .engines import Engine
 from .errors import AccelError, PrecisionError
 from .handles import Handles, ModelHandle, OptimizerHandle
 from .planning import known_handles, make_plan
+from .process.turns import in_turn
 from .registry import registry, resolve_module
-from .turns import in_turn
 
 
 @in_turn
@@ -67,7 +67,7 @@ def setup(
         return handles
     plan = make_plan(model, optimizers, dataloaders, wanted, loader_options, scale_lr)
     if plan.error is None and plan.engine is None and weights_of(plan.module) is not None:
-        from .checkpoint.initial import first_values  # with all that checkpoints need
+        from .checkpoint.load import first_values  # with all that checkpoints need
 
         try:
             plan.fill = first_values(plan.module)

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from .errors import BackendError, CheckpointError
-from .paths import refuse_url
+from .errors import BackendError, CheckpointError, refuse_url
 
 #: On a parameter that waits for its first values; another one on the meta device lost its values.
 _MARK: Final = "_accel_deferred"

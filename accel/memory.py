@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, final
@@ -13,13 +13,46 @@ from typing import Any, Final, Literal, final
 from torch import nn
 from torch.optim import Optimizer
 
-from .drawing import new_figure, write_figure
 from .engines import BASELINE, ENGINES, Engine, Options, engine_of
-from .errors import AccelError, OptimizerError
-from .footprint import UNITS, Footprint, MemoryUse, count, human, take
+from .engines.memory import UNITS, Footprint, MemoryUse, count, human, take
+from .errors import AccelError, OptimizerError, refuse_url
 from .handles import OptimizerHandle, raw
 from .planning import map_leaves
 from .registry import registry, resolve_module
+from .shard import Shard
+
+# -- Pictures: matplotlib, which need not be installed, and the file that they go to -----------------------------------
+
+
+def new_figure(path: str | os.PathLike[str], width: float, height: float) -> Any:
+    """An empty figure in inches, for a picture that will be at ``path``.
+
+    Raises:
+        AccelError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise AccelError(
+            f"the picture {os.fspath(path)} needs matplotlib, which is not installed: pip install matplotlib"
+        ) from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def write_figure(figure: Any, path: str | os.PathLike[str]) -> Path:
+    """Write the picture, in the form that the path's suffix says; makes the directory.
+
+    Raises:
+        AccelError: it cannot be written there, or in such a form.
+    """
+    path = Path(refuse_url(os.fspath(path), AccelError))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise AccelError(f"the picture {path} cannot be written: {error}") from error
+    return path
+
 
 #: The parts of a total, as the table and the picture name them.
 PARTS: Final = {
@@ -273,3 +306,47 @@ def _title(module: nn.Module, footprint: Footprint, optimizers: Sequence[Optimiz
         text += f" of which {count(trainable)} trainable"
     names = " and ".join(dict.fromkeys(type(o).__name__ for o in optimizers))
     return f"{text}, {names or 'no optimizer'}: bytes per rank"
+
+
+# -- A model's engine in a few lines of text ---------------------------------------------------------------------------
+
+
+def summary(model: nn.Module) -> str:
+    """The model's engine: backend, ranks, precision, parameters, and the bytes that lie on this rank. Local.
+
+    Print it where it is wanted: ``accel.print(accel.summary(model))`` on rank 0, with ``every_rank=True`` on all.
+
+    Args:
+        model: a model that is set up.
+
+    Raises:
+        AccelError: it is not.
+    """
+    engine = registry.of_handle(model)
+    place, options = engine.process.place, engine.options
+    total = sum(engine.numels)
+    trainable = sum(n for n, p in zip(engine.numels, engine.parameters, strict=True) if p.requires_grad)
+    optimizers = [stepper.optimizer for stepper in engine.steppers.values()]
+    kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
+    weights = _bytes(engine.shards(None))
+    state = sum(_bytes(engine.shards(optimizer)) for optimizer in optimizers)
+    ranks = f"{place.world_size} rank{'s' if place.world_size > 1 else ''}"
+    rows = {
+        "backend": f"{engine.name} on {ranks} ({engine.process.device.type}), {engine.precision.name}",
+        "options": f"{options}",
+        "parameters": f"{total:,}: {trainable:,} trainable, {total - trainable:,} frozen",
+        "optimizers": kinds,
+        f"on rank {place.rank}": f"weights and buffers {_megabytes(weights)}, optimizer state {_megabytes(state)}",
+    }
+    width = max(map(len, rows))
+    return "\n".join([type(engine.module).__name__, *(f"  {key.ljust(width)}  {text}" for key, text in rows.items())])
+
+
+def _bytes(shards: Iterable[Shard]) -> int:
+    """What shards occupy; memory that several of them name counts once."""
+    seen = {(s.tensor.data_ptr(), s.tensor.numel()): s.tensor.numel() * s.tensor.element_size() for s in shards}
+    return sum(seen.values())
+
+
+def _megabytes(number: int) -> str:
+    return f"{number / 1e6:,.2f} MB"

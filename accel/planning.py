@@ -2,28 +2,81 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from . import data, engines, learning_rates
+from . import data, engines
 from .data import LoaderHandle, LoaderOptions
+from .data.iteration import Home
 from .deferred import check_deferred
 from .engines import Engine
 from .errors import AccelError, AlreadySetUpError, BackendError, LoaderError, OptimizerError
-from .handles import Handles, OptimizerHandle, raw
-from .iteration import Home
+from .gradients.step import check_parameters
+from .handles import Handles, OptimizerHandle, Slot, raw
 from .precision import Precision
 from .process import Process, current, running, use_devices
 from .registry import registry, resolve_module
-from .slot import Slot
-from .stepping import check_parameters
+
+# -- learning rates ----------------------------------------------------------------------------------------------------
+# The linear rule: a step that sees k times the samples takes k times the learning rate (Goyal et al., arXiv 1706.02677).
+
+#: In each group: what its learning rate was multiplied by. There it travels with the learning rate, into a checkpoint too.
+_KEY: Final = "lr_scale"
+
+
+def are_scaled(optimizer: Optimizer) -> bool:
+    """Whether the learning rates were scaled."""
+    return all(_KEY in group for group in optimizer.param_groups)
+
+
+def check(optimizer: Optimizer, path: str) -> None:
+    """Refuse groups without a learning rate.
+
+    Raises:
+        OptimizerError: names the group.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        if "lr" not in group:
+            raise OptimizerError(
+                f"{path} ({type(optimizer).__name__}) with scale_lr=True: group {number} has no learning rate 'lr'"
+            )
+        if _KEY not in group:
+            _refuse_scheduled(optimizer, number, path)
+
+
+def _refuse_scheduled(optimizer: Optimizer, number: int, path: str) -> None:
+    if "initial_lr" in optimizer.param_groups[number]:
+        raise OptimizerError(
+            f"{path} ({type(optimizer).__name__}) with scale_lr=True: a scheduler has taken the learning rate of group "
+            f"{number} already, and would set it back: build the scheduler after accel.setup"
+        )
+
+
+def scale(optimizer: Optimizer, replicas: int, undo: contextlib.ExitStack) -> None:
+    """Multiply the learning rates by the number of replicas, once: after another setup they are as after the first.
+
+    Raises:
+        OptimizerError: they were scaled for another number of replicas, and a scheduler has taken them since.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        before: dict[str, Any] = {key: group[key] for key in ("lr", _KEY) if key in group}
+        if before.get(_KEY) == replicas:
+            continue
+        _refuse_scheduled(optimizer, number, "the optimizer")
+        undo.callback(group.update, before)
+        if _KEY not in group:
+            undo.callback(group.pop, _KEY)
+        group["lr"] = group["lr"] * (replicas / group.get(_KEY, 1))
+        group[_KEY] = replicas
+
 
 Wanted = tuple[Any, Any, Any]
 
@@ -80,7 +133,7 @@ def known_optimizer(optimizer: Any, engine: Engine, scale_lr: bool = False) -> O
     handle = optimizer if type(optimizer) is OptimizerHandle else registry.optimizer_handle(optimizer)
     if handle is None or object.__getattribute__(handle, "_accel_engine") is not engine:
         raise LookupError
-    if scale_lr and not learning_rates.are_scaled(handle):
+    if scale_lr and not are_scaled(handle):
         raise LookupError
     return handle
 
@@ -253,7 +306,7 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
     if current().place.world_size > 1:
         check_parameters(optimizer, names, plan.module, path)
     if plan.scale_lr:
-        learning_rates.check(optimizer, path)
+        check(optimizer, path)
     if not any(optimizer is o for o in plan.new_optimizers):
         plan.new_optimizers.append(optimizer)
 
@@ -263,7 +316,7 @@ def _check_known(plan: Plan, handle: OptimizerHandle, path: str) -> None:
     if engine is not plan.engine or engine is None:
         owner = "a torn-down engine" if engine is None else f"the engine of a {type(engine.module).__name__}"
         raise OptimizerError(f"{path} ({kind}) belongs to {owner}, not to this model")
-    if plan.scale_lr and not learning_rates.are_scaled(handle):
+    if plan.scale_lr and not are_scaled(handle):
         raise AlreadySetUpError(
             f"{path} ({kind}) is already set up, with its learning rates as they were; asked for scale_lr=True: give that "
             "to the first setup of the optimizer"

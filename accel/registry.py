@@ -18,15 +18,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .backwards import backward_patch
-from .clipping import ClipPatch
-from .control import agree
-from .edits import DataPatch
 from .engines import FOREIGN, Engine
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError
-from .handles import ModelHandle, OptimizerHandle, raw
+from .gradients.patches import ClipPatch, DataPatch, backward_patch
+from .handles import ModelHandle, OptimizerHandle, Slot, raw
 from .precision import LossScale, all_finite
-from .slot import Slot
+from .process.control import agree
 
 
 @final

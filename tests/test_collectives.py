@@ -19,9 +19,9 @@ from torch import nn
 
 import accel
 from accel import process
-from accel.collectives import all_gather, all_reduce, broadcast
-from accel.control import agree, barrier, main_first
 from accel.errors import AccelError
+from accel.process.collectives import all_gather, all_reduce, broadcast
+from accel.process.control import agree, barrier, main_first
 from accel.trees import map_tensors
 from tests.distributed import outcomes, refusals, run, wait_for
 

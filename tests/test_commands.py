@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import accel
-from accel import cli, engines
+from accel import __main__, engines
 from accel.engines import ENGINES
 from accel.errors import BackendError
 from tests.test_process import free_port
@@ -104,7 +104,7 @@ def test_run_refuses(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     monkeypatch.setattr("accel.commands.run._KNOWN_WITHIN", 0.1)
-    assert cli.main(["run", *arguments]) == 1
+    assert __main__.main(["run", *arguments]) == 1
     assert capsys.readouterr().err.startswith(f"accel run: {message}")
 
 
@@ -119,7 +119,7 @@ def test_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("accel.commands.env.resolve", without_dp)
     monkeypatch.setenv("ACCEL_BACKEND", "ddp")
     monkeypatch.setenv("RANK", "1")
-    assert cli.main(["env"]) == 0
+    assert __main__.main(["env"]) == 0
     rows = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert rows["torch"].startswith(torch.__version__)
     assert rows["accel"] == accel.__version__

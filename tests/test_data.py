@@ -40,8 +40,8 @@ from torch.utils.data.distributed import DistributedSampler
 import accel
 from accel import LoaderError
 from accel.data import LoaderHandle, LoaderOptions, check, describe, distribute, gather_for_metrics
-from accel.iteration import move
-from accel.sampling import Generators, InPlace, Plan, Source, deal
+from accel.data.iteration import move
+from accel.data.sampling import Generators, InPlace, Plan, Source, deal
 from tests.distributed import outcomes, refusals, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

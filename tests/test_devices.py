@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from accel.devices import (
+from accel.errors import AccelError, DeviceError
+from accel.process.devices import (
     available,
     default_backend,
     identity,
@@ -17,7 +18,6 @@ from accel.devices import (
     refuse_shared,
     resolve,
 )
-from accel.errors import AccelError, DeviceError
 
 CPU = (torch.device("cpu"),)
 

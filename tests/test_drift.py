@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from accel.gradients.log.drift import digest, sums
 from torch import nn
 
 import accel
-from accel.control import agree
-from accel.drift import digest, sums
 from accel.engines import ENGINES
 from accel.process import current
+from accel.process.control import agree
 from accel.registry import registry
 from tests.backends import need
 from tests.distributed import outcomes, run

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from accel.environments import ALONE, Place, detect, expand_hosts
 from accel.errors import AccelError
+from accel.process.environments import ALONE, Place, detect, expand_hosts
 
 SLURM = {
     "SLURM_JOB_ID": "4711",

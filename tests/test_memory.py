@@ -14,11 +14,21 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import accel
-from accel.cli import main
+from accel.__main__ import main
 from accel.engines import resolve
-from accel.engines._memory import even_shards, owners, whole, zero
+from accel.engines.memory import (
+    Footprint,
+    MemoryUse,
+    ParameterSize,
+    count,
+    even_shards,
+    human,
+    owners,
+    take,
+    whole,
+    zero,
+)
 from accel.errors import AccelError, OptimizerError
-from accel.footprint import Footprint, MemoryUse, ParameterSize, count, human, take
 from accel.memory import MemoryReport, label
 from examples.big import gpt_70b
 from tests.backends import BACKENDS, engine_of, need

@@ -161,7 +161,7 @@ warnings.filterwarnings("error", message="of mine")
 
 def test_who_is_imported_while_deepspeed_is_keeps_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("deepspeed")
-    from accel.engines._deepspeed_library import _undisturbed
+    from accel.engines.deepspeed.library import _undisturbed
 
     def compiling(model: Any = None, **options: Any) -> Any:
         return (lambda function: ("compiled", options)) if model is None else ("compiled", options)

@@ -18,8 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel import process, rng
+from accel import process
 from accel.errors import AccelError, DeviceError, LaunchError
+from accel.process import rng
 from tests.distributed import GUARD, outcomes, run, wait_for
 
 ROOT = Path(__file__).parent.parent

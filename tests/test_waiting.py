@@ -20,8 +20,8 @@ from torch import nn
 
 import accel
 from accel import process
-from accel.order import Order
-from accel.watch import Report, stuck
+from accel.process.startup import Order
+from accel.process.watch import Report, stuck
 from tests.distributed import outcomes, run
 from tests.test_process import by_hand, free_port, scripts
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Final, final
+from typing import Any, Final, Literal, final
 
 import torch
 
 from ..errors import CheckpointError
+from ..process import ended
+from . import folder
 from .shards import Source, pieces
 from .together import explain
 
@@ -111,3 +115,123 @@ background: Final = Background()
 # Registered with the library, so that it runs after what was registered later.
 atexit.register(background.at_exit)
 os.register_at_fork(after_in_child=background.forget)
+
+
+# -- marks -------------------------------------------------------------------------------------------------------------
+# How the ranks of a background save hear of each other: by small files in its directory, and by no process group.
+# Each rank tells what it has written, rank 0 then tells how the save has ended, and every rank leaves a word that it knows. A
+# rank that has heard the end needs the directory no more; and none is done before all have heard it, so that whoever is done
+# may rename or remove the directory.
+
+logger = logging.getLogger("accel")
+
+_WORD: Final = 60.0  # seconds of waiting after which a rank says so
+_PARTING: Final = 180.0  # seconds for a rank to hear what is told; then it has ended, and nothing hangs on it
+
+
+@final
+class Marks:
+    """One rank's side of it.
+
+    Args:
+        directory: of the save, absolute.
+        save: its id.
+        rank: this one.
+        world: of how many.
+        timeout: seconds to wait for another rank.
+    """
+
+    def __init__(self, directory: str, save: str, rank: int, world: int, timeout: float) -> None:
+        self._directory = directory
+        self._save = save
+        self._rank = rank
+        self._world = world
+        self._timeout = timeout
+        self._parting = min(timeout, _PARTING)
+        self._lost: set[int] = set()
+        #: What this rank has put there, or, before that, rank 0's lock: where it is gone, the directory is.
+        self._own = os.path.join(directory, folder.LOCK)
+
+    def _path(self, rank: int, kind: Literal["done", "seen"] = "done") -> str:
+        return os.path.join(self._directory, folder.mark_name(self._save, rank, kind))
+
+    def tell(self, told: dict[str, Any]) -> None:
+        """Leave word for the other ranks.
+
+        Raises:
+            OSError: nothing can be written there.
+        """
+        path = self._path(self._rank)
+        # A word that a full disk cuts is taken for a failure.
+        with open(f"{path}.tmp", "wb", buffering=0) as file, contextlib.suppress(OSError):
+            file.write(json.dumps(told).encode("ascii"))
+        os.replace(f"{path}.tmp", path)
+        self._own = path
+
+    def hear(self, rank: int) -> dict[str, Any]:
+        """What another rank told.
+
+        Raises:
+            CheckpointError: it ended or did not tell in time, or the directory is gone.
+        """
+        path, found = self._path(rank), b""
+
+        def look() -> bool:
+            nonlocal found
+            with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+                found = file.read()
+                return True
+            return False
+
+        if not self._wait(look, rank, self._timeout):
+            self._lost.add(rank)
+            what = f"its part of {self._directory}"
+            if reason := ended():
+                raise CheckpointError(f"rank {rank} may have ended before {what} was done: {reason}")
+            if not os.path.exists(self._own):
+                raise CheckpointError(
+                    f"{self._directory} was removed or renamed while a background save wrote into it: wait for the future "
+                    "(.result()) first"
+                )
+            raise CheckpointError(f"rank {rank} did not finish {what} within {self._timeout:g} s")
+        try:
+            told: dict[str, Any] = json.loads(found)
+        except ValueError:
+            return {"error": f"rank {rank} could not tell what it has done, as on a full disk"}
+        return told
+
+    def part(self) -> None:
+        """Leave word that this rank knows the end, and wait until every rank does; rank 0 then takes all words away."""
+        own = self._path(self._rank, "seen")
+        with contextlib.suppress(OSError):  # the end is known whatever becomes of the directory now
+            with open(own, "wb"):
+                self._own = own
+            if self._rank:
+                self._wait(lambda: not os.path.exists(own), 0, self._parting)
+            elif all(self._knows(rank) for rank in range(1, self._world) if rank not in self._lost):
+                for name in folder.mark_names(self._save, self._world):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(os.path.join(self._directory, name))
+
+    def _knows(self, rank: int) -> bool:
+        path = self._path(rank, "seen")
+        return self._wait(lambda: os.path.exists(path), rank, self._parting)
+
+    def _wait(self, look: Callable[[], bool], rank: int, timeout: float) -> bool:
+        """Look again and again; False where it is of no use any more."""
+        begin, pause, word = time.monotonic(), 0.005, _WORD
+        while True:
+            lost = bool(ended()) or not os.path.exists(self._own)
+            if look():  # after that: what was told last is heard
+                return True
+            waited = time.monotonic() - begin
+            if lost or waited > timeout:
+                return False
+            if waited > word:
+                logger.warning(
+                    "a background save into %s: rank %d has waited %.0f s for rank %d",
+                    *(self._directory, self._rank, waited, rank),
+                )
+                word += _WORD
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.5)

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from .header import Entry
-from .layout import parts
+from .layout import Listing, Packed, Plan, digest, make_listing, make_plan, parts, sources, unpack
 from .leaves import Leaf, Listed, RankLeaf, models
-from .listing import Listing, Packed, Plan, digest, make_listing, make_plan, sources, unpack
 from .record import Record, Stored
-from .shards import Source, Written
-from .trees import State, kept_shard, listings
+from .shards import Entry, Source, Written
+from .state import State, kept_shard, listings
 from .values import Encoder, Json
 
 #: A rank's two listings and the nodes that are made of all ranks', where the ranks differ in them; and its own values.

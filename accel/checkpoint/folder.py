@@ -13,8 +13,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Final, Literal, final
 
-from ..errors import CheckpointError
-from ..paths import refuse_url
+from ..errors import CheckpointError, refuse_url
 from .record import NAME, Record, exists, is_damaged, read, sync
 from .shards import unreadable
 from .together import explain, of

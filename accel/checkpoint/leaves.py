@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from .. import shard
 from ..data import LoaderHandle
 from ..engines import Engine
 from ..errors import CheckpointError
-from ..rng import RngState
+from ..process.rng import RngState
 from ..shard import Manifest, Shard
-from .values import TAG, Decoder, Encoder, Json
+from .values import TAG, Decoder, Encoder, Json, items_in, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,3 +200,277 @@ class RankLeaf(Leaf):
         self._object.load_state_dict(state)
         if rank >= len(values) and isinstance(self._object, RngState):
             self._object.diverge(rank)
+
+
+# -- modules and optimizers --------------------------------------------------------------------------------------------
+# Modules and optimizers in a state: raw ones, those of an engine, and parts of an engine's module.
+
+
+@final
+class ModuleLeaf(Leaf):
+    """A module: raw, of an engine, or a part of an engine's module."""
+
+    kind = "module"
+    fields: ClassVar[Mapping[str, type]] = {"extra": dict}
+
+    def __init__(self, name: str, path: str, module: nn.Module, engine: Engine | None, prefix: str) -> None:
+        super().__init__(name, path)
+        self.module = module
+        self._engine = engine
+        self._prefix = prefix
+        # One model on all ranks together: what is no tensor lies on one of them, too.
+        spread = engine is not None and engine.synchronizes and engine.replica(engine.process)[1] == 1
+        self._spread = spread
+        self.merged = spread and engine is not None and engine.distributed
+        #: The names that the engine gives to what is in this part of its module, and the part's own.
+        self._own_names: dict[str, str] = {}
+        if engine is not None and prefix:
+            whole = shard.tensor_names(engine.module)
+            self._own_names = {whole[key][0]: names[0] for key, names in shard.tensor_names(module).items()}
+
+    def _own(self, name: str) -> str | None:
+        """What is called ``name`` in the engine's module, by its name in this one; None if it is not in it."""
+        return self._own_names.get(name) if self._prefix else name
+
+    def _parts(self, shards: Sequence[Shard]) -> list[Shard]:
+        return [replace(s, name=own) for s in shards if (own := self._own(s.name)) is not None]
+
+    def listed(self) -> Iterator[Listed]:
+        engine = self._engine
+        if engine is None:
+            shards, sure = shard.module_shards(self.module), set()
+            parameters = dict(self.module.named_parameters())
+        else:
+            shards = self._parts(engine.shards(None))
+            named = zip(engine.names, engine.parameters, strict=True)
+            parameters = {own: p for n, p in named if (own := self._own(n)) is not None}
+            sure = set(parameters) if engine.synchronizes else set()
+            if self._spread:
+                sure.update(s.name for s in shards)  # each buffer lies on one rank
+        still = {n for n, p in parameters.items() if not p.requires_grad}
+        for mine, listed in zip(shards, full_names(self, shards), strict=True):
+            yield Listed(listed, mine.name in sure, mine.name in still)
+
+    def value(self, encoder: Encoder) -> dict[str, Json]:
+        engine, prefix = self._engine, self._prefix
+        extra = shard.module_values(self.module, lambda name: engine is None or engine.has(f"{prefix}{name}"))
+        # What only one rank has cannot be in the shards, whose plan is made of tensors that all ranks know of.
+        return {"extra": (Encoder(None) if self.merged else encoder).encode(extra, f"{self.path}.state_dict()")}
+
+    def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
+        return {"extra": {name: extra for value in reversed(values) for name, extra in value["extra"].items()}}
+
+    def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
+        engine = self._engine
+        if engine is None:
+            return [(s.name, s) for s in shard.module_shards(self.module)]
+        whole = {f"{self._prefix}{name}": value for name, value in manifest.items()}
+        return [(s.name, s) for s in self._parts(engine.slots(None, whole))]
+
+    @classmethod
+    def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
+        return [node["extra"]]
+
+    def tied(self) -> dict[str, list[str]]:
+        """The further names of parameters and buffers that have several, by the first, which a checkpoint has."""
+        return {names[0]: names[1:] for names in shard.tensor_names(self.module).values() if len(names) > 1}
+
+    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
+        shard.fill_module_values(self.module, decoder.decode(node["extra"]))
+
+    @property
+    def engine(self) -> Engine | None:
+        return self._engine
+
+
+@final
+class OptimizerLeaf(Leaf):
+    """An optimizer, raw or of an engine.
+
+    It speaks of the parameters in its own groups alone: what a model has beside them, frozen or not, is left as it is.
+
+    Args:
+        name: what the names of its tensors begin with.
+        path: where it is in the state.
+        optimizer: the raw one.
+        engine: that it belongs to, if any.
+        names: of the model's parameters, by ``id``; None where they are unknown, and parameters are met by position.
+
+    Raises:
+        CheckpointError: it holds a parameter that has no name in its model.
+    """
+
+    kind = "optimizer"
+    merged = True
+    fields: ClassVar[Mapping[str, type]] = {"class": str, "named": bool, "groups": list, "state": dict, "frozen": list}
+
+    def __init__(
+        self, name: str, path: str, optimizer: Optimizer, engine: Engine | None, names: Mapping[int, str] | None
+    ) -> None:
+        super().__init__(name, path)
+        self.optimizer = optimizer
+        self._engine = engine
+        self._named = names is not None
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        self._names = {id(p): str(i) for i, p in enumerate(held)} if names is None else names
+        strangers = [tuple(p.shape) for p in held if id(p) not in self._names]
+        if strangers:
+            raise CheckpointError(
+                f"{path}: this {type(optimizer).__name__} holds parameters that are not of its model (of shape "
+                f"{', '.join(map(str, strangers[:5]))}), so that they have no name in a checkpoint: make them part of the model"
+            )
+        self._parameters = {self._names[id(p)]: p for p in held}
+
+    def listed(self) -> Iterator[Listed]:
+        engine, optimizer = self._engine, self.optimizer
+        shards = engine.shards(optimizer) if engine else shard.optimizer_shards(optimizer, self._names)
+        frozen = self._frozen()
+        for mine, listed in zip(shards, full_names(self, shards), strict=True):
+            sure = engine is not None and engine.synchronizes
+            yield Listed(listed, sure, mine.name.rpartition("/")[0] in frozen)
+
+    def _frozen(self) -> set[str]:
+        return {n for n, p in self._parameters.items() if not p.requires_grad}
+
+    def _values(self) -> dict[str, Any]:
+        if self._engine is not None:
+            return self._engine.values(self.optimizer)
+        return shard.optimizer_values(self.optimizer, self._names)
+
+    def value(self, encoder: Encoder) -> dict[str, Json]:
+        values = self._values()
+        return {
+            "class": type(self.optimizer).__name__,
+            "named": self._named,
+            "groups": [
+                encoder.encode(group, place(f"{self.path}.param_groups", i)) for i, group in enumerate(values["groups"])
+            ],
+            "state": {
+                name: encoder.encode(state, place(f"{self.path}.state", name))
+                for name, state in values["state"].items()
+            },
+            "frozen": sorted(self._frozen()),
+            "scale": None
+            if self._engine is None or not self._engine.precision.scaled
+            else [*self._engine.loss_scale.state()],
+        }
+
+    def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
+        merged = dict(values[0])
+        merged["state"] = {name: state for value in reversed(values) for name, state in value["state"].items()}
+        return merged
+
+    def _renamed(self, node: Mapping[str, Json]) -> dict[str, str]:
+        """Saved names to those of this optimizer: by name where both have some, else by position."""
+        saved = [name for group in node["groups"] for name in _options(group)["params"]]
+        mine = [name for group in self._values()["groups"] for name in group["params"]]
+        return {name: name for name in saved} if node["named"] and self._named else dict(zip(saved, mine, strict=True))
+
+    @classmethod
+    def check(cls, node: Mapping[str, Json]) -> None:
+        super().check(node)
+        names: set[Any] = set()
+        for group in node["groups"]:
+            params = _options(group).get("params")
+            if not isinstance(params, list):
+                raise ValueError("a parameter group is not as accel writes it")
+            names.update(params)
+        # Those frozen need not be in a group: accel 0.1.0 wrote the names of all that the model had frozen.
+        if not all(isinstance(name, str) for name in (*names, *node["frozen"])):
+            raise ValueError("the name of a parameter is no text")
+        if not names.issuperset(node["state"]):
+            raise ValueError("an optimizer has state of parameters that are in no group")
+        scale = node.get("scale")
+        if scale is not None and [type(n) for n in scale] != [float, int]:
+            raise ValueError(f"the loss scale is {scale!r}")
+        if not all(isinstance(state, dict) for state in node["state"].values()):
+            raise ValueError("an optimizer's state is not as accel writes it")
+
+    def problem(self, node: Mapping[str, Json]) -> str:
+        mine = [group["params"] for group in self._values()["groups"]]
+        saved = [_options(group)["params"] for group in node["groups"]]
+        kind = type(self.optimizer).__name__
+        if node["class"] and node["class"] != kind:
+            return f"the checkpoint has the state of a {node['class']}, and this is a {kind}"
+        if [len(g) for g in mine] != [len(g) for g in saved]:
+            return (
+                f"the checkpoint has parameter groups of {[len(g) for g in saved]} parameters, and this optimizer has "
+                f"{[len(g) for g in mine]}"
+            )
+        if not node["class"]:
+            # From another library's checkpoint, which does not say whose state it is; the groups' options tell.
+            lacking = sorted(
+                {k for g in self._values()["groups"] for k in g} - {k for g in node["groups"] for k in _options(g)}
+            )
+            if lacking:
+                return f"the checkpoint's groups have no {', '.join(lacking)}, so that they are not those of a {kind}"
+        if node["named"] and self._named:
+            for i, (ours, theirs) in enumerate(zip(mine, saved, strict=True)):
+                if ours != theirs:
+                    first = next(k for k, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
+                    return f"parameter {first} of group {i} is {theirs[first]} in the checkpoint and {ours[first]} here"
+        return ""
+
+    def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
+        renamed = self._renamed(node)
+        saved_names = {}
+        mine = {}
+        for name, value in manifest.items():
+            parameter, _, key = name.rpartition("/")
+            if parameter in renamed:
+                mine[f"{renamed[parameter]}/{key}"] = value
+                saved_names[f"{renamed[parameter]}/{key}"] = name
+        if self._engine is not None:
+            slots = self._engine.slots(self.optimizer, mine)
+        else:
+            slots = shard.optimizer_slots(self.optimizer, self._names, mine)
+        return [(saved_names[s.name], s) for s in slots]
+
+    @classmethod
+    def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
+        return [*node["groups"], *node["state"].values()]
+
+    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
+        renamed = self._renamed(node)
+        groups = [decoder.decode(group) for group in node["groups"]]
+        values = {
+            "groups": [{**group, "params": [renamed[name] for name in group["params"]]} for group in groups],
+            "state": {renamed[name]: decoder.decode(state) for name, state in node["state"].items()},
+        }
+        self._fill_values(values)
+        if self._engine is not None and self._engine.precision.scaled and node.get("scale") is not None:
+            self._engine.loss_scale.restore(*node["scale"])
+        if not node["class"]:
+            return  # another library's, which does not say what was frozen
+        frozen = set(node["frozen"])
+        for saved, name in renamed.items():
+            parameter = self._parameters[name]
+            if parameter.requires_grad == (saved in frozen):
+                parameter.requires_grad_(saved not in frozen)
+
+    def _fill_values(self, values: dict[str, Any]) -> None:
+        if self._engine is not None:
+            self._engine.fill_values(self.optimizer, values)
+        else:
+            shard.fill_optimizer_values(self.optimizer, self._names, values)
+
+    def undo(self) -> Callable[[], None]:
+        before = self._values()
+        return lambda: self._fill_values(before)
+
+    @property
+    def engine(self) -> Engine | None:
+        return self._engine
+
+
+def _options(group: Json) -> dict[str, Json]:
+    """A saved parameter group by its keys that are strings, also where it has others.
+
+    Raises:
+        ValueError: it is no dict.
+    """
+    if isinstance(group, dict) and TAG not in group:
+        return group
+    if isinstance(group, dict) and group[TAG] == "dict":
+        return {key: value for key, value in items_in(group) if type(key) is str}
+    raise ValueError("a parameter group is not as accel writes it")

@@ -7,30 +7,32 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, final
+from urllib.parse import unquote
 
 import torch
+from torch import nn
 
 from .. import shard
 from ..data import LoaderHandle
+from ..deferred import weights_of
 from ..errors import CheckpointError
 from ..process import current
+from ..process.turns import in_turn
 from ..shard import Manifest
-from ..turns import in_turn
-from . import folder
+from . import folder, record
 from .background import background
-from .differences import Differences, check_models, check_objects, report, unfit
 from .dtypes import BY_NAME
-from .leaves import Leaf, RankLeaf, StatefulLeaf, TensorLeaf, models
-from .listing import digest
-from .meeting import Meeting, Names, kept_names, plain
+from .export import choose
+from .layout import digest
+from .leaves import Leaf, ModuleLeaf, OptimizerLeaf, RankLeaf, StatefulLeaf, TensorLeaf, models
+from .meeting import Differences, Meeting, Names, check_models, check_objects, kept_names, plain, report, unfit
 from .reader import Reader
 from .record import Stored
+from .state import KEPT, State
 from .together import explain, together
-from .trained import ModuleLeaf, OptimizerLeaf
-from .trees import KEPT, State
 from .values import Decoder, Json
 from .verify import verify_needed
-from .weights import Source, open_source
+from .weights import Source, is_weights_alone, open_source
 
 logger = logging.getLogger("accel")
 
@@ -303,3 +305,44 @@ class Loading:
 def _order(leaf: Leaf) -> bool:
     """Loaders come first: they refuse a state that is not theirs, and nothing is changed by then."""
     return not (isinstance(leaf, StatefulLeaf) and isinstance(leaf.value_object, LoaderHandle))
+
+
+# -- first values of deferred models -----------------------------------------------------------------------------------
+# First values of a model that was built without memory, from a checkpoint or a directory of weights.
+
+
+def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
+    """What fills the handle of a deferred module, once it has memory; None where there is nothing to read. Local.
+
+    Raises:
+        CheckpointError: what ``deferred_init(weights=...)`` names is not there, or does not fit the module; lists both sides.
+        BackendError: the module's parameters are to come from several places.
+    """
+    directory = weights_of(module)
+    if directory is None:
+        return None
+    state = _state_for(directory, module)
+    with contextlib.ExitStack() as undo:
+        loading = Loading(open_source(directory, state), 0, stream=False, planned=True)
+        loading.meet(state, undo, convert=True)
+        report(directory, [loading.differences], True, 0)
+
+    def fill(handle: nn.Module) -> None:
+        load(directory, _state_for(directory, handle), convert=True)
+
+    return fill
+
+
+def _state_for(directory: str, module: nn.Module) -> dict[str, Any]:
+    """The state whose only model is ``module``, at its place in what ``directory`` holds."""
+    if is_weights_alone(directory):
+        return {"model": module}
+    name, _ = choose(directory, record.read(directory)[0], None)
+    parts = name.split("/")
+    if any(part.startswith("[") for part in parts):
+        raise CheckpointError(f"{directory}: its model {name!r} lies in a list, where it cannot be taken from")
+    state: Any = module
+    for part in reversed(parts):
+        state = {unquote(part): state}
+    found: dict[str, Any] = state
+    return found

@@ -10,7 +10,7 @@ from typing import Final
 
 from ..errors import CheckpointError
 from ..process import rank
-from ..turns import in_turn
+from ..process.turns import in_turn
 from . import folder, record
 from .background import background
 from .record import Record

@@ -14,9 +14,8 @@ from typing import Any, Final
 
 from ..errors import CheckpointError
 from .dtypes import BY_NAME, MAX_DIMS, element_bytes
-from .header import CHUNK, no_duplicates
 from .layout import Part
-from .shards import Written, checksum, checksum_of, new_file, open_file, read_whole, write_all
+from .shards import CHUNK, Written, checksum, checksum_of, new_file, no_duplicates, open_file, read_whole, write_all
 from .together import explain, of
 
 NAME: Final = "accel.json"

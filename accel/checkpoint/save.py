@@ -11,13 +11,13 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..process import current
-from ..turns import in_turn
+from ..process.turns import in_turn
 from . import folder
 from .background import background
-from .differences import check_models
 from .draft import Draft, Message, Summary, make_draft
 from .job import Job
 from .manage import check_keep
+from .meeting import check_models
 from .together import together
 
 

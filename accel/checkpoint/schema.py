@@ -12,11 +12,10 @@ import torch
 
 from ..errors import CheckpointError
 from .dtypes import BY_NAME
-from .leaves import Leaf, RankLeaf, StatefulLeaf, TensorLeaf
+from .leaves import Leaf, ModuleLeaf, OptimizerLeaf, RankLeaf, StatefulLeaf, TensorLeaf
 from .meeting import children_of, objects_in
 from .record import Record
-from .trained import ModuleLeaf, OptimizerLeaf
-from .trees import KEPT
+from .state import KEPT
 from .values import DEPTH, TAG, Decoder, Json
 
 _LEAVES: Final[dict[str, type[Leaf]]] = {

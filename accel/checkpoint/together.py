@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
 
-from ..control import agree
 from ..errors import AccelError, CheckpointError
 from ..process import rank
+from ..process.control import agree
 
 T = TypeVar("T")
 M = TypeVar("M")

@@ -11,14 +11,14 @@ from typing import Any, Final
 
 import torch
 
-from ..environments import Place
 from ..errors import CheckpointError
 from ..process import running
-from ..turns import in_turn
+from ..process.environments import Place
+from ..process.turns import in_turn
 from . import folder, record, schema
-from .header import CHUNK, chunks_of
 from .reader import Reader
 from .record import Record
+from .shards import CHUNK, chunks_of
 from .together import explain, together
 
 _BATCH: Final = 64  # chunks between two words of progress

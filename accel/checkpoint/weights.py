@@ -15,13 +15,23 @@ from torch import nn
 from ..errors import CheckpointError
 from . import record, schema
 from .dtypes import BY_NAME
-from .header import MAX_HEADER, METADATA, Entry, Header, no_duplicates
 from .meeting import objects_in
 from .reader import Plain
 from .record import FILE_NAME, Record, Stored
-from .shards import Written, checksum, open_file, read_into, read_whole
+from .shards import (
+    MAX_HEADER,
+    METADATA,
+    Entry,
+    Header,
+    Written,
+    checksum,
+    no_duplicates,
+    open_file,
+    read_into,
+    read_whole,
+)
+from .state import below, component
 from .together import of
-from .trees import below, component
 from .values import TAG, Json, place
 
 #: What a library calls its files: ``<stem>.safetensors``; or parts, ``<stem>-00001-of-00002.safetensors``, and their index.

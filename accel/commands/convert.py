@@ -9,7 +9,7 @@ import argparse
 
 from ..checkpoint import folder
 from ..checkpoint.foreign import convert
-from ..progress import Bar
+from . import Bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

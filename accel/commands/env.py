@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from ..devices import available
 from ..engines import ENGINES, resolve
-from ..environments import detect
 from ..errors import AccelError
+from ..process.devices import available
+from ..process.environments import detect
 
 _PACKAGES = ("cloudpickle", "numpy", "safetensors")
 _PREFIXES = ("ACCEL_", "CUDA_", "GLOO_", "MASTER_", "NCCL_", "OMP_", "TORCH")

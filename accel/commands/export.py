@@ -7,7 +7,7 @@ import argparse
 from ..checkpoint import folder
 from ..checkpoint.export import write_export
 from ..checkpoint.weights import STEMS
-from ..progress import Bar
+from . import Bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

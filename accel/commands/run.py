@@ -12,8 +12,8 @@ import os
 import socket
 import time
 
-from ..devices import available
 from ..errors import LaunchError
+from ..process.devices import available
 
 #: Seconds; a cluster may make the name of a host known after the host has started.
 _KNOWN_WITHIN = 30.0

@@ -9,7 +9,7 @@ from ..checkpoint.record import read
 from ..checkpoint.together import explain
 from ..checkpoint.verify import compare_all
 from ..errors import CheckpointError
-from ..progress import Bar
+from . import Bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

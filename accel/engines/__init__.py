@@ -1,4 +1,4 @@
-"""The backends: every module of this package is one, named as its file; but ``base``, and what has an underscore."""
+"""The backends: each entry of this package, a file or a folder, is one, named as it; but what serves all of them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, Final, final
 
 from ..errors import BackendError
 from ..process import Process
-from .base import Context as Context
-from .base import Engine as Engine
-from .base import Options as Options
+from .engine import Context as Context
+from .engine import Engine as Engine
+from .engine import Options as Options
 
 #: Wrappers that are engines in their own right: a module inside one is already distributed by someone else.
 FOREIGN = frozenset(
@@ -30,13 +30,19 @@ FOREIGN = frozenset(
 )
 
 
+#: The files of this package that serve all backends.
+_SHARED: Final = {"engine", "memory", "state"}
+
+
 @final
 class _Engines(MutableMapping[str, type[Engine]]):
     """The engines by name. A file of this package is imported when its engine is first asked for."""
 
     def __init__(self) -> None:
         names = (info.name for info in pkgutil.iter_modules(__path__))
-        self._found: dict[str, type[Engine] | None] = {n: None for n in names if n != "base" and not n.startswith("_")}
+        self._found: dict[str, type[Engine] | None] = {
+            n: None for n in names if n not in _SHARED and not n.startswith("_")
+        }
 
     def __getitem__(self, name: str) -> type[Engine]:
         engine = self._found[name]
@@ -48,7 +54,7 @@ class _Engines(MutableMapping[str, type[Engine]]):
     def _import(name: str) -> type[Engine]:
         module = importlib.import_module(f"{__name__}.{name}")
         own = (v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__)
-        return next(cls for cls in own if issubclass(cls, Engine))
+        return next(cls for cls in own if issubclass(cls, Engine) and "name" in vars(cls))
 
     def __setitem__(self, name: str, engine: type[Engine]) -> None:
         self._found[name] = engine

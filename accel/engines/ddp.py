@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import final
 
-from ._reducing import ReducingEngine, ReducingOptions
+from ._reducer import ReducingEngine, ReducingOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

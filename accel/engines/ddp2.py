@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from ..errors import BackendError
 from ..process import Process
-from ._reducing import ReducingEngine, ReducingOptions
+from ._reducer import ReducingEngine, ReducingOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

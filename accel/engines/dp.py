@@ -11,9 +11,8 @@ from typing import Any, final
 from torch import nn
 from torch.optim import Optimizer
 
-from ..footprint import Footprint, MemoryUse
-from ._memory import whole
-from .base import Engine, Options
+from .engine import Engine, Options
+from .memory import Footprint, MemoryUse, whole
 
 logger = logging.getLogger("accel")
 

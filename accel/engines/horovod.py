@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import socket
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -10,11 +13,125 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..control import lost
-from ..errors import BackendError, OptimizerError
+from ..errors import BackendError, LaunchError, OptimizerError
+from ..gradients.patches import replaced
 from ..process import Process
-from ._deferred import DeferredEngine, DeferredOptions
-from ._horovod import load, start
+from ..process.control import agree, lost
+from ._averaging import DeferredEngine, DeferredOptions
+
+# -- horovod -----------------------------------------------------------------------------------------------------------
+# How Horovod starts: by its own launcher, by MPI, or by accel where another launcher started the processes.
+
+
+def load() -> Any:
+    """The module ``horovod.torch``.
+
+    Raises:
+        BackendError: it was built without torch, or for another one.
+    """
+    import horovod.torch as hvd  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    # Without its library the import only prints a warning.
+    if not hasattr(hvd, "allreduce_"):
+        raise BackendError(
+            "horovod is installed, but its part for torch does not load: build it again with HOROVOD_WITH_PYTORCH=1 in "
+            "this environment (docs/hosts.md)"
+        )
+    return hvd
+
+
+def start(process: Process) -> None:
+    """Start Horovod on all ranks, unless the program has. It then runs until the process ends. Collective.
+
+    Raises:
+        LaunchError: it did not start, or has other ranks than accel; on every rank.
+    """
+    hvd = load()
+    running = agree("whether Horovod runs", bool(hvd.is_initialized()))
+    if any(running) and not all(running):
+        ranks = [rank for rank, runs in enumerate(running) if not runs]
+        raise LaunchError(f"hvd.init() was called, but not on ranks {ranks}: call it on all ranks or on none")
+    problem = ""
+    try:
+        if not all(running):
+            _initialise(hvd, process)
+        theirs, ours = (hvd.rank(), hvd.size()), (process.place.rank, process.place.world_size)
+        if theirs != ours:
+            problem = f"Horovod says rank {theirs[0]} of {theirs[1]}, accel rank {ours[0]} of {ours[1]}"
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    for rank, text in enumerate(agree("the start of Horovod", problem)):
+        if text:
+            raise LaunchError(
+                f"Horovod did not start on rank {rank}: {text}; start the processes by horovodrun or torchrun, and leave "
+                "hvd.init() to accel"
+            )
+
+
+def _initialise(hvd: Any, process: Process) -> None:
+    by_mpi = hvd.mpi_built() and any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ or by_mpi or not hvd.gloo_built():
+        hvd.init()
+        return
+    # A Horovod without MPI takes itself for alone under every other launcher.
+    with _meeting(process) as variables, _environment(variables):
+        hvd.init()
+
+
+@contextlib.contextmanager
+def _meeting(process: Process) -> Iterator[dict[str, str]]:
+    """What ``horovodrun`` would provide: a server on rank 0 where the ranks meet, and this rank's variables."""
+    from horovod.runner.common.util.hosts import SlotInfo  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    from horovod.runner.http.http_server import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        RendezvousServer,
+    )
+
+    rank, world = process.place.rank, process.place.world_size
+    hosts = agree("Horovod's hosts", socket.gethostname())
+    slots = [SlotInfo(host, r, *_position(hosts, r)) for r, host in enumerate(hosts)]
+    server, port = None, 0
+    if rank == 0:
+        server = RendezvousServer()
+        port = server.start()
+        server.init(slots)
+    try:
+        port = agree("Horovod's server", port)[0]
+        one_host = len(set(hosts)) == 1
+        slot = slots[rank]
+        yield {
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1" if one_host else process.place.master_addr or hosts[0],
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+            "HOROVOD_HOSTNAME": slot.hostname,
+            "HOROVOD_RANK": str(rank),
+            "HOROVOD_SIZE": str(world),
+            "HOROVOD_LOCAL_RANK": str(slot.local_rank),
+            "HOROVOD_LOCAL_SIZE": str(slot.local_size),
+            "HOROVOD_CROSS_RANK": str(slot.cross_rank),
+            "HOROVOD_CROSS_SIZE": str(slot.cross_size),
+        }
+    finally:
+        agree("Horovod's meeting", None)
+        if server is not None:
+            server.stop()
+
+
+def _position(hosts: list[str], rank: int) -> tuple[int, int, int, int, int]:
+    """Local rank, cross rank, size, local size and cross size of a rank, in the order of Horovod's ``SlotInfo``."""
+    local_rank = hosts[:rank].count(hosts[rank])
+    column = [host for host in dict.fromkeys(hosts) if hosts.count(host) > local_rank]
+    return local_rank, column.index(hosts[rank]), len(hosts), hosts.count(hosts[rank]), len(column)
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set while Horovod reads them, and no longer: they would tell accel of another launcher."""
+    with contextlib.ExitStack() as undo:
+        for name, value in variables.items():
+            undo.enter_context(replaced(os.environ, name, value))
+        yield
+
 
 _KNOWN = (torch.float16, torch.float32, torch.float64)
 

@@ -8,9 +8,8 @@ from typing import Any, final
 
 from torch.optim import Optimizer
 
-from ..footprint import Footprint, MemoryUse
-from ._memory import whole
-from .base import Engine, Options
+from .engine import Engine, Options
+from .memory import Footprint, MemoryUse, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..errors import BackendError
 from ..process import Process
-from ._deferred import DeferredEngine, DeferredOptions
+from ._averaging import DeferredEngine, DeferredOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

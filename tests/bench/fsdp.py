@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import accel
-from accel.engines._fsdp_wrap import blocks
+from accel.engines.fsdp.wrap import blocks
 
 from .contenders import by_accel, plain_step
 from .section import Data, Panel, Section, Verdict

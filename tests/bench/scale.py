@@ -18,13 +18,11 @@ from typing import Any, TypeVar
 import torch
 
 from accel.checkpoint import record, shards
-from accel.checkpoint.header import Entry
-from accel.checkpoint.layout import parts
+from accel.checkpoint.layout import Listing, Packed, Row, make_listing, make_plan, parts, sources, unpack
 from accel.checkpoint.leaves import Listed
-from accel.checkpoint.listing import Listing, Packed, Row, make_listing, make_plan, sources, unpack
 from accel.checkpoint.reader import Reader
 from accel.checkpoint.record import Record, Stored
-from accel.checkpoint.shards import Source, Written
+from accel.checkpoint.shards import Entry, Source, Written
 from accel.shard import Shard
 
 from .ranks import run

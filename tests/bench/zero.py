@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import accel
-from accel.engines import _deepspeed_config as configuration
-from accel.engines import _deepspeed_library as quiet
+from accel.engines.deepspeed import config as configuration
+from accel.engines.deepspeed import library as quiet
 
 from .contenders import by_accel
 from .section import Data, Panel, Section, Verdict

@@ -13,7 +13,7 @@ import xxhash
 from torch import nn
 
 import accel
-from accel.cli import main
+from accel.__main__ import main
 from accel.errors import CheckpointError
 from tests.distributed import run
 

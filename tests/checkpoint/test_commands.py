@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import accel
-from accel.cli import main
+from accel.__main__ import main
 from tests.distributed import run
 
 

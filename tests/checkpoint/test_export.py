@@ -17,7 +17,7 @@ from torch import nn
 
 import accel
 from accel import CheckpointError
-from accel.cli import main
+from accel.__main__ import main
 from tests.checkpoint.helpers import Net, engines
 from tests.distributed import refusals, run
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import accel
 from accel import CheckpointError
-from accel.cli import main
+from accel.__main__ import main
 from tests.distributed import outcomes, run
 
 

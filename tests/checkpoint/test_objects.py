@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.checkpoint import trees
+from accel.checkpoint import state as state_names
 from accel.errors import CheckpointError
 from tests.checkpoint.crafting import body_of, rewrite
 from tests.checkpoint.helpers import differences
@@ -263,13 +263,13 @@ def test_names_that_version_0_1_0_gave_to_keys(tmp_path: Path, monkeypatch: pyte
         inner = {key: {"t": torch.full((3,), value + i), key: [net(i + int(value))]} for i, key in enumerate(keys)}
         return {"n": inner, Path("t"): torch.full((2,), value)}
 
-    component = trees.component
+    component = state_names.component
 
     def former(key: object) -> str:
-        return component(key) if isinstance(key, str) else trees.former_component(key)
+        return component(key) if isinstance(key, str) else state_names.former_component(key)
 
     with monkeypatch.context() as before:
-        before.setattr(trees, "component", former)
+        before.setattr(state_names, "component", former)
         accel.save(state(1.0), tmp_path / "old")
         accel.save({Path("gan"): net(3)}, tmp_path / "model")
     assert "[t]" in body_of(tmp_path / "old")["tensors"]

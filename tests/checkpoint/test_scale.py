@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import accel
-from accel.checkpoint.layout import parts
-from accel.checkpoint.listing import Listing, Row, make_plan
+from accel.checkpoint.layout import Listing, Row, make_plan, parts
 from accel.checkpoint.record import Record, Stored, encode, parse
 from accel.checkpoint.shards import Written
 from accel.errors import CheckpointError

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import accel
-from accel.checkpoint import crew
-from accel.checkpoint.header import CHUNK
+from accel.checkpoint import reader
+from accel.checkpoint.shards import CHUNK
 from accel.errors import CheckpointError
-from accel.turns import turn
+from accel.process.turns import turn
 from tests.checkpoint.crafting import shard_of
 from tests.distributed import run, wait_for
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("four_threads")
 
 @pytest.fixture
 def four_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "share", lambda: 4)
+    monkeypatch.setattr(reader, "share", lambda: 4)
 
 
 def make_state(number: float) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def test_threads_work_at_once_and_are_done_when_one_fails() -> None:
         done.append(number)
 
     with pytest.raises(ValueError, match="the second"):
-        crew.Crew().each(act, range(100))
+        reader.Crew().each(act, range(100))
     so_far = len(done)
     time.sleep(0.5)
     assert so_far == len(done) < 99

@@ -637,7 +637,7 @@ def state_verbs(stage: int) -> None:
         dist.all_reduce(count)
         assert (count == 1).all(), name
     manifest = {name: (tuple(value.shape), value.dtype) for name, value in full.items()}
-    values = accel.control.agree("values", engine.values(raw))
+    values = accel.process.control.agree("values", engine.values(raw))
     merged = {"groups": values[0]["groups"], "state": {k: v for one in values for k, v in one["state"].items()}}
     third = Net(11)
     model, optimizer, _ = accel.setup(third, adamw(third), backend=zero(stage))

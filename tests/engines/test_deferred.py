@@ -13,7 +13,7 @@ from torch import nn
 
 import accel
 from accel.engines import ENGINES
-from accel.engines._deferred import DeferredEngine, DeferredOptions
+from accel.engines._averaging import DeferredEngine, DeferredOptions
 from tests.distributed import refusals, run
 from tests.engines.test_contract import cells_of, check_cells
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.engines._horovod import _position
+from accel.engines.horovod import _position
 from tests.distributed import outcomes, refusals, run
 from tests.test_process import clean_environ
 

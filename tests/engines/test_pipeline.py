@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.engines._pipeline_balance import balanced
+from accel.engines.pipeline.stages import balanced
 from accel.registry import registry
 from tests.distributed import outcomes, refusals, run
 
@@ -381,7 +381,7 @@ def shards_and_slots() -> dict[str, list[tuple[int, int]]]:
     listed = {s.name: [(s.start, s.tensor.numel())] for s in (*engine.shards(None), *engine.shards(own))}
     values = engine.values(own)
     manifest = {s.name: (s.shape, s.tensor.dtype) for s in engine.shards(own)}
-    others = accel.control.agree("the test", (manifest, values["state"]))  # type: ignore[attr-defined]
+    others = accel.process.control.agree("the test", (manifest, values["state"]))  # type: ignore[attr-defined]
     manifest = {name: kind for theirs, _ in others for name, kind in theirs.items()}
     values["state"] = {name: state for _, theirs in others for name, state in theirs.items()}
     before = {s.name: s.tensor.clone() for s in engine.shards(own)}

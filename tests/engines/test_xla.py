@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel
-from accel import devices
+from accel.process import devices
 from tests.distributed import refusals, run
 
 ON_XLA = devices.available()[0] in ("tpu", "xla")

@@ -1,0 +1,489 @@
+"""How DeepSpeed divides a model over the ranks, seen as one fragment of each parameter.
+
+The library keeps the memory, the buckets and the gathering. Which gradients exist, and what an optimizer steps, is kept
+here, by parameter: so a frozen or unused parameter is left alone exactly as in one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ...process import Process
+from ...process.control import Waiting, announce
+from .library import Snapshot, initialise, library
+from .weights import plainly
+
+# -- One process's part of one parameter -------------------------------------------------------------------------------
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Fragment:
+    """The part of one parameter that this rank owns.
+
+    Args:
+        index: of the parameter.
+        start: its first element.
+        home: the part in the model's own memory.
+        weights: what an optimizer steps: ``home`` itself, or a copy of higher precision or on another device.
+        grad: the mean gradient of this part, or None as in ``p.grad``. One that came from a single reduction is of the
+            dtype that it came in, which loses nothing; a sum is of the dtype of ``weights``.
+    """
+
+    index: int
+    start: int
+    home: torch.Tensor
+    weights: torch.Tensor
+    grad: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def accumulate(self, part: torch.Tensor) -> None:
+        """Add a reduced gradient."""
+        if self.grad is None:
+            self.grad = part.to(self.weights.device, copy=True)
+        else:
+            self.widen()
+            self.grad.add_(part.to(self.weights.device))
+
+    def widen(self) -> None:
+        """Keep the gradient in the dtype of ``weights``, so that it can be computed with."""
+        if self.grad is not None:
+            self.grad = self.grad.to(self.weights.dtype)
+
+
+def arrival_hook(partitions: weakref.ref[Any], index: int) -> Callable[[torch.Tensor], None]:
+    """Tells ``partitions`` that a parameter's gradient has arrived."""
+
+    # Weakly: autograd keeps the hook where no garbage collector looks.
+    def arrived(_: torch.Tensor) -> None:
+        if (owner := partitions()) is not None:
+            owner.arrived(index)
+
+    return arrived
+
+
+class Partitions(ABC):
+    """One model's parameters, divided by DeepSpeed. ``start`` and whatever is marked so are collectives.
+
+    Args:
+        parameters: all of the model.
+        masters: give each fragment fp32 weights of its own.
+        weights_on: where the optimizer's weights are; None where the model's are.
+        process: of this rank.
+        title: of the engine, for messages.
+    """
+
+    #: Gradients are reduced while backward runs; else when ``flush`` is called.
+    eager: bool
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        masters: bool,
+        weights_on: torch.device | None,
+        process: Process,
+        title: str,
+    ) -> None:
+        self.module = module
+        self.process = process
+        self.title = title
+        self.parameters = parameters
+        self.shapes = [p.shape for p in parameters]
+        self.fragments: dict[int, Fragment] = {}
+        self.divided: dict[int, nn.Parameter] = {}
+        self.numbers: dict[int, int] = {}
+        self.local = False
+        self.masters = masters
+        self._weights_on = weights_on
+        self._hooks: list[RemovableHandle] = []
+        self.backwards: set[int] = set()
+        #: What backwards left in ``p.grad``.
+        self.waiting: dict[int, torch.Tensor] = {}
+        #: Parameters whose gradients stay whole in ``p.grad``, since no optimizer steps their fragments.
+        self.whole_gradients: set[int] = set()
+        self.snapshot = Snapshot(module)
+
+    def start(self, config: dict[str, Any], device: torch.device) -> None:
+        """Divide the model. Collective."""
+        trainable = [p.requires_grad for p in self.parameters]
+        self.divided = {i: p for i, p in enumerate(self.parameters) if p.is_floating_point()}
+        self.numbers = {id(p): i for i, p in enumerate(self.parameters)}
+        originals = {i: p.detach().float().clone() for i, p in self.divided.items()} if self.masters else {}
+        try:
+            for parameter in self.divided.values():
+                parameter.requires_grad_(True)
+            # It cannot broadcast what has no dimensions.
+            scalars = [p for p in self.parameters if p.dim() == 0]
+            for parameter in scalars:
+                parameter.data = parameter.data.view(1)
+            # What is frozen now lies apart, so that it need not be gathered after a step.
+            parts = [[p for i, p in self.divided.items() if trainable[i] is t] for t in (True, False)]
+            self.library = initialise(self.module, [part for part in parts if part], config, device)
+            self.zero = self.library.optimizer
+            for parameter in scalars:
+                self.make_scalar(parameter)
+            self.snapshot.changed()
+            self.arrange()
+            for index, parameter in self.divided.items():
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(arrival_hook(weakref.ref(self), index)))
+        finally:
+            for parameter, wanted in zip(self.parameters, trainable, strict=True):
+                if parameter.is_floating_point():
+                    parameter.requires_grad_(wanted)
+        for index, original in originals.items():
+            if (fragment := self.fragments.get(index)) is not None:
+                part = original.reshape(-1).narrow(0, fragment.start, fragment.home.numel())
+                fragment.weights.copy_(part)
+
+    def make_scalar(self, parameter: nn.Parameter) -> None:
+        """Give a parameter that was shown with one dimension its true shape again."""
+        parameter.data = parameter.data.view(())
+
+    def own(self, index: int, start: int, home: torch.Tensor) -> None:
+        """Note that ``home`` is this rank's part of a parameter."""
+        weights = home.detach()
+        if self.masters and weights.is_floating_point():
+            weights = weights.float()
+        if self._weights_on is not None:
+            weights = weights.to(self._weights_on)
+        if weights.data_ptr() == home.data_ptr() and (self.masters or self._weights_on is not None):
+            weights = weights.clone()
+        self.fragments[index] = Fragment(index, start, home, weights)
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def buckets(self) -> list[torch.Tensor]:
+        """Memory to reduce in that the library keeps from step to step."""
+        return []
+
+    @property
+    def broken(self) -> bool:
+        """Whether a backward ended half-way."""
+        return bool(self.backwards) and torch._C._current_graph_task_id() == -1
+
+    @plainly
+    def arrived(self, index: int) -> None:
+        """Autograd has accumulated a gradient in ``p.grad``."""
+        grad = self.parameters[index].grad
+        if grad is None or index in self.whole_gradients:  # frozen since the forward; averaged at the backward's end
+            return
+        if self.local or not self.eager:
+            self.waiting[index] = grad
+        else:
+            self.waiting.pop(index, None)
+            self.enter_backward()
+            self.take(index)
+
+    def enter_backward(self) -> None:
+        """Note the backward that runs, whose end reduces what is left. Reentrant checkpoints run others inside of it."""
+        task = torch._C._current_graph_task_id()
+        if task not in self.backwards:
+            self.backwards.add(task)
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self._end_of_backward(task))
+
+    def _end_of_backward(self, task: int) -> None:
+        self.finish()
+        self.backwards.discard(task)
+
+    def announced(self, reduce: Callable[..., None], came: Callable[..., Any]) -> Callable[..., None]:
+        """The library's ``reduce`` of a bucket, announced before; ``came`` lists what is in it."""
+        process, what = self.process, f"the reduction of a bucket of gradients ({self.title})"
+        waiting = Waiting(process, what)
+
+        def call(*args: Any, **kwargs: Any) -> None:
+            if listed := came(*args, **kwargs):
+                announce(process, what, listed)
+            with waiting:
+                reduce(*args, **kwargs)
+
+        return call
+
+    def flush(self, group: dist.ProcessGroup | None) -> None:
+        """Reduce what backward left in ``p.grad``; a rank that has none counts as zero. Collective."""
+        indices = [i for i in self.divided if i not in self.whole_gradients]
+        have = [int(self.parameters[i].grad is not None) for i in indices]
+        mask = torch.tensor(have, dtype=torch.uint8, device=next(iter(self.divided.values())).device)
+        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=group)
+        waiting = [i for i, needed in zip(indices, mask.tolist(), strict=True) if needed]
+        for index in waiting:
+            self.offer(index)
+            self.take(index)
+        self.waiting.clear()
+        if waiting:
+            self.finish()
+
+    @abstractmethod
+    def offer(self, index: int) -> None:
+        """Make sure that ``p.grad`` is there and of the parameter's full shape."""
+
+    @abstractmethod
+    def take(self, index: int) -> None:
+        """Put ``p.grad`` into a bucket, which is reduced when it is full. Collective."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Reduce the buckets and put every gradient where it belongs. Collective."""
+
+    def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
+        """``zero_grad`` of some parameters."""
+        for index in indices:
+            self.waiting.pop(index, None)
+            parameter, fragment = self.parameters[index], self.fragments.get(index)
+            for holder in (parameter, fragment):
+                if holder is None or holder.grad is None:
+                    continue
+                if set_to_none:
+                    holder.grad = None
+                else:
+                    holder.grad = holder.grad.detach().zero_()
+
+    def replace(self, indices: Sequence[int]) -> None:
+        """Drop the final gradients of parameters whose ``p.grad`` was assigned since."""
+        assigned = [self.parameters[i].grad for i in indices]
+        self.drop(indices, set_to_none=True)
+        for index, grad in zip(indices, assigned, strict=True):
+            self.parameters[index].grad = grad
+
+    def norm(self, norm_type: float, group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
+        """The global norm of all gradients. Collective."""
+        self.widen()
+        grads = [f.grad for f in self.fragments.values() if f.grad is not None]
+        if dist.get_rank(group) == 0:  # every rank has the same
+            grads += self._whole_gradients()
+        infinite, local = norm_type == float("inf"), torch.zeros((), dtype=torch.float32, device=device)
+        if grads:
+            norms = torch.stack([n.float().to(device) for n in torch._foreach_norm(grads, norm_type)])
+            local = norms.max() if infinite else norms.pow(norm_type).sum()
+        dist.all_reduce(local, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
+        return local if infinite else local.pow(1.0 / norm_type)
+
+    def widen(self) -> None:
+        """Before gradients are computed with."""
+        for fragment in self.fragments.values():
+            fragment.widen()
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply every gradient."""
+        self.widen()
+        for fragment in self.fragments.values():
+            if fragment.grad is not None:
+                fragment.grad.mul_(factor.to(device=fragment.grad.device, dtype=fragment.grad.dtype))
+        for grad in self._whole_gradients():
+            grad.mul_(factor.to(device=grad.device, dtype=grad.dtype))
+
+    def _whole_gradients(self) -> list[torch.Tensor]:
+        grads = [self.parameters[i].grad for i in sorted(self.whole_gradients)]
+        return [grad for grad in grads if grad is not None]
+
+    def reset(self) -> None:
+        """Forget a backward or forward that ended half-way. Collective."""
+        self.backwards.clear()
+        self.waiting.clear()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def is_divided(self, index: int) -> bool:
+        """Whether the ranks hold fragments of a parameter."""
+        return index in self.divided
+
+    def here(self, index: int) -> torch.Tensor:
+        """A parameter's values as far as this rank has them all; else nan. Local."""
+        return self.parameters[index].detach().clone()
+
+    def dtype_of(self, index: int) -> torch.dtype:
+        """Of the weights that the optimizer steps."""
+        parameter = self.parameters[index]
+        return torch.float32 if self.masters and parameter.is_floating_point() else parameter.dtype
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def take_edits(self) -> list[int]:
+        """Let the optimizer step what the loop has written into the weights; which parameters' values are lost. Local."""
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        """Let every rank see the stepped weights. Collective."""
+        for fragment in self.fragments.values():
+            if fragment.weights is not fragment.home and fragment.weights.data_ptr() != fragment.home.data_ptr():
+                fragment.home.copy_(fragment.weights)
+        self.gather()
+
+    @abstractmethod
+    def gather(self) -> None:
+        """Spread what is in the homes. Collective."""
+
+    @abstractmethod
+    def arrange(self) -> None:
+        """Find this rank's fragments in what the library built."""
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around each forward."""
+        yield
+
+    def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A method of the root module."""
+        return method(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def whole(self, full: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Inside, each parameter is ``full``'s tensor; afterwards this rank's part of it is kept. Collective."""
+        held = [p.data for p in self.parameters]
+        for parameter, values in zip(self.parameters, full, strict=True):
+            parameter.data = values
+        try:
+            yield
+        finally:
+            for index, parameter in enumerate(self.parameters):
+                if (fragment := self.fragments.get(index)) is not None:
+                    part = parameter.data.reshape(-1).narrow(0, fragment.start, fragment.home.numel())
+                    fragment.weights.copy_(part)
+                parameter.data = held[index]
+            self.spread()
+
+    @torch.no_grad()
+    def end(self, full: Sequence[torch.Tensor]) -> None:
+        """Give the module its own parameters back, with these values."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.library.destroy()
+        self.snapshot.restore()
+        for parameter, values in zip(self.parameters, full, strict=True):
+            parameter.data = values
+        self.fragments.clear()
+
+
+# -- stages 1 and 2 ----------------------------------------------------------------------------------------------------
+# Stages 1 and 2 of DeepSpeed: flat memory that every rank holds, of which each steps an equal part.
+
+
+@final
+class Flat(Partitions):
+    """Stages 1 and 2: every rank holds all weights, in flat memory, and owns an equal part of it."""
+
+    def __init__(self, stage: int, *args: Any) -> None:
+        super().__init__(*args)
+        self.eager = stage == 2
+        self._groups: dict[int, int] = {}
+        #: Each parameter's place in the flat memory.
+        self._places: dict[int, torch.Tensor] = {}
+
+    def arrange(self) -> None:
+        """A fragment for each parameter that reaches into this rank's part."""
+        zero = self.zero
+        for hook in zero._grad_acc_hooks:
+            hook.remove()
+        zero._grad_acc_hooks.clear()
+        for g, parameters in enumerate(zero.round_robin_bit16_groups):
+            size = int(zero.partition_size[g])
+            first = size * dist.get_rank(zero.real_dp_process_group[g])
+            for parameter, offset in zip(parameters, zero.round_robin_bit16_offsets[g], strict=True):
+                index = self.numbers[id(parameter)]
+                self._groups[index] = g
+                self._places[index] = parameter.data
+                start, end = max(offset, first), min(offset + parameter.numel(), first + size)
+                if start < end:
+                    self.own(index, start - offset, zero.bit16_groups_flat[g].narrow(0, start, end - start))
+            # The library's copy of the weights, and views of it: the fragments have their own, where they need one.
+            zero.single_partition_of_fp32_groups[g].data = torch.empty(0)
+            for parameter in parameters:
+                parameter._hp_mapping = None
+        zero.copy_grads_in_partition = self._collect
+        buckets = zero.ipg_buckets
+        zero.reduce_ipg_grads = self.announced(
+            zero.reduce_ipg_grads,
+            lambda comm_dtype=None: tuple(
+                (str(dtype), *(number for *_, number in bucket.params))
+                for dtype, bucket in buckets.items()
+                if bucket.params and comm_dtype in (None, dtype)
+            ),
+        )
+
+    @torch.no_grad()
+    def take_edits(self) -> list[int]:
+        """The module has whole weights, to write or to replace as in one process."""
+        lost = []
+        for index, place in self._places.items():
+            parameter = self.parameters[index]
+            if parameter.data_ptr() == place.data_ptr():
+                continue
+            if parameter.shape == place.shape and parameter.dtype is place.dtype:  # another tensor was put there
+                place.copy_(parameter.data)
+                parameter.data = place
+            else:
+                lost.append(index)
+        for fragment in self.fragments.values():
+            if fragment.weights.data_ptr() != fragment.home.data_ptr():
+                written = fragment.home.to(fragment.weights.device)
+                same = fragment.weights.to(written.dtype) == written  # there the copy keeps its own digits
+                fragment.weights.copy_(torch.where(same, fragment.weights, written.to(fragment.weights.dtype)))
+        return lost
+
+    def offer(self, index: int) -> None:
+        """Zeros where this rank has no gradient."""
+        parameter = self.parameters[index]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+    def take(self, index: int) -> None:
+        """Into the library's bucket."""
+        parameter = self.parameters[index]
+        if parameter.numel():
+            self.zero.setup_buckets()
+            self.zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, self._groups[index])
+
+    def _collect(self, parameter: nn.Parameter, _: int | None = None) -> None:
+        """The library has reduced a gradient of which this rank may own a part."""
+        fragment = self.fragments.get(self.numbers[id(parameter)])
+        if fragment is not None and parameter.grad is not None:
+            fragment.accumulate(parameter.grad.reshape(-1).narrow(0, fragment.start, fragment.home.numel()))
+        parameter.grad = None
+
+    def finish(self) -> None:
+        """Reduce what is in the bucket."""
+        zero = self.zero
+        zero.reduce_ipg_grads()
+        if zero.overlap_comm:
+            library("deepspeed.accelerator").get_accelerator().synchronize()
+            zero._clear_previous_reduced_grads()
+        for parameter in self.divided.values():
+            number = zero.get_param_id(parameter)
+            if zero.params_already_reduced[number]:
+                zero.params_already_reduced[number] = False
+                self._collect(parameter)
+        zero._release_ipg_buffers()
+
+    def reset(self) -> None:
+        """Empty the bucket."""
+        super().reset()
+        zero = self.zero
+        for bucket in zero.ipg_buckets.values():
+            bucket.clear()
+        zero.extra_large_param_to_reduce.clear()
+        zero.params_already_reduced[:] = [False] * len(zero.params_already_reduced)
+        zero._release_ipg_buffers()
+
+    def gather(self) -> None:
+        """All ranks' parts of the flat memory."""
+        zero = self.zero
+        library("deepspeed.runtime.utils").all_gather_dp_groups(
+            groups_flat=zero.bit16_groups_flat,
+            partitioned_param_groups=zero.parallel_partitioned_bit16_groups,
+            dp_process_group=zero.real_dp_process_group,
+            start_alignment_factor=zero.nccl_start_alignment_factor,
+            allgather_bucket_size=zero.allgather_bucket_size,
+        )

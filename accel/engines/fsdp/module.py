@@ -1,0 +1,406 @@
+"""The one place that reaches into FSDP2's own objects: a module under ``fully_shard``, and the way back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _composable_state
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.tensor import DTensor
+
+from ...errors import BackendError
+from ...gradients.patches import Patch
+from ...process import Process
+from ...process.control import Waiting, announce
+from .standin import Gathered
+
+# -- one number read from a part ---------------------------------------------------------------------------------------
+# One number read, or a row cut, from what is divided: DTensor would give this rank's part, or a copy, and say nothing.
+
+_NUMBER: Final = torch.ops.aten._local_scalar_dense.default
+#: Views that cut, and where their arguments say along which dimensions, with the defaults.
+_CUTS: Final[Mapping[Any, Mapping[int, int]]] = {
+    torch.ops.aten.select.int: {1: 0},
+    torch.ops.aten.slice.Tensor: {1: 0},
+    torch.ops.aten.split.Tensor: {2: 0},
+    torch.ops.aten.split_with_sizes.default: {2: 0},
+    torch.ops.aten.diagonal.default: {2: 0, 3: 1},
+}
+_meshes: Final[weakref.WeakValueDictionary[int, DeviceMesh]] = weakref.WeakValueDictionary()
+
+
+def guard(mesh: DeviceMesh) -> None:
+    """From now on these raise for a part on ``mesh``: ``item()``, ``float()`` and the like, and cuts that could be written to."""
+    _meshes[id(mesh)] = mesh
+    for patch in _patches:
+        patch.install()
+
+
+def release(mesh: DeviceMesh) -> None:
+    """Undo ``guard``."""
+    _meshes.pop(id(mesh), None)
+    if not _meshes:
+        for patch in _patches:
+            patch.remove()
+
+
+def _of_this_rank(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What DTensor does by itself."""
+    return op(args[0].to_local(), *args[1:], **kwargs)
+
+
+def _number(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    tensor = args[0]
+    if all(placement.is_replicate() for placement in tensor.placements) or not _ours(tensor):
+        return original(op, args, kwargs)
+    raise BackendError(
+        "one number (item(), float(), bool(), ...) of a tensor that backend 'fsdp' divides over the ranks "
+        f"({', '.join(map(str, tensor.placements))}): on this rank it would be that of a part. Call tensor.full_tensor() on "
+        "every rank first"
+    )
+
+
+def _ours(tensor: DTensor) -> bool:
+    # By equality: DTensor remembers what it has computed, and with it the mesh of an engine that was like this one.
+    return tensor.device_mesh in _meshes.values()
+
+
+def _as_without(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What DTensor does where no function is registered: nothing else calls it."""
+    own = _handlers.pop(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        _handlers[op] = own
+
+
+def _cut(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Along a divided dimension a view is a copy, gathered from all ranks: what is written to it would be lost."""
+    tensor = args[0]
+    # Autograd refuses writes to a view of what requires gradients, and makes views of its own in backward.
+    safe = (torch.is_grad_enabled() and tensor.requires_grad) or torch._C._current_graph_task_id() != -1
+    if safe or not _along_divided(op, args) or not _ours(tensor):
+        return original(op, args, kwargs)
+    raise BackendError(
+        f"an index, a slice or a split of a tensor of shape {tuple(tensor.shape)} that backend 'fsdp' divides over the ranks "
+        f"({', '.join(map(str, tensor.placements))}): it would be a copy, so that writes to it are lost, which all ranks must "
+        "make together. To read, index tensor.full_tensor(), called on every rank; to write, change "
+        "full = accel.full_state_dict(model), then model.load_state_dict(full), on every rank"
+    )
+
+
+def _along_divided(op: Any, args: tuple[Any, ...]) -> bool:
+    tensor = args[0]
+    dims = [(args[at] if at < len(args) else default) % tensor.ndim for at, default in _CUTS[op].items()]
+    if op is torch.ops.aten.slice.Tensor:
+        defaults: tuple[Any, ...] = (None, None, 1)
+        start, end, step = args[2:] + defaults[len(args) - 2 :]
+        if not start and (end is None or end >= tensor.shape[dims[0]]) and step == 1:
+            return False  # all of it
+    return any(placement.is_shard(dim) for placement in tensor.placements for dim in dims)
+
+
+_handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+_patches: Final = (
+    Patch(_handlers, _NUMBER, _number, _of_this_rank),
+    *(Patch(_handlers, op, _cut, _as_without) for op in _CUTS),
+)
+
+
+# -- What FSDP2 gathers and reduces, announced before it does so -------------------------------------------------------
+
+
+def watch(process: Process, group: Any, name: str, title: str) -> None:
+    """Announce what one group of FSDP2's parameters gathers and reduces; ``name`` is its module's."""
+    unshard, post_backward = group.unshard, group.post_backward
+    gathering, reducing = (f"the {verb} of {name} ({title})" for verb in ("gathering", "reduction"))
+    in_gather, in_reduce = Waiting(process, gathering), Waiting(process, reducing)
+
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        if group._all_gather_result is not None or group.is_unsharded:
+            return unshard(*args, **kwargs)
+        announce(process, gathering)
+        with in_gather:
+            return unshard(*args, **kwargs)
+
+    def reduce(*args: Any) -> Any:
+        came = tuple(i for i, p in enumerate(group.fsdp_params) if has_gradient(p)) if group.reduce_grads else ()
+        if not came:
+            return post_backward(*args)
+        announce(process, reducing, came)
+        with in_reduce:
+            return post_backward(*args)
+
+    group.unshard, group.post_backward = gather, reduce
+
+
+def has_gradient(param: Any) -> bool:
+    """Whether one of FSDP2's parameters has a gradient that was not reduced."""
+    return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
+
+
+@final
+class ShardedModule:
+    """A module whose parameters are shards, gathered block by block while forward and backward need them.
+
+    Args:
+        module: the user's module.
+        group: the process group.
+        device: where to compute.
+        options: of the engine.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device, options: Any) -> None:
+        self.module: Any = module
+        self.groups: list[Any] = []
+        self.params: list[Any] = []
+        self._group = group
+        self._device = device
+        self._options = options
+        self._hooks: list[Any] = []
+        self._modules: list[nn.Module] = []
+
+    def apply(self, blocks: Sequence[nn.Module]) -> None:
+        """Put shards in the parameters' places, but for what cannot be cut. ``blocks`` are gathered as one, inner ones first."""
+        options = self._options
+        self._mesh = DeviceMesh.from_group(self._group, self._device.type)
+        guard(self._mesh)
+        offload = CPUOffloadPolicy(pin_memory=self._device.type != "cpu") if options.cpu_offload else OffloadPolicy()
+        whole_ones = set(kept_whole(self.module))
+        for child in [*blocks, self.module]:
+            whole = child is self.module and options.param_dtype is not None
+            policy = MixedPrecisionPolicy(
+                param_dtype=options.param_dtype,
+                reduce_dtype=options.reduce_dtype,
+                output_dtype=torch.float32 if whole else None,
+            )
+            self._modules.append(child)
+            fully_shard(
+                child,
+                mesh=self._mesh,
+                reshard_after_forward=None if options.reshard_after_forward else False,
+                mp_policy=policy,
+                offload_policy=offload,
+                ignored_params=whole_ones,
+            )
+
+    def begin(self, process: Process, title: str, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Take over, once every parameter has its values: ``before`` and ``after`` hear of each backward."""
+        self.root = self.module._get_fsdp_state()
+        self.root._lazy_init()
+        self.context = self.root._state_ctx
+        self.groups = [g for s in self.context.all_states for g in s._fsdp_param_groups]
+        self.params = [p for g in self.groups for p in g.fsdp_params]
+        for param in self.params:
+            _prepare(param, self._group.size(), self._device)
+        self._by_shard = {id(param.sharded_param): param for param in self.params}
+        names = {id(m): n or "the parameters outside of all blocks" for n, m in self.module.named_modules()}
+        for group in self.groups:
+            watch(process, group, names[id(group.modules[0])], title)
+        for state in self.context.all_states:
+            _tell(state, self.context, before, after)
+        inside = {id(m) for child in self._modules if child is not self.module for m in child.modules()}
+        for child in self.module.modules():
+            if (
+                id(child) not in inside
+                and child is not self.module
+                and any(p is not None for p in child._parameters.values())
+            ):
+                self._hooks += _enter_by(child, self.root)
+
+    # -- parameters -----------------------------------------------------------------------------------------------
+
+    def gathered(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Each parameter as it is while it is gathered, with its shard."""
+        return ((param._unsharded_param, param.sharded_param) for param in self.params)
+
+    def mark_gathered(self) -> None:
+        """Give gathered parameters the class that keeps them and their shards alike."""
+        for whole, shard in self.gathered():
+            marked: Any = whole
+            marked.__class__ = Gathered
+            marked.shard = shard
+            # Autograd never comes to the shard: a hook there would wait for ever.
+            vars(shard)["register_hook"] = _hooking(weakref.ref(whole))
+
+    def reshard(self) -> None:
+        """Free what is gathered: the next use gathers again. Local."""
+        for group in self.groups:
+            if not group.is_sharded:
+                group._to_sharded()
+
+    def exposed_gradients(self) -> bool:
+        """Whether a shard has a gradient while its parameter is gathered."""
+        return any(p.sharded_param.grad is not None for g in self.groups if not g.is_sharded for p in g.fsdp_params)
+
+    def compute(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function that computes with the root's parameters, as a forward."""
+        if self.root._training_state is not TrainingState.IDLE:
+            return fn(*args, **kwargs)
+        args, kwargs = self.root._pre_forward(self.module, args, kwargs)
+        return self.root._post_forward(self.module, args, fn(*args, **kwargs))
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def pending(self) -> list[Any]:
+        """FSDP2's parameters with gradients that were not reduced."""
+        return [p for p in self.params if has_gradient(p)]
+
+    def reduce(self, synchronised: bool) -> None:
+        """Reduce every gradient that is pending. Collective."""
+        self.module.set_requires_gradient_sync(True)
+        self.context.is_last_backward = True
+        for group in self.groups:
+            group._training_state = TrainingState.IDLE
+        self.root._root_post_backward_final_callback()
+        self.module.set_requires_gradient_sync(synchronised)
+
+    def synchronise(self, value: bool) -> None:
+        """Whether backward passes reduce."""
+        self.module.set_requires_gradient_sync(value)
+
+    def broken(self) -> bool:
+        """Whether a backward began and did not come to its end."""
+        return self.context.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1
+
+    def reset(self) -> None:
+        """Forget a forward or backward that ended half-way."""
+        if torch._C._current_graph_task_id() == -1:  # inside a backward it is activation checkpointing that ends early
+            self.module.reset_iter_state()
+
+    def set_data(self, tensor: Any, value: torch.Tensor) -> bool:
+        """``p.data = values`` of a shard, which DTensor would keep in its outer shell, where nothing uses them. Local."""
+        param = self._by_shard.get(id(tensor))
+        if param is None or param.sharded_param is not tensor:
+            return False
+        if not isinstance(value, DTensor) or value._spec != tensor._spec or value.dtype is not tensor.dtype:
+            raise BackendError(
+                f"p.data = ... of a parameter of shape {tuple(tensor.shape)} that is divided over the ranks: expected a DTensor "
+                "of the same shape, dtype and placements, as p.data.clone() is, found a "
+                f"{type(value).__name__} of {tuple(value.shape)} and {value.dtype}; set whole weights by load_state_dict(full) "
+                "of the model's handle"
+            )
+        if param.sharded_state is not ShardedState.SHARDED:
+            raise BackendError("p.data = ... between a forward and its backward: set weights after the backward")
+        tensor._local_tensor = value._local_tensor.detach()
+        param.reset_sharded_param()
+        return True
+
+    # -- the way back ---------------------------------------------------------------------------------------------
+
+    def let_go(self) -> None:
+        """Drop the process groups. Local."""
+        for group in getattr(self, "groups", []):
+            for info in (group.mesh_info, group.post_forward_mesh_info):
+                if info is not None:
+                    info.shard_process_group = None
+
+    def undo(self) -> None:
+        """Make the modules plain again; whoever calls puts parameters in the shards' places. Local."""
+        release(self._mesh)
+        for hook in self._hooks:
+            hook.remove()
+        for child in self._modules:
+            if isinstance(child, FSDPModule):
+                _undo(child)
+        for child in self.module.modules():
+            for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+                child.__dict__.pop(name, None)
+
+
+def kept_whole(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that cannot be cut, which every rank has: scalars, and those without elements."""
+    return [p for p in module.parameters() if not p.dim() or not p.numel()]
+
+
+def _prepare(param: Any, world_size: int, device: torch.device) -> None:
+    """Make the tensors that a parameter is gathered into: a first forward in inference mode would make them useless."""
+    inputs = param.all_gather_inputs
+    param.init_all_gather_outputs([t.numel() for t in inputs], [t.dtype for t in inputs], world_size, device)
+    param.init_unsharded_param()
+    param.free_unsharded_param()
+
+
+def _tell(state: Any, context: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call ``before`` where a backward reaches FSDP2 first and ``after`` at its end."""
+    register, finish = state._register_root_post_backward_final_callback, state._root_post_backward_final_callback
+
+    def begin() -> None:
+        if not context.post_backward_final_callback_queued:
+            before()
+        register()
+
+    def end() -> None:
+        finish()
+        after()
+
+    state._register_root_post_backward_final_callback = begin
+    state._root_post_backward_final_callback = end
+
+
+def _enter_by(child: nn.Module, root: Any) -> list[Any]:
+    """Gather the root's parameters when a submodule of it is called by itself."""
+    entered: list[nn.Module] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if root._training_state is not TrainingState.IDLE:
+            return None
+        args, kwargs = root._pre_forward(module, args, kwargs)
+        entered.append(module)
+        return args, kwargs
+
+    def leave(module: nn.Module, args: Any, out: Any) -> Any:
+        if not entered:
+            return None
+        entered.clear()
+        return root._post_forward(module, args, out)
+
+    return [
+        child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+        child.register_forward_hook(leave),
+    ]
+
+
+def _undo(child: Any) -> None:
+    state = child._get_fsdp_state()
+    for name in ("_register_root_post_backward_final_callback", "_root_post_backward_final_callback"):
+        state.__dict__.pop(name, None)
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    for group in state._fsdp_param_groups:
+        for handles in (
+            group._module_to_pre_save_state_dict_hook_handle,
+            group._module_to_pre_load_state_dict_hook_handle,
+        ):
+            for handle in handles.values():
+                handle.remove()
+        for param in group.fsdp_params:
+            param._post_load_hook_handle.remove()
+    child.__class__ = type(child).__mro__[2]
+    _composable_state._module_state_mapping.pop(child, None)
+    for key in (STATE_KEY, REGISTRY_KEY):
+        child.__dict__.pop(key, None)
+
+
+def _hooking(reference: weakref.ref[nn.Parameter]) -> Callable[..., Any]:
+    def register_hook(hook: Callable[..., Any]) -> Any:
+        """As any tensor's: the hook gets this rank's own gradient, whole, before it is reduced."""
+        whole = reference()
+        assert whole is not None  # as long as the shard
+        return whole.register_hook(hook)
+
+    return register_hook
+
+
+def is_shard(value: object) -> bool:
+    """Whether a value is a sharded tensor."""
+    return isinstance(value, DTensor)

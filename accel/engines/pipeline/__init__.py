@@ -1,0 +1,335 @@
+"""``pipeline``: a Sequential cut into stages, with micro-batches and activation checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ...errors import BackendError, OptimizerError, PrecisionError
+from ...gradients.methods import only
+from ...gradients.step import refuse_steps
+from ...precision import convert_module, convert_optimizer
+from ...process import Process
+from ...shard import Manifest, Shard
+from ...trees import map_tensors
+from .._copies import allow_copies, refuse_copies
+from ..engine import Context, Engine, Options
+from ..memory import Footprint, MemoryUse
+from .channel import Channel
+from .checks import batchnorms_of, check_balance, check_forward, check_layers, check_sequential
+from .parts import Parts, Whole, refuse_tied
+from .passes import Relay
+from .stages import (
+    Balance,
+    Cut,
+    Named,
+    Stage,
+    balanced,
+    count_stages,
+    cut,
+    flatten,
+    listed,
+    predicted,
+    put_together,
+    split,
+    times_of,
+    unflatten,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline(Options):
+    """Options of ``pipeline``.
+
+    Args:
+        balance: the number of children of each stage; "size" makes the stages' bytes of parameters as equal as can be,
+            "time" the seconds of forward and backward, measured on rank 0 in the first forward; None is "size".
+        chunks: micro-batches that each batch is cut into along dim 0, so that the stages work at the same time; fewer
+            where the batch has fewer samples.
+        checkpoint: which micro-batches keep no activations and compute them again in backward.
+    """
+
+    balance: Sequence[int] | Literal["size", "time"] | None = None
+    chunks: int = 1
+    checkpoint: Literal["always", "except_last", "never"] = "except_last"
+
+    def check_values(self) -> None:
+        """Refuse an unknown balance, number of chunks or checkpointing."""
+        balance: Any = "size" if self.balance is None else self.balance
+        if isinstance(balance, Sequence) and not isinstance(balance, str):
+            balance = tuple(balance)
+            if not balance or any(type(n) is not int or n < 1 for n in balance):
+                raise BackendError(f"Pipeline(balance={self.balance!r}): expected at least one child for each stage")
+        elif balance not in ("size", "time"):
+            raise BackendError(f"Pipeline(balance={balance!r}): expected a list of ints, 'size' or 'time'")
+        object.__setattr__(self, "balance", balance)
+        if type(self.chunks) is not int or self.chunks < 1:
+            raise BackendError(f"Pipeline(chunks={self.chunks!r}): expected at least 1")
+        if self.checkpoint not in ("always", "except_last", "never"):
+            raise BackendError(f"Pipeline(checkpoint={self.checkpoint!r}): expected 'always', 'except_last' or 'never'")
+
+
+@final
+class PipelineEngine(Engine):
+    """Over several ranks each one runs, and holds, its stage; in one process all stages run on its devices."""
+
+    name = "pipeline"
+    options_type = Pipeline
+    spreads = partial_gradients = True
+    options: Pipeline
+
+    def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
+        super().__init__(module, entry, context)
+        self._balance: Balance = self.options.balance or "size"
+        self._children: list[Named] = list(module._modules.items())  # type: ignore[arg-type]
+        self._batchnorms = batchnorms_of(module)
+        self._stages: list[Stage] = []
+        self._parts: Parts | None = None
+        self._channel = Channel(context.process, self.label)
+        self._relay = Relay(module, self._channel)
+        self._guards: dict[int, tuple[Whole, RemovableHandle]] = {}
+
+    @classmethod
+    def check(cls, module: nn.Module, options: Any, process: Process) -> None:
+        """Refuse what cannot be cut into stages."""
+        distributed = process.place.world_size > 1
+        num_stages = count_stages(options.balance, process)
+        check_sequential(module, num_stages)
+        check_layers(module, distributed=distributed)
+        children: list[Named] = list(module._modules.items())  # type: ignore[arg-type]
+        if options.balance == "time":
+            refuse_tied([[child] for child in children])
+            return
+        if not isinstance(options.balance, str):
+            check_balance(options.balance, len(children), num_stages, distributed or len(process.devices) > 1)
+        refuse_tied(split(children, listed(options.balance, children, num_stages)))
+
+    @classmethod
+    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
+        """A stage on each rank; by size, unless the balance is given for as many ranks."""
+        return predicted(footprint, options.balance, world_size)
+
+    @classmethod
+    def replica(cls, process: Process) -> tuple[int, int]:
+        """All ranks hold one model together."""
+        return 0, 1
+
+    def wrap(self) -> None:
+        """Place the stages on this process's devices, where it has the whole model."""
+        if self.entry is not self.module:
+            raise BackendError(
+                "a pipeline calls the children of the Sequential, so a torch.compile of the whole never runs: compile "
+                "the children instead (child.compile())"
+            )
+        if not self.distributed and (self._balance != "time" or len(self.process.devices) == 1):
+            self._place(listed(self._balance, self._children, count_stages(self._balance, self.process)))
+
+    def _place(self, balance: Sequence[int]) -> None:
+        """Build the stages, each on its device."""
+        devices = self.process.devices
+        for number, children in enumerate(split(self._children, balance)):
+            stage = Stage(children, devices[number % len(devices)])
+            for _, child in children if len(devices) > 1 else ():
+                convert_module(child, stage.device, None, ExitStack())
+            self._stages.append(stage)
+
+    def start(self, optimizers: Sequence[Optimizer]) -> None:
+        """Rank 0's weights, then each rank keeps its own stage of them."""
+        super().start(optimizers)
+        if self.distributed and self._parts is None and self._balance != "time":
+            self._part(listed(self._balance, self._children, self.process.place.world_size))
+        elif self._parts is not None:
+            for optimizer in optimizers:
+                self._parts.release_state(optimizer, self.parameter_names)
+
+    def _part(self, balance: Sequence[int]) -> None:
+        parts = split(self._children, balance)
+        self._parts = Parts(self.module, parts, self._channel)
+        self._stages = [Stage(parts[self._channel.rank], self.process.device)]
+        for stepper in self.steppers.values():
+            self._parts.release_state(stepper.optimizer, self.parameter_names)
+
+    # -- forward and backward -----------------------------------------------------------------------------------------
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The batch through all stages, in micro-batches."""
+        if len(args) != 1 or kwargs:
+            raise TypeError(f"a Sequential takes one input; got {len(args)} and {sorted(kwargs)}")
+        tensors, form = flatten(args[0], "input")
+        where = cut(tensors, self.options.chunks)
+        count = len(where.slices)
+        check_forward(self.module, self._children, self._batchnorms, count)
+        kept = {"always": 0, "except_last": 1, "never": count}[self.options.checkpoint]
+        keep = [number >= count - kept for number in range(count)]
+        if self.distributed:
+            return self._run_over_ranks(args[0], tensors, form, where, keep)
+        if not self._stages:
+            self._place(balanced(times_of(self._children, args[0]), len(self.process.devices)))
+        values = [unflatten(form, piece) for piece in where.pieces(tensors)]
+        # At each moment a stage has the micro-batch after the one that its successor has: devices work at the same time.
+        for moment in range(count + len(self._stages) - 1):
+            for at, stage in zip(range(moment, -1, -1), self._stages, strict=False):
+                if at < count:
+                    values[at] = stage.run(self._moved(values[at], stage.device), keep[at])
+        return self._moved(put_together(values, where), self.process.device)
+
+    def _moved(self, value: Any, device: torch.device) -> Any:
+        several = len(self.process.devices) > 1
+        return map_tensors(lambda tensor: tensor.to(device), value, others=True) if several else value
+
+    def _run_over_ranks(self, batch: Any, tensors: list[torch.Tensor], form: Any, where: Cut, keep: list[bool]) -> Any:
+        mask = self.mask.now()
+        self._relay.meet(tensors, form, mask)
+        self.mask.known = mask
+        if self._parts is None:
+            self._part(balanced(self._relay.times(self._children, batch), self.process.place.world_size))
+        wanted = torch.is_grad_enabled() and (any(mask) or any(t.requires_grad for t in tensors))
+        return self._relay.run(self._stages[0], tensors, form, where, keep, wanted)
+
+    # -- optimizers ---------------------------------------------------------------------------------------------------
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Add an optimizer, of which each rank steps its own stage."""
+        if self.distributed and isinstance(optimizer, LBFGS):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} looks at all parameters together, but each rank of a pipeline has those of its "
+                "stage: use an optimizer that treats each parameter by itself"
+            )
+        super().attach(optimizer)
+        if self.distributed:
+            guard = Whole()
+            self._guards[id(optimizer)] = (guard, optimizer.register_state_dict_pre_hook(guard))
+            refuse_copies(optimizer)
+
+    def detach(self, optimizer: Optimizer) -> None:
+        """Give the optimizer back to its user."""
+        super().detach(optimizer)
+        if self.distributed:
+            self._guards.pop(id(optimizer))[1].remove()
+            allow_copies(optimizer)
+
+    def steps_part(self, optimizer: Optimizer) -> bool:
+        """Its stage."""
+        return self._parts is not None
+
+    def outside_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """On this rank's stage only."""
+        away = {id(p) for _, p in self._parts.away} if self._parts is not None else set()
+        return only(optimizer, lambda p: id(p) not in away) if away else super().outside_step(optimizer)
+
+    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """None once the stages are apart."""
+        return super().replicas() if self._parts is None else []
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Refuse gradients of what lies on other ranks, and a scaler that looked at this stage alone."""
+        if self._parts is None:
+            return
+        away = [name for name, parameter in self._parts.away if parameter.grad is not None]
+        if away:
+            raise BackendError(
+                f"{', '.join(away[:5])} has a gradient on rank {self._channel.rank}, but lies on rank "
+                f"{self._parts.owner(away[0])}: a loss may use the pipeline's output, not its parameters"
+            )
+        if getattr(optimizer, "found_inf", None) is not None:
+            raise PrecisionError(
+                "a GradScaler sees the overflow of one stage only, on each rank of a pipeline: use accel.backward(loss)"
+            )
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
+        """The whole module and the whole state of its optimizers, on every rank."""
+        if self._parts is not None:
+            parts, self._parts = self._parts, None
+            if self._ended:
+                parts.close()
+                for optimizer in optimizers:
+                    refuse_steps(optimizer, self._ended)
+                raise self.lost()
+            names = self.parameter_names
+            for optimizer in optimizers:
+                parts.release_state(optimizer, names)
+                for parameter, state in parts.full_state(optimizer, names).items():
+                    optimizer.state.pop(parameter, None)  # so that the order is the same on every rank
+                    optimizer.state[parameter] = state
+            parts.restore()
+        elif len(self.process.devices) > 1 and self._stages:
+            for _, child in self._children:
+                convert_module(child, self.process.device, None, ExitStack())
+            for optimizer in optimizers:
+                convert_optimizer(optimizer, ExitStack())
+        self._stages = []
+
+    def synchronize(self, source: int = 0) -> None:
+        """Rank ``source``'s weights; once the stages are apart there is one copy of each, and nothing to do."""
+        if self._parts is None:
+            super().synchronize(source)
+
+    def state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The handle's; over ranks no rank holds it all."""
+        if self._parts is not None:
+            what = "model" if optimizer is None else "optimizer"
+            raise BackendError(
+                f"{what}.state_dict(): each rank of a pipeline holds its own stage: use accel.full_state_dict({what}) on all "
+                "ranks, or accel.save"
+            )
+        return super().state_dict(optimizer, args, kwargs)
+
+    def load_state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Take this rank's part of a full state."""
+        if self._parts is None:
+            return super().load_state_dict(optimizer, args, kwargs)
+        if optimizer is None:
+            with self._parts.with_memory():
+                return super().load_state_dict(None, args, kwargs)
+        try:
+            return super().load_state_dict(optimizer, args, kwargs)
+        finally:
+            self._parts.release_state(optimizer, self.parameter_names)
+
+    def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
+        """The whole state, from the ranks that own it."""
+        if self._parts is None or optimizer is None:
+            return super().full_state_dict(optimizer) if self._parts is None else self._parts.full_state_dict()
+        with self._guards[id(optimizer)][0].opened():
+            return self._parts.full_optimizer_state_dict(optimizer, self.parameter_names)
+
+    def shards(self, optimizer: Optimizer | None) -> list[Shard]:
+        """What this rank owns."""
+        if self._parts is None:
+            return super().shards(optimizer)
+        with self._parts.opened():
+            return [s for s in super().shards(optimizer) if self._parts.owns(s.name)]
+
+    def has(self, name: str) -> bool:
+        """What runs on this rank."""
+        return self._parts is None or self._parts.owns(name)
+
+    def values(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The groups, and the plain state of what this rank owns."""
+        values = super().values(optimizer)
+        if self._parts is not None:
+            values["state"] = {name: state for name, state in values["state"].items() if self._parts.owns(name)}
+        return values
+
+    def slots(self, optimizer: Optimizer | None, manifest: Manifest) -> list[Shard]:
+        """What this rank needs."""
+        if self._parts is None:
+            return super().slots(optimizer, manifest)
+        own = {name: kind for name, kind in manifest.items() if self._parts.owns(name)}
+        with self._parts.opened():
+            return [s for s in super().slots(optimizer, own) if self._parts.owns(s.name)]
+
+    def fill_values(self, optimizer: Optimizer, values: Mapping[str, Any]) -> None:
+        """Take over what this rank owns."""
+        super().fill_values(optimizer, values)
+        if self._parts is not None:
+            self._parts.release_state(optimizer, self.parameter_names)

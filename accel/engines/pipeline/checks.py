@@ -1,0 +1,147 @@
+"""What a pipeline refuses, and how its ranks see that all do the same."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...errors import BackendError, RankMismatchError
+from ...process.control import agree
+from ..memory import is_sequence
+from .stages import Named
+
+_TIED = nn.modules.batchnorm._BatchNorm
+
+
+def check_sequential(module: nn.Module, stages: int) -> None:
+    """Refuse a module that has no sequence of children, or too few of them.
+
+    Raises:
+        BackendError: says what to do.
+    """
+    if not is_sequence(module):
+        raise BackendError(
+            f"a pipeline needs a torch.nn.Sequential, whose children are its layers; this {type(module).__name__} has a "
+            "forward of its own: write the model as one Sequential, or use a backend that does not cut it"
+        )
+    if len(module._modules) < stages:
+        raise BackendError(
+            f"a pipeline of {stages} stages needs at least as many children; this Sequential has {len(module._modules)}: "
+            "flatten nested Sequentials, or use fewer processes"
+        )
+
+
+def check_balance(balance: tuple[int, ...], children: int, stages: int, fixed: bool) -> None:
+    """Refuse a balance that does not give each stage its children.
+
+    Raises:
+        BackendError: says what was expected.
+    """
+    if fixed and len(balance) != stages:
+        raise BackendError(
+            f"Pipeline(balance={list(balance)}) is for {len(balance)} stages; there are {stages} devices"
+        )
+    if sum(balance) != children:
+        raise BackendError(
+            f"Pipeline(balance={list(balance)}) is for {sum(balance)} children; this Sequential has {children}"
+        )
+
+
+def check_layers(module: nn.Module, *, distributed: bool) -> None:
+    """Refuse layers that would wait for ranks that never call them.
+
+    Raises:
+        BackendError: names them.
+    """
+    for name, layer in module.named_modules():
+        if distributed and isinstance(layer, nn.SyncBatchNorm):
+            raise BackendError(f"{name} is a SyncBatchNorm, but a stage runs on one rank only: use BatchNorm")
+
+
+def check_forward(module: nn.Module, children: Sequence[Named], batchnorms: Sequence[Named], chunks: int) -> None:
+    """Refuse what changed since setup, and a forward that would not be the module's.
+
+    Raises:
+        BackendError: says what to do.
+    """
+    now = list(module._modules.items())
+    if len(now) != len(children) or any(a[1] is not b[1] for a, b in zip(now, children, strict=True)):
+        raise BackendError(
+            "children of this Sequential were added, removed or replaced after accel.setup: call "
+            "raw = accel.teardown(model) and set it up again"
+        )
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        raise BackendError(
+            "a pipeline calls the children of the Sequential, so hooks on it never run: put them on a child"
+        )
+    training = [name for name, layer in batchnorms if layer.training] if chunks > 1 else []
+    if training:
+        raise BackendError(
+            f"{', '.join(training[:5])} would normalise each micro-batch by itself, which is not BatchNorm of the batch: use "
+            "Pipeline(chunks=1), GroupNorm or LayerNorm, or put it in eval()"
+        )
+
+
+def batchnorms_of(module: nn.Module) -> list[Named]:
+    """The BatchNorms, by name."""
+    return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _TIED)]
+
+
+# -- the ranks do the same --------------------------------------------------------------------------------------------
+
+
+class Prints(NamedTuple):
+    """Sums of a tensor in which another batch, or another order of it, shows."""
+
+    sums: tuple[float, float, float]
+    tolerance: float
+
+    def same(self, other: Prints) -> bool:
+        """Whether they can be of the same values, up to what rounding does."""
+        if self.tolerance != other.tolerance:
+            return False
+        room = self.tolerance * abs(self.sums[1]) + 1e-30
+        return all(
+            a == b or abs(a - b) <= room or (a != a and b != b) for a, b in zip(self.sums, other.sums, strict=True)
+        )
+
+
+@torch.no_grad()
+def prints(tensor: torch.Tensor) -> Prints:
+    """Of one tensor."""
+    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    rows = values.reshape(len(values), -1) if values.dim() and values.numel() else values.reshape(1, -1)
+    each = rows.sum(1, dtype=torch.float64)
+    total = (rows.abs() if rows.dtype is not torch.bool else rows).sum(dtype=torch.float64)
+    order = (each * torch.linspace(1, 2, len(each), dtype=torch.float64, device=each.device)).sum()
+    rounding = 1e-5 if values.dtype.itemsize >= 4 else 1e-2
+    a, b, c = torch.stack([each.sum(), total, order]).tolist()
+    return Prints((a, b, c), rounding if values.is_floating_point() else 0.0)
+
+
+def crc(value: object) -> int:
+    """A short number that is the same for equal values on all ranks."""
+    return zlib.crc32(repr(value).encode())
+
+
+def meet(what: str, facts: dict[str, Any], seen: Sequence[torch.Tensor | None], advice: str) -> None:
+    """All ranks do ``what`` with equal facts and with tensors of equal values, or every rank raises. Collective.
+
+    Raises:
+        RankMismatchError: names the first difference.
+    """
+    mine = (list(facts.values()), [None if t is None else prints(t) for t in seen])
+    answers = agree(what, mine)
+    for rank, (theirs, sums) in enumerate(answers):
+        for name, first, other in zip(facts, answers[0][0], theirs, strict=True):
+            if first != other:
+                raise RankMismatchError(f"{what}: {name} differs between rank 0 and rank {rank}: {advice}")
+        for index, (a, b) in enumerate(zip(answers[0][1], sums, strict=True)):
+            if (a is None) != (b is None) or (a is not None and not a.same(b)):
+                raise RankMismatchError(
+                    f"{what}: tensor {index} has other values on rank {rank} than on rank 0: {advice}"
+                )

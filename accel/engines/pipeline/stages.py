@@ -1,0 +1,325 @@
+"""A pipeline's stages: how a batch is cut into micro-batches, and one stage's forward."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, final
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ...errors import BackendError
+from ...process import Process
+from ...trees import map_tensors, walk
+from ..memory import Footprint, MemoryUse, layers, stages
+
+Named = tuple[str, nn.Module]
+
+_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@final
+class _Place:
+    """Where a tensor stood in a nested value."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __reduce__(self) -> Any:
+        return _Place, (self.index,)
+
+    def __repr__(self) -> str:
+        return f"tensor {self.index}"  # compared between ranks
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Place) and other.index == self.index
+
+    def __hash__(self) -> int:
+        return self.index
+
+
+def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
+    """The tensors of a nested value, and the value with places in their stead.
+
+    Raises:
+        BackendError: it holds something that is neither a tensor nor a plain value; named by its path.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def visit(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
+            tensors.append(leaf)
+            return _Place(len(tensors) - 1)
+        if isinstance(leaf, _PLAIN):
+            return leaf
+        kind = f"{leaf.layout} tensor" if isinstance(leaf, torch.Tensor) else type(leaf).__qualname__
+        raise BackendError(
+            f"a pipeline passes dense tensors, plain values, and dicts, lists and tuples of them; {path} is a {kind}"
+        )
+
+    return tensors, walk(visit, value, name)
+
+
+def unflatten(form: Any, tensors: Sequence[Any]) -> Any:
+    """The nested value again, with other tensors."""
+    return walk(lambda _, leaf: tensors[leaf.index] if isinstance(leaf, _Place) else leaf, form, "value")
+
+
+# -- micro-batches ----------------------------------------------------------------------------------------------------
+
+
+class Cut(NamedTuple):
+    """Where a batch is cut along the first dimension; one None leaves it whole."""
+
+    slices: list[slice | None]
+
+    def pieces(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """The tensors of each micro-batch; one without dimensions goes to all."""
+        return [[t if s is None or t.dim() == 0 else t[s] for t in tensors] for s in self.slices]
+
+
+def cut(tensors: Sequence[torch.Tensor], chunks: int) -> Cut:
+    """Cuts a batch into at most ``chunks`` micro-batches whose sizes differ by one sample at most.
+
+    Raises:
+        BackendError: the tensors do not have one batch size.
+    """
+    if chunks == 1:
+        return Cut([None])
+    sizes = {len(t) for t in tensors if t.dim()}
+    if len(sizes) != 1:
+        raise BackendError(
+            f"Pipeline(chunks={chunks}) cuts the batch along dim 0, and the tensors of the input have "
+            f"{sorted(sizes) or 'no dimensions'} there: give every tensor the batch as its dim 0, or use chunks=1"
+        )
+    (rows,) = sizes
+    count = min(chunks, rows)
+    if count < 2:
+        return Cut([None])
+    ends = [rows * i // count for i in range(count + 1)]
+    return Cut([slice(a, b) for a, b in zip(ends, ends[1:], strict=False)])
+
+
+def put_together(outputs: Sequence[Any], where: Cut) -> Any:
+    """The output of the whole batch from those of its micro-batches.
+
+    Raises:
+        BackendError: an output has no row for each sample, so that it is not that of the whole batch.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    flat = [flatten(output, "output") for output in outputs]
+    form = flat[0][1]
+    rows = [s.stop - s.start for s in where.slices if s is not None]
+    for (tensors, other), n in zip(flat, rows, strict=True):
+        bad = [tuple(t.shape) for t in tensors if t.dim() == 0 or len(t) != n]
+        if bad or other != form:
+            raise BackendError(
+                f"a micro-batch of {n} samples gave {f'a tensor of shape {bad[0]}' if bad else 'another structure'}: with "
+                "Pipeline(chunks > 1) the output needs one row for each sample along dim 0; use chunks=1"
+            )
+    return unflatten(form, [torch.cat(parts) for parts in zip(*(tensors for tensors, _ in flat), strict=True)])
+
+
+# -- one stage --------------------------------------------------------------------------------------------------------
+
+
+@final
+class Stage:
+    """Neighbouring children of a Sequential, on one device."""
+
+    def __init__(self, children: Sequence[Named], device: torch.device) -> None:
+        self.names = [name for name, _ in children]
+        self.device = device
+        self._children = [child for _, child in children]
+        self.modules = list(dict.fromkeys(m for child in self._children for m in child.modules()))
+        self.parameters = list(dict.fromkeys(p for child in self._children for p in child.parameters()))
+
+    def run(self, value: Any, keep: bool) -> Any:
+        """The forward; without ``keep`` its activations are computed again in backward instead of kept."""
+        if keep or not torch.is_grad_enabled():
+            return self._forward(value)
+        again = _Again(self)
+        out = checkpoint(
+            self._forward_of_copy, value, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), again)
+        )
+        again.forward_ended()
+        return out
+
+    def _forward_of_copy(self, value: Any) -> Any:
+        # A module that works in place would else spoil the input of the second computation.
+        return self._forward(map_tensors(torch.clone, value, others=True))
+
+    def _forward(self, value: Any) -> Any:
+        for child in self._children:
+            value = child(value)
+        return value
+
+
+_Buffer = tuple[nn.Module, str, torch.Tensor]
+
+
+@final
+class _Again:
+    """Around a second computation of a forward: it sees the buffers of the first one, and changes none.
+
+    BatchNorm would count a batch twice, and a module that reads what it updates would see another value.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._form = self._look()
+        self._before: list[_Buffer] = [
+            (m, name, b.clone()) for m in stage.modules for name, b in m._buffers.items() if b is not None
+        ]
+        self._entered: list[Swapped] = []
+
+    def _look(self) -> tuple[list[int], list[bool]]:
+        return [p._version for p in self._stage.parameters], [m.training for m in self._stage.modules]
+
+    def forward_ended(self) -> None:
+        """Keep the old values only of the buffers that the forward changed."""
+        self._before = [(m, name, old) for m, name, old in self._before if not _same(old, m._buffers[name])]
+
+    def __enter__(self) -> None:
+        if self._look() != self._form:
+            raise BackendError(
+                "parameters, or train() and eval(), changed between a forward and its backward, which computes the "
+                "activations again: call backward before the step, or use Pipeline(checkpoint='never')"
+            )
+        swapped = Swapped(self._before)
+        swapped.__enter__()
+        self._entered.append(swapped)
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.pop().__exit__()
+
+
+def _same(old: torch.Tensor, new: torch.Tensor | None) -> bool:
+    return new is not None and old.shape == new.shape and torch.equal(old, new)
+
+
+@final
+class Swapped:
+    """Puts copies of values in buffers' places for a while."""
+
+    def __init__(self, values: Sequence[_Buffer]) -> None:
+        self._values = values
+        self._own: list[tuple[nn.Module, str, torch.Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        self._own = [(m, name, m._buffers[name]) for m, name, _ in self._values]
+        for module, name, value in self._values:
+            module._buffers[name] = value.clone()
+
+    def __exit__(self, *error: object) -> None:
+        for module, name, value in self._own:
+            module._buffers[name] = value
+
+
+@contextlib.contextmanager
+def without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """The tensors' gradient hooks do not run: they run once, on the sum over the micro-batches."""
+    hidden: list[tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]] = []
+    for tensor in tensors:
+        hooks: Any = tensor._backward_hooks
+        if hooks:
+            hidden.append((hooks, dict(hooks)))
+            hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, own in hidden:
+            hooks.update(own)
+
+
+# -- Which children of a Sequential make which stage -------------------------------------------------------------------
+
+Balance = Sequence[int] | str
+
+
+def sizes_of(children: Sequence[Named]) -> list[float]:
+    """The bytes of each child's parameters and buffers."""
+    return [float(sum(t.nbytes for t in (*child.parameters(), *child.buffers()))) for _, child in children]
+
+
+def balanced(weights: Sequence[float], count: int) -> list[int]:
+    """How many neighbours each of ``count`` groups gets, so that the heaviest group is as light as can be."""
+    total = [0.0]
+    for weight in weights:
+        total.append(total[-1] + weight)
+    best: list[tuple[float, float, tuple[int, ...]]] = [(total[i], total[i] ** 2, (i,)) for i in range(len(total))]
+    for groups in range(2, count + 1):
+        following = []
+        for end in range(len(total)):
+            options = [
+                (max(best[at][0], last := total[end] - total[at]), best[at][1] + last**2, (*best[at][2], end - at))
+                for at in range(groups - 1, end)
+            ]
+            following.append(min(options, default=(float("inf"), 0.0, ())))
+        best = following
+    return list(best[-1][2])
+
+
+def times_of(children: Sequence[Named], value: Any) -> list[float]:
+    """Seconds of each child's forward and backward on ``value``; nothing of the model or the random numbers changes."""
+    seconds = []
+    cuda = list(range(torch.cuda.device_count()))
+    with torch.random.fork_rng(cuda), torch.inference_mode(False), torch.enable_grad():
+        for name, child in children:
+            tensors, form = flatten(value, f"the input of {name}")
+            leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
+            wanted = [t for t in (*leaves, *child.parameters()) if t.requires_grad]
+            best = float("inf")
+            buffers = [(m, k, b) for m in child.modules() for k, b in m._buffers.items() if b is not None]
+            with Swapped(buffers), without_hooks(wanted):
+                for _ in range(3):
+                    copies = [t.clone() for t in leaves]  # a child may work in place
+                    start = time.perf_counter()
+                    value = child(unflatten(form, copies))
+                    out = [t for t in flatten(value, f"the output of {name}")[0] if t.requires_grad]
+                    if out and wanted:
+                        torch.autograd.grad(out, wanted, [torch.ones_like(t) for t in out], allow_unused=True)
+                    if cuda:
+                        torch.cuda.synchronize()
+                    best = min(best, time.perf_counter() - start)
+            seconds.append(best)
+    return seconds
+
+
+def count_stages(balance: Balance, process: Process) -> int:
+    """One for each rank or device; on a single device, as many as the balance lists."""
+    if process.place.world_size > 1:
+        return process.place.world_size
+    if len(process.devices) > 1 or isinstance(balance, str):
+        return len(process.devices)
+    return len(balance)
+
+
+def listed(balance: Balance, children: Sequence[Named], stages: int) -> list[int]:
+    """The number of children of each stage, by size where it is not given."""
+    return balanced(sizes_of(children), stages) if isinstance(balance, str) else list(balance)
+
+
+def split(children: Sequence[Named], balance: Sequence[int]) -> list[list[Named]]:
+    """The children of each stage."""
+    rest = iter(children)
+    return [[next(rest) for _ in range(count)] for count in balance]
+
+
+def predicted(footprint: Footprint, balance: Balance, world_size: int) -> tuple[MemoryUse, ...]:
+    """What each rank's stage needs; nothing where the module is no Sequential of so many children."""
+    number = len(footprint.layers)
+    if number < world_size:
+        return ()
+    counts: Sequence[int] = () if isinstance(balance, str) else balance
+    if len(counts) != world_size or sum(counts) != number:
+        parameters = [sum(p.nbytes for p in layer) for layer in layers(footprint)]
+        sizes = zip(parameters, footprint.layers, strict=True)
+        counts = balanced([float(nbytes + buffers) for nbytes, (_, buffers) in sizes], world_size)
+    return stages(footprint, counts)

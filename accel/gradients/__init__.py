@@ -1,0 +1,1 @@
+"""Gradients: which came, when they are final, and the step."""

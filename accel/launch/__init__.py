@@ -1,0 +1,248 @@
+"""Worker processes from a script or a notebook: ``accel.launch``."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import logging
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import LaunchError
+from ..process.devices import resolve
+from ..process.startup import place_now
+from .pickling import name_of, stateful
+from .worker import Failure, Memory
+
+logger = logging.getLogger("accel")
+
+# The path first, since it may be where accel is.
+_START = (
+    "import json, sys; o = json.loads(sys.argv[1]); sys.path[:] = o.pop('path'); import accel.worker as w; w.main(**o)"
+)
+_GRACE = 0.5  # seconds in which the failures of one cause arrive
+_PATIENCE = 3.0  # seconds from the request to end to the end
+
+
+def launch(fn: Callable[..., Any], *args: Any, num_processes: int | None = None) -> Any:
+    """Run ``fn(*args)`` in new processes, one a rank, and return rank 0's result; from a script or a notebook cell.
+
+    Functions and classes may be defined in the cell or the script. Modules, optimizers, schedulers and whatever else
+    has ``state_dict`` and ``load_state_dict``, among the arguments or reached by ``fn`` itself, come back with the
+    state that they have on rank 0 in the end: the caller's own objects are filled in place. Everything else that
+    ``fn`` changes stays in the workers. Tensors of the result are on the CPU.
+
+    Args:
+        fn: calls ``accel.setup`` as any training script does; each rank gets its own copy of the arguments.
+        args: raw objects, not handles.
+        num_processes: how many; None is one for each device of this machine.
+
+    Raises:
+        LaunchError: an argument cannot be sent (says which, by its path); a worker raised (its traceback and rank; the
+            exception itself is the cause) or died. All other workers have ended then, and the caller's objects are as before.
+    """
+    number = _number(num_processes)
+    _check_here(fn)
+    found = stateful({name_of(fn): fn, **{f"args[{i}]": argument for i, argument in enumerate(args)}})
+    with contextlib.ExitStack() as stack:
+        payload, states, result = (_memory(stack) for _ in range(3))
+        payload.write((fn, args, found), "the arguments")
+        files = {"payload": payload.fd, "states": states.fd, "result": result.fd}
+        job = _Job(name_of(fn), number, files)
+        with contextlib.closing(job):
+            job.run()
+        value, returned = result.read(mmap=False), states.read(mmap=True)
+        for item, (state, _) in zip(found, returned, strict=True):
+            _check_state(item, state)
+        for item, (state, buffers) in zip(found, returned, strict=True):
+            _give_state(item, state, buffers)
+        return value
+
+
+def _number(asked: int | None) -> int:
+    number = len(resolve("auto")) if asked is None else asked
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise LaunchError(f"num_processes={asked!r}: expected a number of processes of at least 1, or None")
+    return number
+
+
+def _check_here(fn: object) -> None:
+    if not callable(fn):
+        raise LaunchError(
+            f"accel.launch expects a function and its arguments, got a {type(fn).__name__}: accel.launch(train, model, "
+            "num_processes=2), not accel.launch(train(model), ...)"
+        )
+    if not hasattr(os, "pidfd_open"):
+        raise LaunchError("accel.launch needs Linux: start the script with python -m accel run, or torchrun")
+    place = place_now()
+    if place.world_size > 1:
+        raise LaunchError(
+            f"this process is rank {place.rank} of {place.world_size} already (started by {place.launcher}): call the "
+            "function itself, or start one process and let it launch"
+        )
+    if torch.cuda.is_initialized():
+        logger.warning(
+            "this process has initialised CUDA (%d MiB allocated): that memory stays taken beside the workers, and a GPU "
+            "in exclusive mode is not free for them; build the model on the CPU, and launch before anything uses the GPU",
+            torch.cuda.memory_allocated() >> 20,
+        )
+
+
+def _memory(stack: contextlib.ExitStack) -> Memory:
+    memory = Memory()
+    stack.callback(memory.close)
+    return memory
+
+
+def _check_state(item: Any, state: Any) -> None:
+    if not isinstance(item, nn.Module):
+        return
+    here, there = (
+        {name: tuple(value.shape) for name, value in values.items() if isinstance(value, torch.Tensor)}
+        for values in (item.state_dict(), state)
+    )
+    changed = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+    if changed:
+        raise LaunchError(
+            f"this {type(item).__name__} came back with other tensors than it was sent with: {', '.join(changed[:5])}; "
+            "nothing was filled. Change the model before accel.launch, or return the changed one"
+        )
+
+
+def _give_state(item: Any, state: Any, buffers: dict[str, torch.Tensor]) -> None:
+    # A module copies the values; others may keep the tensors, which must not keep the whole file.
+    item.load_state_dict(state if isinstance(item, nn.Module) else copy.deepcopy(state))
+    for name, value in buffers.items():
+        item.get_buffer(name).data.copy_(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Worker:
+    """One worker process; it leads a process group, in which its own children are."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    report: Memory
+
+    def signal(self, number: int) -> None:
+        """To the worker and its children; while it is not reaped its number is no one else's."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def end(self) -> int:
+        """Reap it, once its remaining children are gone too; returns its exit status."""
+        self.signal(signal.SIGKILL)
+        return self.process.wait()
+
+
+@final
+class _Job:
+    """The workers of one launch."""
+
+    def __init__(self, name: str, number: int, files: dict[str, int]) -> None:
+        self._name, self._number, self._files = name, number, files
+        # Where the ranks meet: in this process, where a free port is found and taken at once.
+        self._store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        self._alive: dict[int, _Worker] = {}
+        self._stack = contextlib.ExitStack()
+
+    def run(self) -> None:
+        """Start the workers and wait until all have ended; the first failure ends them."""
+        for rank in range(self._number):
+            self._start(rank)
+        failures: list[tuple[_Worker, int]] = []
+        for worker, status in self._ended(None):
+            if status != 0:
+                failures.append((worker, status))
+                break
+        if failures:
+            failures += [(w, status) for w, status in self._ended(_GRACE) if status != 0]
+            self._raise(failures)
+
+    def close(self) -> None:
+        """End what still runs."""
+        for worker in self._alive.values():
+            worker.signal(signal.SIGTERM)
+        for _ in self._ended(_PATIENCE):
+            pass
+        while self._alive:
+            self._alive.popitem()[1].end()
+        self._stack.close()
+        self._store = None  # here, and not when the last traceback that knows this job is forgotten
+
+    def _start(self, rank: int) -> None:
+        report = _memory(self._stack)
+        options = {"rank": rank, "parent": os.getpid(), "path": sys.path, "argv": sys.argv, "report": report.fd}
+        process = subprocess.Popen(
+            [sys.executable, "-c", _START, json.dumps({**options, **self._files})],
+            env=self._environment(rank),
+            stdin=subprocess.DEVNULL,
+            pass_fds=[report.fd, *self._files.values()],
+            start_new_session=True,
+        )
+        pidfd = os.pidfd_open(process.pid)
+        self._stack.callback(os.close, pidfd)
+        self._alive[pidfd] = _Worker(rank=rank, process=process, pidfd=pidfd, report=report)
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        threads = max(1, len(os.sched_getaffinity(0)) // self._number)
+        size = str(self._number)
+        place = {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": size}
+        store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
+        # This process has the store, as torchrun's agent would.
+        agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        return {"OMP_NUM_THREADS": str(threads), **os.environ, **place, **store, **agent}
+
+    def _ended(self, seconds: float | None) -> Iterator[tuple[_Worker, int]]:
+        """The workers as they end, with their exit status; for so many seconds, or until none is left."""
+        until = None if seconds is None else time.monotonic() + seconds
+        while self._alive:
+            poll = select.poll()
+            for pidfd in self._alive:
+                poll.register(pidfd, select.POLLIN)
+            left = None if until is None else max(0.0, until - time.monotonic()) * 1000
+            ready = poll.poll(left)
+            if not ready:
+                return
+            for pidfd, _ in ready:
+                worker = self._alive.pop(pidfd)
+                yield worker, worker.end()
+
+    def _raise(self, failures: list[tuple[_Worker, int]]) -> None:
+        """Tell what failed first: what broke a rank's connections comes before the complaints about it."""
+        reports = [(_read(worker.report), worker.rank, status) for worker, status in failures]
+        died = [(rank, status) for failure, rank, status in reports if failure is None]
+        told = sorted((failure for failure, *_ in reports if failure is not None), key=lambda f: f.moment)
+        aborted = [rank for rank, status in died if status == -signal.SIGABRT]
+        where = f"of {self._number} in accel.launch({self._name})"
+        if died and not (told and len(aborted) == len(died)):
+            rank, status = died[0]
+            how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+            hint = "; out of memory, perhaps" if status == -signal.SIGKILL else ""
+            raise LaunchError(f"rank {rank} {where} {how}, without an exception{hint}; the others were ended")
+        first = told[0]
+        cause = None
+        with contextlib.suppress(Exception):
+            cause = pickle.loads(first.error)
+        raise LaunchError(f"rank {first.rank} {where} raised; its traceback:\n\n{first.trace}") from cause
+
+
+def _read(report: Memory) -> Failure | None:
+    with open(f"/proc/self/fd/{report.fd}", "rb") as file:
+        data = file.read()
+    failure: Failure | None = pickle.loads(data) if data else None
+    return failure

@@ -1,0 +1,368 @@
+"""This process: its place among the ranks, its devices, its process groups. The one module with state of its own."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import gc
+import logging
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ..errors import AccelError, DeviceError
+from .devices import names, parse_backend, pick, resolve, unserved
+from .environments import Place
+from .startup import UNKNOWN, Meeting, Watch, destroy_groups, disconnect, place_now, select, start
+from .startup import Process as Process
+from .turns import turn
+
+# -- Who is missing, where a collective failed: gloo does not tell -----------------------------------------------------
+
+
+def roll_call(process: Process, error: object) -> str:
+    """Which ranks do not say that they failed too; empty where ``error`` is not about other ranks."""
+    text = str(error)
+    # A closed connection is noticed at once, a timeout by each rank in its own time.
+    wait = 4.0 if "imed out" in text else 1.0 if "by peer" in text else 0.0
+    if not wait:
+        return ""
+    missing: list[int] = []
+
+    def call() -> None:
+        with contextlib.suppress(RuntimeError):
+            failed = process.store("failed")
+            failed.set(str(process.place.rank), "")
+            time.sleep(wait)
+            missing.extend(r for r in range(process.place.world_size) if not failed.check([str(r)]))
+            missing.append(-1)
+
+    # The store may be on a host that is gone: then even the attempt may never end.
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(wait + 4)
+    if missing[-1:] != [-1]:
+        return f"rank 0 (host {process.hosts[0]}) cannot be reached, or the host of the launcher's store"
+    silent = [f"{r} (host {process.hosts[r]})" for r in missing[:-1]]
+    if not silent:
+        return "all ranks waited in vain"
+    return f"rank {', '.join(silent)} did not answer: it ended or hangs, or the link to it is cut"
+
+
+logger = logging.getLogger("accel")
+
+
+@dataclass
+class _State:
+    """The one process, and why its groups were ended."""
+
+    process: Process | None = None
+    ended: str = ""
+    #: They were ended because the ranks are in different places.
+    mismatch: bool = False
+    meeting: Meeting = field(default_factory=Meeting)
+
+
+_state = _State()
+
+
+# -- start and end ----------------------------------------------------------------------------------------------------
+
+
+def init(
+    *, process_group: str | None = None, timeout: float | timedelta | None = None, devices: object = "auto"
+) -> None:
+    """Starts accel in this process: finds its place and devices and brings the process group up. Collective.
+
+    ``accel.setup`` does it by itself; call it to say more. Called again, it only checks that nothing else is asked.
+
+    Args:
+        process_group: The backend of torch.distributed, such as "gloo" or "cpu:gloo,cuda:nccl"; by the devices if None.
+        timeout: Seconds (or a timedelta) after which a collective that misses a rank fails; 30 minutes if None.
+        devices: The devices of this host's processes; see docs/environments.md.
+
+    Raises:
+        AccelError: accel runs already with another process group or timeout, or the launcher's variables are wrong.
+        DeviceError: the devices do not exist, are too few, or others are in use already; on every rank.
+        LaunchError: the process group cannot come up.
+    """
+    served = None if process_group is None else parse_backend(process_group)
+    limit = None if timeout is None else _duration(timeout)
+    if _state.process is None and not _state.ended:
+        _begin(process_group, limit, devices)
+        return
+    process = current()
+    if served is not None and process.group is not None and served != process.backends:
+        raise AccelError(
+            f"accel.init(process_group={process_group!r}): the process group runs with {dict(process.backends)}; "
+            "call accel.teardown() before another one"
+        )
+    if limit is not None and limit != process.timeout:
+        raise AccelError(
+            f"accel.init(timeout={timeout!r}): accel runs with {process.timeout.total_seconds():g} s; "
+            "call accel.teardown() before changing it"
+        )
+    use_devices(devices)
+
+
+def _begin(backend: str | None, timeout: timedelta | None, devices: object) -> Process:
+    with turn:
+        if _state.process is not None:  # another thread was first
+            return _state.process
+        process = _state.process = start(backend, timeout, devices, _state.meeting)
+    if process.control is not None:
+        limit = process.timeout.total_seconds()
+        process.watch = Watch(process.control, process.begun, limit, lambda: process.doing, _noticed)
+        process.watch.start()
+        atexit.register(_at_exit)
+    return process
+
+
+def current() -> Process:
+    """The running process; started from the environment where it is not, which is collective.
+
+    Raises:
+        AccelError: the process groups were ended, or replaced outside accel.
+    """
+    if _state.ended:
+        _finish_end()
+        raise AccelError(f"the process groups were ended: {_state.ended}; call accel.teardown() to start again")
+    process = _state.process or _begin(None, None, "auto")
+    if dist.group.WORLD is not process.group:
+        raise AccelError(
+            "torch.distributed's default process group was made or destroyed while accel ran; call accel.teardown() "
+            "before that, and accel.setup after it"
+        )
+    return process
+
+
+def running() -> Process | None:
+    """The process if accel runs in it and its groups are whole; starts nothing."""
+    return None if _state.ended else _state.process
+
+
+def ended() -> str:
+    """Why the process groups were ended; empty where they were not."""
+    return _state.ended
+
+
+def reason_of(error: RuntimeError) -> str:
+    """Why a collective failed, as far as the ranks tell each other; waits a moment for their word.
+
+    ``mismatched`` then says whether they were in different places.
+    """
+    process, limit = _state.process, time.monotonic() + 2
+    left: dict[int, str] = {} if process is None or process.watch is None else process.watch.left
+    while not _state.ended and not left and time.monotonic() < limit:
+        time.sleep(0.02)
+    if _state.ended:
+        return _state.ended
+    if process is None:
+        return "accel does not run"
+    if left:
+        return "; ".join(f"rank {number} (host {process.hosts[number]}) {how}" for number, how in sorted(left.items()))
+    reason = roll_call(process, error)
+    return _state.ended or reason or "a connection between the ranks broke, and no rank says why"
+
+
+def mismatched() -> bool:
+    """Whether the process groups were ended because the ranks are in different places."""
+    return _state.mismatch
+
+
+def use_devices(devices: object) -> None:
+    """Takes the devices that a call asks for; ``"auto"`` asks for nothing. Local, where accel runs already.
+
+    Raises:
+        DeviceError: they do not exist, are too few, or others are in use already.
+    """
+    if isinstance(devices, str) and devices == "auto":
+        return
+    if _state.process is None:
+        init(devices=devices)
+        return
+    process, place = current(), _state.process.place
+    if isinstance(devices, str) and devices == process.request:
+        return  # "free:2" would find the devices taken, by this process
+    asked = resolve(devices)
+    mine = pick(asked, place.local_rank, place.local_world_size)
+    used = process.asked if process.request != "auto" or process.dependents else asked
+    if asked != used:
+        raise DeviceError(
+            f"devices={devices!r} is {names(asked)}, but this process uses {names(used)}; "
+            "call accel.teardown() before using others"
+        )
+    if mine != process.devices and process.control is not None:
+        if problem := unserved(mine[0], process.backends):
+            raise DeviceError(f"devices={devices!r}: {problem}")
+        if len(asked) < place.local_world_size and not process.shares(mine[0]):
+            raise DeviceError(f"devices={devices!r}: {len(asked)} for {place.local_world_size} processes of this host")
+    process.request, process.asked, process.devices = devices, asked, mine
+    select(process.device)
+
+
+def shutdown() -> None:
+    """Ends accel's control group, and the default group if accel made it; everything can start again."""
+    _leave("called accel.teardown(), and does not come")
+
+
+def _leave(how: str) -> None:
+    process = _state.process
+    atexit.unregister(_at_exit)
+    if process is not None:
+        if process.watch is not None:
+            if not _state.ended:
+                process.watch.tell_leave(how)
+            process.watch.stop()
+            process.watch = None
+        if _state.ended:
+            _finish_end()
+        else:
+            if process.control is not None:
+                _let_go(process, "the processes were shut down")
+            if dist.group.WORLD is process.group:
+                destroy_groups(process)
+        if process.control is not None:
+            gc.collect()  # of what held the groups some sits in cycles
+        # The last references, so that gloo's threads end here and not at exit, where one that frees a tensor aborts.
+        process.group = process.control = None
+    _state.process, _state.ended, _state.mismatch = None, "", False
+
+
+def _let_go(process: Process, reason: str) -> None:
+    for dependent in list(process.dependents):
+        dependent.abandon(reason)
+    process.dependents.clear()
+    for release in process.releases:
+        release()
+    process.releases.clear()
+
+
+def end_groups(reason: str, *, mismatch: bool = False) -> None:
+    """Ends all process groups, so that ranks blocked in any collective fail instead of hanging. Local.
+
+    Those that wait for this rank fail at once, the others within a second or two.
+    ``current`` then raises with the reason, until ``shutdown``.
+    """
+    process = _state.process
+    _note_end(reason, mismatch)
+    if process is not None:
+        _let_go(process, _state.ended)
+    if dist.is_initialized():
+        getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)()
+
+
+def _note_end(reason: str, mismatch: bool) -> None:
+    """The first part of an end, also done by the watch while this thread waits in a collective."""
+    if not _state.ended:
+        _state.mismatch, _state.ended = mismatch, reason
+        if _state.process is not None and _state.process.watch is not None:
+            _state.process.watch.tell_end(reason, mismatch)
+    _disconnect_all()
+
+
+def _noticed(reason: str, mismatch: bool) -> None:
+    if not _state.ended:
+        logger.error("rank %d: the process groups were ended: %s", rank(), reason)
+    _note_end(reason, mismatch)
+
+
+def _finish_end() -> None:
+    """What the watch leaves to this thread, because this thread may be using it."""
+    if _state.process is not None and dist.group.WORLD is _state.process.group:
+        end_groups(_state.ended)
+
+
+def _disconnect_all() -> None:
+    for group in list(distributed_c10d._world.pg_map):
+        disconnect(group)
+
+
+def _at_exit() -> None:
+    # An error ends this process: the other ranks must not wait for what its last collectives still wait for.
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        reason = f"rank {rank()} ended with {type(error).__name__}"
+        missing = roll_call(_state.process, error) if _state.process is not None and not _state.ended else ""
+        if missing and not _state.ended:  # the watch may have heard a better reason in the meantime
+            reason = f"{reason}: {missing}"
+            logger.error(reason)
+        end_groups(reason)
+    _leave("ended its program without an error, and does not come")
+
+
+def _duration(timeout: float | timedelta) -> timedelta:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.001 <= seconds < 1e9:
+        raise AccelError(f"timeout={timeout!r}: expected a number of seconds above 0, or a timedelta")
+    return timedelta(seconds=seconds)
+
+
+# -- the place of this process ----------------------------------------------------------------------------------------
+
+
+def _here() -> Place:
+    return _state.process.place if _state.process is not None else place_now()
+
+
+def rank() -> int:
+    """The number of this process among all of the job. Starts nothing."""
+    return _here().rank
+
+
+def world_size() -> int:
+    """The number of processes of the job. Starts nothing."""
+    return _here().world_size
+
+
+def local_rank() -> int:
+    """The number of this process among those of its host. Starts nothing.
+
+    Raises:
+        AccelError: a process group made outside accel does not tell before ``accel.init``.
+    """
+    number = _here().local_rank
+    if number == UNKNOWN:
+        raise AccelError("the local rank is known only after accel.init() or accel.setup(), or set LOCAL_RANK")
+    return number
+
+
+def is_main() -> bool:
+    """Whether this is rank 0. Starts nothing."""
+    return rank() == 0
+
+
+def device() -> torch.device:
+    """The device of this rank. Starts nothing: before the start, the device that it would take.
+
+    Raises:
+        DeviceError: ``ACCEL_DEVICES`` asks for devices that do not exist.
+    """
+    if _state.process is not None:
+        return _state.process.device
+    return pick(resolve("auto"), local_rank(), _here().local_world_size)[0]
+
+
+def print(
+    *values: object,
+    sep: str | None = " ",
+    end: str | None = "\n",
+    file: TextIO | None = None,
+    flush: bool = False,
+    every_rank: bool = False,
+) -> None:
+    """Prints on rank 0 only; with ``every_rank`` on all, each with its rank in front."""
+    if every_rank:
+        # One write, since the ranks write to one terminal.
+        text = (" " if sep is None else sep).join(map(str, values)) + ("\n" if end is None else end)
+        builtins.print(f"[rank {rank()}] {text}", end="", file=file, flush=flush)
+    elif is_main():
+        builtins.print(*values, sep=sep, end=end, file=file, flush=flush)

@@ -1,0 +1,313 @@
+"""How this process comes up: its place, its devices, its process groups; and how the groups come down."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import socket
+import uuid
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, Final, Protocol, TypeAlias, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
+
+from ..errors import AccelError, DeviceError, LaunchError
+from .devices import available, default_backend, identity, parse_backend, pick, refuse_shared, resolve, unserved
+from .environments import ALONE, Place, detect
+from .watch import Watch as Watch
+from .watch import counts
+from .watch import disconnect as disconnect
+from .watch import to_bytes as to_bytes
+from .watch import to_tensor as to_tensor
+
+# -- order -------------------------------------------------------------------------------------------------------------
+# Whether all ranks do the same collectives in the same order: they carry no names, so that they would be mixed up.
+
+#: What is done, by name, and what else must be equal on all ranks.
+Event: TypeAlias = tuple[str, Hashable]
+_MOST: Final = 10_000
+
+
+@final
+class Order:
+    """What this rank does with all others, one event after the other, and what it expects to come next.
+
+    The expectation follows from the events before alone. So ranks with equal events expect the same, and an event that
+    was expected needs no comparison: if another rank does something else instead, that one did not expect it, and
+    compares before it does it. What is not expected is compared once and learned, so that a program that repeats itself
+    compares nothing, and yet no collective meets another one's.
+    """
+
+    def __init__(self) -> None:
+        #: What came after an event, and after it had come a number of times since the last ``restart``.
+        self._after: dict[Event | None, Event] = {}
+        self._after_number: dict[tuple[Event | None, int], Event] = {}
+        self._numbers: dict[Event, int] = {}
+        self._last: tuple[Event | None, int] = (None, 0)
+
+    @property
+    def expected(self) -> Event | None:
+        """What comes next, as far as the events before tell."""
+        return self._after_number.get(self._last) or self._after.get(self._last[0])
+
+    def expects(self, event: Event) -> bool:
+        """Whether this comes next; if so, it is noted."""
+        if self.expected != event:
+            return False
+        self._note(event)
+        return True
+
+    def learn(self, event: Event) -> None:
+        """Note what was not expected; all ranks have it."""
+        if len(self._after_number) > _MOST or len(self._after) > _MOST:
+            self._after_number.clear()
+            self._after.clear()
+        self._after_number[self._last] = self._after[self._last[0]] = event
+        self._note(event)
+
+    def restart(self) -> None:
+        """Begin to count anew: what follows an event may depend on how often it came since, as a step on its backwards."""
+        self._numbers.clear()
+
+    def _note(self, event: Event) -> None:
+        number = self._numbers.get(event, 0) + 1
+        self._numbers[event] = number
+        self._last = (event, number)
+
+
+class Dependent(Protocol):
+    """What uses the process groups, and must let go of them when they are ended."""
+
+    def abandon(self, reason: str) -> None:
+        """Let go of the groups; local."""
+
+
+@final
+@dataclass(eq=False, kw_only=True)
+class Process:
+    """What accel knows of this process. There is one, from ``init`` to ``shutdown``."""
+
+    place: Place
+    timeout: timedelta
+    #: ``devices=`` as it was asked for, what that means on this host, and what this rank has of it.
+    request: object
+    asked: tuple[torch.device, ...]
+    devices: tuple[torch.device, ...]
+    group: dist.ProcessGroup | None
+    owns_group: bool = False
+    control: dist.ProcessGroup | None = None
+    #: Device type to the backend that serves it in ``group``.
+    backends: Mapping[str, str] = field(default_factory=dict)
+    #: Whether the backend was asked for by name; where that is gloo, ranks may share an accelerator.
+    explicit: bool = False
+    #: Names this start among all, for keys in the store that all ranks share.
+    token: str = ""
+    watch: Watch | None = None
+    #: The hosts of all ranks.
+    hosts: tuple[str, ...] = ()
+    #: How many exchanges the control group has seen; after how many of them all ranks were together last, and what this
+    #: rank had begun on the other groups then, where messages between two ranks are counted too.
+    rounds: int = 0
+    met: tuple[int, Mapping[str, int]] = field(default_factory=lambda: (0, {}))
+    #: What of accel's the thread that trains is in that needs the other ranks; for the watch.
+    doing: str = ""
+    #: The collectives of the engines, one after the other.
+    order: Order = field(default_factory=Order)
+    dependents: weakref.WeakSet[Dependent] = field(default_factory=weakref.WeakSet)
+    #: What lets go of the groups that other libraries keep for themselves.
+    releases: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank; the first one where it has several."""
+        return self.devices[0]
+
+    def meet(self) -> None:
+        """Note that all ranks are together."""
+        self.met = self.rounds, counts(self.control, self.place.world_size)
+
+    def begun(self) -> dict[str, int]:
+        """How many collectives this rank has begun, by group, so that ranks can compare: since they were together last."""
+        number, before = self.met
+        now = counts(self.control, self.place.world_size)
+        since = {f"{name} since {number}": count - before.get(name, 0) for name, count in now.items()}
+        return {"accel": self.rounds, **since}
+
+    def shares(self, device: torch.device) -> bool:
+        """Whether ranks may use one such device together."""
+        return device.type == "cpu" or (self.explicit and self.backends.get(device.type) == "gloo")
+
+    def store(self, *names: str) -> distributed_c10d.Store:
+        """Keys of this start alone, in the store that all ranks share."""
+        return distributed_c10d.PrefixStore(
+            "/".join(["accel", self.token, *names]), distributed_c10d._get_default_store()
+        )
+
+
+UNKNOWN = -1  # the local rank in a process group made outside accel, until the ranks have told their hosts
+_FRAME = 4096  # bytes of one rank's report
+
+
+def start(backend: str | None, timeout: timedelta | None, request: object, meeting: Meeting) -> Process:
+    """Brings this rank up; what is wrong on one rank is told to all, so that all raise."""
+    place, problem = place_now(), ""
+    explicit = backend is not None or dist.is_initialized()
+    try:
+        asked = resolve(request)
+        if place.world_size > 1:
+            backend = backend or default_backend(asked[0].type)
+    except DeviceError as error:
+        if place.world_size == 1:
+            raise
+        asked, problem = (torch.device("cpu"),), str(error)
+    group = dist.group.WORLD
+    process = Process(
+        place=place,
+        timeout=timeout or distributed_c10d.default_pg_timeout,
+        request=request,
+        asked=asked,
+        devices=asked,
+        group=group,
+        backends={} if group is None else parse_backend(dist.get_backend_config(group)),
+        explicit=explicit,
+    )
+    if place.world_size > 1:
+        # As the other ranks, which may have no problem, choose it.
+        _connect(process, backend or default_backend(available()[0]), problem, meeting)
+    select(process.device)
+    return process
+
+
+def _connect(process: Process, backend: str, problem: str, meeting: Meeting) -> None:
+    if process.group is None:
+        importlib.import_module(
+            "torch.distributed.nn"
+        )  # optimizers do so later, when it would hold the group (`unseen_group`)
+        process.group, process.owns_group = meeting.make_group(process.place, backend, process.timeout), True
+        process.backends = parse_backend(dist.get_backend_config(process.group))
+    try:
+        process.control = dist.new_group(timeout=process.timeout, backend="gloo", group_desc="accel control")
+        # A store outlives elastic restarts, with the keys of the ranks that failed.
+        process.token = _exchange(process, uuid.uuid4().hex)[0]
+        _agree_on_devices(process, problem)
+    except BaseException as error:
+        destroy_groups(process)
+        if isinstance(error, RuntimeError):
+            raise LaunchError(
+                f"accel did not start on all {process.place.world_size} ranks within "
+                f"{process.timeout.total_seconds():g} s ({error}): every rank must call accel.setup or accel.init"
+            ) from error
+        raise
+
+
+@dataclass
+class Meeting:
+    """Where the ranks meet. Its store is kept over restarts, so that no rank comes to one that is about to end."""
+
+    store: distributed_c10d.Store | None = None
+    where: Place | None = None
+    starts: int = 0
+
+    def make_group(self, place: Place, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+        """torch's default process group, of all ranks."""
+        if place.master_addr is None or place.master_port is None:
+            raise LaunchError(
+                f"{place.launcher} started {place.world_size} processes but does not tell where rank 0 is: set "
+                "MASTER_ADDR to its host and MASTER_PORT to a port that is free there, the same for all processes"
+            )
+        # torchrun's own store listens at the master port, and only env:// knows it.
+        url = "env://" if place.launcher == "torchrun" else f"tcp://{place.master_addr}:{place.master_port}"
+        rank, world = place.rank, place.world_size
+        try:
+            if self.store is None or self.where != place:
+                self.store, self.where = next(rendezvous(url, rank, world, timeout=timeout))[0], place
+            self.store.set_timeout(timeout)
+            self.starts += 1
+            store = distributed_c10d.PrefixStore(f"accel/{self.starts}", self.store)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        except (RuntimeError, ValueError) as error:
+            raise LaunchError(
+                f"the process group {backend!r} of {world} ranks did not come up at {place.master_addr}:"
+                f"{place.master_port} within {timeout.total_seconds():g} s ({error}): start as many processes as "
+                "WORLD_SIZE says, and set MASTER_ADDR and MASTER_PORT to a free port of rank 0's host"
+            ) from error
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+
+def _agree_on_devices(process: Process, problem: str) -> None:
+    """Picks this rank's device; where a rank has a problem, or two ranks one device, all raise."""
+    host, first = socket.gethostname(), process.asked[0]
+    problem = problem or unserved(first, process.backends)
+    reports = _exchange(process, (problem[:1500], host, f"{first.type} by {process.backends.get(first.type)}"))
+    for rank, (text, *_) in enumerate(reports):
+        if text:
+            raise DeviceError(f"rank {rank}: {text}")
+    process.hosts = tuple(other for _, other, _ in reports)
+    kinds = [kind for _, _, kind in reports]
+    if len(set(kinds)) > 1:
+        raise DeviceError(f"the ranks use different kinds of devices: {', '.join(kinds)}; ask for the same on all")
+    if process.place.local_rank == UNKNOWN:
+        mates = [rank for rank, (_, other, _) in enumerate(reports) if other == host]
+        local_rank = mates.index(process.place.rank)
+        process.place = replace(process.place, local_rank=local_rank, local_world_size=len(mates))
+    process.devices = pick(process.asked, process.place.local_rank, process.place.local_world_size)
+    if not process.shares(first):
+        refuse_shared(_exchange(process, identity(process.device, host)))
+
+
+def _exchange(process: Process, value: object) -> list[Any]:
+    """Every rank's value; torch's own all_gather_object needs NumPy."""
+    mine = to_tensor(pickle.dumps(value).ljust(_FRAME, b"\0"))
+    theirs = [torch.empty_like(mine) for _ in range(process.place.world_size)]
+    dist.all_gather(theirs, mine, group=process.control)
+    return [pickle.loads(to_bytes(tensor)) for tensor in theirs]
+
+
+def place_now() -> Place:
+    """From the default process group where there is one, else from the environment."""
+    if not dist.is_initialized():
+        return detect(os.environ)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with contextlib.suppress(AccelError):
+        place = detect(os.environ)
+        if (place.rank, place.world_size) == (rank, world):
+            return place
+    local_rank = 0 if world == 1 else UNKNOWN
+    return replace(ALONE, launcher="process group", rank=rank, world_size=world, local_rank=local_rank)
+
+
+def select(device: torch.device) -> None:
+    """Makes it the current device of its kind, which nccl and plain ``"cuda"`` go by."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+@contextlib.contextmanager
+def unseen_group() -> Iterator[None]:
+    """Imports inside see no default process group.
+
+    Libraries have it as the default of parameters, which would hold it to the end of the interpreter. So would its threads
+    live on, and one that then is the last to let go of a tensor ends the process by SIGABRT.
+    """
+    group, dist.group.WORLD = dist.group.WORLD, None
+    try:
+        yield
+    finally:
+        dist.group.WORLD = group
+
+
+def destroy_groups(process: Process) -> None:
+    """Destroys the groups that accel made."""
+    if process.owns_group:
+        dist.destroy_process_group()
+    elif process.control is not None:
+        dist.destroy_process_group(process.control)
