@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from accel.gradients.log.drift import digest, sums
 from torch import nn
 
 import accel
 from accel.engines import ENGINES
+from accel.gradients.drift import digest, sums
 from accel.process import current
 from accel.process.control import agree
 from accel.registry import registry

@@ -10,12 +10,12 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from accel.gradients.log.log import GradientLog
-from accel.gradients.log.mask import TrainableMask
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
+from accel.gradients.log import GradientLog
+from accel.gradients.mask import TrainableMask
 
 from .contenders import RIVALS, installed_rivals
 from .ranks import run

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from statistics import fmean, median
 from typing import Any
 
-from accel.gradients.log.drift import DriftGuard
-
 import accel
+from accel.gradients.drift import DriftGuard
 from accel.process import current
 from accel.registry import registry
 
