@@ -91,7 +91,8 @@ def teardown(model: Any = None) -> nn.Module | None:
     """
     if model is not None:
         engine = registry.of_handle(model)
-        engine.meet("accel.teardown")
+        if engine.distributed and engine.gradients.partial and not engine.ended:
+            engine.compare("accel.teardown")
         registry.remove(engine)
         engine.teardown()
         return engine.module
@@ -126,7 +127,7 @@ def backward(
     """
     if not isinstance(loss, torch.Tensor):
         raise AccelError(f"accel.backward expects the loss as a tensor, got a {type(loss).__name__}")
-    if any(e.precision.scaled and e.log.plain for e in registry.engines):
+    if any(e.precision.scaled and e.gradients.log.plain for e in registry.engines):
         registry.sweep()
     scaled = [e for e in registry.in_order() if e.precision.scaled]
     if not scaled:
@@ -138,13 +139,13 @@ def backward(
             "torch.autograd.grad(loss, inputs, create_graph=True), which scales nothing, and accel.backward for the sum"
         )
     for engine in scaled:
-        engine.refuse_plain_gradients(zeros=False)
-    holders = [p for e in registry.in_order() for p in e.accumulators()]
+        engine.gradients.refuse_plain(zeros=False)
+    holders = [p for e in registry.in_order() for p in e.gradients.holders()]
     wanted = [inputs] if isinstance(inputs, torch.Tensor) else inputs or ()
     holders += [i for i in wanted if isinstance(i, torch.Tensor)]
     registry.loss_scale.backward(loss, holders, gradient, retain_graph, inputs)
     for engine in scaled:
-        engine.log.accept()
+        engine.gradients.log.accept()
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -159,7 +160,7 @@ def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Clip the model's gradients by their global norm, on every backend; returns the norm before clipping (0-dim)."""
-    return registry.of_handle(model).clip_grad_norm_(max_norm, norm_type)
+    return registry.of_handle(model).gradients.clip(max_norm, norm_type)
 
 
 def refresh_trainable(model: nn.Module) -> None:

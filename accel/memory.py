@@ -257,7 +257,7 @@ def memory_report(
         for backend in ENGINES.values()
         # Without synchronisation there is no training on several ranks.
         if world == 1 or backend.synchronizes
-        for options in (backend.options_type(), *backend.variants)
+        for options in (backend.options_type(), *backend.options_type.variants)
         for uses in [backend.predict(footprint, options, world)]
         if uses
     ]

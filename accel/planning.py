@@ -19,7 +19,7 @@ from .data.iteration import Home
 from .deferred import check_deferred
 from .engines import Engine
 from .errors import AccelError, AlreadySetUpError, BackendError, LoaderError, OptimizerError
-from .gradients.step import check_parameters
+from .engines.gradients import check_parameters
 from .handles import Handles, OptimizerHandle, Slot, raw
 from .precision import Precision
 from .process import Process, current, running, use_devices
@@ -253,7 +253,7 @@ def _plan_engine(plan: Plan, process: Process) -> None:
     )
     plan.precision.check(plan.module)
     plan.engine_type.check(plan.module, plan.options, process)
-    if plan.engine_type.reduces and process.place.world_size > 1:
+    if plan.engine_type.gradients_type.reduced and process.place.world_size > 1:
         _refuse_max_norm(plan.module)
 
 

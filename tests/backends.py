@@ -16,7 +16,7 @@ from accel.registry import registry
 from tests.distributed import run
 
 #: Names, and options where an engine lists variants.
-BACKENDS: list[Any] = [option for name, engine in ENGINES.items() for option in (name, *engine.variants)]
+BACKENDS: list[Any] = [option for name, engine in ENGINES.items() for option in (name, *engine.options_type.variants)]
 
 
 def engine_of(backend: Any) -> type[Engine]:

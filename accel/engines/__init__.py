@@ -31,7 +31,7 @@ FOREIGN = frozenset(
 
 
 #: The files of this package that serve all backends.
-_SHARED: Final = {"engine", "memory", "state"}
+_SHARED: Final = {"drift", "engine", "gradients", "memory", "methods", "state", "step"}
 
 
 @final
@@ -112,7 +112,7 @@ def resolve(backend: object) -> tuple[type[Engine], Any]:
     for module, package in engine.requires.items():
         if importlib.util.find_spec(module) is None:
             raise BackendError(
-                f"backend {engine.name!r} needs {module}, which is not installed: pip install '{package}'{engine.hint}"
+                f"backend {engine.name!r} needs {module}, which is not installed: pip install '{package}' (docs/hosts.md)"
             )
     return engine, options
 

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import nn
@@ -22,7 +22,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import RankMismatchError
 from ..process.control import agree, agree_later
-from .mask import TrainableMask
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 #: Of a step's time. Half of what docs/design.md promises: the message's own thread is not measured.
 _SHARE: Final = 5e-4
@@ -31,23 +33,6 @@ _FIRST: Final = 16
 _LEAST, _MOST = 16, 1 << 14
 _NEVER: Final = sys.maxsize
 _NAMED: Final = 5
-
-
-class Replicated(Protocol):
-    """What the guard needs of an engine."""
-
-    module: nn.Module
-    label: str
-    names: list[str]
-    parameters: list[nn.Parameter]
-    mask: TrainableMask
-    reduces: ClassVar[bool]
-    undoes_writes: bool
-    divides_weights: ClassVar[bool]
-
-    @property
-    def optimizers(self) -> list[Optimizer]: ...
-    def replicas(self) -> Iterable[tuple[str, torch.Tensor]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +62,7 @@ class DriftGuard:
         "_uses", "_versions", "_writes", "due", "interval", "judged", "steps", "__weakref__",
     )  # fmt: skip
 
-    def __init__(self, engine: Replicated, every: int | None) -> None:
+    def __init__(self, engine: Engine, every: int | None) -> None:
         self._engine = weakref.ref(engine)
         self._every = every
         self._kind = engine.label
@@ -187,12 +172,12 @@ class DriftGuard:
             f"the ranks of {self._kind} have drifted apart by step {snapshot.step}, {since}: {_difference(everyone)}"
         )
 
-    def _facts(self, engine: Replicated) -> dict[str, str]:
+    def _facts(self, engine: Engine) -> dict[str, str]:
         """What must be equal and is not a tensor, as text by what it says."""
         facts = {"number of optimizers": str(len(engine.optimizers))}
         for place, group in _groups_of(engine.optimizers):
             facts |= {f"{key} {place}": _plain(value) for key, value in group.items() if _comparable(key, value)}
-        if engine.reduces:
+        if engine.gradients.reduced:
             frozen = [name for name, trainable in zip(engine.names, engine.mask.now(), strict=True) if not trainable]
             facts["frozen parameters"] = ", ".join(frozen)
         for name, (count, last) in sorted(self._writes.items()):

@@ -4,45 +4,65 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Container
-from typing import Any, ClassVar, Final, Protocol, final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import OptimizerError, PrecisionError, RankMismatchError
-from ..handles import Owner
-from ..precision import LossScale, Precision, gradients_of
-from ..process import Process
-from ..process.control import Waiting
-from .drift import DriftGuard
+from ..errors import AccelError, BackendError, OptimizerError, PrecisionError, RankMismatchError
+from ..precision import gradients_of
+from ..process.control import Waiting, is_lost, lost
+from .gradients import Gradients
+from .methods import Methods
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 _PROTOCOL: Final = "_step_supports_amp_scaling"
 
 
-class Stepped(Owner, Protocol):
-    """What stepping needs of an engine."""
+def refuse_changes(engine: Engine) -> None:
+    """Refuse to go on with ended groups, or with other parameters than ``setup`` found. Local.
 
-    process: Process
-    precision: Precision
-    loss_scale: LossScale
-    drift: DriftGuard
+    Raises:
+        AccelError: the groups were ended.
+        BackendError: names the parameters that were added or replaced.
+    """
+    if engine.ended:
+        raise AccelError(f"the process groups were ended, this engine cannot go on: {engine.ended}")
+    found = {n: id(engine.gradients.canonical(p)) for n, p in engine.module.named_parameters()}
+    known = {n: id(p) for n, p in zip(engine.names, engine.parameters, strict=True)}
+    changed = sorted(n for n in found.keys() | known.keys() if found.get(n) != known.get(n))
+    if changed:
+        raise BackendError(
+            f"parameters of this {type(engine.module).__name__} were added or replaced after accel.setup: "
+            f"{', '.join(changed[:5])}; call raw = accel.teardown(model) and set it up again"
+        )
+    engine.restructured = False
 
-    def prepare_step(self, optimizer: Optimizer, *, by_grad_scaler: bool = False, in_closure: bool = False) -> None: ...
 
-    hears_steps: ClassVar[bool]
-
-    def before_step(self, optimizer: Optimizer) -> None: ...
-    def before_closure(self, optimizer: Optimizer) -> None: ...
-    def after_step(self, optimizer: Optimizer) -> None: ...
-    def unsettled(self) -> bool: ...
-    def hides_gradients(self) -> bool: ...
-    def finite(self, optimizer: Optimizer) -> bool: ...
-    def check_optimizer(self, optimizer: Optimizer) -> None: ...
-    def find_unoptimized(self) -> None: ...
+def prepare(engine: Engine, optimizer: Optimizer, *, by_grad_scaler: bool = False, in_closure: bool = False) -> None:
+    """Make the gradients final before ``optimizer`` steps, or before a closure in its step returns, or refuse it. Collective."""
+    if engine.restructured:
+        refuse_changes(engine)
+    gradients, scaled = engine.gradients, engine.precision.scaled
+    if scaled and not by_grad_scaler:
+        gradients.refuse_plain(zeros=True)
+    try:
+        if not in_closure:
+            gradients.before_step(optimizer)
+        gradients.settle(optimizer)
+    except RuntimeError as error:
+        if is_lost(error):
+            raise lost(f"the reduction of gradients before a step ({engine.label})", error) from error
+        raise
+    if engine.drift.judged:  # not before all ranks have come as far as this
+        engine.drift.begin()
+    if scaled:
+        gradients.log.accept()
 
 
 @final
@@ -54,15 +74,17 @@ class Stepper:
     The engine is held weakly: an optimizer that is kept does not keep its model.
     """
 
-    def __init__(self, engine: Stepped, optimizer: Optimizer) -> None:
+    def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
         self._engine = weakref.ref(engine)
         self.optimizer = optimizer
+        self._methods = Methods(engine, self) if engine.distributed else None
         self._num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
         self._serial = engine.loss_scale.serial
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         #: Whether the last step was skipped, and how many were; tensors where an optimizer judges on its device.
         self.skipped: bool | torch.Tensor = False
         self.skips: int | torch.Tensor = 0
+        self._calling = False
         #: Whether a step runs that has not called its closure yet.
         self.awaits_closure = False
         #: An optimizer of torch calls a closure before it writes anything.
@@ -74,16 +96,51 @@ class Stepper:
             setattr(optimizer, _PROTOCOL, True)
         self._prepare = optimizer.register_step_pre_hook(self._before)
         self._finish: RemovableHandle | None = None
-        if engine.hears_steps:
+        if type(engine.gradients).after_step is not Gradients.after_step:
             self._finish = optimizer.register_step_post_hook(self._after)
 
     def close(self) -> None:
         """Give the optimizer back to its user."""
+        if self._methods is not None:
+            self._methods.close()
         for hook in (self._prepare, self._finish):
             if hook is not None:
                 hook.remove()
         if not self._fused:
             delattr(self.optimizer, _PROTOCOL)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Add a group to the optimizer, which is left as it was when the group is refused."""
+        engine = self._engine()
+        assert engine is not None  # its handle is not ended
+        self.optimizer.add_param_group(group)
+        try:
+            engine.gradients.check(self.optimizer)
+        except OptimizerError:
+            self.optimizer.param_groups.pop()
+            raise
+        engine.gradients.find_unoptimized()
+
+    def call(self, engine: Engine, method: Callable[[], Any], gradients: bool) -> Any:
+        """Call a method of the optimizer's own class that writes weights or state. Collective where each rank steps a part.
+
+        Args:
+            engine: of the optimizer.
+            method: is called without arguments.
+            gradients: whether it uses them.
+        """
+        if self._calling:  # one calls another
+            return method()
+        if gradients:
+            prepare(engine, self.optimizer, in_closure=True)
+        elif engine.restructured:
+            refuse_changes(engine)
+        self._calling = True
+        try:
+            with engine.gradients.outside_step(self.optimizer):
+                return method()
+        finally:
+            self._calling = False
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         engine = self._engine()
@@ -97,22 +154,22 @@ class Stepper:
         for group in optimizer.param_groups:
             num_parameters += len(group["params"])
         if num_parameters != self._num_parameters:
-            engine.check_optimizer(optimizer)
-            engine.find_unoptimized()
+            engine.gradients.check(optimizer)
+            engine.gradients.find_unoptimized()
             self._num_parameters = num_parameters
         self.awaits_closure = False
         if (len(args) > 1 or kwargs) and (replaced := self._with_global_closure(engine, args, kwargs)):
             self.awaits_closure = True
             if self._foreign:  # it may use the gradients that are there already
-                engine.prepare_step(optimizer)
+                prepare(engine, optimizer)
             else:
-                engine.before_step(optimizer)
+                engine.gradients.before_step(optimizer)
             return replaced
         found_inf = optimizer.__dict__.get("found_inf")
         if found_inf is not None:
             self._note(self._prepare_scaled(engine, found_inf))
         else:
-            engine.prepare_step(optimizer)
+            prepare(engine, optimizer)
             if self._serial != engine.loss_scale.serial:
                 self._note(not self._judge(engine))
             elif self.skipped is not False:
@@ -121,11 +178,11 @@ class Stepper:
         optimizer._opt_called = True  # type: ignore[attr-defined]
         return None
 
-    def _prepare_scaled(self, engine: Stepped, found_inf: torch.Tensor) -> bool | torch.Tensor:
+    def _prepare_scaled(self, engine: Engine, found_inf: torch.Tensor) -> bool | torch.Tensor:
         """Ready for a step by a GradScaler; whether it is skipped."""
         try:
             self._refuse_double_scaling(engine)
-            engine.prepare_step(self.optimizer, by_grad_scaler=True)
+            prepare(engine, self.optimizer, by_grad_scaler=True)
         except BaseException:
             # A GradScaler takes these back after a step only; the next one would be taken for its own.
             for name in ("grad_scale", "found_inf"):
@@ -140,7 +197,7 @@ class Stepper:
         if skipped is True:
             self._hide_gradients()
 
-    def _with_global_closure(self, engine: Stepped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _with_global_closure(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of ``step`` with its closure replaced; None where there is none."""
         at = self._closure_at
         if kwargs.get("closure") is not None:
@@ -149,17 +206,17 @@ class Stepper:
             return (*args[:at], self._global(engine, args[at]), *args[at + 1 :]), kwargs
         return None
 
-    def _judge(self, engine: Stepped) -> bool:
+    def _judge(self, engine: Engine) -> bool:
         """Whether the gradients may be stepped with, where a scaled loss has made them."""
         self._serial = engine.loss_scale.serial
-        return engine.loss_scale.judge(engine.finite(self.optimizer))
+        return engine.loss_scale.judge(engine.gradients.finite(self.optimizer))
 
-    def _refuse_double_scaling(self, engine: Stepped) -> None:
+    def _refuse_double_scaling(self, engine: Engine) -> None:
         if self._serial != engine.loss_scale.serial:
             raise PrecisionError(
                 "a GradScaler steps gradients that accel.backward made, which are not scaled: use one of the two"
             )
-        if engine.unsettled() or engine.hides_gradients():
+        if engine.gradients.pending() or engine.gradients.hidden():
             raise PrecisionError(
                 "a GradScaler looked for overflow in gradients that were not reduced yet (accel.no_sync, a second backward, "
                 "a call around the handle, or an engine that reduces at the step), where each rank sees its own, or that "
@@ -183,7 +240,7 @@ class Stepper:
         engine = self._engine()
         if engine is not None:
             with Waiting(engine.process, "the end of optimizer.step()"):
-                engine.after_step(optimizer)
+                engine.gradients.after_step(optimizer)
 
     def _hide_gradients(self) -> None:
         """Let the overflowed step find no gradient: optimizers then skip the parameter, its state included."""
@@ -195,7 +252,7 @@ class Stepper:
                     self._hidden.append((parameter, parameter.grad))
                     parameter.grad = None
 
-    def _global(self, engine: Stepped, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _global(self, engine: Engine, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure as it would be in one process: final gradients, and the ranks' mean loss."""
         if engine.precision.scaled:
             raise PrecisionError("optimizer.step(closure) has no loss scaling: use 'bf16-mixed' or '32-true'")
@@ -204,9 +261,9 @@ class Stepper:
         def global_closure() -> Any:
             self.awaits_closure = False
             if self._foreign:
-                engine.before_closure(self.optimizer)
+                engine.gradients.before_closure(self.optimizer)
             loss = closure()
-            engine.prepare_step(self.optimizer, in_closure=True)
+            prepare(engine, self.optimizer, in_closure=True)
             world = process.place.world_size
             if world == 1:
                 return loss
@@ -234,22 +291,3 @@ def refuse_steps(optimizer: Optimizer, reason: str) -> None:
         )
 
     optimizer.register_step_pre_hook(refuse)
-
-
-def check_parameters(optimizer: Optimizer, known: Container[int], module: nn.Module, path: str) -> None:
-    """Refuse an optimizer's parameters whose identity is not among ``known``.
-
-    Raises:
-        OptimizerError: names them.
-    """
-    strangers = [
-        f"param_groups[{g}]['params'][{i}] of shape {tuple(p.shape)}"
-        for g, group in enumerate(optimizer.param_groups)
-        for i, p in enumerate(group["params"])
-        if id(p) not in known
-    ]
-    if strangers:
-        raise OptimizerError(
-            f"{path} holds parameters that are not of this {type(module).__name__}: {', '.join(strangers[:5])}; each "
-            "rank would train its own: make them part of the model"
-        )

@@ -14,35 +14,24 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, FunctionType
-from typing import Any, ClassVar, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch.optim import Optimizer
 
 from ..errors import OptimizerError
 
-
-class Caller(Protocol):
-    """What calls them."""
-
-    name: ClassVar[str]
-
-    def steps_part(self, optimizer: Optimizer) -> bool: ...
-    def call_method(self, optimizer: Optimizer, call: Callable[[], Any], gradients: bool) -> Any: ...
-
-
-class Step(Protocol):
-    """What is known of a step that runs."""
-
-    @property
-    def awaits_closure(self) -> bool: ...
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .step import Stepper
 
 
 @final
 class Methods:
     """Makes these methods of one raw optimizer go through its engine, until ``close``."""
 
-    def __init__(self, engine: Caller, optimizer: Optimizer, step: Step) -> None:
+    def __init__(self, engine: Engine, step: Stepper) -> None:
+        optimizer = step.optimizer
         self._optimizer = weakref.ref(optimizer)
         self._names: list[str] = []
         for name, gradients in writing_methods(optimizer).items():
@@ -56,7 +45,7 @@ class Methods:
                 vars(optimizer).pop(name, None)
 
 
-def _routed(reference: weakref.ref[Caller], step: Step, method: Any, gradients: bool) -> Callable[..., Any]:
+def _routed(reference: weakref.ref[Engine], step: Stepper, method: Any, gradients: bool) -> Callable[..., Any]:
     optimizer: Optimizer = method.__self__
 
     @functools.wraps(method.__func__)
@@ -64,7 +53,7 @@ def _routed(reference: weakref.ref[Caller], step: Step, method: Any, gradients: 
         engine, inside = reference(), _in_step(optimizer)
         if engine is None:
             return method(*args, **kwargs)
-        if gradients and (not inside or step.awaits_closure) and engine.steps_part(optimizer):
+        if gradients and (not inside or step.awaits_closure) and engine.gradients.steps_part(optimizer):
             raise OptimizerError(
                 f"{type(optimizer).__name__}.{method.__name__}() uses gradients, of which each rank has its part only under "
                 f"backend {engine.name!r}, so that it may compute something else on each: use a backend that keeps gradients "
@@ -72,7 +61,7 @@ def _routed(reference: weakref.ref[Caller], step: Step, method: Any, gradients: 
             )
         if inside:
             return method(*args, **kwargs)
-        return engine.call_method(optimizer, functools.partial(method, *args, **kwargs), gradients)
+        return step.call(engine, functools.partial(method, *args, **kwargs), gradients)
 
     return call
 
