@@ -91,28 +91,29 @@ class ModelHandle(nn.Module):
         return f"ModelHandle[{state}]({_get(self, '_accel_raw')!r})"
 
     def __len__(self) -> int:
-        return len(_engine(self).module)  # type: ignore[arg-type]
+        return len(_engine(self).module)
 
     def __bool__(self) -> bool:
         return True
 
     def __getitem__(self, index: Any) -> Any:
-        return _engine(self).module[index]  # type: ignore[index]
+        return _engine(self).module[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        _engine(self).module.__setitem__(index, value)  # type: ignore[operator]
+        _engine(self).module.__setitem__(index, value)
 
     def __delitem__(self, index: Any) -> None:
-        _engine(self).module.__delitem__(index)  # type: ignore[operator]
+        _engine(self).module.__delitem__(index)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(_engine(self).module)  # type: ignore[call-overload, no-any-return]
+        return iter(_engine(self).module)
 
     def __contains__(self, item: object) -> bool:
-        return item in _engine(self).module  # type: ignore[operator]
+        return item in _engine(self).module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        return _engine(self).copy(memo)
+        copied: nn.Module = _engine(self).copy(memo)
+        return copied
 
     def __copy__(self) -> nn.Module:
         raise AccelError("a ModelHandle cannot be copied shallowly: both would drive one engine; use copy.deepcopy")

@@ -18,8 +18,8 @@ from .data import LoaderHandle, LoaderOptions
 from .data.iteration import Home
 from .deferred import check_deferred
 from .engines import Engine
-from .errors import AccelError, AlreadySetUpError, BackendError, LoaderError, OptimizerError
 from .engines.gradients import check_parameters
+from .errors import AccelError, AlreadySetUpError, BackendError, LoaderError, OptimizerError
 from .handles import Handles, OptimizerHandle, Slot, raw
 from .precision import Precision
 from .process import Process, current, running, use_devices

@@ -84,7 +84,7 @@ class AveragedGradients(Gradients):
     def _average(self, indices: Sequence[int]) -> bool:
         """Average what any rank has of these parameters; whether there was anything."""
         engine = self.engine
-        parameters, names = ([them[i] for i in indices] for them in (engine.parameters, engine.names))
+        parameters, names = [engine.parameters[i] for i in indices], [engine.names[i] for i in indices]
         # The others may come late: their last forward may have taken any time.
         what = f"the reduction of {len(parameters)} gradients ({engine.label}, step {self._num_steps})"
         return average_gradients_(what, parameters, names, self.process, engine.add)

@@ -129,7 +129,7 @@ class Engine(StateVerbs, MemoryVerbs, ABC):
         self.numels = [p.numel() for p in self.parameters]
         watching = self.gradients.reduced and self.distributed and getattr(self.options, "auto_refresh", True)
         self._watching_mask = watching
-        self.restructured = self._started = False
+        self.restructured = self.started = False
         compared = self.distributed and self.synchronizes
         self.drift = DriftGuard(self, self.options.drift_check if compared else 0)
         context.process.dependents.add(self)
@@ -164,9 +164,9 @@ class Engine(StateVerbs, MemoryVerbs, ABC):
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """What all ranks do together once each has wrapped and attached. Collective; again where optimizers are added."""
-        if not self._started:
+        if not self.started:
             self.synchronize()
-            self._started = True
+            self.started = True
         self.gradients.find_unoptimized()
 
     def attach(self, optimizer: Optimizer) -> None:
@@ -243,6 +243,10 @@ class Engine(StateVerbs, MemoryVerbs, ABC):
             for parameter in self.parameters:
                 parameter.grad = None
 
+    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """The weights that every rank holds whole, and equal before each step. Local."""
+        return list(zip(self.names, self.parameters, strict=True))
+
     # -- forwards -------------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -259,10 +263,12 @@ class Engine(StateVerbs, MemoryVerbs, ABC):
         try:
             if self.precision.plain:
                 return self.run(function, args, kwargs)
-            return self.precision.call(self.run, function, args, kwargs)
+            return self.precision.call(self.run, (function, args, kwargs), {})
         except RuntimeError as error:
             if is_lost(error):
-                name = "a forward" if function is self.entry else f"the method {getattr(function, '__name__', function)}"
+                name = (
+                    "a forward" if function is self.entry else f"the method {getattr(function, '__name__', function)}"
+                )
                 raise lost(f"{name} ({self.label})", error) from error
             raise
 

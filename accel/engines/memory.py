@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import OptimizerError
-from ..gradients.step import Stepper
+from .step import Stepper
 
 # -- footprint ---------------------------------------------------------------------------------------------------------
 # What a model and its optimizers need room for, without needing that room: the input of every prediction of memory.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterable
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import nn

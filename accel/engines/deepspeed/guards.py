@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, Protocol, final
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import nn
@@ -17,28 +17,18 @@ from ...errors import AccelError
 from .._copies import allow_copies, copies_refused
 from .stage3 import Method
 
+if TYPE_CHECKING:
+    from . import DeepSpeedEngine
+
 #: What stands in the place of a raw object's own.
 _OWN: Final = ("zero_grad", "__deepcopy__", "__getstate__")
-
-
-class Guarded(Protocol):
-    """What the guards need of an engine."""
-
-    module: nn.Module
-
-    @property
-    def divided(self) -> bool: ...
-    @property
-    def weights_divided(self) -> bool: ...
-    def drop_gradients(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> bool: ...
-    def zero_grad(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
 @final
 class Guards:
     """Replaces ``zero_grad`` and watches ``state_dict`` of the raw module and of the raw optimizers."""
 
-    def __init__(self, engine: Guarded) -> None:
+    def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = weakref.ref(engine)
         self._hooks: list[RemovableHandle] = []
         self._module: nn.Module | None = None
@@ -154,22 +144,22 @@ def _drop(guarded: nn.Module | Optimizer) -> None:
             del vars(guarded)[name]
 
 
-def _module_zero_grad(reference: weakref.ref[Guarded]) -> Callable[..., None]:
+def _module_zero_grad(reference: weakref.ref[DeepSpeedEngine]) -> Callable[..., None]:
     def zero_grad(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         engine, own = reference(), list(module.parameters())
         _, dropped = call_zero_grad(module, own, args, kwargs)
         if engine is not None:  # a copy of the module has this method too, and other parameters
-            engine.drop_gradients(own, dropped)
+            engine.gradients.drop(own, dropped)
 
     return zero_grad
 
 
-def _optimizer_zero_grad(reference: weakref.ref[Guarded]) -> Callable[..., Any]:
+def _optimizer_zero_grad(reference: weakref.ref[DeepSpeedEngine]) -> Callable[..., Any]:
     def zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         engine = reference()
         if engine is None:
             return type(optimizer).zero_grad(optimizer, *args, **kwargs)
-        return engine.zero_grad(optimizer, args, kwargs)
+        return engine.gradients.zero(optimizer, args, kwargs)
 
     return zero_grad
 

@@ -11,7 +11,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 import torch.distributed as dist
@@ -83,6 +83,8 @@ class Partitions(ABC):
         title: of the engine, for messages.
     """
 
+    #: Weights are divided too.
+    divides_weights: ClassVar[bool] = False
     #: Gradients are reduced while backward runs; else when ``flush`` is called.
     eager: bool
 
@@ -256,36 +258,13 @@ class Partitions(ABC):
         for index, grad in zip(indices, assigned, strict=True):
             self.parameters[index].grad = grad
 
-    def norm(self, norm_type: float, group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
-        """The global norm of all gradients. Collective."""
-        self.widen()
-        grads = [f.grad for f in self.fragments.values() if f.grad is not None]
-        if dist.get_rank(group) == 0:  # every rank has the same
-            grads += self._whole_gradients()
-        infinite, local = norm_type == float("inf"), torch.zeros((), dtype=torch.float32, device=device)
-        if grads:
-            norms = torch.stack([n.float().to(device) for n in torch._foreach_norm(grads, norm_type)])
-            local = norms.max() if infinite else norms.pow(norm_type).sum()
-        dist.all_reduce(local, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
-        return local if infinite else local.pow(1.0 / norm_type)
-
-    def widen(self) -> None:
-        """Before gradients are computed with."""
+    def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """This rank's part of the final gradients, ready to be computed with, and those that every rank has whole."""
         for fragment in self.fragments.values():
             fragment.widen()
-
-    def scale(self, factor: torch.Tensor) -> None:
-        """Multiply every gradient."""
-        self.widen()
-        for fragment in self.fragments.values():
-            if fragment.grad is not None:
-                fragment.grad.mul_(factor.to(device=fragment.grad.device, dtype=fragment.grad.dtype))
-        for grad in self._whole_gradients():
-            grad.mul_(factor.to(device=grad.device, dtype=grad.dtype))
-
-    def _whole_gradients(self) -> list[torch.Tensor]:
-        grads = [self.parameters[i].grad for i in sorted(self.whole_gradients)]
-        return [grad for grad in grads if grad is not None]
+        whole = [self.parameters[i].grad for i in sorted(self.whole_gradients)]
+        mine = [f.grad for f in self.fragments.values() if f.grad is not None]
+        return mine, [grad for grad in whole if grad is not None]
 
     def reset(self) -> None:
         """Forget a backward or forward that ended half-way. Collective."""

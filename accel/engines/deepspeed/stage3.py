@@ -245,6 +245,7 @@ class _Gradients(dict[int, torch.Tensor]):
 class Sharded(Partitions):
     """Stage 3: every rank holds a part of each parameter, and gathers the rest when a module runs."""
 
+    divides_weights = True
     eager = True
     _running = 0
     _versions: list[int]

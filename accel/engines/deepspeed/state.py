@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 
 from ... import shard
 from ...errors import AccelError, BackendError
-from ...gradients.step import refuse_steps
 from ...precision import convert_optimizer
 from ...process import Process
 from ...process.control import agree
 from ...shard import Manifest, Shard
 from ..engine import Context, Engine
+from ..step import refuse_steps
 from .guards import Guards
 from .library import without_groups
 from .partitions import Fragment, Partitions
@@ -165,11 +165,12 @@ logger = logging.getLogger("accel")
 class Divided(Engine, ABC):
     """While ``zero`` is None, everything is whole and the base class serves."""
 
+    gradients: Any
+
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         super().__init__(module, entry, context)
         self.zero: Partitions | None = None
-        self.guards = Guards(self)
-        self.held: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
+        self.guards = Guards(self)  # type: ignore[arg-type]
 
     @property
     def divided(self) -> bool:
@@ -181,19 +182,9 @@ class Divided(Engine, ABC):
         """Whether the module does not hold what the optimizer steps."""
         return self.zero is not None and (isinstance(self.zero, Sharded) or self.zero.masters)
 
-    @abstractmethod
-    def drop_gradients(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> bool:
-        """``zero_grad`` of a module with these parameters; False where that is not for fragments."""
-
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
         """None where weights are divided."""
         return [] if isinstance(self.zero, Sharded) else super().replicas()
-
-    def find_unoptimized(self) -> None:
-        """Their gradients stay whole, where the weights do."""
-        super().find_unoptimized()
-        if self.zero is not None and not isinstance(self.zero, Sharded):
-            self.zero.whole_gradients = set(self.unoptimized)
 
     def take_edits(self) -> None:
         """Take over weights that the loop has written or replaced; refuse it where the next step would undo that.
@@ -211,7 +202,7 @@ class Divided(Engine, ABC):
     def indices(self, optimizer: Optimizer) -> list[int]:
         """The numbers of the optimizer's parameters."""
         numbers = {id(p): i for i, p in enumerate(self.parameters)}
-        held = {id(group): parameters for group, parameters in self.held}
+        held = {id(group): parameters for group, parameters in self.gradients.held}
         return [numbers[id(p)] for g in optimizer.param_groups for p in held.get(id(g), g["params"])]
 
     def whole_weights(self, zero: Partitions, indices: Sequence[int]) -> list[torch.Tensor]:
@@ -264,7 +255,7 @@ class Divided(Engine, ABC):
         for optimizer in optimizers:
             for fragment in zero.fragments.values():
                 optimizer.state.pop(fragment.weights, None)
-            refuse_steps(optimizer, self._ended)
+            refuse_steps(optimizer, self.ended)
         with without_groups():
             zero.end([zero.here(i) for i in range(len(self.parameters))])
 
@@ -300,7 +291,7 @@ class Divided(Engine, ABC):
         zero = self.zero
         if zero is None or (optimizer is None and not self.weights_divided):
             return super().full_state_dict(optimizer)
-        self.meet(f"accel.full_state_dict of {'the model' if optimizer is None else type(optimizer).__name__}")
+        self.compare(f"accel.full_state_dict of {'the model' if optimizer is None else type(optimizer).__name__}")
         if optimizer is None:
             self.take_edits()
             with self.guards.inside():
@@ -328,7 +319,7 @@ class Divided(Engine, ABC):
         if zero is None or (optimizer is None and not self.weights_divided):
             return super().load_state_dict(optimizer, args, kwargs)
         if optimizer is None:
-            self.meet("load_state_dict")
+            self.compare("load_state_dict")
             whole = self.whole_weights(zero, range(len(self.parameters)))
             with zero.whole(whole), self.guards.inside():
                 return self.module.load_state_dict(*args, **kwargs)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MethodType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -18,12 +17,14 @@ from torch.utils.hooks import RemovableHandle
 
 from ... import shard
 from ...errors import AccelError, BackendError, OptimizerError
+from ...gradients.clip import clip_
 from ...gradients.flat import broadcast_
 from ...process import Process
 from ...process.control import Waiting
 from ...shard import Manifest, Shard
 from .._copies import allow_copies, refuse_copies
-from ..engine import Context, Engine, Options, refuse_sparse
+from ..engine import Context, Engine, Options, lost_weights
+from ..gradients import Buffers, Gradients, refuse_sparse
 from ..memory import Footprint, MemoryUse, even_shards
 from ..state import StateVerbs
 from . import wrap
@@ -32,8 +33,7 @@ from .wrap import Checkpointed, Wrap
 
 if TYPE_CHECKING:
     from .conversion import Conversion
-if TYPE_CHECKING:
-    from .conversion import Conversion
+    from .pending import Backwards
 
 
 # -- The state verbs of an engine whose parameters and optimizer state are shards --------------------------------------
@@ -80,18 +80,18 @@ class Guard:
 class ShardedState(StateVerbs):
     """Whole state goes in and out; what lies on this rank is listed; what would be a part only is refused."""
 
-    _parts: Conversion | None
+    parts: Conversion | None
     guard: Guard
 
     def state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Refused where shards are."""
-        if self._parts is not None:
+        if self.parts is not None:
             self.guard.refuse(self.module if optimizer is None else optimizer)
         return super().state_dict(optimizer, args, kwargs)
 
     def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
         """Every shard gathered, on every rank; buffers are rank 0's. Collective."""
-        parts = self._parts
+        parts = self.parts
         if parts is None:
             return super().full_state_dict(optimizer)
         parts.sharded.reshard()
@@ -109,7 +109,7 @@ class ShardedState(StateVerbs):
 
     def load_state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take this rank's part of a full state."""
-        parts = self._parts
+        parts = self.parts
         if parts is None:
             return super().load_state_dict(optimizer, args, kwargs)
         named = dict(zip(("state_dict", "strict", "assign"), args, strict=False)) | kwargs
@@ -129,7 +129,7 @@ class ShardedState(StateVerbs):
     def synchronize(self, source: int = 0) -> None:
         """Rank ``source``'s weights and buffers; only its buffers where the weights are shards. Collective."""
         tensors = [b.data for b in self.module.buffers()]
-        if self._parts is None:
+        if self.parts is None:
             tensors += [p.data for p in self.parameters if not p.is_meta]
         if self.distributed:
             broadcast_(tensors, self.process.group, source)
@@ -138,7 +138,7 @@ class ShardedState(StateVerbs):
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
         """This rank's rows of each tensor."""
-        parts = self._parts
+        parts = self.parts
         if parts is None:
             return super().shards(optimizer)
         if optimizer is not None:
@@ -149,9 +149,9 @@ class ShardedState(StateVerbs):
 
     def slots(self, optimizer: Optimizer | None, manifest: Manifest) -> list[Shard]:
         """What ``shards`` lists; an optimizer's state is created."""
-        if self._parts is None or optimizer is None:
+        if self.parts is None or optimizer is None:
             return self.shards(None) if optimizer is None else super().slots(optimizer, manifest)
-        return self._parts.slots(optimizer, self.parameter_names, manifest)
+        return self.parts.slots(optimizer, self.parameter_names, manifest)
 
 
 def _like(original: Any, values: dict[str, Any]) -> OrderedDict[str, Any]:
@@ -215,24 +215,113 @@ class FSDP(Options):
 
 
 @final
-class FSDPEngine(ShardedState, Engine):
+class FSDPGradients(Gradients):
     """FSDP2 reduces in its hooks while backward runs; ``settle`` reduces what it left unreduced."""
+
+    reduced = partial = before_any_step = True
+    engine: FSDPEngine
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.buffers = Buffers(engine.module, engine.process)
+        self.backwards: Backwards | None = None
+
+    def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The shard that a gathered or replaced parameter stands for."""
+        parts = self.engine.parts
+        return parameter if parts is None else parts.canonical(parameter)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse strangers; replaced parameters become their shards."""
+        super().check(optimizer)
+        if self.engine.parts is not None:
+            self.engine.parts.rebind(optimizer)
+
+    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The gathered parameter, which is what forward computes with."""
+        parts = self.engine.parts
+        return parameter if parts is None else parts.leaf(parameter)
+
+    def accumulate(self, accumulating: bool) -> None:
+        """Let backward passes accumulate without reduction."""
+        super().accumulate(accumulating)
+        if self.engine.parts is not None:
+            self.engine.parts.sharded.synchronise(not accumulating)
+
+    def holders(self) -> Sequence[torch.Tensor]:
+        """Shards, and the gathered parameters that hold what was not reduced."""
+        parts = self.engine.parts
+        if parts is None or self.backwards is None:
+            return self.engine.parameters
+        self.backwards.take_markers()
+        return [*self.engine.parameters, *(whole for whole, _ in parts.sharded.gathered())]
+
+    def pending(self) -> bool:
+        """Whether gradients were not reduced."""
+        parts = self.engine.parts
+        return parts is not None and (bool(parts.sharded.pending()) or parts.scalars_pending())
+
+    def settle(self, optimizer: Optimizer | None = None) -> None:
+        """Reduce what is pending; take rank 0's buffers."""
+        engine, parts = self.engine, self.engine.parts
+        if parts is None or self.backwards is None:
+            super().settle()
+            return
+        self.backwards.notice_exception()
+        self.backwards.refuse_broken()
+        self.backwards.take_markers()
+        sharded = parts.sharded
+        if pending := sharded.pending():
+            names = engine.parameter_names
+            engine.compare("a reduction of accumulated gradients", [names[id(p.sharded_param)] for p in pending])
+            sharded.reduce(not self.accumulating)
+        if parts.scalars_pending():
+            parts.average_scalars()
+        sharded.reshard()
+        if self.buffers.stale:
+            engine.announce("the broadcast of buffers")
+            self.buffers.synchronize()
+
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip by the global norm; one all-reduce of local norms."""
+        engine, parts = self.engine, self.engine.parts
+        if parts is None:
+            return super().clip(max_norm, norm_type)
+        engine.announce("accel.clip_grad_norm_")
+        self.settle()
+        with Waiting(self.process, "accel.clip_grad_norm_"):
+            mine, common = parts.gradients()
+            return clip_(mine, max_norm, norm_type, self.process, common)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Make a backward from an earlier forward an error, as a step in place does in one process."""
+        if self.engine.parts is not None:
+            self.announce_step(optimizer)
+            self.engine.parts.age(optimizer)
+
+    def outside_step(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
+        """What was gathered before is old then."""
+        if self.engine.parts is not None:
+            self.engine.parts.sharded.reshard()
+        return super().outside_step(optimizer)
+
+
+@final
+class FSDPEngine(ShardedState, Engine):
+    """Puts shards in the parameters' places when it starts; FSDP2 gathers and frees them in its hooks."""
 
     name = "fsdp"
     options_type = FSDP
-    reduces = partial_gradients = True
-    logs = False
-    hears_strangers = True
+    gradients_type = FSDPGradients
+    gradients: FSDPGradients
     materializes = undoes_writes = divides_weights = True
     options: FSDP
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         super().__init__(module, entry, context)
-        self._parts: Conversion | None = None
+        self.parts: Conversion | None = None
         self.guard = Guard()
         self._checkpointed = Checkpointed()
-        self._sync = True
-        self._stale_buffers = False
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
@@ -290,162 +379,69 @@ class FSDPEngine(ShardedState, Engine):
         """Rank 0's weights, then shards in their place; the optimizers are rebound in place."""
         if not self.distributed:
             return
-        if self._parts is None:
+        if self.parts is None:
             from .conversion import Conversion  # heavy, as torch's own code for it is
             from .pending import Backwards
 
             self.synchronize()
             names = [name for name, _ in wrap.blocks(self.module, self.options.wrap)]
             self.compare("the choice of FSDP(wrap=...)", names)
-            self._parts = Conversion(self.module, self.process, self.options, self.label)
+            self.parts = Conversion(self.module, self.process, self.options, self.label)
             for child in self.module.modules():
                 self.guard.watch(child)
-            self._parts.shard(names)
-            self.read_parameters()
-            self._backwards = Backwards(self._parts, self.parameter_names, self.log if self.precision.scaled else None)
-            self._parts.sharded.begin(self.process, self.title, self._backwards.begin, self._backwards.end)
-            self._parts.mark_gathered()
-            self.known = self._parts.known
-            self._started = True
+            self.parts.shard(names)
+            self._read_parameters()
+            log = self.gradients.log if self.precision.scaled else None
+            backwards = self.gradients.backwards = Backwards(self.parts, self.parameter_names, log)
+            self.parts.sharded.begin(self.process, self.label, backwards.begin, backwards.end)
+            self.parts.mark_gathered()
+            self.known = self.parts.known
+            self.started = True
         for optimizer in optimizers:
-            self._parts.rebind(optimizer)
-
-    def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The shard that a gathered or replaced parameter stands for."""
-        return parameter if self._parts is None else self._parts.canonical(parameter)
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse strangers; replaced parameters become their shards."""
-        super().check_optimizer(optimizer)
-        if self._parts is not None:
-            self._parts.rebind(optimizer)
+            self.parts.rebind(optimizer)
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
         """What cannot be cut."""
-        shards = {} if self._parts is None else {id(p.sharded_param) for p in self._parts.sharded.params}
+        shards = {} if self.parts is None else {id(p.sharded_param) for p in self.parts.sharded.params}
         return [(name, p) for name, p in super().replicas() if id(p) not in shards]
 
     def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
         """Shards take values of their own form."""
-        return self._parts is not None and self._parts.sharded.set_data(parameter, value)
-
-    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The gathered parameter, which is what forward computes with."""
-        return parameter if self._parts is None else self._parts.leaf(parameter)
+        return self.parts is not None and self.parts.sharded.set_data(parameter, value)
 
     # -- forward --------------------------------------------------------------------------------------------------
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward; FSDP2 gathers and frees in its hooks."""
-        return self.entry(*args, **kwargs) if self._parts is None else self._run(self.entry, args, kwargs)
-
-    def compute(self, bound: MethodType, *args: Any, **kwargs: Any) -> Any:
-        """A method of the user's, with the root's parameters gathered."""
-        if self._parts is None:
-            return bound(*args, **kwargs)
-        sharded = self._parts.sharded
-        return self._run(lambda *a, **k: sharded.compute(bound, a, k), args, kwargs)
-
-    def _run(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self._parts is not None
-        sharded, grad = self._parts.sharded, torch.is_grad_enabled()
-        self._backwards.notice_exception()
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call it; FSDP2 gathers and frees in its hooks, and what methods use of the root is gathered for them."""
+        parts, backwards = self.parts, self.gradients.backwards
+        if parts is None or backwards is None:
+            return function(*args, **kwargs)
+        sharded, grad = parts.sharded, torch.is_grad_enabled()
+        backwards.notice_exception()
         try:
-            out = fn(*args, **kwargs)
+            out = function(*args, **kwargs) if function is self.entry else sharded.compute(function, args, kwargs)
         except BaseException:
             sharded.reset()
             raise
         # Whoever asks for parameters must find shards: they have the gradients, and an edit of a gathered one is lost.
         if torch._C._current_graph_task_id() == -1 and (not grad or sharded.exposed_gradients()):
             sharded.reshard()
-        self._stale_buffers = self._stale_buffers or grad
+        if grad:
+            self.gradients.buffers.touch()
         return out
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let backward passes accumulate without reduction."""
-        before = self._sync
-        self._set_sync(False)
-        try:
-            yield
-        finally:
-            self._set_sync(before)
-
-    def _set_sync(self, value: bool) -> None:
-        self._sync = value
-        if self._parts is not None:
-            self._parts.sharded.synchronise(value)
-
-    # -- gradients ------------------------------------------------------------------------------------------------
-
-    def accumulators(self) -> Sequence[torch.Tensor]:
-        """Shards, and the gathered parameters that hold what was not reduced."""
-        if self._parts is None:
-            return self.parameters
-        self._backwards.take_markers()
-        return [*self.parameters, *(whole for whole, _ in self._parts.sharded.gathered())]
-
-    def unsettled(self) -> bool:
-        """Whether gradients were not reduced."""
-        if self._parts is None:
-            return False
-        return bool(self._parts.sharded.pending()) or self._parts.scalars_pending()
-
-    def settle(self) -> None:
-        """Reduce what is pending; take rank 0's buffers."""
-        if self._parts is None:
-            super().settle()
-            return
-        self._backwards.notice_exception()
-        self._backwards.refuse_broken()
-        self._backwards.take_markers()
-        sharded = self._parts.sharded
-        if pending := sharded.pending():
-            self.compare(
-                "a reduction of accumulated gradients", [self.parameter_names[id(p.sharded_param)] for p in pending]
-            )
-            sharded.reduce(self._sync)
-        if self._parts.scalars_pending():
-            self._parts.average_scalars()
-        sharded.reshard()
-        if self._stale_buffers:
-            self.announce("the broadcast of buffers")
-            broadcast_([b.data for b in self.module.buffers()], self.process.group)
-            self._stale_buffers = False
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Make a backward from an earlier forward an error, as a step in place does in one process."""
-        if self._parts is not None:
-            self.announce_step(optimizer)
-            self._parts.age(optimizer)
-
-    def outside_step(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
-        """What was gathered before is old then."""
-        if self._parts is not None:
-            self._parts.sharded.reshard()
-        return super().outside_step(optimizer)
 
     def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
         """Every shard gathered, on every rank; buffers are rank 0's. Collective."""
-        if self._parts is None:
+        if self.parts is None:
             return super().full_state_dict(optimizer)
-        self.meet(f"accel.full_state_dict of {'the model' if optimizer is None else type(optimizer).__name__}")
+        self.compare(f"accel.full_state_dict of {'the model' if optimizer is None else type(optimizer).__name__}")
         with Waiting(self.process, "accel.full_state_dict"):
             return super().full_state_dict(optimizer)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip by the global norm; one all-reduce of local norms."""
-        if self._parts is None:
-            return super().clip_grad_norm_(max_norm, norm_type)
-        self.announce("accel.clip_grad_norm_")
-        self.settle()
-        with Waiting(self.process, "accel.clip_grad_norm_"):
-            return self._parts.clip(max_norm, norm_type)
-
     def rebuild(self) -> None:
         """FSDP2 follows ``requires_grad`` by itself; only its dtypes are of those that were trainable first."""
-        if self._parts is not None:
-            for group in self._parts.sharded.groups:
+        if self.parts is not None:
+            for group in self.parts.sharded.groups:
                 group._init_mp_dtypes()
 
     # -- the end --------------------------------------------------------------------------------------------------
@@ -453,18 +449,18 @@ class FSDPEngine(ShardedState, Engine):
     def abandon(self, reason: str) -> None:
         """Let go of the groups that FSDP2 holds."""
         super().abandon(reason)
-        if self._parts is not None:
-            self._parts.sharded.let_go()
+        if self.parts is not None:
+            self.parts.sharded.let_go()
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Whole parameters, in the objects that held them before. Collective."""
         self._checkpointed.unwrap()
-        parts, self._parts = self._parts, None
+        parts, self.parts = self.parts, None
         for child in self.module.modules():
             self.guard.release(child)
         if parts is not None:
-            lost = parts.unshard(optimizers, self._ended)
-            self.read_parameters()
+            lost = parts.unshard(optimizers, self.ended)
+            self._read_parameters()
             if lost:
-                self._ended = lost
-                raise self.lost()
+                self.ended = lost
+                raise lost_weights(self)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-
-from ...errors import AccelError
 
 # What one exchange moves, over all owners. On the CPU the copies should stay in its cache; elsewhere calls are dear.
 _PIECE_BYTES: Final = 32 << 20
@@ -140,31 +137,3 @@ def broadcast_from_owners(
     for owner, tensors in enumerate(by_owner):
         if owner != rank:
             _put_back(tensors, used[owner])
-
-
-@torch.no_grad()
-def clip_parts_(
-    gradients: list[torch.Tensor],
-    max_norm: float,
-    norm_type: float,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-) -> torch.Tensor:
-    """Clip by the norm of all ranks' ``gradients`` together; the ranks have different ones. Returns the norm."""
-    order = float(norm_type)
-    if order <= 0:
-        raise AccelError(f"norm_type={norm_type!r}: expected a positive number or infinity")
-    norms = torch.zeros(1, dtype=torch.float64, device=device)
-    if gradients:
-        norms = torch.stack([n.to(norms) for n in torch._foreach_norm(gradients, order)])
-    if math.isinf(order):
-        total = norms.max()
-        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
-    else:
-        total = norms.pow(order).sum()
-        dist.all_reduce(total, group=group)
-        total = total.pow(1.0 / order)
-    total = total.float()
-    if gradients:
-        torch._foreach_mul_(gradients, (max_norm / (total + 1e-6)).clamp(max=1.0))
-    return total
