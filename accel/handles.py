@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -271,8 +271,6 @@ def raw(handle: ModelHandle | OptimizerHandle) -> Any:
 
 T = TypeVar("T")
 
-_KEY = "_accel_slot"
-
 
 class Slot(Generic[T]):
     """Holds one value on a foreign object; a copy or a pickle of that object finds it empty.
@@ -282,6 +280,7 @@ class Slot(Generic[T]):
     """
 
     __slots__ = ("owner_id", "value")
+    KEY: ClassVar = "_accel_slot"
 
     def __init__(self, owner: object, value: T) -> None:
         self.owner_id = id(owner)
@@ -296,15 +295,15 @@ class Slot(Generic[T]):
     @staticmethod
     def get(owner: object) -> Any:
         """The value in ``owner``'s slot, or None. A shallow copy of the owner carries the slot but does not own it."""
-        slot = owner.__dict__.get(_KEY)
+        slot = owner.__dict__.get(Slot.KEY)
         return slot.value if slot is not None and slot.owner_id == id(owner) else None
 
     @staticmethod
     def put(owner: object, value: object) -> None:
         """Fill ``owner``'s slot."""
-        owner.__dict__[_KEY] = Slot(owner, value)
+        owner.__dict__[Slot.KEY] = Slot(owner, value)
 
     @staticmethod
     def clear(owner: object) -> None:
         """Empty ``owner``'s slot."""
-        owner.__dict__.pop(_KEY, None)
+        owner.__dict__.pop(Slot.KEY, None)

@@ -178,7 +178,8 @@ class Registry:
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer that was never given to ``setup`` must not step with unfinished gradients either."""
-        if Slot.get(optimizer) is not None:
+        slot = optimizer.__dict__.get(Slot.KEY)  # every step comes here: no call
+        if slot is not None and slot.owner_id == id(optimizer):
             return
         for engine in [e for e in self.in_order() if e.gradients.watched and _concerned(e)]:
             if not any(id(p) in engine.known for g in optimizer.param_groups for p in g["params"]):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..gradients.average import average_gradients_
 from .engine import Engine, Options
-from .gradients import Buffers, Gradients, Origin
+from .gradients import Buffers, Gradients
 from .memory import Footprint, MemoryUse, whole
 
 
@@ -43,7 +43,6 @@ class AveragedGradients(Gradients):
         self._buffers = Buffers(engine.module, engine.process, engine.options.broadcast_buffers)
         #: All existing gradients are known to be equal on all ranks.
         self.settled = False
-        self._origin = Origin()
         self._num_steps = 0
 
     def pending(self) -> bool:
@@ -54,22 +53,18 @@ class AveragedGradients(Gradients):
         return any(p.grad is not None for p in engine.parameters)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Count the steps, by which the ranks know each other; notice gradients that were assigned by hand."""
+        """Count the steps, by which the ranks know each other."""
         self._num_steps += 1
-        if self._origin.unknown(optimizer, bool(self.log.entries)):
-            self.settled = False
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
         """Average all gradients, on every rank: one without any must take part for the others."""
         if not self.engine.distributed:
             super().settle()
             return
-        came = bool(self.log.entries)
-        self._origin.final(came)
-        if self.settled and not came:
-            return
-        averaged = self._average(range(len(self.engine.parameters)))
-        self.log.fold(pending=False)
+        assigned = optimizer is not None and self.log.repeats(optimizer)
+        final = self.settled and not self.log.entries and not assigned
+        averaged = not final and self._average(range(len(self.engine.parameters)))
+        self.log.fold(stepping=optimizer)
         self.settled = True
         if averaged:
             self._buffers.synchronize()

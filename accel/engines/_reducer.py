@@ -23,7 +23,7 @@ from ..precision import Replaced, convert_batchnorms, restore_batchnorms
 from ..process import Process
 from ..process.control import agree
 from .engine import Context, Engine, Options
-from .gradients import Buffers, Gradients, Origin
+from .gradients import Buffers, Gradients
 from .memory import Footprint, MemoryUse, ParameterSize, whole
 
 # -- Compression of gradients on the wire, by torch's own communication hooks ------------------------------------------
@@ -110,6 +110,15 @@ def complete(ddp: DistributedDataParallel, parameters: Sequence[nn.Parameter], m
         parameter.grad = None
 
 
+def finalized(ddp: DistributedDataParallel) -> bool:
+    """Whether the reducer has come to its own last act in the backward that it was armed for."""
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
+
+
 def bucket_bytes(ddp: DistributedDataParallel) -> int:
     """Bytes of the reducer's buckets, which only the reducer sees."""
     data = ddp._get_ddp_logging_data()
@@ -162,7 +171,6 @@ class Reduction:
         self.armed = False
         #: All existing gradients are known to be final.
         self.settled = False
-        self._origin = Origin()
         self._expected: frozenset[int] = frozenset()
         self._open_since = -1
         #: Had no gradient when the reduction was completed without them: a later backward must bring one.
@@ -201,15 +209,16 @@ class Reduction:
         entries = self.log.entries
         return None in entries if self.noted else (self._awaited or self._expected).issubset(entries)
 
-    def exact(self) -> bool:
-        """Whether each expected gradient came once after the reducer was armed, and nothing else: the usual step."""
+    def exact(self, ddp: DistributedDataParallel | None) -> bool:
+        """Whether each expected gradient came once after ``ddp`` was armed, nothing else, and it is done: the usual step."""
         entries = self.log.entries
         return (
             self.armed
             and not self.noted
             and len(entries) == len(self._expected)
             and self._expected.issuperset(entries)
-            and bool(entries)
+            and ddp is not None
+            and finalized(ddp)
         )
 
     def local(self) -> bool:
@@ -233,24 +242,17 @@ class Reduction:
         """The armed reduction was completed without the missing gradients: all others are final."""
         self._awaited = frozenset() if self.noted else self._expected.difference(self.log.entries)
         self.armed, self.settled = False, True
-        self.log.fold(pending=False)
-
-    def stepping(self, optimizer: Optimizer) -> None:
-        """Note a step."""
-        if self._origin.unknown(optimizer, bool(self.log.entries)):
-            self.settled = False
+        self.log.fold()
 
     def changed(self) -> list[int]:
         """The parameters that were frozen, or got another dtype, between their forward and backward."""
         return [~i for i in self.log.entries if i is not None and i < 0]
 
-    def finish(self) -> None:
-        """Every gradient is final now."""
-        came = bool(self.log.entries)
-        self.armed = self.armed and not came
-        self._origin.final(came)
+    def finish(self, stepping: Optimizer | None = None) -> None:
+        """Every gradient is final now, and an optimizer may be about to step with them."""
+        self.armed = self.armed and not self.log.entries
         self._awaited = frozenset()
-        self.log.fold(pending=False)
+        self.log.fold(stepping=stepping)
         self.settled = True
 
 
@@ -358,15 +360,7 @@ class ReducerGradients(Gradients):
 
     def complete(self) -> bool:
         """Whether the armed backward came to its end: every gradient, and the reducer's own last act."""
-        return self._finalized() and self.reduction.complete()
-
-    def _finalized(self) -> bool:
-        try:
-            if self.ddp is not None:
-                self.ddp.reducer._check_reducer_finalized()
-            return True
-        except RuntimeError:
-            return False
+        return (self.ddp is None or finalized(self.ddp)) and self.reduction.complete()
 
     def before_backward(self) -> None:
         """End a reduction before another backward comes by the same parameters, as with a trunk's two heads and losses."""
@@ -385,31 +379,29 @@ class ReducerGradients(Gradients):
         complete(self.ddp, self.engine.parameters, missing)
         reduction.completed()
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Notice gradients that were assigned by hand since this optimizer's last step."""
-        self.reduction.stepping(optimizer)
-
     def settle(self, optimizer: Optimizer | None = None) -> None:
         """Average once more where gradients came without the reducer; on all ranks, or none."""
         if not self.engine.distributed:
             super().settle()
             return
         came = bool(self.log.entries)
-        if not (self.reduction.exact() and self._finalized()):
+        if not self.reduction.exact(self.ddp):
+            if optimizer is not None and self.log.repeats(optimizer):
+                self.reduction.settled = False
             if self.reduction.unfinished():
                 self._refuse_changed()
                 if not self.complete():
                     self._raise_missing()
             if self.pending():
                 self._average()
-        self.reduction.finish()
-        if (self.buffers.stale or came) and not self.joining:
+        self.reduction.finish(optimizer)
+        if (self.buffers.stale or (came and self.buffers.wanted)) and not self.joining:
             self.buffers.synchronize()
 
     def end_backward(self, indices: Sequence[int]) -> None:
         """What came past the reducer; all of it, since no step may come that would average the rest."""
         self._incomplete = False
-        if not self.reduction.exact() and not self.joining:
+        if not self.reduction.exact(self.ddp) and not self.joining:
             at_end_of_backward(self._average_missed)  # the reducer ends first
 
     def _average_missed(self) -> None:
@@ -448,7 +440,7 @@ class ReducerGradients(Gradients):
         if self._incomplete or any(p.grad is not None and bool(p.grad.any()) for p in self.engine.parameters):
             self._raise_missing()
         self.engine.compare("a new start after an unfinished backward")
-        self.log.fold(pending=False)
+        self.log.fold()
         self.engine.rebuild()
 
     def let_go(self) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import AccelError, BackendError
-from ..gradients.mask import TrainableMask, explain
+from ..gradients.log import TrainableMask, explain
 from ..handles import ModelHandle, OptimizerHandle, Slot, end
 from ..precision import Dtypes, LossScale, Precision, restore_dtypes
 from ..process import Process

@@ -52,6 +52,10 @@ class Gradients:
         #: Inside ``no_sync``; whether a backward there left gradients that ``end_backward`` would have made final.
         self.accumulating = self.held_back = False
         self._backward_end = BackwardEnd((), self._end_backward)
+        kind = type(self)
+        #: Whether ``before_step`` and ``after_step`` do something here.
+        self.prepares_steps = kind.before_step is not Gradients.before_step
+        self.finishes_steps = kind.after_step is not Gradients.after_step
 
     @property
     def watched(self) -> bool:
@@ -125,7 +129,7 @@ class Gradients:
                 for code that looks at ``p.grad`` on this rank.
         """
         if self.log.entries:
-            self.log.fold(pending=False)
+            self.log.fold(stepping=optimizer)
 
     def settle_clipped(self, gradients: Sequence[torch.Tensor]) -> bool:
         """``settle`` where torch clips these gradients of the model; True where it cannot, as it does not see them all."""
@@ -230,42 +234,18 @@ class Buffers:
     def __init__(self, module: nn.Module, process: Process, wanted: bool = True) -> None:
         self._module = module
         self._process = process
-        self._wanted = wanted and process.place.world_size > 1 and any(True for _ in module.buffers())
+        self.wanted = wanted and process.place.world_size > 1 and any(True for _ in module.buffers())
         self.stale = False
 
     def touch(self) -> None:
         """Note a forward whose changes are to reach all ranks."""
-        self.stale = self._wanted
+        self.stale = self.wanted
 
     def synchronize(self) -> None:
         """Give every rank rank 0's, where there are any. Collective."""
-        if self._wanted:
+        if self.wanted:
             broadcast_([b.data for b in self._module.buffers()], self._process.group)
         self.stale = False
-
-
-class Origin:
-    """Whether a step uses gradients that a backward explains.
-
-    An optimizer's second step without a new gradient in between uses gradients of unknown origin: assigned by hand, say.
-    """
-
-    def __init__(self) -> None:
-        self._stepped: set[int] = set()
-        self._stepping: int | None = None
-
-    def unknown(self, optimizer: Optimizer, came: bool) -> bool:
-        """Note that ``optimizer`` is about to step; ``came`` tells whether gradients came since the last ``final``."""
-        unknown = not came and id(optimizer) in self._stepped
-        self._stepped.add(id(optimizer))
-        self._stepping = id(optimizer)
-        return unknown
-
-    def final(self, came: bool) -> None:
-        """Note that all gradients are final now."""
-        if came:
-            self._stepped.intersection_update({self._stepping})
-        self._stepping = None
 
 
 def check_parameters(optimizer: Optimizer, known: Any, module: nn.Module, path: str) -> None:

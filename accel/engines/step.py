@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import AccelError, BackendError, OptimizerError, PrecisionError, RankMismatchError
 from ..precision import gradients_of
 from ..process.control import Waiting, is_lost, lost
-from .gradients import Gradients
 from .methods import Methods
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def prepare(engine: Engine, optimizer: Optimizer, *, by_grad_scaler: bool = Fals
     if scaled and not by_grad_scaler:
         gradients.refuse_plain(zeros=True)
     try:
-        if not in_closure:
+        if gradients.prepares_steps and not in_closure:
             gradients.before_step(optimizer)
         gradients.settle(optimizer)
     except RuntimeError as error:
@@ -96,7 +95,7 @@ class Stepper:
             setattr(optimizer, _PROTOCOL, True)
         self._prepare = optimizer.register_step_pre_hook(self._before)
         self._finish: RemovableHandle | None = None
-        if type(engine.gradients).after_step is not Gradients.after_step:
+        if engine.gradients.finishes_steps:
             self._finish = optimizer.register_step_post_hook(self._after)
 
     def close(self) -> None:

@@ -1,14 +1,19 @@
-"""Hears of gradients as autograd accumulates them: from the log an engine knows what is still local or unscaled."""
+"""What autograd does with an engine's parameters: which got gradients, and which may."""
 
 from __future__ import annotations
 
+import logging
+import operator
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+
+logger = logging.getLogger("accel")
 
 
 class GradientLog:
@@ -26,16 +31,26 @@ class GradientLog:
         self.pending = False
         self._plain = False
         self._accepted = 0
+        #: The optimizers that have stepped with the gradients that are there.
+        self._stepped: set[int] = set()
         self._hooks: list[RemovableHandle] = []
         for index, parameter in enumerate(parameters):
             self._hooks += _after_accumulation(parameter, _noting(self.entries, index, parameter.dtype))
 
-    def fold(self, pending: bool) -> None:
-        """Forget the entries; remember whether something is unreduced, or came from a plain backward."""
-        self._plain = self.plain
+    def fold(self, *, pending: bool = False, stepping: Optimizer | None = None) -> None:
+        """Forget the entries; remember whether something is unreduced or came from a plain backward, and who steps with it."""
         self.pending = pending
-        self._accepted = 0
-        self.entries.clear()
+        if self.entries:
+            self._plain = self._plain or len(self.entries) > self._accepted
+            self._accepted = 0
+            self._stepped.clear()
+            self.entries.clear()
+        if stepping is not None:
+            self._stepped.add(id(stepping))
+
+    def repeats(self, optimizer: Optimizer) -> bool:
+        """Whether a step would be the optimizer's second one without a gradient in between: with ones assigned by hand, say."""
+        return not self.entries and id(optimizer) in self._stepped
 
     def drop(self, indices: Container[int]) -> None:
         """Forget the entries of parameters whose gradients were dropped."""
@@ -128,3 +143,51 @@ def _noting(entries: list[int | None], index: int, dtype: torch.dtype) -> Callab
         append(index if parameter.requires_grad and parameter.dtype is dtype else ~index)
 
     return note
+
+
+# -- which parameters may get gradients --------------------------------------------------------------------------------
+
+_requires_grad = operator.attrgetter("requires_grad")
+_QUIET_CHECKS = 10_000
+
+
+class TrainableMask:
+    """Compares ``requires_grad`` of every parameter with the mask that the engine was built for.
+
+    The idea of a mask comparison before each forward, on by default, is fairscale's (its pull request 369).
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._quiet_checks = 0
+        self.known = self.now()
+
+    def now(self) -> list[bool]:
+        """The mask as it is."""
+        with torch._C.DisableTorchFunctionSubclass():  # a parameter's class may watch its uses, which takes its time
+            return list(map(_requires_grad, self._parameters))
+
+    def changed(self) -> bool:
+        """Whether it differs from what the engine knows; says once when it never does."""
+        if self.now() != self.known:
+            self._quiet_checks = -1
+            return True
+        if self._quiet_checks >= 0:
+            self._quiet_checks += 1
+            if self._quiet_checks == _QUIET_CHECKS:
+                self._quiet_checks = -1
+                logger.info(
+                    "requires_grad did not change in %d forwards: the option auto_refresh=False saves the check "
+                    "(after a change, call accel.refresh_trainable)",
+                    _QUIET_CHECKS,
+                )
+        return False
+
+
+def explain(masks: Sequence[Sequence[bool]], names: Sequence[str]) -> str:
+    """The first parameter on which the ranks' masks differ."""
+    for i, name in enumerate(names):
+        ranks = [rank for rank, mask in enumerate(masks) if mask[i]]
+        if len(ranks) not in (0, len(masks)):
+            return f"{name} is trainable on ranks {ranks} and frozen on the others"
+    return "they agree"

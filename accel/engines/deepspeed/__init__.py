@@ -21,7 +21,7 @@ from ...process import Process
 from ...process.control import Waiting
 from .._copies import refuse_copies
 from ..engine import Context, Engine, Options, lost_weights
-from ..gradients import Buffers, Gradients, Origin, broken_backward, refuse_sparse
+from ..gradients import Buffers, Gradients, broken_backward, refuse_sparse
 from ..memory import Footprint, MemoryUse
 from . import config as configuration
 from . import foreign
@@ -102,9 +102,8 @@ class ZeROGradients(Gradients):
         self._told = False
         #: Parameters whose assigned gradients took the place of others before the next forward.
         self._renewed: set[int] = set()
-        # Where nothing is divided: whether what p.grad holds is known to be final, and who stepped with it.
+        # Where nothing is divided: whether what p.grad holds is known to be final.
         self._final = False
-        self._origin = Origin()
         #: At stage 3, parameters in no optimizer that got gradients in the last backward.
         self._unseen: list[int] = []
 
@@ -193,12 +192,11 @@ class ZeROGradients(Gradients):
                 average_gradients_(what, engine.parameters, engine.names, self.process)
             else:
                 self._reduce(zero)
-            self._origin.final(bool(self.log.entries))
-            self.log.fold(pending=False)
             self._renewed.clear()
             self._final = True
             if self.buffers.stale:
                 self.buffers.synchronize()
+        self.log.fold(stepping=optimizer)
         if self.stepping is not None:
             self._show(self.stepping)
 
@@ -326,7 +324,7 @@ class ZeROGradients(Gradients):
         if zero is not None:
             self.announce_step(optimizer)
             self._place(optimizer, zero)  # at once: some optimizers write before their closure
-        if self._origin.unknown(optimizer, bool(self.log.entries)):
+        if self.log.repeats(optimizer):
             self._final = False
 
     def _show(self, optimizer: Optimizer) -> None:

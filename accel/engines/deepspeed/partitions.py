@@ -80,7 +80,7 @@ class Partitions(ABC):
         masters: give each fragment fp32 weights of its own.
         weights_on: where the optimizer's weights are; None where the model's are.
         process: of this rank.
-        title: of the engine, for messages.
+        label: of the engine, for messages.
     """
 
     #: Weights are divided too.
@@ -95,11 +95,11 @@ class Partitions(ABC):
         masters: bool,
         weights_on: torch.device | None,
         process: Process,
-        title: str,
+        label: str,
     ) -> None:
         self.module = module
         self.process = process
-        self.title = title
+        self.label = label
         self.parameters = parameters
         self.shapes = [p.shape for p in parameters]
         self.fragments: dict[int, Fragment] = {}
@@ -201,7 +201,7 @@ class Partitions(ABC):
 
     def announced(self, reduce: Callable[..., None], came: Callable[..., Any]) -> Callable[..., None]:
         """The library's ``reduce`` of a bucket, announced before; ``came`` lists what is in it."""
-        process, what = self.process, f"the reduction of a bucket of gradients ({self.title})"
+        process, what = self.process, f"the reduction of a bucket of gradients ({self.label})"
         waiting = Waiting(process, what)
 
         def call(*args: Any, **kwargs: Any) -> None:

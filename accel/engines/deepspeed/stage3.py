@@ -85,14 +85,14 @@ def _exchange(give: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
 
 
 def watch_order(
-    coordinator: Any, model: Any, process: Process, title: str, backward: weakref.WeakMethod[Callable[[], None]]
+    coordinator: Any, model: Any, process: Process, label: str, backward: weakref.WeakMethod[Callable[[], None]]
 ) -> None:
     """Announce which modules gather weights, theirs or in advance, and tell ``backward`` of one. Small weights stay gathered."""
     fetch, reset = coordinator.fetch_sub_module, coordinator.reset_step
     divided = any(not p.ds_persist for p in model.parameters())
     texts = {id(m): f"the gathering of {n or 'the model itself'}" for n, m in model.named_modules()}
     waits = {
-        (key, forward): (what := f"{text} for its {kind} ({title})", Waiting(process, what))
+        (key, forward): (what := f"{text} for its {kind} ({label})", Waiting(process, what))
         for key, text in texts.items()
         for forward, kind in ((True, "forward"), (False, "backward"))
     }
@@ -106,7 +106,7 @@ def watch_order(
         with waiting:
             fetch(module, forward)
 
-    start = f"the start of a forward ({title})"
+    start = f"the start of a forward ({label})"
     in_start = Waiting(process, start)
 
     def resetting() -> None:
@@ -285,7 +285,7 @@ class Sharded(Partitions):
         name, numbers, buckets = f"{_STAGE3}reduce_and_partition_ipg_grads", self.numbers, zero.ipg_buckets
         came = lambda dtype: tuple(numbers[id(p)] for p in buckets[dtype].params)  # noqa: E731
         setattr(zero, name, self.announced(getattr(zero, name), came))
-        watch_order(coordinator, self.module, self.process, self.title, weakref.WeakMethod(self.enter_backward))
+        watch_order(coordinator, self.module, self.process, self.label, weakref.WeakMethod(self.enter_backward))
         watch_library(coordinator)
         method = weakref.WeakMethod(self.reveal)
         reveal = lambda weight: (bound := method()) is not None and bound(weight)  # noqa: E731
@@ -295,7 +295,7 @@ class Sharded(Partitions):
         shorten_methods(self.module.modules())
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             self.snapshot.change_hooks(name, among_tensors)
-        self.weights = Watch(self.module, reveal, self.process, self.title)
+        self.weights = Watch(self.module, reveal, self.process, self.label)
         adopt = weakref.WeakMethod(self.adopt)
         for weight in self.parameters:
             vars(weight)["partition"] = adopting(adopt, vars(weight)["partition"])

@@ -163,13 +163,13 @@ class Conversion:
         """Make the scalars' gradients final. Collective."""
         what = f"the reduction of scalars ({self.label})"
         average_gradients_(what, self.scalars, self._scalar_names, self.process)
-        self.scalar_log.fold(pending=False)
+        self.scalar_log.fold()
 
     def drop_pending(self) -> None:
         """Drop what was not reduced."""
         for param in self.sharded.pending():
             drop(param)
-        self.scalar_log.fold(pending=False)
+        self.scalar_log.fold()
 
     def age(self, optimizer: Optimizer) -> None:
         """Mark gathered parameters as changed where the optimizer will change their shards."""

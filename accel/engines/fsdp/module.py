@@ -119,10 +119,10 @@ _patches: Final = (
 # -- What FSDP2 gathers and reduces, announced before it does so -------------------------------------------------------
 
 
-def watch(process: Process, group: Any, name: str, title: str) -> None:
+def watch(process: Process, group: Any, name: str, label: str) -> None:
     """Announce what one group of FSDP2's parameters gathers and reduces; ``name`` is its module's."""
     unshard, post_backward = group.unshard, group.post_backward
-    gathering, reducing = (f"the {verb} of {name} ({title})" for verb in ("gathering", "reduction"))
+    gathering, reducing = (f"the {verb} of {name} ({label})" for verb in ("gathering", "reduction"))
     in_gather, in_reduce = Waiting(process, gathering), Waiting(process, reducing)
 
     def gather(*args: Any, **kwargs: Any) -> Any:
@@ -193,7 +193,7 @@ class ShardedModule:
                 ignored_params=whole_ones,
             )
 
-    def begin(self, process: Process, title: str, before: Callable[[], None], after: Callable[[], None]) -> None:
+    def begin(self, process: Process, label: str, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Take over, once every parameter has its values: ``before`` and ``after`` hear of each backward."""
         self.root = self.module._get_fsdp_state()
         self.root._lazy_init()
@@ -205,7 +205,7 @@ class ShardedModule:
         self._by_shard = {id(param.sharded_param): param for param in self.params}
         names = {id(m): n or "the parameters outside of all blocks" for n, m in self.module.named_modules()}
         for group in self.groups:
-            watch(process, group, names[id(group.modules[0])], title)
+            watch(process, group, names[id(group.modules[0])], label)
         for state in self.context.all_states:
             _tell(state, self.context, before, after)
         inside = {id(m) for child in self._modules if child is not self.module for m in child.modules()}

@@ -133,7 +133,7 @@ class ShardedGradients(Gradients):
             reduce_to_owners(self._by_owner(pending, gradients), self._rank, self.process.group)
             self._leave_to_owners(live)
         if self.log.entries:  # only now: what raises before leaves all as it was
-            self.log.fold(pending=False)
+            self.log.fold()
         return live
 
     def _agree(self, what: str, indices: Sequence[int]) -> bytes:
