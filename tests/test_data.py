@@ -40,7 +40,6 @@ from torch.utils.data.distributed import DistributedSampler
 import accel
 from accel import LoaderError
 from accel.data import LoaderHandle, LoaderOptions, check, describe, distribute, gather_for_metrics
-from accel.data.iteration import move
 from accel.data.sampling import Generators, InPlace, Plan, Source, deal
 from tests.distributed import outcomes, refusals, run
 

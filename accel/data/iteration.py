@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import weakref
-from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
@@ -15,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import LoaderError
 from ..process import Process, ended, running
+from ..trees import move
 from .exchange import Exchange
 from .feeds import Feed, Kept, Shard, Start, Stream, Whole, shape_of
 from .sampling import Plan, mix
@@ -40,7 +39,7 @@ class LoaderOptions:
     seed: int | None = None
 
 
-class Home(NamedTuple):
+class LoaderPlace(NamedTuple):
     """For whom a loader is divided: a place among the replicas of a model, and where its batches go."""
 
     process: Process | None
@@ -98,9 +97,9 @@ class LoaderState:
         self.live.clear()
 
     @property
-    def home(self) -> Home:
+    def place(self) -> LoaderPlace:
         """For whom the batches are."""
-        return Home(self.process, self.rank, self.world, self.device)
+        return LoaderPlace(self.process, self.rank, self.world, self.device)
 
     def feed(self) -> Feed:
         """A new feed for the loader as it is now."""
@@ -236,32 +235,3 @@ class Iteration:
             return True
         self.finished = True
         return False
-
-
-def move(data: Any, device: torch.device) -> Any:
-    """A nested batch on ``device``; copies from pinned memory do not block."""
-    if isinstance(data, type):
-        return data
-    if hasattr(data, "to"):
-        pinned = hasattr(data, "is_pinned") and data.is_pinned()
-        return data.to(device, non_blocking=True) if pinned else data.to(device)
-    if isinstance(data, tuple):
-        values = [move(value, device) for value in data]
-        return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
-    if isinstance(data, Mapping) and not isinstance(data, MutableMapping):
-        return type(data)({key: move(value, device) for key, value in data.items()})  # type: ignore[call-arg]
-    if isinstance(data, MutableMapping | list) or dataclasses.is_dataclass(data):
-        return _move_into(copy.copy(data), device)
-    return data
-
-
-def _move_into(clone: Any, device: torch.device) -> Any:
-    """A container of its own class with its values moved; a dataclass may be frozen."""
-    if isinstance(clone, list):
-        clone[:] = [move(value, device) for value in clone]
-    elif isinstance(clone, MutableMapping):
-        clone.update({key: move(value, device) for key, value in clone.items()})
-    else:
-        for item in dataclasses.fields(clone):
-            object.__setattr__(clone, item.name, move(getattr(clone, item.name), device))
-    return clone
