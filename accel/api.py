@@ -23,15 +23,14 @@ from .handles import Handles, ModelHandle, OptimizerHandle, Slot, engine_behind,
 from .planning import Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
 from .precision import convert_module, convert_optimizer
 from .process import Process, current, ended, running
-from .process.control import Waiting, agree
-from .process.turns import in_turn
+from .process.control import Waiting, agree, locked, raise_together
 from .registry import registry, resolve_module
 from .trees import map_leaves
 
 logger = logging.getLogger("accel")
 
 
-@in_turn
+@locked
 def setup(
     model: nn.Module,
     optimizers: Any = None,
@@ -86,7 +85,7 @@ def setup(
     return execute(plan)
 
 
-@in_turn
+@locked
 def teardown(model: Any = None) -> nn.Module | None:
     """End the model's engine: its raw module has its trained weights, its raw optimizers work by themselves again.
 
@@ -182,7 +181,7 @@ def refresh_trainable(model: nn.Module) -> None:
     registry.of_handle(model).refresh()
 
 
-@in_turn
+@locked
 def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dict[str, Any]:
     """What the raw object's ``state_dict()`` would hold in one process, on every rank. Collective.
 
@@ -258,7 +257,7 @@ def _agree_on(plan: Plan) -> list[int]:
     values = agree("accel.setup", (digest, _text(plan.error), seeds, registry.next_serial, registry.loss_scale.state()))
     plan.serial = max(serial for *_, serial, _ in values)
     registry.next_serial = plan.serial + (plan.engine is None)
-    _raise_together("accel.setup", plan.error, [error for _, error, *_ in values])
+    raise_together("accel.setup", plan.error, [error for _, error, *_ in values])
     if any(other != digest for other, *_ in values):
         everyone = agree("accel.setup (comparing the models)", facts)
         raise RankMismatchError(f"accel.setup: the ranks differ: {_difference(everyone)}")
@@ -280,14 +279,6 @@ def _seeds(plan: Plan) -> list[int]:
 
 def _text(error: BaseException | None) -> str:
     return "" if error is None else f"{type(error).__name__}: {error}"
-
-
-def _raise_together(what: str, own: BaseException | None, errors: list[str]) -> None:
-    if own is not None:
-        raise own
-    for rank, text in enumerate(errors):
-        if text:
-            raise RankMismatchError(f"{what} failed on rank {rank}, so on every rank: {text}")
 
 
 def _difference(everyone: list[dict[str, str]]) -> str:
@@ -312,7 +303,7 @@ def execute(plan: Plan) -> Handles:
             engine = _build(plan, process, undo)
         except Exception as caught:
             error = caught
-        _raise_together("accel.setup", error, agree("accel.setup (building)", _text(error)))
+        raise_together("accel.setup", error, agree("accel.setup (building)", _text(error)))
         if plan.engine is None or plan.new_optimizers:
             with Waiting(process, "accel.setup"):
                 engine.start(plan.new_optimizers)
@@ -326,8 +317,8 @@ def execute(plan: Plan) -> Handles:
         engine.handle,
         map_leaves(lambda o, path: known_optimizer(o, engine), plan.optimizers, "optimizers"),
         map_leaves(
-            plan.dataloaders,
             lambda d, path: _loader_handle(d, plan.loader_options, engine, *next(seeds)),
+            plan.dataloaders,
             "dataloaders",
         ),
     )
@@ -427,7 +418,7 @@ def end_all() -> None:
                 problem = problem or error
     registry.divided.clear()
     if together and running() is not None:
-        _raise_together("accel.teardown", problem, agree("accel.teardown (the end)", _text(problem)))
+        raise_together("accel.teardown", problem, agree("accel.teardown (the end)", _text(problem)))
     if problem is not None:
         raise problem
 

@@ -41,6 +41,7 @@ import accel
 from accel import LoaderError
 from accel.data import LoaderHandle, LoaderOptions, check, describe, distribute, gather_for_metrics
 from accel.data.sampling import Generators, InPlace, Plan, Source, deal
+from accel.trees import move
 from tests.distributed import outcomes, refusals, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..errors import LoaderError
 from ..process import Process, rank, world_size
 from ..process.collectives import all_gather
-from ..process.control import agree
-from ..process.turns import in_turn
+from ..process.control import agree, locked
 from ..trees import map_tensors
 from .checks import check, check_options, describe, length_of
 from .exchange import Exchange
@@ -296,7 +295,7 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
     return size * (loader._accel.world if isinstance(loader, LoaderHandle) else world_size())
 
 
-@in_turn
+@locked
 def gather_for_metrics(data: T, loader: LoaderHandle | None = None) -> T:
     """``data`` of all ranks, in the order of the dataset and without the padding of the last batch. Collective.
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import BackendError
-from ..gradients.flat import average_, broadcast_
 from ..process.control import agree
+from ..process.packing import average_, broadcast_
 from .engine import Context, Engine, Options
 from .memory import Footprint, MemoryUse, whole
 

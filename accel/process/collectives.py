@@ -14,8 +14,7 @@ from torch.autograd.function import once_differentiable
 from ..errors import AccelError, RankMismatchError
 from ..trees import map_tensors, walk
 from . import Process, current
-from .control import Waiting, agree
-from .turns import in_turn
+from .control import Waiting, agree, locked
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -26,7 +25,7 @@ _OPS = {
 }
 
 
-@in_turn
+@locked
 @torch.no_grad()
 def all_reduce(data: Any, op: str = "sum") -> Any:
     """Combines each tensor over the ranks, as stacking the ranks' tensors and reducing the new dimension would.
@@ -60,7 +59,7 @@ def all_reduce(data: Any, op: str = "sum") -> Any:
     return walk(lambda path, _: results[path], data, "data")
 
 
-@in_turn
+@locked
 def all_gather(data: Any, *, gradients: bool = False) -> Any:
     """Concatenates each tensor of all ranks along its first dimension, which may differ between ranks.
 
@@ -126,7 +125,7 @@ class _WithGradient(torch.autograd.Function):
 _with_gradient: Any = _WithGradient.apply
 
 
-@in_turn
+@locked
 @torch.no_grad()
 def broadcast(data: Any, src: int = 0) -> Any:
     """Gives every rank the tensors of rank ``src``. On one process, an identity.

@@ -16,10 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import BackendError, OptimizerError
-from ...gradients.flat import average_gradients_, broadcast_
 from ...precision import Accumulator
 from ...process import Process
 from ...process.control import Waiting
+from ...process.packing import average_gradients_, broadcast_
 from .._copies import refuse_copies
 from ..engine import Context, Options, refuse_sparse
 from ..memory import Footprint, MemoryUse

@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...deferred import borrowing, refuse_without_values, reset_own, resetting, weights_of, without_values
-from ...gradients.flat import average_gradients_, broadcast_
 from ...gradients.log import GradientLog
 from ...process import Process, reason_of
 from ...process.control import agree
+from ...process.packing import average_gradients_, broadcast_
 from ...shard import Manifest, Shard
 from . import shards, standin
 from .module import ShardedModule, kept_whole

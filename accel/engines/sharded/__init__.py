@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,17 +15,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from ...errors import BackendError, RankMismatchError
-from ...gradients.flat import average_, broadcast_
+from ...errors import AccelError, BackendError, RankMismatchError
 from ...gradients.methods import only
 from ...gradients.step import refuse_steps
 from ...handles import Slot
 from ...process.control import agree
+from ...process.packing import average_, broadcast_, broadcast_from_owners, reduce_to_owners
 from ...shard import Manifest, Shard
 from ..engine import Context, Engine, Options
 from ..memory import Footprint, MemoryUse, owners
 from . import owners as parts
-from .exchange import broadcast_from_owners, clip_parts_, reduce_to_owners
 from .owners import EVERYWHERE, LOCAL, NONE, OWNED, SPARSE, Owners, SplitState
 
 logger = logging.getLogger("accel")
@@ -276,7 +276,7 @@ class ShardedEngine(Engine):
             return super().clip_grad_norm_(max_norm, norm_type)
         self._settle("clipping by accel.clip_grad_norm_", range(len(self.parameters)), everywhere=False, weakest=LOCAL)
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        return clip_parts_(grads, max_norm, norm_type, self.process.device, self.process.group)
+        return _clip_parts(grads, max_norm, norm_type, self.process.device, self.process.group)
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -306,3 +306,31 @@ class ShardedEngine(Engine):
 
     def _own_names(self, optimizer: Optimizer, split: SplitState) -> set[str]:
         return {self.names[self._index[id(p)]] for p in split.own(optimizer)}
+
+
+@torch.no_grad()
+def _clip_parts(
+    gradients: list[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    """Clip by the norm of all ranks' ``gradients`` together; the ranks have different ones. Returns the norm."""
+    order = float(norm_type)
+    if order <= 0:
+        raise AccelError(f"norm_type={norm_type!r}: expected a positive number or infinity")
+    norms = torch.zeros(1, dtype=torch.float64, device=device)
+    if gradients:
+        norms = torch.stack([n.to(norms) for n in torch._foreach_norm(gradients, order)])
+    if math.isinf(order):
+        total = norms.max()
+        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
+    else:
+        total = norms.pow(order).sum()
+        dist.all_reduce(total, group=group)
+        total = total.pow(1.0 / order)
+    total = total.float()
+    if gradients:
+        torch._foreach_mul_(gradients, (max_norm / (total + 1e-6)).clamp(max=1.0))
+    return total
