@@ -269,10 +269,10 @@ def _agree_on(plan: Plan) -> list[int]:
 
 def _seeds(plan: Plan) -> list[int]:
     """A seed for each dataloader, which nothing decides but the call and the program's seed."""
-    home = place_for(plan.engine_type, current())
+    place = place_for(plan.engine_type, current())
     loaders: list[Any] = []
     map_leaves(lambda loader, path: loaders.append(loader), plan.dataloaders, "dataloaders")
-    asked = [options_of(loader, plan.loader_options, home).seed for loader in loaders]
+    asked = [options_of(loader, plan.loader_options, place).seed for loader in loaders]
     raw = map(data.raw_loader, loaders)
     return [data.loader_seed(loader, seed, i) for i, (loader, seed) in enumerate(zip(raw, asked, strict=True))]
 
@@ -361,26 +361,26 @@ def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
     return engine
 
 
-def _loader_handle(loader: Any, options: LoaderOptions | None, engine: Engine, place: int, seed: int) -> LoaderHandle:
-    home, process = place_of(engine), engine.process
+def _loader_handle(loader: Any, options: LoaderOptions | None, engine: Engine, number: int, seed: int) -> LoaderHandle:
+    place, process = place_of(engine), engine.process
     in_place = process.place.world_size == 1
     try:
-        handle = known_loader(loader, options, home)
+        handle = known_loader(loader, options, place)
     except LookupError:
         options = options or LoaderOptions()
         handle = data.distribute(
             loader,
             options,
-            rank=home.rank,
-            world_size=home.world,
-            device=home.device,
+            rank=place.rank,
+            world_size=place.world,
+            device=place.device,
             seed=seed,
             in_place=in_place and options.seed is None,
             process=process,
-            name=f"{process.rounds} {place}",
+            name=f"{process.rounds} {number}",
         )
         living = {key: value for key, value in (Slot.get(loader) or {}).items() if key.process is process}
-        Slot.put(loader, {**living, home: (handle, options)})
+        Slot.put(loader, {**living, place: (handle, options)})
     state = handle._accel
     if loader is state.raw and state.engines and state.engines <= registry.ended:
         # Its engines were torn down: this is a setup like the first.

@@ -40,7 +40,7 @@ from torch.utils.data.distributed import DistributedSampler
 import accel
 from accel import LoaderError
 from accel.data import LoaderHandle, LoaderOptions, check, describe, distribute, gather_for_metrics
-from accel.data.sampling import Generators, InPlace, Plan, Source, deal
+from accel.data.sampling import Division, Generators, InPlace, SampleOrder, divide
 from accel.trees import move
 from tests.distributed import outcomes, refusals, run
 
@@ -106,15 +106,15 @@ plans = st.fixed_dictionaries(
 )
 
 
-def divided(total: int, start: int, plan: dict[str, Any]) -> tuple[list[Plan], list[list[list[int]]]]:
-    ranks = [Plan(rank=rank, **plan) for rank in range(plan["world"])]
+def divided(total: int, start: int, plan: dict[str, Any]) -> tuple[list[Division], list[list[list[int]]]]:
+    ranks = [Division(rank=rank, **plan) for rank in range(plan["world"])]
     return ranks, [_dealt(total, start, rank) for rank in ranks]
 
 
-def _dealt(total: int, start: int, plan: Plan) -> list[list[int]]:
+def _dealt(total: int, start: int, plan: Division) -> list[list[int]]:
     rest = iter(range(start, total))
     head = list(range(min(start, plan.world - 1)))
-    return [mine for mine, _ in deal(lambda count: list(islice(rest, count)), plan, head) if mine]
+    return [mine for mine, _ in divide(lambda count: list(islice(rest, count)), plan, head) if mine]
 
 
 @settings(max_examples=300, deadline=None)
@@ -621,7 +621,7 @@ def test_what_is_drawn_in_blocks_is_what_the_sampler_gives() -> None:
         torch.manual_seed(4)
         expected = list(sampler)
         torch.manual_seed(4)
-        source = Source(sampler, InPlace(Generators({})), ahead=True)
+        source = SampleOrder(sampler, InPlace(Generators({})), ahead=True)
         assert source.read(len(expected) + 1) == expected
 
 

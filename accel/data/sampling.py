@@ -39,7 +39,7 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Division:
     """How a global step of ``world * batch`` consecutive samples is divided over the ranks."""
 
     rank: int
@@ -90,20 +90,22 @@ class Plan:
         return full + bool(self.share(tail).size)
 
 
-def deal(read: Callable[[int], list[Any]], plan: Plan, head: list[Any]) -> Iterator[tuple[list[Any], list[Any]]]:
+def divide(
+    read: Callable[[int], list[Any]], division: Division, head: list[Any]
+) -> Iterator[tuple[list[Any], list[Any]]]:
     """Each global step of what ``read`` gives: this rank's items, and those of all ranks.
 
     Args:
         read: gives the next items, at most as many as it is asked for; fewer only at the end.
-        plan: who gets what.
-        head: the first items of the order that come before what is read, at most ``plan.world - 1``: padding takes them.
+        division: who gets what.
+        head: the first items of the order that come before what is read, at most ``division.world - 1``: padding takes them.
     """
-    while chunk := read(plan.width):
-        head += chunk[: plan.world - 1 - len(head)]
-        if len(chunk) < plan.width and plan.drop_last:
+    while chunk := read(division.width):
+        head += chunk[: division.world - 1 - len(head)]
+        if len(chunk) < division.width and division.drop_last:
             yield [], chunk
             continue
-        share = plan.share(len(chunk))
+        share = division.share(len(chunk))
         padding = [head[(share.offset + i - len(chunk)) % len(head)] for i in range(share.real, share.size)]
         yield chunk[share.offset : share.offset + share.real] + padding, chunk
 
@@ -373,7 +375,7 @@ def _blocks(sampler: RandomSampler) -> Iterator[Sequence[int]]:
         yield from (order[at : min(at + _BLOCK, size)] for at in range(0, size, _BLOCK))
 
 
-class Source:
+class SampleOrder:
     """The items of one epoch's order, drawn from a sampler as they are asked for.
 
     Args:
