@@ -23,7 +23,8 @@ from ...process.control import agree
 from ...process.packing import average_, broadcast_, broadcast_from_owners, reduce_to_owners
 from ...shard import Manifest, Shard
 from ..engine import Context, Engine, Options
-from ..memory import Footprint, MemoryUse, owners
+from ..memory import Footprint, MemoryUse
+from ..memory import owners as by_owner
 from . import owners as parts
 from .owners import EVERYWHERE, LOCAL, NONE, OWNED, SPARSE, Owners, SplitState
 
@@ -75,7 +76,7 @@ class ShardedEngine(Engine):
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
         """Gradients and optimizer state of a parameter on its owner alone, after a step."""
-        return owners(footprint, world_size)
+        return by_owner(footprint, world_size)
 
     # -- life -----------------------------------------------------------------------------------------------------
 
