@@ -371,12 +371,9 @@ def _loader_handle(loader: Any, options: LoaderOptions | None, engine: Engine, n
         handle = data.distribute(
             loader,
             options,
-            rank=place.rank,
-            world_size=place.world,
-            device=place.device,
+            place,
             seed=seed,
             in_place=in_place and options.seed is None,
-            process=process,
             name=f"{process.rounds} {number}",
         )
         living = {key: value for key, value in (Slot.get(loader) or {}).items() if key.process is process}

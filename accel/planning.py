@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from . import data, engines
-from .data import LoaderHandle, LoaderOptions
-from .data.iteration import LoaderPlace
+from .data import LoaderHandle, LoaderOptions, LoaderPlace
 from .deferred import check_deferred
 from .engines import Engine
 from .errors import AccelError, AlreadySetUpError, BackendError, LoaderError, OptimizerError
@@ -146,7 +145,7 @@ def place_of(engine: Engine) -> LoaderPlace:
 
 def place_for(engine_type: type[Engine], process: Process) -> LoaderPlace:
     """For whom the loaders of such an engine are divided."""
-    return LoaderPlace(process, *engine_type.replica(process), process.device)
+    return LoaderPlace(*engine_type.replica(process), process.device, process)
 
 
 def known_loader(loader: Any, options: LoaderOptions | None, place: LoaderPlace) -> LoaderHandle:
@@ -320,8 +319,8 @@ def _plan_loader(plan: Plan, loader: Any, path: str, process: Process) -> None:
     if type(loader) is LoaderHandle:
         if loader._accel.place != place:
             raise LoaderError(
-                f"{path} is a handle that gives the part of rank {loader._accel.rank} of {loader._accel.world}, on "
-                f"{loader._accel.device}, of an earlier setup; backend {plan.engine_type.name!r} needs that of rank "
+                f"{path} is a handle that gives the part of rank {loader._accel.place.rank} of {loader._accel.place.world}, on "
+                f"{loader._accel.place.device}, of an earlier setup; backend {plan.engine_type.name!r} needs that of rank "
                 f"{place.rank} of {place.world}, on {place.device}: give accel.setup the raw DataLoader"
             )
         return

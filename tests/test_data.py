@@ -39,7 +39,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import accel
 from accel import LoaderError
-from accel.data import LoaderHandle, LoaderOptions, check, describe, distribute, gather_for_metrics
+from accel.data import LoaderHandle, LoaderOptions, LoaderPlace, check, describe, distribute, gather_for_metrics
 from accel.data.sampling import Division, Generators, InPlace, SampleOrder, divide
 from accel.trees import move
 from tests.distributed import outcomes, refusals, run
@@ -73,7 +73,7 @@ class Counting(IterableDataset[int]):
 
 
 def make(loader: DataLoader[Any], rank: int = 0, world: int = 1, seed: int = 7, **options: Any) -> LoaderHandle:
-    return distribute(loader, LoaderOptions(**options), rank=rank, world_size=world, device="cpu", seed=seed)
+    return distribute(loader, LoaderOptions(**options), LoaderPlace(rank, world, torch.device("cpu")), seed=seed)
 
 
 def numbers(n: int, batch_size: int | None = 4, **kwargs: Any) -> DataLoader[Any]:
@@ -424,7 +424,7 @@ DRAWING: dict[str, Any] = {
 
 def raw_like(loader: DataLoader[Any]) -> LoaderHandle:
     """The handle that setup gives a program of one process."""
-    return distribute(loader, LoaderOptions(), rank=0, world_size=1, device="cpu", seed=0, in_place=True)
+    return distribute(loader, LoaderOptions(), LoaderPlace(0, 1, torch.device("cpu")), seed=0, in_place=True)
 
 
 def reset(seed: int = 3) -> None:
@@ -1347,7 +1347,7 @@ def test_batches_arrive_on_the_device_unless_it_is_switched_off() -> None:
     data = [(torch.ones(2), i) for i in range(4)]
     for options, device in ((LoaderOptions(), "meta"), (LoaderOptions(move=False), "cpu")):
         loader = DataLoader(data, batch_size=2)  # type: ignore[arg-type]
-        handle = distribute(loader, options, rank=0, world_size=1, device="meta", seed=0)
+        handle = distribute(loader, options, LoaderPlace(0, 1, torch.device("meta")), seed=0)
         assert {tensor.device.type for batch in handle for tensor in batch} == {device}
     movable = Movable(False)
     assert next(iter(make(DataLoader([movable], batch_size=None)))) is movable  # type: ignore[arg-type]

@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from ..errors import LoaderError
-from ..process import Process, rank, world_size
+from ..process import rank, world_size
 from ..process.collectives import all_gather
 from ..process.control import agree, locked
 from ..trees import map_tensors
-from .iteration import Iteration, LoaderOptions, LoaderState, latest
+from .iteration import Iteration, LoaderOptions, LoaderPlace, LoaderState, latest
 from .readers import WHOLE, Kept, Position, Shape, Start, shape_of
 from .sampling import (
     Generators,
@@ -39,6 +39,7 @@ from .streams import StreamComparisons
 __all__ = [
     "LoaderHandle",
     "LoaderOptions",
+    "LoaderPlace",
     "check",
     "check_options",
     "describe",
@@ -55,13 +56,10 @@ T = TypeVar("T")
 def distribute(
     loader: DataLoader[Any],
     options: LoaderOptions,
+    place: LoaderPlace,
     *,
-    rank: int,
-    world_size: int,
-    device: torch.device | str,
     seed: int,
     in_place: bool = False,
-    process: Process | None = None,
     name: str = "",
 ) -> LoaderHandle:
     """The handle of a loader on one rank. Local.
@@ -69,33 +67,27 @@ def distribute(
     Args:
         loader: the user's loader, which stays as it is.
         options: how to distribute it.
-        rank: this rank.
-        world_size: the number of ranks.
-        device: where batches go.
+        place: for whom; with the end of its process the handle ends too.
         seed: decides the order of every epoch; the same on all ranks, and another for each loader, since loaders of
             one length and one seed are shuffled alike.
         in_place: orders are drawn from the program's generators instead, as raw PyTorch draws them.
-        process: with the end of this process the handle ends too.
         name: of this loader among all of the process, the same on all ranks.
 
     Raises:
         LoaderError: as ``check``.
     """
-    check(loader, options, world_size)
+    check(loader, options, place.world)
     comparisons = None
-    if process is not None and world_size > 1 and options.shard and isinstance(loader.dataset, IterableDataset):
+    if place.process is not None and place.world > 1 and options.shard and isinstance(loader.dataset, IterableDataset):
         even = options.even_batches or loader.drop_last
-        comparisons = StreamComparisons(process, name, type(loader.dataset).__qualname__, even)
+        comparisons = StreamComparisons(place.process, name, type(loader.dataset).__qualname__, even)
     return LoaderHandle(
         LoaderState(
             raw=loader,
             options=options,
-            rank=rank,
-            world=world_size,
-            device=torch.device(device),
+            place=place,
             seed=seed,
             in_place=in_place or not options.shard,
-            process=process,
             comparisons=comparisons,
         )
     )
@@ -326,7 +318,7 @@ class LoaderHandle:
         return sorted({*super().__dir__(), *dir(self._accel.raw)})
 
     def __repr__(self) -> str:
-        return f"LoaderHandle({self._accel.raw!r}, rank {self._accel.rank} of {self._accel.world})"
+        return f"LoaderHandle({self._accel.raw!r}, rank {self._accel.place.rank} of {self._accel.place.world})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataLoader[Any]:
         return copy.deepcopy(self._accel.raw, memo)
@@ -410,7 +402,7 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
             "effective_batch_size: neither the loader nor its batch sampler has a batch_size: multiply what each rank's "
             "batches hold by accel.world_size()"
         )
-    return size * (loader._accel.world if isinstance(loader, LoaderHandle) else world_size())
+    return size * (loader._accel.place.world if isinstance(loader, LoaderHandle) else world_size())
 
 
 @locked
@@ -437,7 +429,7 @@ def gather_for_metrics(data: T, loader: LoaderHandle | None = None) -> T:
             "loader to accel.setup, or use accel.all_gather"
         )
     rows: T = map_tensors(lambda tensor: _trim(tensor, kept), data) if kept.pads else data
-    replica = latest.replica if loader is None else (loader._accel.rank, loader._accel.world)
+    replica = latest.replica if loader is None else loader._accel.place[:2]
     if replica is not None and replica[1] < world_size():
         rows = _once(rows, replica[0])
     gathered: T = all_gather(rows)

@@ -42,10 +42,11 @@ class LoaderOptions:
 class LoaderPlace(NamedTuple):
     """For whom a loader is divided: a place among the replicas of a model, and where its batches go."""
 
-    process: Process | None
     rank: int
     world: int
     device: torch.device
+    #: The process in which the division holds; None holds everywhere.
+    process: Process | None = None
 
 
 @final
@@ -55,15 +56,11 @@ class LoaderState:
 
     raw: DataLoader[Any]
     options: LoaderOptions
-    rank: int
-    world: int
-    device: torch.device
+    place: LoaderPlace
     #: Decides the orders of all epochs, unless they are drawn in place.
     seed: int
     #: Orders are drawn from the program's generators, as in raw PyTorch.
     in_place: bool = False
-    #: The process in which the division holds; None holds everywhere.
-    process: Process | None = None
     #: Where the next iteration starts, and the epoch after that.
     start: Start = field(init=False)
     following: int = 1
@@ -88,7 +85,7 @@ class LoaderState:
     @property
     def part(self) -> list[int]:
         """Whose position a state is: this rank's of so many where each reads by itself, else that of all, which is empty."""
-        return [] if self.options.shard else [self.rank, self.world]
+        return [] if self.options.shard else list(self.place[:2])
 
     def begin_anew(self, seed: int, in_place: bool) -> None:
         """As just set up."""
@@ -96,19 +93,14 @@ class LoaderState:
         self.start, self.following = self.fresh(0), 1
         self.live.clear()
 
-    @property
-    def place(self) -> LoaderPlace:
-        """For whom the batches are."""
-        return LoaderPlace(self.process, self.rank, self.world, self.device)
-
     def reader(self) -> EpochReader:
         """A new reader for the loader as it is now."""
         shard, shape = self.options.shard, shape_of(self.raw)
         if not shard and not _followed(self.raw):
             return UndividedReader(self.raw)
         division = Division(
-            rank=self.rank if shard else 0,
-            world=self.world if shard else 1,
+            rank=self.place.rank if shard else 0,
+            world=self.place.world if shard else 1,
             batch=shape.batch,
             even=self.options.even_batches,
             drop_last=shape.drop_last,
@@ -167,13 +159,14 @@ class Iteration:
     __slots__ = ("__weakref__", "_batches", "_device", "_comparison", "_state", "reader", "finished", "last")
 
     def __init__(self, state: LoaderState) -> None:
-        if state.process is not None and running() is not state.process and not ended():
+        place = state.place
+        if place.process is not None and running() is not place.process and not ended():
             raise LoaderError(
-                f"this LoaderHandle gives the part of rank {state.rank} of {state.world} of what accel.teardown() has ended: "
+                f"this LoaderHandle gives the part of rank {place.rank} of {place.world} of what accel.teardown() has ended: "
                 "use the raw DataLoader, or give it to accel.setup again"
             )
         self._state = state
-        self._device = state.device if state.options.move and state.device.type != "cpu" else None
+        self._device = place.device if state.options.move and place.device.type != "cpu" else None
         self.last = 0
         self.finished = False
         self._begin()
@@ -198,7 +191,7 @@ class Iteration:
         if "seeds" in states:
             generator.set_state(states["seeds"])
         else:
-            generator.manual_seed(mix(state.seed, start.epoch, sum(start.at), state.rank))
+            generator.manual_seed(mix(state.seed, start.epoch, sum(start.at), state.place.rank))
         return generator
 
     def __iter__(self) -> Iteration:
@@ -220,7 +213,7 @@ class Iteration:
             self._comparison.gave(reader.given, reader.tag.first)
         state.batches = self.last = state.batches + 1
         state.kept = latest.kept = reader.kept
-        latest.replica = state.rank, state.world
+        latest.replica = state.place[:2]
         return batch if self._device is None else move(batch, self._device)
 
     def _begins_anew(self) -> bool:

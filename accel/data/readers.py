@@ -46,13 +46,6 @@ def shape_of(loader: DataLoader[Any]) -> Shape:
     return Shape(batcher, 1, False, True)
 
 
-class Opened(NamedTuple):
-    """An order that was opened at a position: what comes next in it, and its first items, which padding may take."""
-
-    order: SampleOrder
-    head: list[Any]
-
-
 class Start(NamedTuple):
     """Where an epoch starts, and what decides its order.
 
@@ -65,7 +58,8 @@ class Start(NamedTuple):
     at: tuple[int, ...] = ()
     checksum: int | None = None
     states: Mapping[str, Any] | None = None
-    opened: Opened | None = None
+    #: The order, where it is drawn to this position already.
+    order: SampleOrder | None = None
 
     @property
     def in_place(self) -> bool:
@@ -111,21 +105,22 @@ class EpochReader(ABC):
     kept: Kept = WHOLE
     given: int = 0
 
-    @abstractmethod
     def install(self, loader: DataLoader[Any]) -> None:
         """Takes its place in a copy of the user's loader."""
+        return
 
-    @abstractmethod
     def begin(self, start: Start, in_place: bool) -> None:
         """Starts an epoch, of a loader whose orders are drawn in place or not."""
+        self.start, self.given = start, 0
 
-    @abstractmethod
     def take(self, item: Any) -> Any:
         """Counts one item of the loader's iterator; returns the user's batch in it."""
+        self.given += 1
+        return item
 
-    @abstractmethod
     def close(self) -> None:
         """The loader's iterator has ended: checks that it gave what was planned."""
+        return
 
     @abstractmethod
     def complete(self) -> bool:
@@ -150,21 +145,6 @@ class UndividedReader(EpochReader):
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
-
-    def install(self, loader: DataLoader[Any]) -> None:
-        """The loader keeps its sampler and dataset."""
-
-    def begin(self, start: Start, in_place: bool) -> None:
-        """Starts an epoch."""
-        self.start, self.given = start, 0
-
-    def take(self, item: Any) -> Any:
-        """Counts one batch."""
-        self.given += 1
-        return item
-
-    def close(self) -> None:
-        """Nothing was planned."""
 
     def complete(self) -> bool:
         """Where the loader has a length."""
@@ -221,7 +201,7 @@ class SamplerReader(EpochReader):
     def _generators(self) -> Generators:
         return Generators(drawn_from(self._shape.sampler, self._own))
 
-    def _open(self, start: Start) -> Opened:
+    def _open(self, start: Start) -> SampleOrder:
         """The order from a position, drawn from private generators."""
         sampler, generators = self._shape.sampler, self._generators()
         if start.seed is not None:
@@ -233,7 +213,7 @@ class SamplerReader(EpochReader):
             rng = Private(generators, start.states or {})
         order = SampleOrder(sampler, rng, ahead=start.seed is not None)
         wanted = sum(start.at)
-        head, found, checksum = order.skip(wanted, self._division.world - 1)
+        found, checksum = order.skip(wanted, self._division.world - 1)
         if wanted and (len(start.at) != 1 or (found, checksum) != (wanted, start.checksum)):
             raise LoaderError(
                 f"the state is {wanted} samples into epoch {start.epoch}, and the sampler {type(sampler).__name__} now draws "
@@ -242,40 +222,38 @@ class SamplerReader(EpochReader):
                 "one among its attributes, and a version of accel that draws alike. To go on without it, load the state "
                 "without the loader: its epoch begins anew."
             )
-        return Opened(order, head)
+        return order
 
     def begin(self, start: Start, in_place: bool) -> None:
         """Opens the order, unless it is drawn in place, from the moment when the loader asks."""
-        self.start, self.given, self._asked = start, 0, False
+        super().begin(start, in_place)
+        self._asked = False
         self._pending: deque[_Pending] = deque()
         self._at, self._checksum = sum(start.at), start.checksum or 0
         self._states = start.states
-        self._opened = None if start.in_place else start.opened or self._open(start)
-        if self._opened is None:
+        order = self._order = None if start.in_place else start.order or self._open(start)
+        if order is None:
             return
-        order = self._opened.order
         if start.states is not None and in_place and isinstance(order.rng, Private):
             order.rng = order.rng.settled(start.states, self._own)
         if start.seed is not None:
             order.peek(1)  # a sampler that cannot be read fails before the epoch has begun
 
-    def _open_in_place(self) -> Opened:
+    def _open_in_place(self) -> SampleOrder:
         rng = InPlace(self._generators(), once=draws_once(self._shape.sampler))
         self._states = rng.states
-        self._opened = Opened(SampleOrder(self._shape.sampler, rng, ahead=False), [])
-        return self._opened
+        self._order = SampleOrder(self._shape.sampler, rng, ahead=False)
+        return self._order
 
     def __iter__(self) -> Iterator[Any]:
         self._asked = True
         # A batch sampler of the user's own begins here, torch's with the first batch; the order of draws is raw PyTorch's.
-        opened = self._open_in_place() if self.start.in_place and self._shape.units else None
-        return self._divide(opened)
+        return self._divide(self._open_in_place() if self.start.in_place and self._shape.units else None)
 
-    def _divide(self, opened: Opened | None) -> Iterator[Any]:
-        if opened is None:
-            opened = self._open_in_place() if self.start.in_place else self._opened
-        assert opened is not None
-        for mine, items in divide(opened.order.read, self._division, opened.head):
+    def _divide(self, order: SampleOrder | None) -> Iterator[Any]:
+        order = order or (self._open_in_place() if self.start.in_place else self._order)
+        assert order is not None
+        for mine, items in divide(order.read, self._division, order.head):
             if mine:
                 self._pending.append(_Pending(items, kept_of(self._division, self._shape.units, len(items))))
                 yield mine[0] if self._shape.units else mine
@@ -284,7 +262,6 @@ class SamplerReader(EpochReader):
         return self._division.local_steps(max(0, len(self._shape.sampler) - sum(self.start.at)))
 
     def take(self, item: Any) -> Any:
-        """Counts one batch."""
         self.given += 1
         if not self._pending:
             self._refuse()
@@ -309,26 +286,26 @@ class SamplerReader(EpochReader):
 
     def _exhausted(self) -> bool:
         """Whether the order has no further batch for this rank, which may mean to draw its next items."""
-        if self._opened is None:
+        if self._order is None:
             return False
         width = self._division.width
-        left = self._opened.order.peek(width)
+        left = self._order.peek(width)
         return left < width if self._division.drop_last else not self._division.share(left).size
 
     def complete(self) -> bool:
         """On every rank at the same step, also where this one has no share in the last."""
-        if self._pending or self._opened is None:
+        if self._pending or self._order is None:
             return False
         try:
             due = self._at + (self._division.width if self._division.drop_last else 1) > len(self._shape.sampler)
         except (TypeError, NotImplementedError):
-            return self._opened.order.ended
-        left = self._opened.order.peek(self._division.width) if due else self._division.width
+            return self._order.ended
+        left = self._order.peek(self._division.width) if due else self._division.width
         return left < self._division.width if self._division.drop_last else not left
 
     def position(self) -> Position:
         """One stream: the order."""
-        if self.given and self._opened is not None and not self._opened.order.rng.again:
+        if self.given and self._order is not None and not self._order.rng.again:
             raise LoaderError(
                 f"the position of this loader in mid-epoch could not be resumed: its {type(self._shape.sampler).__name__} draws "
                 "random numbers while the loop does, from the same generator. Give it a generator of its own, or use "
@@ -338,7 +315,7 @@ class SamplerReader(EpochReader):
 
     def resume(self, start: Start) -> Start:
         """Draws the order and compares it with the saved one; without a seed, only when it is iterated."""
-        return start._replace(opened=self._open(start)) if start.seed is not None and any(start.at) else start
+        return start._replace(order=self._open(start)) if start.seed is not None and any(start.at) else start
 
     def length(self) -> int:
         """As the sampler says."""

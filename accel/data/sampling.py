@@ -386,6 +386,8 @@ class SampleOrder:
 
     def __init__(self, sampler: Any, rng: Private | InPlace, *, ahead: bool) -> None:
         self.rng = rng
+        #: The first items that were skipped, which padding may take.
+        self.head: list[Any] = []
         self._block = 1 if ahead else 0
         self._waiting: deque[Any] = deque()
         self._ended = False
@@ -419,17 +421,16 @@ class SampleOrder:
         """The next items, at most ``count``; fewer at the end only."""
         return [self._waiting.popleft() for _ in range(self.peek(count))]
 
-    def skip(self, count: int, head: int) -> tuple[list[Any], int, int]:
-        """Draws and drops the first ``count`` items; returns ``head`` of them, how many there were, and their digest."""
-        first: list[Any] = []
+    def skip(self, count: int, head: int) -> tuple[int, int]:
+        """Draws and drops the first ``count`` items, all but ``head`` of them; returns how many there were, and their digest."""
         found = crc = 0
         while found < count and not self._ended:
             block = self._draw(min(_BLOCK, count - found))
             self._waiting += block[count - found :]
             block = block[: count - found]
-            first += block[: head - len(first)]
+            self.head += block[: head - len(self.head)]
             found, crc = found + len(block), digest(block, crc)
-        return first, found, crc
+        return found, crc
 
 
 def digest(items: Sequence[Any], crc: int = 0) -> int:

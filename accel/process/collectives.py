@@ -15,6 +15,7 @@ from ..errors import AccelError, RankMismatchError
 from ..trees import map_tensors, walk
 from . import Process, current
 from .control import Waiting, agree, locked
+from .packing import broadcast_
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -143,15 +144,10 @@ def broadcast(data: Any, src: int = 0) -> Any:
     process, carrier, tensors, _ = _meet(what, data, problem)
     if world == 1:
         return map_tensors(_free, data)
-    buffer = _pack(tensors, carrier)
+    copies = {path: torch.empty(t.shape, dtype=t.dtype, device=carrier).copy_(t) for path, t in tensors.items()}
     with Waiting(process, what):
-        dist.broadcast(buffer, src, group=process.group)
-    pieces = torch.split(buffer, [tensor.numel() * tensor.itemsize for tensor in tensors.values()])
-    results = {
-        path: piece.clone().view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
-        for (path, tensor), piece in zip(tensors.items(), pieces, strict=True)
-    }
-    return walk(lambda path, _: results[path], data, "data")
+        broadcast_(copies.values(), process.group, src)
+    return walk(lambda path, tensor: copies[path].to(tensor.device), data, "data")
 
 
 def _meet(

@@ -22,9 +22,9 @@ from ...handles import Slot
 from ...process.control import agree
 from ...process.packing import average_, broadcast_, broadcast_from_owners, reduce_to_owners
 from ...shard import Manifest, Shard
+from .. import memory
 from ..engine import Context, Engine, Options
 from ..memory import Footprint, MemoryUse
-from ..memory import owners as by_owner
 from . import owners as parts
 from .owners import EVERYWHERE, LOCAL, NONE, OWNED, SPARSE, Owners, SplitState
 
@@ -76,7 +76,7 @@ class ShardedEngine(Engine):
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
         """Gradients and optimizer state of a parameter on its owner alone, after a step."""
-        return by_owner(footprint, world_size)
+        return memory.owners(footprint, world_size)
 
     # -- life -----------------------------------------------------------------------------------------------------
 
