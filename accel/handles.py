@@ -267,6 +267,11 @@ def raw(handle: ModelHandle | OptimizerHandle) -> Any:
     return _get(handle, "_accel_raw")
 
 
+def engine_behind(handle: ModelHandle | OptimizerHandle) -> Any:
+    """The engine behind the handle; None after the handle's end."""
+    return _get(handle, "_accel_engine")
+
+
 # -- Where a user's own object remembers what accel made of it ---------------------------------------------------------
 
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from .engines import BASELINE, ENGINES, Engine, Options, engine_of
 from .engines.memory import UNITS, Footprint, MemoryUse, count, human, take
 from .errors import AccelError, OptimizerError, refuse_url
 from .handles import OptimizerHandle, raw
-from .planning import map_leaves
 from .registry import registry, resolve_module
 from .shard import Shard
+from .trees import map_leaves
 
 # -- Pictures: matplotlib, which need not be installed, and the file that they go to -----------------------------------
 
@@ -287,7 +287,7 @@ def _optimizers(tree: Any) -> list[Optimizer]:
         if not any(own is other for other in found):
             found.append(own)
 
-    map_leaves(tree, add, "optimizer")
+    map_leaves(add, tree, "optimizer")
     return found
 
 

@@ -39,9 +39,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 import accel
 from accel import LoaderError
-from accel.data import LoaderHandle, LoaderOptions, check, describe, distribute, gather_for_metrics
-from accel.data.iteration import move
-from accel.data.sampling import Generators, InPlace, Plan, Source, deal
+from accel.data import LoaderHandle, LoaderOptions, LoaderPlace, check, describe, distribute, gather_for_metrics
+from accel.data.sampling import Division, Generators, InPlace, SampleOrder, divide
+from accel.trees import move
 from tests.distributed import outcomes, refusals, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -73,7 +73,7 @@ class Counting(IterableDataset[int]):
 
 
 def make(loader: DataLoader[Any], rank: int = 0, world: int = 1, seed: int = 7, **options: Any) -> LoaderHandle:
-    return distribute(loader, LoaderOptions(**options), rank=rank, world_size=world, device="cpu", seed=seed)
+    return distribute(loader, LoaderOptions(**options), LoaderPlace(rank, world, torch.device("cpu")), seed=seed)
 
 
 def numbers(n: int, batch_size: int | None = 4, **kwargs: Any) -> DataLoader[Any]:
@@ -106,15 +106,15 @@ plans = st.fixed_dictionaries(
 )
 
 
-def divided(total: int, start: int, plan: dict[str, Any]) -> tuple[list[Plan], list[list[list[int]]]]:
-    ranks = [Plan(rank=rank, **plan) for rank in range(plan["world"])]
+def divided(total: int, start: int, plan: dict[str, Any]) -> tuple[list[Division], list[list[list[int]]]]:
+    ranks = [Division(rank=rank, **plan) for rank in range(plan["world"])]
     return ranks, [_dealt(total, start, rank) for rank in ranks]
 
 
-def _dealt(total: int, start: int, plan: Plan) -> list[list[int]]:
+def _dealt(total: int, start: int, plan: Division) -> list[list[int]]:
     rest = iter(range(start, total))
     head = list(range(min(start, plan.world - 1)))
-    return [mine for mine, _ in deal(lambda count: list(islice(rest, count)), plan, head) if mine]
+    return [mine for mine, _ in divide(lambda count: list(islice(rest, count)), plan, head) if mine]
 
 
 @settings(max_examples=300, deadline=None)
@@ -424,7 +424,7 @@ DRAWING: dict[str, Any] = {
 
 def raw_like(loader: DataLoader[Any]) -> LoaderHandle:
     """The handle that setup gives a program of one process."""
-    return distribute(loader, LoaderOptions(), rank=0, world_size=1, device="cpu", seed=0, in_place=True)
+    return distribute(loader, LoaderOptions(), LoaderPlace(0, 1, torch.device("cpu")), seed=0, in_place=True)
 
 
 def reset(seed: int = 3) -> None:
@@ -621,7 +621,7 @@ def test_what_is_drawn_in_blocks_is_what_the_sampler_gives() -> None:
         torch.manual_seed(4)
         expected = list(sampler)
         torch.manual_seed(4)
-        source = Source(sampler, InPlace(Generators({})), ahead=True)
+        source = SampleOrder(sampler, InPlace(Generators({})), ahead=True)
         assert source.read(len(expected) + 1) == expected
 
 
@@ -1347,7 +1347,7 @@ def test_batches_arrive_on_the_device_unless_it_is_switched_off() -> None:
     data = [(torch.ones(2), i) for i in range(4)]
     for options, device in ((LoaderOptions(), "meta"), (LoaderOptions(move=False), "cpu")):
         loader = DataLoader(data, batch_size=2)  # type: ignore[arg-type]
-        handle = distribute(loader, options, rank=0, world_size=1, device="meta", seed=0)
+        handle = distribute(loader, options, LoaderPlace(0, 1, torch.device("meta")), seed=0)
         assert {tensor.device.type for batch in handle for tensor in batch} == {device}
     movable = Movable(False)
     assert next(iter(make(DataLoader([movable], batch_size=None)))) is movable  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ LAYERS = [
     ["__init__", "__main__"],
     ["launch"],
     ["api", "commands"],
-    ["agreement", "memory"],
+    ["memory"],
     ["checkpoint", "planning"],
     ["registry"],
     ["engines"],

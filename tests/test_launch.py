@@ -25,8 +25,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
+from accel.launch import Memory
 from accel.launch.pickling import stateful
-from accel.launch.worker import Memory
 from tests.distributed import GUARD, wait_for
 
 ROOT = Path(__file__).parent.parent

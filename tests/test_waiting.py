@@ -20,8 +20,8 @@ from torch import nn
 
 import accel
 from accel import process
+from accel.process.hangs import Report, stuck
 from accel.process.startup import Order
-from accel.process.watch import Report, stuck
 from tests.distributed import outcomes, run
 from tests.test_process import by_hand, free_port, scripts
 
@@ -141,7 +141,7 @@ def first(loop: Loop) -> None:
 
 @contextmanager
 def group(folder: Path, name: str) -> Iterator[None]:
-    """A process group of its own, which may break; the watch is quicker than usual."""
+    """A process group of its own, which may break; the hang detector is quicker than usual."""
     if dist.is_initialized():
         dist.destroy_process_group()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -149,9 +149,9 @@ def group(folder: Path, name: str) -> Iterator[None]:
     dist.init_process_group(
         "gloo", init_method=f"file://{path}.store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
-    watch = process.current().watch
-    assert watch is not None
-    watch._patience, watch._first_word = 0.4, 1.0
+    detector = process.current().detector
+    assert detector is not None
+    detector._patience, detector._first_warning = 0.4, 1.0
     try:
         yield
     finally:

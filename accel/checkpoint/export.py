@@ -15,7 +15,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..process import running
-from ..process.turns import in_turn
+from ..process.control import locked
 from . import folder, record
 from .dtypes import BY_NAME, NAMES, element_bytes, memory
 from .meeting import Names, children_of
@@ -178,7 +178,7 @@ _TEMPORARY: Final = re.compile(rf"\.({_STEM})[^/]*\.[0-9a-f]{{12}}\.tmp")
 _SHARD: Final = re.compile(rf"({_STEM})-\d{{5,}}-of-\d{{5,}}\.safetensors")
 
 
-@in_turn
+@locked
 def export(
     dir: str | os.PathLike[str],
     out: str | os.PathLike[str],

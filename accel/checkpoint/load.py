@@ -17,7 +17,7 @@ from ..data import LoaderHandle
 from ..deferred import weights_of
 from ..errors import CheckpointError
 from ..process import current
-from ..process.turns import in_turn
+from ..process.control import locked
 from ..shard import Manifest
 from . import folder, record
 from .background import background
@@ -37,7 +37,7 @@ from .weights import Source, is_weights_alone, open_source
 logger = logging.getLogger("accel")
 
 
-@in_turn
+@locked
 def load(
     dir: str | os.PathLike[str],
     state: dict[Any, Any] | None = None,

@@ -10,7 +10,7 @@ from typing import Final
 
 from ..errors import CheckpointError
 from ..process import rank
-from ..process.turns import in_turn
+from ..process.control import locked
 from . import folder, record
 from .background import background
 from .record import Record
@@ -79,7 +79,7 @@ def latest(root: str | os.PathLike[str]) -> str | None:
     return max(found)[1] if found else None
 
 
-@in_turn
+@locked
 def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
     """Make ``dst`` a second name of the checkpoint ``src``: its files are linked, so that either can be removed. Collective.
 

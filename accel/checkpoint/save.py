@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..process import current
-from ..process.turns import in_turn
+from ..process.control import locked
 from . import folder
 from .background import background
 from .draft import Draft, Message, Summary, make_draft
@@ -21,7 +21,7 @@ from .meeting import check_models
 from .together import together
 
 
-@in_turn
+@locked
 def save(
     state: dict[Any, Any],
     dir: str | os.PathLike[str],

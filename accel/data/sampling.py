@@ -39,7 +39,7 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Division:
     """How a global step of ``world * batch`` consecutive samples is divided over the ranks."""
 
     rank: int
@@ -90,20 +90,22 @@ class Plan:
         return full + bool(self.share(tail).size)
 
 
-def deal(read: Callable[[int], list[Any]], plan: Plan, head: list[Any]) -> Iterator[tuple[list[Any], list[Any]]]:
+def divide(
+    read: Callable[[int], list[Any]], division: Division, head: list[Any]
+) -> Iterator[tuple[list[Any], list[Any]]]:
     """Each global step of what ``read`` gives: this rank's items, and those of all ranks.
 
     Args:
         read: gives the next items, at most as many as it is asked for; fewer only at the end.
-        plan: who gets what.
-        head: the first items of the order that come before what is read, at most ``plan.world - 1``: padding takes them.
+        division: who gets what.
+        head: the first items of the order that come before what is read, at most ``division.world - 1``: padding takes them.
     """
-    while chunk := read(plan.width):
-        head += chunk[: plan.world - 1 - len(head)]
-        if len(chunk) < plan.width and plan.drop_last:
+    while chunk := read(division.width):
+        head += chunk[: division.world - 1 - len(head)]
+        if len(chunk) < division.width and division.drop_last:
             yield [], chunk
             continue
-        share = plan.share(len(chunk))
+        share = division.share(len(chunk))
         padding = [head[(share.offset + i - len(chunk)) % len(head)] for i in range(share.real, share.size)]
         yield chunk[share.offset : share.offset + share.real] + padding, chunk
 
@@ -373,7 +375,7 @@ def _blocks(sampler: RandomSampler) -> Iterator[Sequence[int]]:
         yield from (order[at : min(at + _BLOCK, size)] for at in range(0, size, _BLOCK))
 
 
-class Source:
+class SampleOrder:
     """The items of one epoch's order, drawn from a sampler as they are asked for.
 
     Args:
@@ -384,6 +386,8 @@ class Source:
 
     def __init__(self, sampler: Any, rng: Private | InPlace, *, ahead: bool) -> None:
         self.rng = rng
+        #: The first items that were skipped, which padding may take.
+        self.head: list[Any] = []
         self._block = 1 if ahead else 0
         self._waiting: deque[Any] = deque()
         self._ended = False
@@ -417,17 +421,16 @@ class Source:
         """The next items, at most ``count``; fewer at the end only."""
         return [self._waiting.popleft() for _ in range(self.peek(count))]
 
-    def skip(self, count: int, head: int) -> tuple[list[Any], int, int]:
-        """Draws and drops the first ``count`` items; returns ``head`` of them, how many there were, and their digest."""
-        first: list[Any] = []
+    def skip(self, count: int, head: int) -> tuple[int, int]:
+        """Draws and drops the first ``count`` items, all but ``head`` of them; returns how many there were, and their digest."""
         found = crc = 0
         while found < count and not self._ended:
             block = self._draw(min(_BLOCK, count - found))
             self._waiting += block[count - found :]
             block = block[: count - found]
-            first += block[: head - len(first)]
+            self.head += block[: head - len(self.head)]
             found, crc = found + len(block), digest(block, crc)
-        return first, found, crc
+        return found, crc
 
 
 def digest(items: Sequence[Any], crc: int = 0) -> int:

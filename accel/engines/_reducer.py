@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 
 from ..errors import BackendError
 from ..gradients.average import average_gradients_
-from ..gradients.flat import broadcast_state
 from ..gradients.log import GradientLog, at_end_of_backward
 from ..precision import Replaced, convert_batchnorms, restore_batchnorms
 from ..process import Process
 from ..process.control import agree
+from ..process.packing import broadcast_
 from .engine import Context, Engine, Options
 from .gradients import Buffers, Gradients
 from .memory import Footprint, MemoryUse, ParameterSize, whole
@@ -562,5 +562,31 @@ class ReducingEngine(Engine, ABC):
         source = counts.index(max(counts))
         self.synchronize(source)
         for optimizer in self.optimizers:
-            broadcast_state(optimizer, source, self.process.group, self.label)
+            _broadcast_state(optimizer, source, self.process.group, self.label)
         self.drift.restart()
+
+
+def _broadcast_state(optimizer: Optimizer, source: int, group: dist.ProcessGroup | None, label: str) -> None:
+    """Give every rank rank ``source``'s optimizer state; a rank that has none yet gets it. ``label`` names the model."""
+    parameters = [p for g in optimizer.param_groups for p in g["params"]]
+    # Shapes and plain values by pickle, tensors' contents by the flat pieces.
+    mine = [
+        {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in optimizer.state.get(p, {}).items()}
+        for p in parameters
+    ]
+    theirs = agree(f"broadcast of optimizer state ({label})", mine)[source]
+    tensors = []
+    for parameter, entries in zip(parameters, theirs, strict=True):
+        if not entries:
+            optimizer.state.pop(parameter, None)
+            continue
+        state = optimizer.state[parameter]
+        for key, value in entries.items():
+            if not isinstance(value, torch.Tensor):
+                state[key] = value
+                continue
+            if key not in state:
+                device = "cpu" if key == "step" else parameter.device
+                state[key] = torch.zeros(value.shape, dtype=value.dtype, device=device)
+            tensors.append(state[key])
+    broadcast_(tensors, group, source)

@@ -11,11 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import BackendError, OptimizerError, PrecisionError
-from ..gradients.flat import broadcast_
 from ..gradients.log import BackwardEnd, GradientLog
 from ..precision import Accumulator, all_finite, here
 from ..process import Process
 from ..process.control import agree
+from ..process.packing import broadcast_
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import shard
-from ..gradients.flat import broadcast_
 from ..process import Process
+from ..process.packing import broadcast_
 from ..shard import Manifest, Shard
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import BackendError
 from ..process import Process
 from ..process.control import agree
-from .flat import average_
+from ..process.packing import average_
 
 _NONE, _DENSE, _SPARSE = "012"
 

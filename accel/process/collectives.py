@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 from ..errors import AccelError, RankMismatchError
 from ..trees import map_tensors, walk
 from . import Process, current
-from .control import Waiting, agree
-from .turns import in_turn
+from .control import Waiting, agree, locked
+from .packing import broadcast_
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -26,7 +26,7 @@ _OPS = {
 }
 
 
-@in_turn
+@locked
 @torch.no_grad()
 def all_reduce(data: Any, op: str = "sum") -> Any:
     """Combines each tensor over the ranks, as stacking the ranks' tensors and reducing the new dimension would.
@@ -60,7 +60,7 @@ def all_reduce(data: Any, op: str = "sum") -> Any:
     return walk(lambda path, _: results[path], data, "data")
 
 
-@in_turn
+@locked
 def all_gather(data: Any, *, gradients: bool = False) -> Any:
     """Concatenates each tensor of all ranks along its first dimension, which may differ between ranks.
 
@@ -126,7 +126,7 @@ class _WithGradient(torch.autograd.Function):
 _with_gradient: Any = _WithGradient.apply
 
 
-@in_turn
+@locked
 @torch.no_grad()
 def broadcast(data: Any, src: int = 0) -> Any:
     """Gives every rank the tensors of rank ``src``. On one process, an identity.
@@ -144,15 +144,10 @@ def broadcast(data: Any, src: int = 0) -> Any:
     process, carrier, tensors, _ = _meet(what, data, problem)
     if world == 1:
         return map_tensors(_free, data)
-    buffer = _pack(tensors, carrier)
+    copies = {path: torch.empty(t.shape, dtype=t.dtype, device=carrier).copy_(t) for path, t in tensors.items()}
     with Waiting(process, what):
-        dist.broadcast(buffer, src, group=process.group)
-    pieces = torch.split(buffer, [tensor.numel() * tensor.itemsize for tensor in tensors.values()])
-    results = {
-        path: piece.clone().view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
-        for (path, tensor), piece in zip(tensors.items(), pieces, strict=True)
-    }
-    return walk(lambda path, _: results[path], data, "data")
+        broadcast_(copies.values(), process.group, src)
+    return walk(lambda path, tensor: copies[path].to(tensor.device), data, "data")
 
 
 def _meet(

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel
-from accel.engines.sharded import exchange
+from accel.process import packing
 from accel.registry import registry
 from tests.distributed import live_tensors, outcomes, refusals, run
 
@@ -222,7 +222,7 @@ def two_optimizers(raw: Branches) -> list[torch.optim.Optimizer]:
 def branches(clip: bool, piece: int) -> list[float]:
     """Each rank goes another way; in some steps one of them has no gradient at all, or one optimizer waits."""
     rank, world = accel.rank(), accel.world_size()
-    before, exchange._CPU_PIECE_BYTES = exchange._CPU_PIECE_BYTES, piece
+    before, packing._CPU_PIECE_BYTES = packing._CPU_PIECE_BYTES, piece
     try:
         raw, reference = Branches(), Branches()
         optimizers, plain = two_optimizers(raw), two_optimizers(reference)
@@ -247,7 +247,7 @@ def branches(clip: bool, piece: int) -> list[float]:
         assert equal_on_all_ranks(raw)
         accel.teardown(model)
     finally:
-        exchange._CPU_PIECE_BYTES = before
+        packing._CPU_PIECE_BYTES = before
     states = [state_distance(o.state_dict(), p.state_dict()) for o, p in zip(optimizers, plain, strict=True)]
     return [largest(raw, reference), *states]
 

@@ -17,7 +17,7 @@ import torch
 from ...engines import ENGINES
 from ...errors import CheckpointError
 from ...process import running
-from ...process.turns import in_turn
+from ...process.control import locked
 from .. import folder, record
 from ..background import background
 from ..draft import make_draft
@@ -31,7 +31,7 @@ from .adopt import adopt
 logger = logging.getLogger("accel")
 
 
-@in_turn
+@locked
 def import_checkpoint(
     source: str | os.PathLike[str], dir: str | os.PathLike[str], *, optimizer: bool = True
 ) -> dict[str, list[str]]:

@@ -6,13 +6,11 @@ import contextlib
 import logging
 from abc import ABC
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -21,6 +19,7 @@ from ...errors import AccelError, BackendError
 from ...precision import convert_optimizer
 from ...process import Process
 from ...process.control import agree
+from ...process.packing import Portion, put_together
 from ...shard import Manifest, Shard
 from ..engine import Context, Engine
 from ..step import refuse_steps
@@ -32,66 +31,15 @@ from .weights import plainly
 
 # -- Whole tensors from the ranks' fragments, and back -----------------------------------------------------------------
 
-_PIECE_BYTES: Final = 16 << 20
-_ALIGNMENT: Final = 16
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A tensor to put together: its shape, and what this rank has of it, which starts at ``start``."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    start: int
-    part: torch.Tensor | None
-
-
-@torch.no_grad()
-def assemble(pieces: Iterable[Piece], group: dist.ProcessGroup | None, device: torch.device) -> list[torch.Tensor]:
-    """The whole tensors, on every rank; each element is on exactly one of them. Collective."""
-    whole: list[torch.Tensor] = []
-    waiting: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        if waiting and size > _PIECE_BYTES:
-            whole += _assemble(waiting, size, group, device)
-            waiting, size = [], 0
-        waiting.append(piece)
-        size += _padded(piece)
-    return whole + _assemble(waiting, size, group, device)
-
-
-def _padded(piece: Piece) -> int:
-    return -(-piece.shape.numel() * piece.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-
-
-def _assemble(
-    pieces: Sequence[Piece], size: int, group: dist.ProcessGroup | None, device: torch.device
-) -> list[torch.Tensor]:
-    # As bytes, since zeros added to them are exact for every dtype.
-    flat = torch.zeros(size, dtype=torch.uint8, device=device)
-    offset, places = 0, []
-    for piece in pieces:
-        places.append(flat.narrow(0, offset, piece.shape.numel() * piece.dtype.itemsize).view(piece.dtype))
-        offset += _padded(piece)
-        if piece.part is not None:
-            places[-1].narrow(0, piece.start, piece.part.numel()).copy_(piece.part.reshape(-1))
-    if size:
-        dist.all_reduce(flat, group=group)
-    return [place.clone().view(piece.shape) for place, piece in zip(places, pieces, strict=True)]
-
 
 def of_fragments(
     partitions: Partitions, what: Mapping[int, torch.Tensor], dtypes: Mapping[int, torch.dtype]
-) -> list[Piece]:
-    """The pieces of one tensor for each parameter that ``dtypes`` names; ``what`` is this rank's part, by parameter."""
-    pieces = []
-    for index, dtype in dtypes.items():
-        fragment = partitions.fragments.get(index)
-        start = 0 if fragment is None else fragment.start
-        pieces.append(Piece(partitions.shapes[index], dtype, start, what.get(index)))
-    return pieces
+) -> list[Portion]:
+    """What is put together for each parameter that ``dtypes`` names; ``what`` is this rank's part, by parameter."""
+    return [
+        Portion(partitions.shapes[i], dtype, [(partitions.fragments[i].start, what[i])] if i in what else [])
+        for i, dtype in dtypes.items()
+    ]
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
@@ -140,11 +88,10 @@ def gather(
         fragment = partitions.fragments.get(index)
         for key, kind in kinds[index].items():
             if isinstance(kind, torch.dtype):
-                part = optimizer.state[fragment.weights][key] if fragment is not None else None
-                start = fragment.start if fragment is not None else 0
-                pieces.append(Piece(partitions.shapes[index], kind, start, part))
+                here = [(fragment.start, optimizer.state[fragment.weights][key])] if fragment is not None else []
+                pieces.append(Portion(partitions.shapes[index], kind, here))
                 places.append((index, key))
-    for (index, key), tensor in zip(places, assemble(pieces, process.group, process.device), strict=True):
+    for (index, key), tensor in zip(places, put_together(pieces, process.group, process.device), strict=True):
         kinds[index][key] = tensor
     return kinds
 
@@ -210,7 +157,7 @@ class Divided(Engine, ABC):
         weights = {i: f.weights for i, f in zero.fragments.items()}
         dtypes = {i: zero.dtype_of(i) for i in indices}
         pieces = of_fragments(zero, weights, dtypes)
-        return assemble(pieces, self.process.group, self.process.device)
+        return put_together(pieces, self.process.group, self.process.device)
 
     def take_over(self, optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:
         """Divide an optimizer's whole state, by parameter number."""
@@ -235,7 +182,7 @@ class Divided(Engine, ABC):
         theirs = agree(f"gathering gradients ({self.label})", {i: g.dtype for i, g in held.items()})
         dtypes = dict(sorted((i, d) for kinds in theirs for i, d in kinds.items()))
         pieces = of_fragments(zero, held, dtypes)
-        grads = dict(zip(dtypes, assemble(pieces, self.process.group, self.process.device), strict=True))
+        grads = dict(zip(dtypes, put_together(pieces, self.process.group, self.process.device), strict=True))
         full = [(optimizer, self.release(optimizer, zero)) for optimizer in optimizers]
         weights = self.whole_weights(zero, range(len(self.parameters)))
         # What accel made half becomes whole again from its fp32 copy.

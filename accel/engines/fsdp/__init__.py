@@ -18,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from ... import shard
 from ...errors import AccelError, BackendError, OptimizerError
 from ...gradients.clip import clip_
-from ...gradients.flat import broadcast_
 from ...process import Process
 from ...process.control import Waiting
+from ...process.packing import broadcast_
 from ...shard import Manifest, Shard
 from .._copies import allow_copies, refuse_copies
 from ..engine import Context, Engine, Options, lost_weights

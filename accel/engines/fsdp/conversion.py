@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from ...deferred import borrowing, refuse_without_values, reset_own, resetting, weights_of, without_values
 from ...gradients.average import average_gradients_
-from ...gradients.flat import broadcast_
 from ...gradients.log import GradientLog
 from ...process import Process, reason_of
+from ...process.packing import broadcast_
 from ...shard import Manifest, Shard
 from . import shards, standin
 from .module import ShardedModule, kept_whole

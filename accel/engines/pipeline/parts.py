@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from ... import shard
 from ...errors import BackendError
-from ...gradients.flat import broadcast_
 from ...process.control import agree
+from ...process.packing import broadcast_
 from .channel import Channel
 from .stages import Named
 

@@ -16,9 +16,9 @@ from torch.optim import LBFGS, Optimizer
 
 from ...errors import BackendError, RankMismatchError
 from ...gradients.clip import clip_
-from ...gradients.flat import average_
 from ...handles import Slot
 from ...process.control import agree
+from ...process.packing import average_, broadcast_from_owners, reduce_to_owners
 from ...shard import Manifest, Shard
 from .. import memory
 from ..engine import Context, Engine, Options
@@ -27,7 +27,6 @@ from ..memory import Footprint, MemoryUse
 from ..methods import only
 from ..step import refuse_steps
 from . import owners as parts
-from .exchange import broadcast_from_owners, reduce_to_owners
 from .owners import EVERYWHERE, LOCAL, NONE, OWNED, SPARSE, Owners, SplitState
 
 logger = logging.getLogger("accel")

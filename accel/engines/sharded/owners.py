@@ -18,10 +18,10 @@ from torch.utils.hooks import RemovableHandle
 from ...errors import OptimizerError
 from ...handles import Slot
 from ...process.control import agree
+from ...process.packing import broadcast_from_owners
 from ...process.startup import unseen_group
 from ...shard import is_sharded
 from .._copies import allow_copies, refuse_copies
-from .exchange import broadcast_from_owners
 
 #: What is known of a gradient, in the order in which one rank's knowledge outranks another's.
 NONE, EVERYWHERE, OWNED, LOCAL, SPARSE = range(5)

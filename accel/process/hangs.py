@@ -1,4 +1,4 @@
-"""What ranks that wait tell each other: who waits where for whom, whether it can end well, and why it ended."""
+"""Finding hangs: what ranks that wait tell each other of where they are, who is missing, and why the groups ended."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from .packing import framed, to_bytes, to_tensor, unframed
 
 logger = logging.getLogger("accel")
 
@@ -123,7 +125,7 @@ def stuck(first: Sequence[Report], second: Sequence[Report]) -> list[int]:
         first: every rank's report.
         second: every rank's again, some time later.
     """
-    free = {r for r, (one, two) in enumerate(zip(first, second, strict=True)) if not _still(one, two)}
+    free = {r for r, (one, two) in enumerate(zip(first, second, strict=True)) if not _is_blocked(one, two)}
     grown = True
     while grown:
         grown = False
@@ -134,7 +136,7 @@ def stuck(first: Sequence[Report], second: Sequence[Report]) -> list[int]:
     return sorted(set(range(len(second))) - free)
 
 
-def _still(one: Report, two: Report) -> bool:
+def _is_blocked(one: Report, two: Report) -> bool:
     if not two.may_be_stuck:
         return False
     same = (one.begun, one.doing, one.call) == (two.begun, two.doing, two.call)
@@ -155,12 +157,12 @@ def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
-# -- the watch --------------------------------------------------------------------------------------------------------
+# -- who is where ------------------------------------------------------------------------------------------------------
 
 
 @final
 @dataclass(slots=True)
-class _Round:
+class _Question:
     """What this rank asked of all: when the open question went and when the next one may, the last answers and those before."""
 
     number: int = 0
@@ -175,7 +177,7 @@ class _Round:
 
 
 @final
-class Watch:
+class HangDetector:
     """Two threads beside the one that trains: one hears the rank on the left, one looks how long this rank waits.
 
     Messages go round the ranks, each to the rank on the right: why the groups were ended (closed connections tell only
@@ -202,18 +204,18 @@ class Watch:
         self._rank, self._world = control.rank(), control.size()
         self._thread = threading.get_ident()
         self._patience = min(5.0, limit / 10)
-        self._first_word = min(30.0, limit / 2)
+        self._first_warning = min(30.0, limit / 2)
         #: How ranks left that will not come any more, by rank.
         self.left: dict[int, str] = {}
         self._stopped = threading.Event()
         self._sending = threading.Lock()
         self._sent: dict[int, list[Any]] = {}
-        self._round = _Round()
-        self._since = self._spoken = self._heard = 0.0
+        self._asked = _Question()
+        self._since = self._warned = self._heard = 0.0
         self._last: tuple[object, ...] = ()
         self._threads = [
-            threading.Thread(target=self._listen, name="accel-watch", daemon=True),
-            threading.Thread(target=self._look, name="accel-wait", daemon=True),
+            threading.Thread(target=self._listen, name="accel-messages", daemon=True),
+            threading.Thread(target=self._observe, name="accel-hangs", daemon=True),
         ]
 
     def start(self) -> None:
@@ -240,31 +242,25 @@ class Watch:
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def _send(self, slot: int, message: tuple[Any, ...], *, wait: bool = False) -> None:
+    def _send(self, key: int, message: tuple[Any, ...], *, wait: bool = False) -> None:
         """To the rank on the right. Where it does not listen, waiting with a limit would close all connections."""
-        data = pickle.dumps(message)
-        data = len(data).to_bytes(8, "little") + data
-        pieces = [data[:_FRAME].ljust(_FRAME, b"\0"), data[_FRAME:]]
         right = (self._rank + 1) % self._world
         with self._sending, contextlib.suppress(RuntimeError):
             works = []
-            for piece in filter(None, pieces):
+            for piece in framed(pickle.dumps(message), _FRAME):
                 tensor = to_tensor(piece)
                 works.append((self._control.send([tensor], right, _TAG), tensor))
             for work, _ in works if wait else ():
                 work.wait(timedelta(seconds=1))
-            self._sent[slot] = works
+            self._sent[key] = works
 
     def _receive(self, left: int) -> tuple[Any, ...]:
-        frame = torch.zeros(_FRAME, dtype=torch.uint8)
-        self._control.recv([frame], left, _TAG).wait(timedelta(days=365))
-        data = to_bytes(frame)
-        length = int.from_bytes(data[:8], "little") + 8
-        if length > _FRAME:
-            rest = torch.zeros(length - _FRAME, dtype=torch.uint8)
-            self._control.recv([rest], left, _TAG).wait(timedelta(days=365))
-            data += to_bytes(rest)
-        message: tuple[Any, ...] = pickle.loads(data[8:length])
+        def receive(count: int) -> bytearray:
+            piece = torch.zeros(count, dtype=torch.uint8)
+            self._control.recv([piece], left, _TAG).wait(timedelta(days=365))
+            return to_bytes(piece)
+
+        message: tuple[Any, ...] = pickle.loads(unframed(receive, _FRAME))
         return message
 
     def _listen(self) -> None:
@@ -290,9 +286,9 @@ class Watch:
     def _answer(self, origin: int, number: int, reports: dict[int, Report]) -> None:
         """Add this rank's report to a question that goes round, or take the answers of one's own."""
         if origin == self._rank:
-            if number == self._round.number:
-                self._round.answers = [reports[r] for r in range(self._world)]
-                self._round.sent = 0.0
+            if number == self._asked.number:
+                self._asked.answers = [reports[r] for r in range(self._world)]
+                self._asked.sent = 0.0
             return
         if origin < self._rank:
             self._heard = time.monotonic()
@@ -301,27 +297,27 @@ class Watch:
     def _report(self) -> Report:
         return report(self._begun(), self._thread, self._doing(), time.monotonic() - self._since)
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- how long this rank waits -------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _observe(self) -> None:
         self._since = time.monotonic()
         while not self._stopped.wait(self._patience / 5):
             with contextlib.suppress(RuntimeError):  # a group that is being destroyed
                 mine, now = self._report(), time.monotonic()
                 here = (mine.begun, mine.doing, mine.call)
                 if not mine.waits or here != self._last:
-                    self._last, self._since, self._spoken = here, now, 0.0
-                    self._round.before, self._round.answers, self._round.next = [], [], 0.0
+                    self._last, self._since, self._warned = here, now, 0.0
+                    self._asked.before, self._asked.answers, self._asked.next = [], [], 0.0
                 elif mine.doing and self.left and now - self._since > 2 * self._patience:
                     # Its connections may stay: they close when its process ends, which would have woken this rank.
                     who = "; ".join(f"rank {rank} {how}" for rank, how in sorted(self.left.items()))
                     self._notice(f"{who}, and rank {self._rank} {mine}", False)
                 elif now - self._since > self._patience:
-                    self._wonder(now)
+                    self._investigate(now)
 
-    def _wonder(self, now: float) -> None:
+    def _investigate(self, now: float) -> None:
         """Ask where the others are, and judge what they answer."""
-        waited, ask = now - self._since, self._round
+        waited, ask = now - self._since, self._asked
         if not ask.open and ask.answers:
             if ask.before and (ranks := stuck(ask.before, ask.answers)):
                 self._end(ask.answers, ranks)
@@ -329,7 +325,7 @@ class Watch:
             suspected = stuck(ask.answers, ask.answers)
             ask.next = now if suspected else now + min(3 * self._patience, waited / 4)
             ask.before, ask.answers = ask.answers, []
-        self._speak(waited)
+        self._warn(waited)
         # One rank's questions serve all: the lowest that waits asks.
         if not ask.open and now >= ask.next and now - self._heard > 4 * self._patience:
             ask.number, ask.sent = ask.number + 1, now
@@ -343,15 +339,15 @@ class Watch:
             True,
         )
 
-    def _speak(self, waited: float) -> None:
+    def _warn(self, waited: float) -> None:
         """Say every now and then who waits."""
-        if waited < max(self._first_word, 2 * self._spoken):
+        if waited < max(self._first_warning, 2 * self._warned):
             return
-        now, reports = time.monotonic(), self._round.before
-        silent = self._round.open and now - self._round.sent > self._patience
+        now, reports = time.monotonic(), self._asked.before
+        silent = self._asked.open and now - self._asked.sent > self._patience
         if now - self._heard < 4 * self._patience or not (silent or reports):
             return
-        self._spoken = waited
+        self._warned = waited
         if not silent:
             logger.warning(
                 "rank %d has waited for %.0f s: %s", self._rank, waited, explain(reports, range(self._world))
@@ -361,7 +357,30 @@ class Watch:
             logger.warning(text, self._rank, waited, self._report())
 
 
-# -- bytes and connections --------------------------------------------------------------------------------------------
+# -- who is missing ----------------------------------------------------------------------------------------------------
+
+
+def missing_ranks(store: distributed_c10d.Store, rank: int, world_size: int, wait: float) -> list[int] | None:
+    """The ranks that do not come to a store within ``wait`` seconds; this one does. None where the store is not reached.
+
+    Gloo does not tell who is missing where a collective fails, so those that are there say so.
+    """
+    missing: list[int] = []
+    asked = threading.Event()
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):
+            store.set(str(rank), "")
+            time.sleep(wait)
+            missing.extend(other for other in range(world_size) if not store.check([str(other)]))
+            asked.set()
+
+    # The store may be on a host that is gone: then even the attempt may never end.
+    threading.Thread(target=ask, daemon=True).start()
+    return missing if asked.wait(wait + 4) else None
+
+
+# -- connections -------------------------------------------------------------------------------------------------------
 
 
 def counts(own: dist.ProcessGroup | None, world: int) -> dict[str, int]:
@@ -373,18 +392,6 @@ def counts(own: dist.ProcessGroup | None, world: int) -> dict[str, int]:
             with contextlib.suppress(RuntimeError):  # not every backend counts
                 found[str(group.group_name)] = counted._get_sequence_number_for_group()
     return found
-
-
-def to_tensor(data: bytes) -> torch.Tensor:
-    """The bytes in memory of torch's own: a thread of gloo may be the last to let go, and must not need Python then."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()
-
-
-def to_bytes(tensor: torch.Tensor) -> bytearray:
-    """What a tensor of bytes holds."""
-    data = bytearray(len(tensor))
-    torch.frombuffer(data, dtype=torch.uint8).copy_(tensor)
-    return data
 
 
 def disconnect(group: dist.ProcessGroup) -> None:
