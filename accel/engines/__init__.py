@@ -31,7 +31,7 @@ FOREIGN = frozenset(
 
 
 #: The files of this package that serve all backends.
-_SHARED: Final = {"engine", "memory", "state"}
+_SHARED: Final = {"engine", "guards", "holdings", "memory", "state"}
 
 
 @final

@@ -26,6 +26,8 @@ from ..handles import ModelHandle, OptimizerHandle, Slot, end
 from ..precision import Accumulator, Dtypes, LossScale, Precision, all_finite, here, restore_dtypes
 from ..process import Process
 from ..process.control import agree, announce, is_lost, lost, require_equal
+from .holdings import Holdings
+from .memory import Footprint, MemoryUse
 from .memory import MemoryVerbs
 from .state import StateVerbs
 
@@ -187,6 +189,8 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
 
     name: ClassVar[str]
     options_type: ClassVar[type[Options]]
+    #: Where its state lies.
+    holdings_type: ClassVar[type[Holdings]] = Holdings
     #: Packages beside torch: the module to import, and what to install.
     requires: ClassVar[dict[str, str]] = {}
     #: What else to say to a user who lacks them.
@@ -235,6 +239,7 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         self.read_parameters()
         #: Elements of each parameter, whole, whatever becomes of it on this rank.
         self.numels = [p.numel() for p in self.parameters]
+        self.holdings = self.holdings_type(self)
         self._watching = self.reduces and self.distributed and getattr(self.options, "auto_refresh", True)
         self._restructured = self._started = self._calling = False
         self._ended = ""

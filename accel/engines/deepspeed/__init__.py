@@ -29,7 +29,7 @@ from .guards import call_zero_grad
 from .library import release_groups
 from .partitions import Flat, Partitions
 from .stage3 import Sharded
-from .state import Divided
+from .state import DeepSpeedHoldings, Divided
 from .weights import plainly
 
 # -- The user's own optimizer steps this rank's fragments, as if they were its parameters ------------------------------
@@ -257,6 +257,7 @@ class DeepSpeedEngine(Stepping):
 
     name = "deepspeed"
     options_type = DeepSpeed
+    holdings_type = DeepSpeedHoldings
     requires = {"deepspeed": "deepspeed"}
     reduces = partial_gradients = True
     hears_steps = True

@@ -22,8 +22,9 @@ from ...gradients.step import refuse_steps
 from ...precision import convert_optimizer
 from ...process import Process
 from ...process.control import agree
-from ...shard import Manifest, Shard
+from ...shard import Entry, Manifest, Shard
 from ..engine import Context, Engine
+from ..holdings import Holdings, Item
 from .guards import Guards
 from .library import without_groups
 from .partitions import Fragment, Partitions
@@ -160,6 +161,95 @@ def without_state(optimizer: Optimizer) -> Iterator[None]:
 
 
 logger = logging.getLogger("accel")
+
+
+@final
+class DeepSpeedHoldings(Holdings):
+    """Fragments of what is divided; while the engine's ``zero`` is None, everything is whole."""
+
+    offloads = True
+
+    def partial(self, optimizer: Optimizer | None) -> bool:
+        """The optimizers' state always; the model where it does not hold what they step."""
+        zero: Partitions | None = self.engine.zero
+        return zero is not None and (optimizer is not None or isinstance(zero, Sharded) or zero.masters)
+
+    def prepare(self, *, writing: bool) -> None:
+        """What the loop has written is taken over, or refused."""
+        if not writing:
+            self.engine.take_edits()
+
+    def shards(self, optimizer: Optimizer | None) -> list[Shard]:
+        """This rank's fragments, and whatever is whole."""
+        return plainly(super().shards)(optimizer)
+
+    def _fragment(self, name: str) -> tuple[bool, Fragment | None]:
+        """Whether a parameter is divided, and this rank's part of it."""
+        zero: Partitions | None = self.engine.zero
+        index = self._numbers.get(name) if zero is not None else None
+        if zero is None or index is None or not zero.is_divided(index):
+            return False, None
+        return True, zero.fragments.get(index)
+
+    @property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.engine.names)}
+
+    def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
+        """A fragment of what is divided, at full precision."""
+        divided, fragment = self._fragment(name)
+        if not divided:
+            return super().part(name, tensor, key)
+        shape = tuple(self.shapes[name])
+        if not key:
+            if fragment is None:  # of a parameter without elements no rank has one
+                return None if torch.Size(shape).numel() else super().part(name, tensor)
+            return Shard(name, shape, fragment.start, fragment.weights)
+        if fragment is None or tensor.shape != fragment.weights.shape or (key == "step" and tensor.numel() == 1):
+            return super().part(name, tensor, key)
+        return Shard(f"{name}/{key}", shape, fragment.start, tensor)
+
+    def entries(self, optimizer: Optimizer) -> list[Entry]:
+        """By fragments."""
+        zero: Partitions | None = self.engine.zero
+        if zero is None:
+            return super().entries(optimizer)
+        found = []
+        for index in self.engine.indices(optimizer):
+            if (fragment := zero.fragments.get(index)) is not None:
+                name, state = self.engine.names[index], optimizer.state.get(fragment.weights, {})
+                found.append(Entry(name, tuple(zero.shapes[index]), fragment.weights, state))
+        return found
+
+    def new_state(self, entry: Entry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """As large as the fragment."""
+        divided, _ = self._fragment(entry.name)
+        return super().new_state(entry, key, tuple(entry.parameter.shape) if divided and shape == entry.shape else shape, dtype)
+
+    def gradients(self) -> Iterator[Item]:
+        """Of the fragments."""
+        for index, fragment in self.engine.zero.fragments.items():
+            if fragment.grad is not None:
+                yield self.engine.names[index], "grad", fragment.grad
+
+    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """None where weights are divided."""
+        return [] if isinstance(self.engine.zero, Sharded) else super().replicas()
+
+    def filled(self) -> None:
+        """Every rank sees the weights that were filled."""
+        if self.engine.zero is not None:
+            self.engine.zero.spread()
+
+    def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The module's, and the fragments'; weights that only the optimizer has count as its state."""
+        zero: Partitions | None = self.engine.zero
+        fragments = [] if zero is None else list(zero.fragments.values())
+        yield from (("parameters", fragment.home) for fragment in fragments)
+        yield from super().storages()
+        yield from (("gradients", fragment.grad) for fragment in fragments if fragment.grad is not None)
+        yield from (("optimizer_state", fragment.weights) for fragment in fragments)
+        yield from (("buckets", bucket) for bucket in ([] if zero is None else zero.buckets()))
 
 
 class Divided(Engine, ABC):

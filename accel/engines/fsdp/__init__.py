@@ -21,9 +21,10 @@ from ...errors import AccelError, BackendError, OptimizerError
 from ...gradients.flat import broadcast_
 from ...process import Process
 from ...process.control import Waiting
-from ...shard import Manifest, Shard
+from ...shard import Entry, Manifest, Shard
 from .._copies import allow_copies, refuse_copies
 from ..engine import Context, Engine, Options, refuse_sparse
+from ..holdings import Holdings
 from ..memory import Footprint, MemoryUse, even_shards
 from ..state import StateVerbs
 from . import wrap
@@ -154,6 +155,45 @@ class ShardedState(StateVerbs):
         return self._parts.slots(optimizer, self.parameter_names, manifest)
 
 
+@final
+class FSDPHoldings(Holdings):
+    """Rows of each tensor."""
+
+    offloads = True
+
+    def partial(self, optimizer: Optimizer | None) -> bool:
+        """Once there are shards."""
+        return self.engine._parts is not None
+
+    def prepare(self, *, writing: bool) -> None:
+        """What is gathered is let go."""
+        if self.engine._parts is not None:
+            self.engine._parts.sharded.reshard()
+
+    def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
+        """This rank's rows."""
+        parts = self.engine._parts
+        made: Shard | None = super().part(name, tensor, key) if parts is None else parts.part(name, tensor, key)
+        return made
+
+    def new_state(self, entry: Entry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Cut as the parameter."""
+        parts = self.engine._parts
+        made: torch.Tensor = (super().new_state(entry, key, shape, dtype) if parts is None else parts.new(entry.parameter, shape, dtype))
+        return made
+
+    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """What cannot be cut."""
+        parts = self.engine._parts
+        shards = {} if parts is None else {id(p.sharded_param) for p in parts.sharded.params}
+        return [(name, p) for name, p in super().replicas() if id(p) not in shards]
+
+    def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
+        """Shards take values of their own form."""
+        parts = self.engine._parts
+        return parts is not None and bool(parts.sharded.set_data(parameter, value))
+
+
 def _like(original: Any, values: dict[str, Any]) -> OrderedDict[str, Any]:
     """A state dict of these values, with the versions of modules that ``original`` carries."""
     made = OrderedDict(values)
@@ -220,6 +260,7 @@ class FSDPEngine(ShardedState, Engine):
 
     name = "fsdp"
     options_type = FSDP
+    holdings_type = FSDPHoldings
     reduces = partial_gradients = True
     logs = False
     hears_strangers = True

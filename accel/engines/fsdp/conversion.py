@@ -92,6 +92,7 @@ class Conversion:
         self.known: dict[int, nn.Parameter] = {}
         self._replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._places = [(m, n, p) for m in module.modules() for n, p in m._parameters.items() if p is not None]
+        self._local = shards.LocalShards()
         self.sharded = ShardedModule(module, self.group, process.device, options)
 
     def shard(self, blocks: Sequence[str]) -> None:
@@ -198,6 +199,14 @@ class Conversion:
     def known_shards(self) -> Iterable[nn.Parameter]:
         """Every parameter of the module as it is between steps."""
         return {id(p): p for p in self.known.values()}.values()
+
+    def part(self, name: str, tensor: torch.Tensor, key: Any) -> Shard | None:
+        """What of a tensor lies here."""
+        return self._local(f"{name}/{key}" if key else name, tensor)
+
+    def new(self, parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a tensor in the state of a parameter."""
+        return shards.new(parameter, shape, dtype)
 
     # -- state ----------------------------------------------------------------------------------------------------
 

@@ -60,6 +60,13 @@ def gather(value: Any, device: torch.device, group: dist.ProcessGroup | None) ->
     return out if out.shape == value.shape else out[: value.shape[0]].clone()
 
 
+def new(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a tensor in the state of a parameter, cut as that is where it has its shape."""
+    if isinstance(parameter, DTensor) and shape == tuple(parameter.shape):
+        return wrap(torch.zeros_like(parameter.to_local(), dtype=dtype), shape, parameter)
+    return torch.empty(shape, dtype=dtype, device=parameter.device)
+
+
 @final
 class LocalShards:
     """Makes the shards of tensors of one model, each mesh being asked once for this rank's place in it."""

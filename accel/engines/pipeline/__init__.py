@@ -24,7 +24,7 @@ from ..engine import Context, Engine, Options
 from ..memory import Footprint, MemoryUse
 from .channel import Channel
 from .checks import batchnorms_of, check_balance, check_forward, check_layers, check_sequential
-from .parts import Parts, Whole, refuse_tied
+from .parts import Parts, PipelineHoldings, Whole, refuse_tied
 from .passes import Relay
 from .stages import (
     Balance,
@@ -82,6 +82,7 @@ class PipelineEngine(Engine):
 
     name = "pipeline"
     options_type = Pipeline
+    holdings_type = PipelineHoldings
     spreads = partial_gradients = True
     options: Pipeline
 

@@ -14,6 +14,8 @@ from ... import shard
 from ...errors import BackendError
 from ...gradients.flat import broadcast_
 from ...process.control import agree
+from ...shard import Entry, Shard
+from ..holdings import Holdings, Item
 from .channel import Channel
 from .stages import Named
 
@@ -250,6 +252,35 @@ class Parts:
         flat = [p for group in optimizer.param_groups for p in group["params"]]
         full["state"] = {index: state[p] for index, p in enumerate(flat) if p in state}
         return full
+
+
+@final
+class PipelineHoldings(Holdings):
+    """This rank's stage."""
+
+    def partial(self, optimizer: Optimizer | None) -> bool:
+        """Once the stages are apart."""
+        return self.engine._parts is not None
+
+    def has(self, name: str) -> bool:
+        """What runs on this rank."""
+        return self.engine._parts is None or bool(self.engine._parts.owns(name))
+
+    def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
+        """All of what is in its stage."""
+        return super().part(name, tensor, key) if self.has(name) else None
+
+    def entries(self, optimizer: Optimizer) -> list[Entry]:
+        """Of its stage's parameters."""
+        return [entry for entry in super().entries(optimizer) if self.has(entry.name)]
+
+    def gradients(self) -> Iterator[Item]:
+        """Of its stage's parameters."""
+        return ((name, key, value) for name, key, value in super().gradients() if self.has(name))
+
+    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """None once the stages are apart."""
+        return [] if self.partial(None) else super().replicas()
 
 
 def _moves(value: Any) -> bool:

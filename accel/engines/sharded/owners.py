@@ -19,8 +19,9 @@ from ...errors import OptimizerError
 from ...handles import Slot
 from ...process.control import agree
 from ...process.startup import unseen_group
-from ...shard import is_sharded
+from ...shard import Entry, is_sharded
 from .._copies import allow_copies, refuse_copies
+from ..holdings import Holdings
 from .exchange import broadcast_from_owners
 
 #: What is known of a gradient, in the order in which one rank's knowledge outranks another's.
@@ -201,6 +202,24 @@ class SplitState:
         # Where the numbers of parameters differ, torch's own check raises.
         mine = {number for number, own in zip(numbers, owned, strict=False) if own}
         return {**full, "state": {k: v for k, v in full["state"].items() if not isinstance(k, int) or k in mine}}
+
+
+@final
+class ShardedHoldings(Holdings):
+    """Of an optimizer that can be split, the state of the parameters that this rank owns."""
+
+    def partial(self, optimizer: Optimizer | None) -> bool:
+        """Never the model."""
+        return optimizer is not None and id(optimizer) in self.engine._splits
+
+    def entries(self, optimizer: Optimizer) -> list[Entry]:
+        """Of what this rank owns."""
+        held = super().entries(optimizer)
+        if not self.partial(optimizer):
+            return held
+        owners = self.engine._owners
+        owners.take(parameters_of(optimizer))
+        return [entry for entry in held if owners.owns(entry.parameter)]
 
 
 def gather_state(optimizer: Optimizer, owners: Owners, rank: int, group: dist.ProcessGroup | None, label: str) -> None:
