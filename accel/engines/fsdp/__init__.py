@@ -143,7 +143,7 @@ class ShardedState(StateVerbs):
         if parts is None:
             return super().shards(optimizer)
         if optimizer is not None:
-            return shard.optimizer_shards(optimizer, self.parameter_names, LocalShards())
+            return shard.optimizer_shards(optimizer, self.parameter_names, None, lambda n, k, t: LocalShards()(f"{n}/{k}", t))
         parts.sharded.reshard()
         with self.guard.opened():
             return shard.module_shards(self.module, LocalShards())

@@ -26,7 +26,7 @@ from ..engine import Context, Engine, Options
 from ..memory import Footprint, MemoryUse
 from . import owners as parts
 from .exchange import broadcast_from_owners, clip_parts_, reduce_to_owners
-from .owners import EVERYWHERE, LOCAL, NONE, OWNED, SPARSE, Owners, SplitState
+from .owners import EVERYWHERE, LOCAL, NONE, OWNED, SPARSE, Owners, ShardedHoldings, SplitState
 
 logger = logging.getLogger("accel")
 
@@ -57,6 +57,7 @@ class ShardedEngine(Engine):
 
     name = "sharded"
     options_type = Sharded
+    holdings_type = ShardedHoldings
     requires = {"fairscale": "fairscale"}
     reduces = partial_gradients = True
     hears_steps = True
