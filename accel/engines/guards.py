@@ -37,7 +37,9 @@ class Guard:
             raw.register_state_dict_pre_hook(functools.partial(self._check, "state_dict()")),
             raw.register_load_state_dict_pre_hook(load or before_load),
         ]
-        refused = _refusal(raw, f"a copy or pickle of this {type(raw).__name__}", "a copy or pickle would miss the rest")
+        refused = _refusal(
+            raw, f"a copy or pickle of this {type(raw).__name__}", "a copy or pickle would miss the rest"
+        )
         for name in _COPIES:
             vars(raw)[name] = functools.partial(_raise, *refused)
 

@@ -136,7 +136,7 @@ class Holdings:
         if optimizer is not None:
             return shard.optimizer_shards(optimizer, self.parameter_names, self.entries(optimizer), self._state_part)
         self.prepare(writing=False)
-        with self.guard.opened(), torch._C.DisableTorchFunctionSubclass():  # of a parameter whose class refuses its use
+        with self.guard.opened():
             return shard.module_shards(self.engine.module, self.part)
 
     def _state_part(self, name: str, key: str, tensor: torch.Tensor) -> Shard | None:
@@ -312,7 +312,9 @@ class Holdings:
         """Keep this rank's part of the whole state of parameters, by name; it takes the place of what was there. Local."""
         names = self.parameter_names
         beside = {
-            names[id(p)]: bool(g.get("capturable") or g.get("fused")) for g in optimizer.param_groups for p in g["params"]
+            names[id(p)]: bool(g.get("capturable") or g.get("fused"))
+            for g in optimizer.param_groups
+            for p in g["params"]
         }
         for entry in self.entries(optimizer):
             optimizer.state.pop(entry.parameter, None)
@@ -614,9 +616,7 @@ def _in_place_of(
             for container, name, other, _ in places[id(part)]:
                 dict.__setitem__(container, name, other)  # past a container's own ways, which may gather
             own_hooks = part._load_state_dict_post_hooks
-            theirs = {
-                k: h for k, h in own_hooks.items() if not str(h.__module__).startswith("torch.distributed.")
-            }
+            theirs = {k: h for k, h in own_hooks.items() if not str(h.__module__).startswith("torch.distributed.")}
             if before_hooks is not None and own_hooks:
                 hooks.append((vars(part), own_hooks))
                 vars(part)["_load_state_dict_post_hooks"] = OrderedDict({-1: loaded, **theirs} if theirs else {})
