@@ -201,9 +201,9 @@ def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dic
                 )
             handle = found
         engine = engine_behind(handle)
-        state = engine.full_state_dict(raw(handle))
+        state = engine.holdings.full_state_dict(raw(handle))
     else:
-        state = registry.of_handle(model_or_optimizer).full_state_dict(None)
+        state = registry.of_handle(model_or_optimizer).holdings.full_state_dict(None)
     return {} if rank0_only and not process.is_main() else state
 
 

@@ -112,7 +112,7 @@ class ModelHandle(nn.Module):
         return item in _engine(self).module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        copied: nn.Module = _engine(self).copy(memo)
+        copied: nn.Module = _engine(self).holdings.copy(memo)
         return copied
 
     def __copy__(self) -> nn.Module:
@@ -140,7 +140,7 @@ def _through_engine(bound: MethodType) -> Callable[..., Any]:
     def call(handle: ModelHandle, *args: Any, **kwargs: Any) -> Any:
         engine = _engine(handle)
         if name in ("state_dict", "load_state_dict"):
-            return getattr(engine, name)(None, args, kwargs)
+            return getattr(engine.holdings, name)(None, args, kwargs)
         plain = torchs and not (name == "train" and any(isinstance(a, torch.Tensor) for a in args))
         out = bound(*args, **kwargs) if plain else engine.call(bound, args, kwargs)
         return handle if out is engine.module else out
@@ -218,12 +218,12 @@ class OptimizerHandle(Optimizer):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The raw optimizer's, where this rank holds it all."""
-        state: dict[str, Any] = _engine(self).state_dict(self._accel_raw, args, kwargs)
+        state: dict[str, Any] = _engine(self).holdings.state_dict(self._accel_raw, args, kwargs)
         return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Take a full state, the same on every rank."""
-        _engine(self).load_state_dict(self._accel_raw, args, kwargs)
+        _engine(self).holdings.load_state_dict(self._accel_raw, args, kwargs)
 
     def __repr__(self) -> str:
         return f"OptimizerHandle({_get(self, '_accel_raw')!r})"

@@ -24,6 +24,7 @@ from ..process.control import agree
 from ..process.packing import broadcast_
 from .engine import Context, Engine, Options
 from .gradients import Buffers, Gradients
+from .holdings import Holdings
 from .memory import Footprint, MemoryUse, ParameterSize, whole
 
 # -- Compression of gradients on the wire, by torch's own communication hooks ------------------------------------------
@@ -448,11 +449,30 @@ class ReducerGradients(Gradients):
         self.ddp = self.hook_state = None
 
 
+@final
+class ReducingHoldings(Holdings):
+    """Everything on every rank, and the reducer's buckets."""
+
+    def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a compression keeps, beside the rest."""
+        yield from super().storages()
+        yield from (("buckets", tensor) for tensor in kept(self.engine.gradients.hook_state))
+
+    def hidden_buckets(self) -> int:
+        """The reducer's buckets, as far as no gradient is a view of them."""
+        engine, ddp = self.engine, self.engine.gradients.ddp
+        if ddp is None:
+            return 0
+        seen = sum(p.nbytes for p in engine.parameters if p.requires_grad and p.grad is not None)
+        return max(bucket_bytes(ddp) - (seen if engine.options.gradient_as_bucket_view else 0), 0)
+
+
 class ReducingEngine(Engine, ABC):
     """A forward arms the reducer for the next backward."""
 
     options: ReducingOptions
     gradients_type = ReducerGradients
+    holdings_type = ReducingHoldings
     gradients: ReducerGradients
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
@@ -477,19 +497,6 @@ class ReducingEngine(Engine, ABC):
             buckets = predict_kept(options.comm_hook, options.powersgd_rank, footprint.trainable)
             buckets += 0 if options.gradient_as_bucket_view else sum(p.nbytes for p in footprint.trainable)
         return whole(footprint, world_size, buckets)
-
-    def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What a compression keeps, beside the rest."""
-        yield from super().storages()
-        yield from (("buckets", tensor) for tensor in kept(self.gradients.hook_state))
-
-    def hidden_buckets(self) -> int:
-        """The reducer's buckets, as far as no gradient is a view of them."""
-        ddp = self.gradients.ddp
-        if ddp is None:
-            return 0
-        seen = sum(p.nbytes for p in self.parameters if p.requires_grad and p.grad is not None)
-        return max(bucket_bytes(ddp) - (seen if self.options.gradient_as_bucket_view else 0), 0)
 
     def wrap(self) -> None:
         """Build the reducer, unless there is one process."""
@@ -560,7 +567,7 @@ class ReducingEngine(Engine, ABC):
             gradients.joining = False
         counts = agree(f"the end of accel.join ({self.label})", gradients.num_joined)
         source = counts.index(max(counts))
-        self.synchronize(source)
+        self.holdings.synchronize(source)
         for optimizer in self.optimizers:
             _broadcast_state(optimizer, source, self.process.group, self.label)
         self.drift.restart()

@@ -130,7 +130,7 @@ class DriftGuard:
         engine = self._engine()
         assert engine is not None  # it is stepping
         facts = self._facts(engine)
-        tensors = [*engine.replicas(), *_tensors_of_groups(engine.optimizers)]
+        tensors = [*engine.holdings.replicas(), *_tensors_of_groups(engine.optimizers)]
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             digests = [digest(tensor) for _, tensor in tensors]
         snapshot = _Snapshot(self.steps, facts, [name for name, _ in tensors], [])
@@ -199,10 +199,10 @@ class DriftGuard:
         To those engines' weights values tell nothing later: after the step they are equal again, partly edited.
         """
         engine = self._engine()
-        if engine is None or self._every == 0 or not engine.undoes_writes:
+        if engine is None or self._every == 0 or not engine.holdings.undoes_writes:
             return
         self._numbers = {id(p): number for number, p in enumerate(engine.parameters)}
-        if engine.divides_weights:
+        if engine.holdings.divides_weights:
             self._versions = [p._version for p in engine.parameters]
         hook = _LoadHook(self)
         self._hooks = [m.register_load_state_dict_pre_hook(hook) for m in engine.module.modules()]
@@ -210,7 +210,7 @@ class DriftGuard:
     def follow(self, optimizer: Optimizer) -> None:
         """Count what is loaded into an optimizer of which each rank has a part."""
         engine = self._engine()
-        if engine is not None and self._every != 0 and engine.undoes_writes:
+        if engine is not None and self._every != 0 and engine.holdings.undoes_writes:
             name, reference = f"the state of {type(optimizer).__name__}", weakref.ref(self)
 
             def loaded(_: Optimizer) -> None:

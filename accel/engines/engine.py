@@ -23,8 +23,8 @@ from ..process import Process
 from ..process.control import announce, is_lost, lost, require_equal
 from .drift import DriftGuard
 from .gradients import Gradients
-from .memory import MemoryVerbs
-from .state import StateVerbs
+from .holdings import Holdings
+from .memory import Footprint, MemoryUse
 from .step import Stepper, refuse_changes
 
 logger = logging.getLogger("accel")
@@ -81,7 +81,7 @@ class Context:
     serial: int
 
 
-class Engine(StateVerbs, MemoryVerbs, ABC):
+class Engine(ABC):
     """One model's engine, with its ``gradients`` and its ``holdings``. Subclasses are final.
 
     *Local* methods run no collective; *collective* ones are called on every rank. docs/design.md shows who calls what.
@@ -100,11 +100,10 @@ class Engine(StateVerbs, MemoryVerbs, ABC):
     synchronizes: ClassVar[bool] = True
     #: Gives values to parameters on the meta device by itself, in ``start``.
     materializes: ClassVar[bool] = False
+    #: When gradients are final, and who steps with them.
     gradients_type: ClassVar[type[Gradients]] = Gradients
-    #: A step overwrites or spreads what one rank alone wrote to a weight, so that values tell nothing of it later.
-    undoes_writes: bool = False
-    #: The objects in ``parameters`` are each rank's part of a weight, and every rank does the same with them.
-    divides_weights: ClassVar[bool] = False
+    #: What of the model and its optimizers lies on this rank.
+    holdings_type: ClassVar[type[Holdings]] = Holdings
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         self.module = module
@@ -125,8 +124,7 @@ class Engine(StateVerbs, MemoryVerbs, ABC):
         self.dtypes: Dtypes = []
         self.gradients = self.gradients_type(self)
         self._read_parameters()
-        #: Elements of each parameter, whole, whatever becomes of it on this rank.
-        self.numels = [p.numel() for p in self.parameters]
+        self.holdings = self.holdings_type(self)
         watching = self.gradients.reduced and self.distributed and getattr(self.options, "auto_refresh", True)
         self._watching_mask = watching
         self.restructured = self.started = False
@@ -156,6 +154,14 @@ class Engine(StateVerbs, MemoryVerbs, ABC):
         """This rank's place among the replicas of the model, and their number: ranks of one replica read one batch."""
         return process.place.rank, process.place.world_size
 
+    @classmethod
+    @abstractmethod
+    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
+        """What each rank will hold, by rank; nothing where the backend does not take such a module. Pure.
+
+        It needs neither the backend's package nor a process group.
+        """
+
     # -- life -----------------------------------------------------------------------------------------------------
 
     def wrap(self) -> None:
@@ -165,7 +171,7 @@ class Engine(StateVerbs, MemoryVerbs, ABC):
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """What all ranks do together once each has wrapped and attached. Collective; again where optimizers are added."""
         if not self.started:
-            self.synchronize()
+            self.holdings.synchronize()
             self.started = True
         self.gradients.find_unoptimized()
 
@@ -242,10 +248,6 @@ class Engine(StateVerbs, MemoryVerbs, ABC):
                 logger.warning("teardown drops gradients of %s that cannot be made final: %s", self.label, problem)
             for parameter in self.parameters:
                 parameter.grad = None
-
-    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """The weights that every rank holds whole, and equal before each step. Local."""
-        return list(zip(self.names, self.parameters, strict=True))
 
     # -- forwards -------------------------------------------------------------------------------------------------
 

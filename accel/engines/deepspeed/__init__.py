@@ -19,17 +19,15 @@ from ...gradients.clip import clip_
 from ...precision import Accumulator
 from ...process import Process
 from ...process.control import Waiting
-from .._copies import refuse_copies
 from ..engine import Context, Engine, Options, lost_weights
 from ..gradients import Buffers, Gradients, broken_backward, refuse_sparse
 from ..memory import Footprint, MemoryUse
 from . import config as configuration
-from . import foreign
-from .guards import call_zero_grad
 from .library import release_groups
+from .overrides import Overrides, call_zero_grad
 from .partitions import Flat, Partitions
 from .stage3 import Sharded
-from .state import Divided
+from .state import DeepSpeedHoldings
 from .weights import plainly
 
 logger = logging.getLogger("accel")
@@ -387,7 +385,7 @@ class ZeROGradients(Gradients):
 
 
 @final
-class DeepSpeedEngine(Divided):
+class DeepSpeedEngine(Engine):
     """DeepSpeed divides the model, gathers its weights and reduces its gradients."""
 
     name = "deepspeed"
@@ -395,6 +393,8 @@ class DeepSpeedEngine(Divided):
     requires = {"deepspeed": "deepspeed"}
     gradients_type = ZeROGradients
     gradients: ZeROGradients
+    holdings_type = DeepSpeedHoldings
+    holdings: DeepSpeedHoldings
     options: DeepSpeed
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
@@ -402,7 +402,9 @@ class DeepSpeedEngine(Divided):
         self._config = configuration.read(self.options.config)
         self.gradients.max_norm = configuration.clipping(self._config)
         self.stage = configuration.stage_of(self._config, self.options.stage)
-        self.undoes_writes = bool(self.stage)
+        self.holdings.undoes_writes = bool(self.stage)
+        self.zero: Partitions | None = None
+        self.overrides = Overrides(self)
         #: Whether the configuration vouches for optimizers that are not torch's.
         self.any_optimizer = self._config.get("zero_allow_untested_optimizer") is True
 
@@ -430,7 +432,7 @@ class DeepSpeedEngine(Divided):
         configuration.refuse_parameters(self.parameters, self.names)
         if self.stage == 3 and self.entry is not self.module:
             raise BackendError("a torch.compile wrapper with DeepSpeed stage 3: its weights come and go; use stage 2")
-        self.guards.module(self.module)
+        self.overrides.put(self.module)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Rank 0's weights; then DeepSpeed divides them, if it has not yet; then the optimizers' state follows."""
@@ -445,8 +447,9 @@ class DeepSpeedEngine(Divided):
             self._divide()
             self.gradients.find_unoptimized()
         for optimizer in optimizers if self.zero is not None else ():
-            self.take_over(optimizer, {i: optimizer.state.pop(self.parameters[i], {}) for i in self.indices(optimizer)})
-            refuse_copies(optimizer)
+            state = {self.names[i]: optimizer.state.pop(self.parameters[i], {}) for i in self.indices(optimizer)}
+            self.holdings.take(optimizer, state)
+            self.holdings.guard.watch(optimizer)
 
     def _divide(self) -> None:
         masters = configuration.masters(self._config)
@@ -462,6 +465,8 @@ class DeepSpeedEngine(Divided):
             self._config, self.stage, offload_parameters=offload_parameters, dtype=dtype, numel=numel
         )
         zero.start(config, self.process.device)
+        if self.holdings.partial(None):
+            self.holdings.guard.watch_modules(self.module, lambda m: any(True for _ in m.parameters()))
 
     # -- forwards -------------------------------------------------------------------------------------------------
 
@@ -483,33 +488,50 @@ class DeepSpeedEngine(Divided):
         """Refuse what cannot step parts of parameters."""
         self.gradients.check(optimizer)
         super().attach(optimizer)
-        self.guards.optimizer(optimizer)
+        self.overrides.put(optimizer)
 
     def detach(self, optimizer: Optimizer) -> None:
         """Without the guards it is the user's own again."""
         self.gradients.break_step()
-        self.guards.remove(optimizer)
+        self.overrides.remove(optimizer)
+        self.holdings.guard.release(optimizer)
         super().detach(optimizer)
 
-    @classmethod
-    def read_foreign(cls, path: str, load: Any, new: Any) -> dict[str, Any] | None:
-        """What DeepSpeed's ``save_checkpoint`` wrote."""
-        return foreign.read(path, load, new)
+    def take_edits(self) -> None:
+        """Take over weights that the loop has written or replaced; refuse it where the next step would undo that.
+
+        Raises:
+            BackendError: names them.
+        """
+        if self.zero is not None and (edited := self.zero.take_edits()):
+            raise BackendError(
+                f"{', '.join(self.names[i] for i in edited[:5])} changed in place, which is lost: the optimizer steps other "
+                "copies, divided over the ranks, of the shape and dtype that they had; set weights by load_state_dict(full) of "
+                "the model's handle, on every rank"
+            )
+
+    def indices(self, optimizer: Optimizer) -> list[int]:
+        """The numbers of the optimizer's parameters."""
+        numbers = {id(p): i for i, p in enumerate(self.parameters)}
+        held = {id(group): parameters for group, parameters in self.gradients.held}
+        return [numbers[id(p)] for g in optimizer.param_groups for p in held.get(id(g), g["params"])]
 
     # -- state and end --------------------------------------------------------------------------------------------
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Whole weights, gradients and optimizer state in the user's own objects."""
-        self.guards.close()
-        zero, self.zero = self.zero, None
-        if zero is None:
+        self.holdings.guard.release_modules(self.module)
+        self.overrides.remove(self.module)
+        zero = self.zero
+        if zero is None or not hasattr(zero, "zero"):  # its start failed
+            self.zero = None
             return
-        if not hasattr(zero, "zero"):
-            return  # its start failed
         if not self.ended:
-            self.give_back(zero, optimizers)
+            self.holdings.restore(zero, optimizers)
+            self.zero = None
             return
-        self.leave(zero, optimizers)
+        self.zero = None
+        self.holdings.leave(zero, optimizers)
         if self.stage == 3:
             raise lost_weights(self)
 

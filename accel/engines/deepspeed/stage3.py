@@ -455,17 +455,6 @@ class Sharded(Partitions):
                     out = changed
             return out
 
-    @contextlib.contextmanager
-    def whole(self, full: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Only shards are held meanwhile."""
-        self.scatter()
-        self.weights.open()
-        try:
-            with super().whole(full):
-                yield
-        finally:
-            self.weights.close()
-
     def is_divided(self, index: int) -> bool:
         """All are."""
         return True

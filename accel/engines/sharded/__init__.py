@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -19,7 +19,6 @@ from ...gradients.clip import clip_
 from ...handles import Slot
 from ...process.control import agree
 from ...process.packing import average_, broadcast_from_owners, reduce_to_owners
-from ...shard import Manifest, Shard
 from .. import memory
 from ..engine import Context, Engine, Options
 from ..gradients import Buffers, Gradients
@@ -27,7 +26,7 @@ from ..memory import Footprint, MemoryUse
 from ..methods import only
 from ..step import refuse_steps
 from . import owners as parts
-from .owners import EVERYWHERE, LOCAL, NONE, OWNED, SPARSE, Owners, SplitState
+from .owners import EVERYWHERE, LOCAL, NONE, OWNED, SPARSE, Owners, ShardedHoldings
 
 logger = logging.getLogger("accel")
 
@@ -186,16 +185,17 @@ class ShardedGradients(Gradients):
 
     def steps_part(self, optimizer: Optimizer) -> bool:
         """Where its state is split."""
-        return id(optimizer) in self.engine.splits
+        return self.engine.splits(optimizer)
 
     @contextlib.contextmanager
     def outside_step(self, optimizer: Optimizer) -> Iterator[None]:
         """Owners write theirs, and give them to the others."""
-        split = self.engine.splits.get(id(optimizer))
-        if split is None:
+        if not self.steps_part(optimizer):
             yield
             return
-        self._unpublished.update(self._index[id(p)] for p in split.parameters(optimizer))
+        parameters = parts.parameters_of(optimizer)
+        self.owners.take(parameters)
+        self._unpublished.update(self._index[id(p)] for p in parameters)
         with only(optimizer, self.owners.owns):
             yield
         self.publish()
@@ -222,12 +222,13 @@ class ShardedEngine(Engine):
     requires = {"fairscale": "fairscale"}
     gradients_type = ShardedGradients
     gradients: ShardedGradients
-    undoes_writes = True
+    holdings_type = ShardedHoldings
+    holdings: ShardedHoldings
     options: Sharded
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         super().__init__(module, entry, context)
-        self.splits: dict[int, SplitState] = {}
+        self._split: set[int] = set()
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
@@ -240,7 +241,8 @@ class ShardedEngine(Engine):
         """Add an optimizer, whose state is split if its kind allows."""
         super().attach(optimizer)
         if self._splittable(optimizer):
-            self.splits[id(optimizer)] = SplitState(optimizer, self.gradients.owners)
+            self._split.add(id(optimizer))
+            self.holdings.attach(optimizer)
         elif self.distributed:
             logger.warning(
                 "%s steps whole on every rank, which saves no memory: backend %r splits torch's own optimizers, but not "
@@ -252,8 +254,12 @@ class ShardedEngine(Engine):
     def detach(self, optimizer: Optimizer) -> None:
         """Remove the hooks too."""
         super().detach(optimizer)
-        if split := self.splits.pop(id(optimizer), None):
-            split.close()
+        self._split.discard(id(optimizer))
+        self.holdings.guard.release(optimizer)
+
+    def splits(self, optimizer: Optimizer) -> bool:
+        """Whether each rank has the state of its own parameters only."""
+        return id(optimizer) in self._split
 
     def _splittable(self, optimizer: Optimizer) -> bool:
         own = type(optimizer).__module__.startswith("torch.optim.") or self.options.split_any_optimizer
@@ -263,8 +269,8 @@ class ShardedEngine(Engine):
         """Rank 0's weights; then each rank keeps the state of its own parameters only."""
         super().start(optimizers)
         for optimizer in optimizers:
-            if split := self.splits.get(id(optimizer)):
-                split.drop(optimizer)
+            if self.splits(optimizer):
+                self.holdings.drop(optimizer)
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Give every rank the whole state of the optimizers."""
@@ -276,12 +282,10 @@ class ShardedEngine(Engine):
                 if self.ended:
                     refuse_steps(optimizer, self.ended)
                 elif self.started:
-                    self._gather(optimizer)
+                    whole = self.holdings.whole_state("the whole state of an optimizer", optimizer, strays=True)
+                    self.holdings.give_back(optimizer, whole, dict(zip(self.names, self.parameters, strict=True)))
         finally:
             self.gradients.owners.close()
-
-    def _gather(self, optimizer: Optimizer) -> None:
-        parts.gather_state(optimizer, self.gradients.owners, self.process.place.rank, self.process.group, self.label)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it."""
@@ -292,33 +296,3 @@ class ShardedEngine(Engine):
         if torch.is_grad_enabled():
             self.gradients.buffers.touch()
         return out
-
-    # -- state ----------------------------------------------------------------------------------------------------
-
-    def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
-        """Gather the optimizer's state for as long as it takes to read it."""
-        split = self.splits.get(id(optimizer))
-        if optimizer is None or split is None:
-            return super().full_state_dict(optimizer)
-        return split.full_state_dict(optimizer, self._gather)
-
-    def slots(self, optimizer: Optimizer | None, manifest: Manifest) -> list[Shard]:
-        """Of an optimizer only the state of this rank's parameters."""
-        split = self.splits.get(id(optimizer))
-        if optimizer is None or split is None:
-            return super().slots(optimizer, manifest)
-        own = self._own_names(optimizer, split)
-        slots = super().slots(optimizer, {k: v for k, v in manifest.items() if k.rpartition("/")[0] in own})
-        split.drop(optimizer)
-        return slots
-
-    def fill_values(self, optimizer: Optimizer, values: Mapping[str, Any]) -> None:
-        """Group values, and the plain state of this rank's parameters."""
-        if split := self.splits.get(id(optimizer)):
-            own = self._own_names(optimizer, split)
-            values = {**values, "state": {k: v for k, v in values["state"].items() if k in own}}
-        super().fill_values(optimizer, values)
-
-    def _own_names(self, optimizer: Optimizer, split: SplitState) -> set[str]:
-        names = self.parameter_names
-        return {names[id(p)] for p in split.own(optimizer)}
