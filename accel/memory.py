@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .engines import BASELINE, ENGINES, Engine, Options, engine_of
-from .engines.memory import UNITS, Footprint, MemoryUse, count, human, take
+from .engines.base.memory import UNITS, Footprint, MemoryUse, count, human, take
 from .errors import AccelError, OptimizerError, refuse_url
 from .handles import OptimizerHandle, raw
 from .registry import registry, resolve_module

@@ -17,7 +17,7 @@ from . import data, engines
 from .data import LoaderHandle, LoaderOptions, LoaderPlace
 from .deferred import check_deferred
 from .engines import Engine
-from .engines.gradients import check_parameters
+from .engines.base.gradients import check_parameters
 from .errors import AccelError, AlreadySetUpError, BackendError, LoaderError, OptimizerError
 from .handles import Handles, OptimizerHandle, Slot, engine_behind, raw
 from .precision import Precision

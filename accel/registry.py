@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .engines import FOREIGN, Engine, Holdings
-from .engines.step import prepare
+from .engines.base.step import prepare
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError
 from .gradients.clip import total_norm
 from .gradients.patches import ClipPatch, DataPatch, backward_patch

@@ -20,7 +20,7 @@ from torch import nn
 
 import accel
 from accel.engines import ENGINES
-from accel.engines.drift import digest, sums
+from accel.engines.base.drift import digest, sums
 from accel.process import current
 from accel.process.control import agree
 from accel.registry import registry

@@ -10,10 +10,10 @@ from typing import Any, Final, final
 
 from ..errors import BackendError
 from ..process import Process
-from .engine import Context as Context
-from .engine import Engine as Engine
-from .engine import Options as Options
-from .holdings import Holdings as Holdings
+from .base.engine import Context as Context
+from .base.engine import Engine as Engine
+from .base.engine import Options as Options
+from .base.holdings import Holdings as Holdings
 
 #: Wrappers that are engines in their own right: a module inside one is already distributed by someone else.
 FOREIGN = frozenset(
@@ -31,19 +31,13 @@ FOREIGN = frozenset(
 )
 
 
-#: The files of this package that serve all backends.
-_SHARED: Final = {"drift", "engine", "gradients", "guards", "holdings", "memory", "methods", "step"}
-
-
 @final
 class _Engines(MutableMapping[str, type[Engine]]):
     """The engines by name. A file of this package is imported when its engine is first asked for."""
 
     def __init__(self) -> None:
         names = (info.name for info in pkgutil.iter_modules(__path__))
-        self._found: dict[str, type[Engine] | None] = {
-            n: None for n in names if n not in _SHARED and not n.startswith("_")
-        }
+        self._found: dict[str, type[Engine] | None] = {n: None for n in names if n != "base" and not n.startswith("_")}
 
     def __getitem__(self, name: str) -> type[Engine]:
         engine = self._found[name]

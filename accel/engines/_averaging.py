@@ -11,9 +11,9 @@ import torch
 from torch.optim import Optimizer
 
 from ..gradients.average import average_gradients_
-from .engine import Engine, Options
-from .gradients import Buffers, Gradients
-from .memory import Footprint, MemoryUse, whole
+from .base.engine import Engine, Options
+from .base.gradients import Buffers, Gradients
+from .base.memory import Footprint, MemoryUse, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,10 +22,10 @@ from ..precision import Replaced, convert_batchnorms, restore_batchnorms
 from ..process import Process
 from ..process.control import agree
 from ..process.packing import broadcast_
-from .engine import Context, Engine, Options
-from .gradients import Buffers, Gradients
-from .holdings import Holdings
-from .memory import Footprint, MemoryUse, ParameterSize, whole
+from .base.engine import Context, Engine, Options
+from .base.gradients import Buffers, Gradients
+from .base.holdings import Holdings
+from .base.memory import Footprint, MemoryUse, ParameterSize, whole
 
 # -- Compression of gradients on the wire, by torch's own communication hooks ------------------------------------------
 

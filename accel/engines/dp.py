@@ -11,8 +11,8 @@ from typing import Any, final
 from torch import nn
 from torch.optim import Optimizer
 
-from .engine import Engine, Options
-from .memory import Footprint, MemoryUse, whole
+from .base.engine import Engine, Options
+from .base.memory import Footprint, MemoryUse, whole
 
 logger = logging.getLogger("accel")
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
-from .engine import Engine, Options
-from .memory import Footprint, MemoryUse, whole
+from .base.engine import Engine, Options
+from .base.memory import Footprint, MemoryUse, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,9 +19,9 @@ from ...gradients.clip import clip_
 from ...precision import Accumulator
 from ...process import Process
 from ...process.control import Waiting
-from ..engine import Context, Engine, Options, lost_weights
-from ..gradients import Buffers, Gradients, broken_backward, refuse_sparse
-from ..memory import Footprint, MemoryUse
+from ..base.engine import Context, Engine, Options, lost_weights
+from ..base.gradients import Buffers, Gradients, broken_backward, refuse_sparse
+from ..base.memory import Footprint, MemoryUse
 from . import config as configuration
 from .library import release_groups
 from .overrides import Overrides, call_zero_grad

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from ...precision import convert_optimizer
 from ...shard import Entry, Shard
-from ..holdings import Holdings, Item
-from ..step import refuse_steps
+from ..base.holdings import Holdings, Item
+from ..base.step import refuse_steps
 from . import foreign
 from .library import without_groups
 from .partitions import Fragment, Partitions

@@ -17,11 +17,11 @@ from ...gradients.clip import clip_
 from ...process import Process, reason_of
 from ...process.control import Waiting
 from ...shard import Entry, Shard
-from ..engine import Context, Engine, Options, lost_weights
-from ..gradients import Buffers, Gradients, refuse_sparse
-from ..holdings import Holdings
-from ..memory import Footprint, MemoryUse, even_shards
-from ..step import refuse_steps
+from ..base.engine import Context, Engine, Options, lost_weights
+from ..base.gradients import Buffers, Gradients, refuse_sparse
+from ..base.holdings import Holdings
+from ..base.memory import Footprint, MemoryUse, even_shards
+from ..base.step import refuse_steps
 from . import wrap
 from .wrap import Checkpointed, Wrap
 

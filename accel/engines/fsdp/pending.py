@@ -9,7 +9,7 @@ import torch
 from ...errors import BackendError
 from ...gradients.log import GradientLog
 from ...process.control import agree, announce
-from ..gradients import broken_backward
+from ..base.gradients import broken_backward
 from .shards import here, wrap
 
 if TYPE_CHECKING:

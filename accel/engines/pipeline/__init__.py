@@ -15,11 +15,11 @@ from ...errors import BackendError, OptimizerError, PrecisionError
 from ...precision import convert_module, convert_optimizer
 from ...process import Process
 from ...trees import map_tensors
-from ..engine import Context, Engine, Options, lost_weights
-from ..gradients import Gradients
-from ..memory import Footprint, MemoryUse
-from ..methods import only
-from ..step import refuse_steps
+from ..base.engine import Context, Engine, Options, lost_weights
+from ..base.gradients import Gradients
+from ..base.memory import Footprint, MemoryUse
+from ..base.methods import only
+from ..base.step import refuse_steps
 from .channel import Channel
 from .checks import batchnorms_of, check_balance, check_forward, check_layers, check_sequential
 from .parts import Parts, PipelineHoldings, refuse_tied

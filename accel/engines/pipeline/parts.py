@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...errors import BackendError
 from ...shard import Entry, Shard
-from ..holdings import Holdings, Item
+from ..base.holdings import Holdings, Item
 from .stages import Named
 
 

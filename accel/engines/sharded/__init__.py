@@ -19,12 +19,12 @@ from ...gradients.clip import clip_
 from ...handles import Slot
 from ...process.control import agree
 from ...process.packing import average_, broadcast_from_owners, reduce_to_owners
-from .. import memory
-from ..engine import Context, Engine, Options
-from ..gradients import Buffers, Gradients
-from ..memory import Footprint, MemoryUse
-from ..methods import only
-from ..step import refuse_steps
+from ..base import memory
+from ..base.engine import Context, Engine, Options
+from ..base.gradients import Buffers, Gradients
+from ..base.memory import Footprint, MemoryUse
+from ..base.methods import only
+from ..base.step import refuse_steps
 from . import owners as parts
 from .owners import EVERYWHERE, LOCAL, NONE, OWNED, SPARSE, Owners, ShardedHoldings
 

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ...handles import Slot
 from ...process.startup import unseen_group
 from ...shard import Entry
-from ..holdings import Holdings
+from ..base.holdings import Holdings
 
 #: What is known of a gradient, in the order in which one rank's knowledge outranks another's.
 NONE, EVERYWHERE, OWNED, LOCAL, SPARSE = range(5)

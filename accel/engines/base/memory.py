@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import OptimizerError
+from ...errors import OptimizerError
 
 # -- footprint ---------------------------------------------------------------------------------------------------------
 # What a model and its optimizers need room for, without needing that room: the input of every prediction of memory.

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .. import shard
-from ..errors import AccelError, BackendError
-from ..process.control import Waiting, agree
-from ..process.packing import broadcast_
-from ..shard import Entry, Manifest, Shard
-from ..trees import map_tensors, walk
+from ... import shard
+from ...errors import AccelError, BackendError
+from ...process.control import Waiting, agree
+from ...process.packing import broadcast_
+from ...shard import Entry, Manifest, Shard
+from ...trees import map_tensors, walk
 from .guards import Guard
 from .memory import MemoryUse
 

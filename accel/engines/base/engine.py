@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import AccelError, BackendError
-from ..gradients.log import TrainableMask, explain
-from ..handles import ModelHandle, OptimizerHandle, Slot, end
-from ..precision import Dtypes, LossScale, Precision, restore_dtypes
-from ..process import Process
-from ..process.control import announce, is_lost, lost, require_equal
+from ...errors import AccelError, BackendError
+from ...gradients.log import TrainableMask, explain
+from ...handles import ModelHandle, OptimizerHandle, Slot, end
+from ...precision import Dtypes, LossScale, Precision, restore_dtypes
+from ...process import Process
+from ...process.control import announce, is_lost, lost, require_equal
 from .drift import DriftGuard
 from .gradients import Gradients
 from .holdings import Holdings

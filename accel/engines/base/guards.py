@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import AccelError, BackendError, OptimizerError
+from ...errors import AccelError, BackendError, OptimizerError
 
 #: How ``copy`` and ``pickle`` ask an object for what they take; of the instance, since the class is the user's.
 _COPIES: Final = ("__deepcopy__", "__getstate__")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.optim import Optimizer
 
-from ..errors import OptimizerError
+from ...errors import OptimizerError
 
 if TYPE_CHECKING:
     from .engine import Engine

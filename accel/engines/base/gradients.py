@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import BackendError, OptimizerError, PrecisionError
-from ..gradients.log import BackwardEnd, GradientLog
-from ..precision import Accumulator, all_finite, here
-from ..process import Process
-from ..process.control import agree
-from ..process.packing import broadcast_
+from ...errors import BackendError, OptimizerError, PrecisionError
+from ...gradients.log import BackwardEnd, GradientLog
+from ...precision import Accumulator, all_finite, here
+from ...process import Process
+from ...process.control import agree
+from ...process.packing import broadcast_
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import AccelError, BackendError, OptimizerError, PrecisionError, RankMismatchError
-from ..precision import gradients_of
-from ..process.control import Waiting, is_lost, lost
+from ...errors import AccelError, BackendError, OptimizerError, PrecisionError, RankMismatchError
+from ...precision import gradients_of
+from ...process.control import Waiting, is_lost, lost
 from .methods import Methods
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import RankMismatchError
-from ..process.control import agree, agree_later
+from ...errors import RankMismatchError
+from ...process.control import agree, agree_later
 
 if TYPE_CHECKING:
     from .engine import Engine
