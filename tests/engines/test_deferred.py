@@ -13,15 +13,15 @@ from torch import nn
 
 import accel
 from accel.engines import ENGINES
-from accel.engines._averaging import DeferredEngine, DeferredOptions
+from accel.engines._averaging import AveragingEngine, AveragingOptions
 from tests.distributed import refusals, run
 from tests.engines.test_contract import cells_of, check_cells
 
 
 @final
-class GlooEngine(DeferredEngine):
+class GlooEngine(AveragingEngine):
     name = "deferred"
-    options_type = DeferredOptions
+    options_type = AveragingOptions
 
     def add(self, flat: torch.Tensor) -> None:
         dist.all_reduce(flat, group=self.process.group)
