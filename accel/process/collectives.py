@@ -44,7 +44,7 @@ def all_reduce(data: Any, op: str = "sum") -> Any:
     """
     what = f"all_reduce(op={op!r})"
     problem = "" if op in tuple(_OPS) else f"expected op to be one of {', '.join(_OPS)}"
-    process, carrier, tensors, _ = _meet(what, data, problem, lambda tensor: _irreducible(tensor, op))
+    process, carrier, tensors, _ = _begin(what, data, problem, lambda tensor: _irreducible(tensor, op))
     if process.place.world_size == 1:
         return map_tensors(lambda tensor: _free(tensor).to(_reduced_dtype(tensor.dtype, op)), data)
     wide = {path: _widen(tensor.detach()) for path, tensor in tensors.items()}
@@ -79,7 +79,7 @@ def all_gather(data: Any, *, gradients: bool = False) -> Any:
     """
     carry = gradients and torch.is_grad_enabled()
     what = "all_gather(gradients=True)" if carry else "all_gather"
-    process, carrier, tensors, shapes = _meet(what, data, rows=True, gradients=carry)
+    process, carrier, tensors, shapes = _begin(what, data, rows=True, gradients=carry)
     if process.place.world_size == 1:
         return data if carry else map_tensors(_free, data)
     results = _gather(process, carrier, tensors, shapes)
@@ -141,7 +141,7 @@ def broadcast(data: Any, src: int = 0) -> Any:
     """
     what, world = f"broadcast(src={src!r})", current().place.world_size
     problem = "" if type(src) is int and 0 <= src < world else f"expected src to be a rank from 0 to {world - 1}"
-    process, carrier, tensors, _ = _meet(what, data, problem)
+    process, carrier, tensors, _ = _begin(what, data, problem)
     if world == 1:
         return map_tensors(_free, data)
     copies = {path: torch.empty(t.shape, dtype=t.dtype, device=carrier).copy_(t) for path, t in tensors.items()}
@@ -150,7 +150,7 @@ def broadcast(data: Any, src: int = 0) -> Any:
     return walk(lambda path, tensor: copies[path].to(tensor.device), data, "data")
 
 
-def _meet(
+def _begin(
     what: str,
     data: Any,
     problem: str = "",

@@ -187,7 +187,7 @@ class HangDetector:
     Args:
         control: accel's own group; its connections are used.
         begun: how many collectives this rank has begun, by group.
-        limit: seconds after which a collective fails; for short ones the watch is quicker.
+        limit: seconds after which a collective fails; for short ones the detector is quicker.
         doing: what of accel's the thread that trains is in.
         notice: told why the groups end, and whether the ranks are in different places.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,13 @@ def gather_framed(content: bytes, gather: Callable[[bytes], list[bytearray]], si
         more = gather(b"".join(rest).ljust(longest, b"\0"))
         messages = [one + other for one, other in zip(messages, more, strict=True)]
     return list(map(content_of, messages))
+
+
+def begin_gather(message: bytes, group: dist.ProcessGroup) -> tuple[Any, list[torch.Tensor]]:
+    """Begins to give every rank the messages of all, which are equally long: what waits for it, and where they come."""
+    mine = to_tensor(message)
+    theirs = [torch.empty_like(mine) for _ in range(group.size())]
+    return dist.all_gather(theirs, mine, group=group, async_op=True), theirs
 
 
 # -- Many tensors in few collectives -----------------------------------------------------------------------------------
