@@ -28,7 +28,6 @@ from . import Process, current, end_groups, ended, local_rank, mismatched, rank,
 from .hangs import missing_ranks
 from .packing import begin_gather, bytes_left, content_of, framed, gather_framed, to_bytes
 
-_MESSAGE: Final = 1024  # bytes that every exchange sends; a longer value takes a second round
 #: What gloo and nccl say where another rank is gone.
 _LOST: Final = (
     "gloo/transport",
@@ -135,9 +134,7 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
     if process.control is None:
         return [value]
     limit = timeout or process.timeout
-    return _values(
-        what, gather_framed(_content(what, value), lambda message: _gather(process, what, message, limit), _MESSAGE)
-    )
+    return _values(what, gather_framed(_content(what, value), lambda message: _gather(process, what, message, limit)))
 
 
 @locked
@@ -154,7 +151,7 @@ def agree_later(what: str, value: object) -> Callable[[], list[Any]]:
     Raises:
         RankMismatchError: another rank is at another place; from the second half.
     """
-    process, (message, *rest) = current(), framed(_content(what, value), _MESSAGE)
+    process, (message, *rest) = current(), framed(_content(what, value))
     assert not rest, "longer than one round"
     assert process.control is not None
     process.rounds += 1

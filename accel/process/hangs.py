@@ -23,7 +23,6 @@ from .packing import framed, to_bytes, to_tensor, unframed
 
 logger = logging.getLogger("accel")
 
-_FRAME: Final = 4096  # bytes of a message; a longer one takes a second piece
 _TAG, _NO_TAG = 0xACCE1, 0x5EED  # of messages on the control group; nobody sends with the second one
 _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 _COLLECTIVES: Final = os.path.join(_TORCH, "distributed", "")
@@ -247,7 +246,7 @@ class HangDetector:
         right = (self._rank + 1) % self._world
         with self._sending, contextlib.suppress(RuntimeError):
             works = []
-            for piece in framed(pickle.dumps(message), _FRAME):
+            for piece in framed(pickle.dumps(message)):
                 tensor = to_tensor(piece)
                 works.append((self._control.send([tensor], right, _TAG), tensor))
             for work, _ in works if wait else ():
@@ -260,7 +259,7 @@ class HangDetector:
             self._control.recv([piece], left, _TAG).wait(timedelta(days=365))
             return to_bytes(piece)
 
-        message: tuple[Any, ...] = pickle.loads(unframed(receive, _FRAME))
+        message: tuple[Any, ...] = pickle.loads(unframed(receive))
         return message
 
     def _listen(self) -> None:

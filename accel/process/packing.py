@@ -14,7 +14,8 @@ from ..errors import BackendError
 
 # -- Bytes of any length in messages of a known one --------------------------------------------------------------------
 
-_LENGTH: Final = 8  # bytes in front of the content
+_FIRST: Final = 1024  # bytes of the first message, which a second one follows where the content is longer
+_LENGTH: Final = 8  # of them, in front of the content
 
 
 def to_tensor(data: bytes) -> torch.Tensor:
@@ -29,10 +30,10 @@ def to_bytes(tensor: torch.Tensor) -> bytearray:
     return data
 
 
-def framed(content: bytes, size: int) -> list[bytes]:
-    """The messages that carry ``content``: the first of ``size`` bytes, another one for what is left."""
+def framed(content: bytes) -> list[bytes]:
+    """The one or two messages that carry ``content``."""
     data = len(content).to_bytes(_LENGTH, "little") + content
-    return [data[:size].ljust(size, b"\0"), *filter(None, [data[size:]])]
+    return [data[:_FIRST].ljust(_FIRST, b"\0"), *filter(None, [data[_FIRST:]])]
 
 
 def bytes_left(first: bytearray) -> int:
@@ -45,16 +46,16 @@ def content_of(messages: bytearray) -> bytearray:
     return messages[_LENGTH : _LENGTH + int.from_bytes(messages[:_LENGTH], "little")]
 
 
-def unframed(receive: Callable[[int], bytearray], size: int) -> bytearray:
+def unframed(receive: Callable[[int], bytearray]) -> bytearray:
     """The content of messages that ``framed`` made; ``receive`` gets the next one, of so many bytes."""
-    first = receive(size)
+    first = receive(_FIRST)
     rest = bytes_left(first)
     return content_of(first + receive(rest) if rest else first)
 
 
-def gather_framed(content: bytes, gather: Callable[[bytes], list[bytearray]], size: int) -> list[bytearray]:
+def gather_framed(content: bytes, gather: Callable[[bytes], list[bytearray]]) -> list[bytearray]:
     """Every rank's content; ``gather`` gives every rank's message, which are equally long. A second time if one is longer."""
-    first, *rest = framed(content, size)
+    first, *rest = framed(content)
     messages = gather(first)
     longest = max(map(bytes_left, messages))
     if longest:

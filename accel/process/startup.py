@@ -144,7 +144,6 @@ class Process:
 
 
 UNKNOWN = -1  # the local rank in a process group made outside accel, until the ranks have told their hosts
-_MESSAGE: Final = 1024  # bytes that every exchange sends; a longer value takes a second round
 
 
 def start(backend: str | None, timeout: timedelta | None, request: object, rendezvous: Rendezvous) -> Process:
@@ -264,7 +263,7 @@ def _exchange(process: Process, value: object) -> list[Any]:
         work.wait()
         return list(map(to_bytes, theirs))
 
-    return list(map(pickle.loads, gather_framed(pickle.dumps(value), gather, _MESSAGE)))
+    return list(map(pickle.loads, gather_framed(pickle.dumps(value), gather)))
 
 
 def place_now() -> Place:
