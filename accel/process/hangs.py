@@ -359,7 +359,9 @@ class HangDetector:
 # -- who is missing ----------------------------------------------------------------------------------------------------
 
 
-def missing_ranks(store: distributed_c10d.Store, rank: int, world_size: int, wait: float) -> list[int] | None:
+def missing_ranks(
+    open_store: Callable[[], distributed_c10d.Store], rank: int, world_size: int, wait: float
+) -> list[int] | None:
     """The ranks that do not come to a store within ``wait`` seconds; this one does. None where the store is not reached.
 
     Gloo does not tell who is missing where a collective fails, so those that are there say so.
@@ -368,7 +370,8 @@ def missing_ranks(store: distributed_c10d.Store, rank: int, world_size: int, wai
     asked = threading.Event()
 
     def ask() -> None:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, ValueError):  # ValueError where the user has ended the default group
+            store = open_store()
             store.set(str(rank), "")
             time.sleep(wait)
             missing.extend(other for other in range(world_size) if not store.check([str(other)]))
