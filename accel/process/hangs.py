@@ -30,7 +30,7 @@ _COLLECTIVES: Final = os.path.join(_TORCH, "distributed", "")
 _LIBRARIES: Final = tuple(
     os.path.join(path, "")
     for path in (
-        os.path.dirname(__file__),
+        os.path.dirname(os.path.dirname(__file__)),
         os.path.dirname(os.path.dirname(torch.__file__)),
         os.path.dirname(os.__file__),
     )
