@@ -20,8 +20,10 @@ from torch import nn
 import accel
 from accel import process
 from accel.errors import AccelError
+from accel.process import packing
 from accel.process.collectives import all_gather, all_reduce, broadcast
-from accel.process.control import agree, barrier, main_first
+from accel.process.control import agree, barrier, main_first, raise_together
+from accel.process.packing import Portion
 from accel.trees import map_tensors
 from tests.distributed import outcomes, refusals, run, wait_for
 
@@ -498,3 +500,66 @@ def arrive(path: Path) -> int:
 
 def test_barrier(tmp_path: Path) -> None:
     assert run(3, arrive, tmp_path) == [3, 3, 3]
+
+
+# -- packing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 5, 1015, 1016, 1017, 5000])
+def test_framed_messages_carry_content_of_any_length(size: int) -> None:
+    """Up to 1016 bytes in one message of a known length, beside their number; the rest in a second one."""
+    content = bytes(number % 251 for number in range(size))
+    messages = packing.framed(content)
+    assert [len(message) for message in messages] == ([1024, size - 1016] if size > 1016 else [1024])
+    waiting = list(map(bytearray, messages))
+
+    def receive(count: int) -> bytearray:
+        assert count == len(waiting[0])
+        return waiting.pop(0)
+
+    assert packing.unframed(receive) == content
+    assert not waiting
+
+
+def layouts(number: float) -> list[torch.Tensor]:
+    """Tensors that no flat piece holds as they are: transposed, 0-dim, empty, complex, larger than a piece."""
+    tensors = [
+        torch.full((3, 5), number).t(),
+        torch.tensor(number),
+        torch.empty(0),
+        torch.full((40, 9), number)[:, ::2],
+    ]
+    return [*tensors, torch.full((2, 2), complex(number, -number)).t(), torch.full((300,), number, dtype=torch.float16)]
+
+
+def packed() -> list[Any]:
+    rank, packing._CPU_PIECE_BYTES = accel.rank(), 64
+    process.current()
+    sent, averaged = layouts(rank + 1.0), layouts(rank + 1.0)
+    packing.broadcast_(sent, None, 1)
+    packing.average_(averaged, 2, dist.all_reduce)
+    owned = [layouts(rank + 1.0), layouts(rank + 5.0)]
+    packing.reduce_to_owners(owned, rank, None)
+    packing.broadcast_from_owners(owned, rank, None)
+    mine = [(0, torch.arange(4.0)), (10, torch.arange(10.0, 12.0))] if rank == 0 else [(4, torch.arange(4.0, 10.0))]
+    wanted = [Portion(torch.Size([3, 4]), torch.float32, mine), Portion(torch.Size([]), torch.bool, [])]
+    wanted[1] = wanted[1]._replace(ranges=[(0, torch.tensor(True))] if rank else [])
+    return [sent, averaged, *owned, packing.put_together(wanted, None, torch.device("cpu"))]
+
+
+def test_packed_tensors_come_as_they_are_in_any_layout() -> None:
+    """Broadcast, averaged, reduced to their owners and spread again, in pieces smaller than most of them."""
+    for sent, averaged, first, second, whole in run(2, packed):
+        for found, number in ((sent, 2.0), (averaged, 1.5), (first, 1.5), (second, 5.5)):
+            for tensor, expected in zip(found, layouts(number), strict=True):
+                assert torch.equal(tensor, expected)
+        assert torch.equal(whole[0], torch.arange(12.0).view(3, 4))
+        assert whole[1].item() is True
+
+
+def test_one_ranks_failure_is_everyones() -> None:
+    raise_together("a step", None, ["", ""])
+    with pytest.raises(AccelError, match="a step failed on rank 1, so on every rank: ValueError: no"):
+        raise_together("a step", None, ["", "ValueError: no"], AccelError)
+    with pytest.raises(ValueError, match="mine"):
+        raise_together("a step", ValueError("mine"), ["", "ValueError: mine"])

@@ -40,7 +40,8 @@ from torch.utils.data.distributed import DistributedSampler
 import accel
 from accel import LoaderError
 from accel.data import LoaderHandle, LoaderOptions, LoaderPlace, check, describe, distribute, gather_for_metrics
-from accel.data.sampling import Division, Generators, InPlace, SampleOrder, divide
+from accel.data.sampling import Division, SampleOrder, divide
+from accel.process.rng import Generators, InPlace
 from accel.trees import move
 from tests.distributed import outcomes, refusals, run
 

@@ -20,7 +20,7 @@ from torch import nn
 
 import accel
 from accel import process
-from accel.process.hangs import Report, stuck
+from accel.process.hangs import _LIBRARIES, Report, stuck
 from accel.process.startup import Order
 from tests.distributed import outcomes, run
 from tests.test_process import by_hand, free_port, scripts
@@ -386,3 +386,10 @@ def test_a_program_that_repeats_itself_compares_nothing() -> None:
     assert max(compared(generation)[1:]) <= 3
     gan = ["d", "d back", "d step", "g", "d", "d back", "g back", "g step"]
     assert compared([gan] * 5)[2:] == [0, 0, 0]
+
+
+def test_no_file_of_accel_passes_for_the_users_program() -> None:
+    files = list(Path(accel.__file__).parent.rglob("*.py"))
+    assert len(files) > 50
+    assert all(str(path).startswith(_LIBRARIES) for path in files)
+    assert not __file__.startswith(_LIBRARIES)

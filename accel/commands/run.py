@@ -67,14 +67,14 @@ def _arguments(args: argparse.Namespace, processes: int) -> list[str]:
     hosts = [host.strip() for host in args.hosts.split(",")] if args.hosts else []
     if hosts and (not all(hosts) or len(set(hosts)) < len(hosts)):
         raise LaunchError(f"--hosts {args.hosts}: expected different names with commas between them, as node1,node2")
-    meeting = ["--standalone"]
+    rendezvous_arguments = ["--standalone"]
     if len(hosts) > 1:
         _look_up(hosts[0], args.port)
         endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0]}:{args.port}", "--rdzv-id", "accel"]
-        meeting = ["--nnodes", str(len(hosts)), *endpoint]
+        rendezvous_arguments = ["--nnodes", str(len(hosts)), *endpoint]
     module = ["--module"] if args.module else []
     counts = ["--nproc-per-node", str(processes), "--max-restarts", str(args.max_restarts)]
-    return [*meeting, *counts, *module, args.script, *args.args]
+    return [*rendezvous_arguments, *counts, *module, args.script, *args.args]
 
 
 def _look_up(host: str, port: int) -> None:

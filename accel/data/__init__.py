@@ -19,20 +19,17 @@ from ..errors import LoaderError
 from ..process import rank, world_size
 from ..process.collectives import all_gather
 from ..process.control import agree, locked
+from ..process.rng import Generators, Private, from_plain, to_plain
 from ..trees import map_tensors
 from .iteration import Iteration, LoaderOptions, LoaderPlace, LoaderState, latest
 from .readers import WHOLE, Kept, Position, Shape, Start, shape_of
 from .sampling import (
-    Generators,
-    Private,
     SampleOrder,
     digest,
     drawn_from,
-    from_plain,
     loader_seed,
     own_generators,
     parts,
-    to_plain,
 )
 from .streams import StreamComparisons
 

@@ -10,11 +10,9 @@ from typing import Any, NamedTuple, final
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from ..errors import LoaderError
+from ..process.rng import Generators, InPlace, Private
 from .sampling import (
     Division,
-    Generators,
-    InPlace,
-    Private,
     SampleOrder,
     digest,
     divide,

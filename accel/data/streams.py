@@ -22,8 +22,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ..errors import LoaderError
 from ..process import Process, end_groups, ended
+from ..process.rng import Generators, InPlace, Private, global_generators
 from .readers import EpochReader, Position, Shape, Start, kept_of
-from .sampling import Division, Generators, InPlace, Private, divide, global_generators, mix, notify
+from .sampling import Division, divide, mix, notify
 
 # -- What the first items of a stream are, in a few bytes that are the same in every process ---------------------------
 

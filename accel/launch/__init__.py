@@ -97,7 +97,7 @@ def launch(fn: Callable[..., Any], *args: Any, num_processes: int | None = None)
     _check_here(fn)
     found = stateful({name_of(fn): fn, **{f"args[{i}]": argument for i, argument in enumerate(args)}})
     with contextlib.ExitStack() as stack:
-        payload, states, result = (_memory(stack) for _ in range(3))
+        payload, states, result = (stack.enter_context(contextlib.closing(Memory())) for _ in range(3))
         payload.write((fn, args, found), "the arguments")
         files = {"payload": payload.fd, "states": states.fd, "result": result.fd}
         job = _Job(name_of(fn), number, files)
@@ -138,12 +138,6 @@ def _check_here(fn: object) -> None:
             "in exclusive mode is not free for them; build the model on the CPU, and launch before anything uses the GPU",
             torch.cuda.memory_allocated() >> 20,
         )
-
-
-def _memory(stack: contextlib.ExitStack) -> Memory:
-    memory = Memory()
-    stack.callback(memory.close)
-    return memory
 
 
 def _check_state(item: Any, state: Any) -> None:
@@ -224,7 +218,7 @@ class _Job:
         self._store = None  # here, and not when the last traceback that knows this job is forgotten
 
     def _start(self, rank: int) -> None:
-        report = _memory(self._stack)
+        report = self._stack.enter_context(contextlib.closing(Memory()))
         options = {"rank": rank, "parent": os.getpid(), "path": sys.path, "argv": sys.argv, "report": report.fd}
         process = subprocess.Popen(
             [sys.executable, "-c", _START, json.dumps({**options, **self._files})],

@@ -153,7 +153,7 @@ def _who_is_missing(process: Process, error: object) -> str:
     if not wait:
         return ""
     place = process.place
-    missing = missing_ranks(process.store("failed"), place.rank, place.world_size, wait)
+    missing = missing_ranks(lambda: process.store("failed"), place.rank, place.world_size, wait)
     if missing is None:
         return f"rank 0 (host {process.hosts[0]}) cannot be reached, or the host of the launcher's store"
     if not missing:

@@ -20,16 +20,14 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final, ParamSpec, TypeVar, final
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..errors import AccelError, RankMismatchError, TimeoutError
 from . import Process, current, end_groups, ended, local_rank, mismatched, rank, reason_of, running
 from .hangs import missing_ranks
-from .packing import bytes_left, content_of, framed, gather_framed, to_bytes, to_tensor
+from .packing import begin_gather, bytes_left, content_of, framed, gather_framed, to_bytes
 
-_MESSAGE: Final = 1024  # bytes that every exchange sends; a longer value takes a second round
 #: What gloo and nccl say where another rank is gone.
 _LOST: Final = (
     "gloo/transport",
@@ -136,9 +134,7 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
     if process.control is None:
         return [value]
     limit = timeout or process.timeout
-    return _values(
-        what, gather_framed(_content(what, value), lambda message: _gather(process, what, message, limit), _MESSAGE)
-    )
+    return _values(what, gather_framed(_content(what, value), lambda message: _gather(process, what, message, limit)))
 
 
 @locked
@@ -155,13 +151,12 @@ def agree_later(what: str, value: object) -> Callable[[], list[Any]]:
     Raises:
         RankMismatchError: another rank is at another place; from the second half.
     """
-    process, (message, *rest) = current(), framed(_content(what, value), _MESSAGE)
+    process, (message, *rest) = current(), framed(_content(what, value))
     assert not rest, "longer than one round"
+    assert process.control is not None
     process.rounds += 1
-    mine = to_tensor(message)
-    theirs = [torch.empty_like(mine) for _ in range(process.place.world_size)]
     try:
-        work = dist.all_gather(theirs, mine, group=process.control, async_op=True)
+        work, theirs = begin_gather(message, process.control)
     except RuntimeError:
         return list
 
@@ -171,7 +166,7 @@ def agree_later(what: str, value: object) -> Callable[[], list[Any]]:
                 return []
         except RuntimeError:
             return []
-        messages = [to_bytes(tensor) for tensor in theirs]
+        messages = list(map(to_bytes, theirs))
         if any(map(bytes_left, messages)):
             raise RankMismatchError(f"the ranks are at different points of the program: not all are in {what!r}")
         return _values(what, list(map(content_of, messages)))
@@ -223,12 +218,11 @@ def _gather(process: Process, what: str, message: bytes, limit: timedelta) -> li
 
 
 def _exchange(process: Process, what: str, message: bytes, limit: timedelta) -> list[bytearray]:
+    assert process.control is not None
     arrivals = process.store(str(process.rounds))
-    mine = to_tensor(message)
-    theirs = [torch.empty_like(mine) for _ in range(process.place.world_size)]
     patience = min(timedelta(seconds=1), limit / 4)
     try:
-        work = dist.all_gather(theirs, mine, group=process.control, async_op=True)
+        work, theirs = begin_gather(message, process.control)
         # To say who is missing, the ranks must say that they came; only those that wait for long do.
         late = not _done(work, patience)
         if late:
@@ -242,7 +236,22 @@ def _exchange(process: Process, what: str, message: bytes, limit: timedelta) -> 
         late = True
     if late:
         raise _too_late(process, what, limit, arrivals, patience)
-    return [to_bytes(tensor) for tensor in theirs]
+    return list(map(to_bytes, theirs))
+
+
+def _too_late(
+    process: Process, what: str, limit: timedelta, arrivals: distributed_c10d.Store, patience: timedelta
+) -> TimeoutError:
+    seconds = f"{limit.total_seconds():g} s"
+    end_groups(f"not every rank came to {what!r} within {seconds}")
+    # Within its patience a rank that came in the meantime says so.
+    missing = missing_ranks(lambda: arrivals, process.place.rank, process.place.world_size, patience.total_seconds())
+    who = f"rank {', '.join(map(str, missing))} did not come" if missing else "some rank did not come"
+    return TimeoutError(
+        f"rank {process.place.rank} waited {seconds} in {what!r}, but {who}; the process groups were ended so that no "
+        "rank hangs. Every rank must make this call: look for a call on one rank only (`if accel.is_main():`), a rank "
+        "with fewer steps, or one that needs longer than accel.init(timeout=...)"
+    )
 
 
 def _done(work: Any, span: timedelta) -> bool:
@@ -253,6 +262,9 @@ def _done(work: Any, span: timedelta) -> bool:
             return False
         work.wait(span)  # it ended while this rank gave up: well, or with an error of its own
     return True
+
+
+# -- Collectives without names -----------------------------------------------------------------------------------------
 
 
 def lost(what: str, error: RuntimeError) -> AccelError:
@@ -275,7 +287,7 @@ def is_lost(error: BaseException | None) -> bool:
 
 @final
 class Waiting:
-    """Context: this rank is in what needs the others. The watch tells where; a lost connection raises accel's error.
+    """Context: this rank is in what needs the others. The hang detector tells where; a lost connection raises accel's error.
 
     Args:
         process: of this rank.
@@ -322,19 +334,45 @@ def announce(process: Process, what: str, details: Hashable = None) -> None:
     process.order.learn(event)
 
 
-def _too_late(
-    process: Process, what: str, limit: timedelta, arrivals: distributed_c10d.Store, patience: timedelta
-) -> TimeoutError:
-    seconds = f"{limit.total_seconds():g} s"
-    end_groups(f"not every rank came to {what!r} within {seconds}")
-    # Within its patience a rank that came in the meantime says so.
-    missing = missing_ranks(arrivals, process.place.rank, process.place.world_size, patience.total_seconds())
-    who = f"rank {', '.join(map(str, missing))} did not come" if missing else "some rank did not come"
-    return TimeoutError(
-        f"rank {process.place.rank} waited {seconds} in {what!r}, but {who}; the process groups were ended so that no "
-        "rank hangs. Every rank must make this call: look for a call on one rank only (`if accel.is_main():`), a rank "
-        "with fewer steps, or one that needs longer than accel.init(timeout=...)"
-    )
+# -- All ranks are well, and in the same place with the same value, or every rank ends with an error -------------------
+
+
+def raise_together(
+    what: str, own: BaseException | None, problems: Sequence[str], kind: type[AccelError] = RankMismatchError
+) -> None:
+    """Raise where a rank failed: its own error there, on the others one of ``kind``, which names the rank.
+
+    Args:
+        what: failed.
+        own: this rank's error, None where it is well.
+        problems: every rank's error as text, which the ranks agreed on; empty where it is well.
+        kind: the class of the other ranks' error.
+    """
+    if own is not None:
+        raise own
+    for number, text in enumerate(problems):
+        if text:
+            raise kind(f"{what} failed on rank {number}, so on every rank: {text}")
+
+
+def require_equal(what: str, value: Any, explain: Callable[[list[Any]], str] = str) -> None:
+    """Compare ``value`` over the ranks.
+
+    Raises:
+        RankMismatchError: another rank has another value, or did not come; the process groups are ended, so that
+            a rank that waits elsewhere fails too.
+    """
+    try:
+        values = agree(what, value)
+    except TimeoutError as error:
+        raise RankMismatchError(f"{what} did not happen on every rank: {error}") from error
+    if any(v != value for v in values):
+        message = f"{what}: the ranks differ: {explain(values)}; make the same change on every rank"
+        end_groups(message, mismatch=True)
+        raise RankMismatchError(message)
+
+
+# -- What a loop calls -------------------------------------------------------------------------------------------------
 
 
 def barrier() -> None:
@@ -382,41 +420,3 @@ def main_first(*, local: bool = False) -> Iterator[None]:
             raise AccelError(f"main_first: the body failed on rank {number}, which was first: {text}")
     if not first:
         yield
-
-
-# -- All ranks are well, and in the same place with the same value, or every rank ends with an error -------------------
-
-
-def raise_together(
-    what: str, own: BaseException | None, problems: Sequence[str], kind: type[AccelError] = RankMismatchError
-) -> None:
-    """Raise where a rank failed: its own error there, on the others one of ``kind``, which names the rank.
-
-    Args:
-        what: failed.
-        own: this rank's error, None where it is well.
-        problems: every rank's error as text, which the ranks agreed on; empty where it is well.
-        kind: the class of the other ranks' error.
-    """
-    if own is not None:
-        raise own
-    for number, text in enumerate(problems):
-        if text:
-            raise kind(f"{what} failed on rank {number}, so on every rank: {text}")
-
-
-def require_equal(what: str, value: Any, explain: Callable[[list[Any]], str] = str) -> None:
-    """Compare ``value`` over the ranks.
-
-    Raises:
-        RankMismatchError: another rank has another value, or did not come; the process groups are ended, so that
-            a rank that waits elsewhere fails too.
-    """
-    try:
-        values = agree(what, value)
-    except TimeoutError as error:
-        raise RankMismatchError(f"{what} did not happen on every rank: {error}") from error
-    if any(v != value for v in values):
-        message = f"{what}: the ranks differ: {explain(values)}; make the same change on every rank"
-        end_groups(message, mismatch=True)
-        raise RankMismatchError(message)

@@ -23,7 +23,6 @@ from .packing import framed, to_bytes, to_tensor, unframed
 
 logger = logging.getLogger("accel")
 
-_FRAME: Final = 4096  # bytes of a message; a longer one takes a second piece
 _TAG, _NO_TAG = 0xACCE1, 0x5EED  # of messages on the control group; nobody sends with the second one
 _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 _COLLECTIVES: Final = os.path.join(_TORCH, "distributed", "")
@@ -31,7 +30,7 @@ _COLLECTIVES: Final = os.path.join(_TORCH, "distributed", "")
 _LIBRARIES: Final = tuple(
     os.path.join(path, "")
     for path in (
-        os.path.dirname(__file__),
+        os.path.dirname(os.path.dirname(__file__)),
         os.path.dirname(os.path.dirname(torch.__file__)),
         os.path.dirname(os.__file__),
     )
@@ -187,7 +186,7 @@ class HangDetector:
     Args:
         control: accel's own group; its connections are used.
         begun: how many collectives this rank has begun, by group.
-        limit: seconds after which a collective fails; for short ones the watch is quicker.
+        limit: seconds after which a collective fails; for short ones the detector is quicker.
         doing: what of accel's the thread that trains is in.
         notice: told why the groups end, and whether the ranks are in different places.
     """
@@ -247,7 +246,7 @@ class HangDetector:
         right = (self._rank + 1) % self._world
         with self._sending, contextlib.suppress(RuntimeError):
             works = []
-            for piece in framed(pickle.dumps(message), _FRAME):
+            for piece in framed(pickle.dumps(message)):
                 tensor = to_tensor(piece)
                 works.append((self._control.send([tensor], right, _TAG), tensor))
             for work, _ in works if wait else ():
@@ -260,7 +259,7 @@ class HangDetector:
             self._control.recv([piece], left, _TAG).wait(timedelta(days=365))
             return to_bytes(piece)
 
-        message: tuple[Any, ...] = pickle.loads(unframed(receive, _FRAME))
+        message: tuple[Any, ...] = pickle.loads(unframed(receive))
         return message
 
     def _listen(self) -> None:
@@ -360,7 +359,9 @@ class HangDetector:
 # -- who is missing ----------------------------------------------------------------------------------------------------
 
 
-def missing_ranks(store: distributed_c10d.Store, rank: int, world_size: int, wait: float) -> list[int] | None:
+def missing_ranks(
+    open_store: Callable[[], distributed_c10d.Store], rank: int, world_size: int, wait: float
+) -> list[int] | None:
     """The ranks that do not come to a store within ``wait`` seconds; this one does. None where the store is not reached.
 
     Gloo does not tell who is missing where a collective fails, so those that are there say so.
@@ -369,7 +370,8 @@ def missing_ranks(store: distributed_c10d.Store, rank: int, world_size: int, wai
     asked = threading.Event()
 
     def ask() -> None:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, ValueError):  # ValueError where the user has ended the default group
+            store = open_store()
             store.set(str(rank), "")
             time.sleep(wait)
             missing.extend(other for other in range(world_size) if not store.check([str(other)]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 # -- Bytes of any length in messages of a known one --------------------------------------------------------------------
 
-_LENGTH: Final = 8  # bytes in front of the content
+_FIRST: Final = 1024  # bytes of the first message, which a second one follows where the content is longer
+_LENGTH: Final = 8  # of them, in front of the content
 
 
 def to_tensor(data: bytes) -> torch.Tensor:
@@ -27,10 +28,10 @@ def to_bytes(tensor: torch.Tensor) -> bytearray:
     return data
 
 
-def framed(content: bytes, size: int) -> list[bytes]:
-    """The messages that carry ``content``: the first of ``size`` bytes, another one for what is left."""
+def framed(content: bytes) -> list[bytes]:
+    """The one or two messages that carry ``content``."""
     data = len(content).to_bytes(_LENGTH, "little") + content
-    return [data[:size].ljust(size, b"\0"), *filter(None, [data[size:]])]
+    return [data[:_FIRST].ljust(_FIRST, b"\0"), *filter(None, [data[_FIRST:]])]
 
 
 def bytes_left(first: bytearray) -> int:
@@ -43,22 +44,29 @@ def content_of(messages: bytearray) -> bytearray:
     return messages[_LENGTH : _LENGTH + int.from_bytes(messages[:_LENGTH], "little")]
 
 
-def unframed(receive: Callable[[int], bytearray], size: int) -> bytearray:
+def unframed(receive: Callable[[int], bytearray]) -> bytearray:
     """The content of messages that ``framed`` made; ``receive`` gets the next one, of so many bytes."""
-    first = receive(size)
+    first = receive(_FIRST)
     rest = bytes_left(first)
     return content_of(first + receive(rest) if rest else first)
 
 
-def gather_framed(content: bytes, gather: Callable[[bytes], list[bytearray]], size: int) -> list[bytearray]:
+def gather_framed(content: bytes, gather: Callable[[bytes], list[bytearray]]) -> list[bytearray]:
     """Every rank's content; ``gather`` gives every rank's message, which are equally long. A second time if one is longer."""
-    first, *rest = framed(content, size)
+    first, *rest = framed(content)
     messages = gather(first)
     longest = max(map(bytes_left, messages))
     if longest:
         more = gather(b"".join(rest).ljust(longest, b"\0"))
         messages = [one + other for one, other in zip(messages, more, strict=True)]
     return list(map(content_of, messages))
+
+
+def begin_gather(message: bytes, group: dist.ProcessGroup) -> tuple[Any, list[torch.Tensor]]:
+    """Begins to give every rank the messages of all, which are equally long: what waits for it, and where they come."""
+    mine = to_tensor(message)
+    theirs = [torch.empty_like(mine) for _ in range(group.size())]
+    return dist.all_gather(theirs, mine, group=group, async_op=True), theirs
 
 
 # -- Many tensors in few collectives -----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from ..errors import AccelError, DeviceError, LaunchError
 from .devices import available, default_backend, identity, parse_backend, pick, refuse_shared, resolve, unserved
 from .environments import ALONE, Place, detect
 from .hangs import HangDetector, counts
-from .packing import gather_framed, to_bytes, to_tensor
+from .packing import begin_gather, gather_framed, to_bytes
 
 # -- order -------------------------------------------------------------------------------------------------------------
 # Whether all ranks do the same collectives in the same order: they carry no names, so that they would be mixed up.
@@ -150,7 +150,6 @@ class Process:
 
 
 UNKNOWN = -1  # the local rank in a process group made outside accel, until the ranks have told their hosts
-_MESSAGE: Final = 1024  # bytes that every exchange sends; a longer value takes a second round
 
 
 def start(backend: str | None, timeout: timedelta | None, request: object, rendezvous: Rendezvous) -> Process:
@@ -265,12 +264,12 @@ def _exchange(process: Process, value: object) -> list[Any]:
     """Every rank's value; torch's own all_gather_object needs NumPy."""
 
     def gather(message: bytes) -> list[bytearray]:
-        mine = to_tensor(message)
-        theirs = [torch.empty_like(mine) for _ in range(process.place.world_size)]
-        dist.all_gather(theirs, mine, group=process.control)
-        return [to_bytes(tensor) for tensor in theirs]
+        assert process.control is not None
+        work, theirs = begin_gather(message, process.control)
+        work.wait()
+        return list(map(to_bytes, theirs))
 
-    return list(map(pickle.loads, gather_framed(pickle.dumps(value), gather, _MESSAGE)))
+    return list(map(pickle.loads, gather_framed(pickle.dumps(value), gather)))
 
 
 def place_now() -> Place:

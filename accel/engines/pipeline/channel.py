@@ -14,7 +14,6 @@ from ...process import Process
 from ...process.control import lost
 from ...process.packing import framed, to_bytes, to_tensor, unframed
 
-_HEAD: Final = 512  # bytes that every message begins with; a longer head takes a second piece
 _TAG: Final = 0x919E
 
 Failure = tuple[int, str]
@@ -57,7 +56,7 @@ class Channel:
         """Begin to send; ``flush`` waits for the end."""
         head, tensors = message.head()
         with self._transfer():
-            for piece in (*map(to_tensor, framed(head, _HEAD)), *tensors):
+            for piece in (*map(to_tensor, framed(head)), *tensors):
                 travelling = piece.to(self.carrier)
                 self._sent.append((dist.isend(travelling, to, self.group, _TAG), travelling))
 
@@ -79,7 +78,7 @@ class Channel:
             return self._read(lambda tensor: dist.broadcast(tensor, source, group))
         head, tensors = message.head()
         with self._transfer():
-            for piece in framed(head, _HEAD):
+            for piece in framed(head):
                 dist.broadcast(to_tensor(piece).to(self.carrier), source, group)
             for tensor in tensors:
                 dist.broadcast(_bytes(tensor.to(self.carrier)), source, group)
@@ -87,7 +86,7 @@ class Channel:
 
     def _read(self, get: Callable[[torch.Tensor], object]) -> Message:
         with self._transfer():
-            kinds, form, failure = pickle.loads(unframed(lambda count: self._bytes(get, count), _HEAD))
+            kinds, form, failure = pickle.loads(unframed(lambda count: self._bytes(get, count)))
             tensors: list[torch.Tensor | None] = []
             for kind in kinds:
                 if kind is None:
