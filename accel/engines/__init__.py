@@ -32,7 +32,7 @@ FOREIGN = frozenset(
 
 
 #: The files of this package that serve all backends.
-_SHARED: Final = {"engine", "guards", "holdings", "memory"}
+_SHARED: Final = {"engine", "gather", "guards", "holdings", "memory"}
 
 
 @final

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from ...gradients.step import refuse_steps
 from ...precision import convert_optimizer
 from ...shard import Entry, Shard
-from ..holdings import Holdings, Item
+from ..gather import Item
+from ..holdings import Holdings
 from . import foreign
 from .library import without_groups
 from .partitions import Fragment, Partitions

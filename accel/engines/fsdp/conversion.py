@@ -215,13 +215,13 @@ class Conversion:
         self.scalar_log.close()
         self.sharded.undo()
         for key, (old, shard) in self.replaced.items():
-            blank = without_values(shard, self.process.device) if whole is None else whole[key, ""]
-            standin.take(old, blank, None if whole is None else whole.get((key, "grad")))
+            value = without_values(shard, self.process.device) if whole is None else whole[key, ""]
+            standin.take(old, value, None if whole is None else whole.get((key, "grad")))
         for module, name, own in self._places:
             module._parameters[name] = own
         back = {id(shard): old for old, shard in self.replaced.values()}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"][:] = [back.get(id(p), p) for p in group["params"]]
-            for shard in [key for key in optimizer.state if id(key) in back]:
-                del optimizer.state[shard]
+            for held in [key for key in optimizer.state if id(key) in back]:
+                del optimizer.state[held]

@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ...errors import BackendError
 from ...shard import Entry, Shard
-from ..holdings import Holdings, Item
+from ..gather import Item
+from ..holdings import Holdings
 from .stages import Named
 
 
