@@ -33,6 +33,11 @@ class Shard:
     start: int
     tensor: torch.Tensor
 
+    def fill(self, whole: torch.Tensor) -> None:
+        """Take the range from the whole tensor."""
+        own = whole.detach().reshape(-1)[self.start : self.start + self.tensor.numel()]
+        self.tensor.copy_(own.view(self.tensor.shape))
+
 
 #: Shape and dtype of every tensor that a checkpoint holds, by name.
 Manifest = Mapping[str, tuple[tuple[int, ...], torch.dtype]]

@@ -38,7 +38,9 @@ def total_norm(
     """
     order = float(norm_type)
     if not order > 0:
-        raise BackendError(f"norm_type={norm_type!r}: a norm of this order does not add up over the ranks; use one above 0")
+        raise BackendError(
+            f"norm_type={norm_type!r}: a norm of this order does not add up over the ranks; use one above 0"
+        )
     infinite = math.isinf(order)
     total = _power(mine, order, device)
     reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)

@@ -8,7 +8,7 @@ import itertools
 import os
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -319,6 +319,19 @@ def bytes_of(module: nn.Module) -> int:
     return sum(storages.values())
 
 
+def refused_parts(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
+    for holders, error in ((models, accel.BackendError), (optimizers, accel.OptimizerError)):
+        for holder in holders:
+            with pytest.raises(error, match="full_state_dict"):
+                holder.state_dict()
+    elsewhere = models[1][-1] if accel.rank() == 0 else models[1][0]
+    for refused in (*models, elsewhere):
+        with pytest.raises(accel.AccelError, match="holds only its own part|cannot be pickled"):
+            pickle.dumps(refused)
+        with pytest.raises(accel.BackendError, match="holds only its own part"):
+            copy.deepcopy(refused)
+
+
 def where_things_lie() -> int:
     raw, plain = net(), net()
     whole = bytes_of(raw)
@@ -332,20 +345,9 @@ def where_things_lie() -> int:
     assert part < 0.8 * whole
     assert 0 < len(own_optimizer.state) < len(list(raw.parameters()))
     assert [tuple(p.shape) for p in raw.parameters()] == [tuple(p.shape) for p in plain.parameters()]
-    for holder in (model, raw):
-        with pytest.raises(accel.BackendError, match="full_state_dict"):
-            holder.state_dict()
-    for holder in (optimizer, own_optimizer):
-        with pytest.raises(accel.OptimizerError, match="full_state_dict"):
-            holder.state_dict()
+    refused_parts((model, raw), (optimizer, own_optimizer))
     with pytest.raises(accel.BackendError, match="lies on rank"):
         raw(batch(0)[0])
-    elsewhere = raw[-1] if accel.rank() == 0 else raw[0]
-    for refused in (model, raw, elsewhere):
-        with pytest.raises(accel.AccelError, match="holds only its own part|cannot be pickled"):
-            pickle.dumps(refused)
-        with pytest.raises(accel.BackendError, match="holds only its own part"):
-            copy.deepcopy(refused)
     full, state = accel.full_state_dict(model), accel.full_state_dict(optimizer)
     assert list(full) == list(plain.state_dict())
     assert full._metadata == plain.state_dict()._metadata  # type: ignore[attr-defined]

@@ -10,7 +10,6 @@ import contextlib
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
@@ -18,22 +17,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ... import shard
-from ...errors import AccelError, BackendError
-from ...process.control import Waiting, agree
+from ...errors import BackendError
+from ...process.control import Waiting
 from ...process.packing import broadcast_
 from ...shard import Entry, Manifest, Shard
-from ...trees import map_tensors, walk
+from ...trees import map_tensors
+from .gather import Item, gather
 from .guards import Guard
 from .memory import MemoryUse
 
 if TYPE_CHECKING:
     from .engine import Engine
-
-#: Of what is put together in one go.
-_BATCH_BYTES: Final = 64 << 20
-
-#: A value of the state: the name of a parameter, buffer or extra state, the key of an optimizer's state of it or "", the value.
-Item = tuple[str, Any, Any]
 
 
 class Holdings:
@@ -43,7 +37,7 @@ class Holdings:
     undoes_writes: bool = False
     #: The engine's ``parameters`` are each rank's part of a weight, and every rank does the same with them.
     divides_weights: bool = False
-    #: State that lies in the host's memory does so by the engine's doing; a process alone has it on its device.
+    #: State lies in the host's memory by the engine's doing; whole it lies on the device, as in one process.
     offloads: bool = False
 
     def __init__(self, engine: Engine) -> None:
@@ -210,6 +204,10 @@ class Holdings:
             others[id(tensor)] = nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full
         with self.guard.opened(), _in_place_of(module, others):
             state: dict[str, Any] = module.state_dict()
+        made: dict[Any, torch.Tensor] = {}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:  # what is tied is one tensor
+                state[name] = made.setdefault((value.data_ptr(), value.shape, value.stride(), value.dtype), value)
         state.update({name: value for (name, _), value in whole.items() if name in state})
         return state
 
@@ -278,7 +276,7 @@ class Holdings:
         if hasattr(given, "full_tensor"):
             given = given.full_tensor()
         if (mine := self.part(name, tensor)) is not None:
-            _copy(mine, given)
+            mine.fill(given)
             # What autograd has saved for a backward is another tensor than the part, with some engines.
             torch.autograd.graph.increment_version(tensor)
 
@@ -343,7 +341,7 @@ class Holdings:
                 return tensor.to(like.device, dtype, copy=True)
             made = self.new_state(entry, key, tuple(tensor.shape), dtype)
             if (mine := self.part(entry.name, made, key)) is not None:
-                _copy(mine, tensor)
+                mine.fill(tensor)
             return made
 
         return map_tensors(cut, value, others=True)
@@ -383,64 +381,8 @@ class Holdings:
 
     @final
     def gather(self, what: str, held: Iterable[Item]) -> dict[tuple[str, Any], Any]:
-        """The values of all ranks, whole, on every rank; by name and key. Collective.
-
-        A tensor may be one in nested containers. What several ranks have is the first one's; what is no tensor stays this
-        rank's own where it has it. Who has what is found from the shards themselves.
-
-        Args:
-            what: for messages, the same on all ranks.
-            held: what this rank has.
-        """
-        mine = _Gathering()
-        for name, key, value in held:
-            mine.add(name, key, value, self.part)
-        engine = self.engine
-        rank, title = engine.process.place.rank, f"{what} ({engine.label})"
-        told = agree(title, (mine.rows(engine.process.device.type), {k: mine.is_tensor(k) for k in mine.forms}))
-        holders: dict[tuple[str, Any], list[int]] = {}
-        for holder, (_, keys) in enumerate(told):
-            for key in keys:
-                holders.setdefault(key, []).append(holder)
-        # Few values are neither a tensor nor on all ranks.
-        lacking = [k for k, ranks in holders.items() if len(ranks) < len(told) and not told[ranks[0]][1][k]]
-        forms: dict[tuple[str, Any], Any] = {}
-        if lacking:
-            first = {k: mine.forms[k] for k in lacking if holders[k][0] == rank}
-            forms = {k: form for theirs in agree(f"{title}: values", first) for k, form in theirs.items()}
-        tensors = self._assemble([rows for rows, _ in told], mine.shards, rank)
-        whole = {key: mine.forms.get(key, forms.get(key, _Reference(key))) for key in holders}
-        return {
-            key: walk(lambda _, leaf: tensors[leaf.key] if type(leaf) is _Reference else leaf, form, "")
-            for key, form in whole.items()
-        }
-
-    @torch.no_grad()
-    def _assemble(self, told: Sequence[Sequence[Any]], mine: Mapping[Any, Shard], rank: int) -> dict[Any, torch.Tensor]:
-        """Whole tensors from the ranges that the ranks have told of. Collective."""
-        process = self.engine.process
-        kinds: dict[Any, tuple[tuple[int, ...], torch.dtype, bool]] = {}
-        ranges: dict[Any, list[tuple[int, int, int]]] = {}
-        for holder, rows in enumerate(told):
-            for key, shape, dtype, beside, start, numel in rows:
-                kinds.setdefault(key, (shape, dtype, beside or self.offloads))
-                ranges.setdefault(key, []).append((start, holder, numel))
-        whole: dict[Any, torch.Tensor] = {}
-        for batch in _batches(kinds):
-            by_rank: dict[int, list[torch.Tensor]] = {}
-            for key in batch:
-                shape, dtype, _ = kinds[key]
-                whole[key] = flat = torch.empty(torch.Size(shape).numel(), dtype=dtype, device=process.carrier)
-                for holder, start, end in _cover(key, ranges[key], len(flat)):
-                    by_rank.setdefault(holder, []).append(flat[start:end])
-                    if holder == rank:
-                        _take_range(flat[start:end], mine[key], start)
-            for holder in sorted(by_rank):
-                broadcast_(by_rank[holder], process.group, holder)
-            for key in batch:
-                shape, _, beside = kinds[key]
-                whole[key] = whole[key].view(shape).to(process.device if beside else "cpu")
-        return whole
+        """``gather`` of what this rank has; ``what`` names it for messages. Collective."""
+        return gather(f"{what} ({self.engine.label})", held, self.part, self.engine.process, on_device=self.offloads)
 
     @final
     def synchronize(self, source: int = 0) -> None:
@@ -478,101 +420,6 @@ def _with_memory(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tensor._indices(), tensor._values()
     local = getattr(tensor, "to_local", None)
     return (tensor if local is None else local(),)
-
-
-# -- gathering --------------------------------------------------------------------------------------------------------
-
-
-@final
-class _Reference:
-    """Stands in a value for a tensor, by name and key."""
-
-    __slots__ = ("key",)
-
-    def __init__(self, key: Any) -> None:
-        self.key = key
-
-
-@final
-class _Gathering:
-    """What this rank gives: values with references in the places of their tensors, and what it has of these tensors."""
-
-    def __init__(self) -> None:
-        self.forms: dict[tuple[str, Any], Any] = {}
-        self.shards: dict[Any, Shard] = {}
-        self._seen: dict[int, tuple[torch.Tensor, _Reference]] = {}
-
-    def add(self, name: str, key: Any, value: Any, part: Callable[..., Shard | None]) -> None:
-        """Take a value apart; a tensor that was met before is that one again."""
-        own, numbers = (name, key), count()
-
-        def visit(tensor: torch.Tensor) -> Any:
-            if tensor.layout is not torch.strided:
-                return tensor
-            if id(tensor) not in self._seen:
-                reference = _Reference(own if tensor is value else (*own, next(numbers)))
-                self._seen[id(tensor)] = tensor, reference
-                if (mine := part(name, tensor, key)) is not None:
-                    self.shards[reference.key] = mine
-            return self._seen[id(tensor)][1]
-
-        self.forms[own] = map_tensors(visit, value, others=True)
-
-    def is_tensor(self, key: Any) -> bool:
-        """Whether a value is a tensor of its own."""
-        form = self.forms[key]
-        return type(form) is _Reference and form.key == key
-
-    def rows(self, device: str) -> list[tuple[Any, ...]]:
-        """Where the parts lie, in short."""
-        return [
-            (key, tuple(s.shape), s.tensor.dtype, s.tensor.device.type == device, s.start, s.tensor.numel())
-            for key, s in self.shards.items()
-        ]
-
-
-def _batches(kinds: Mapping[Any, tuple[tuple[int, ...], torch.dtype, bool]]) -> Iterator[list[Any]]:
-    batch: list[Any] = []
-    size = 0
-    for key, (shape, dtype, _) in kinds.items():
-        if size > _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(key)
-        size += torch.Size(shape).numel() * dtype.itemsize
-    yield batch
-
-
-def _cover(key: Any, ranges: list[tuple[int, int, int]], numel: int) -> Iterator[tuple[int, int, int]]:
-    """Which rank gives what: (rank, first element, after the last), each element once, in order.
-
-    Raises:
-        AccelError: no rank has some of them.
-    """
-    at = 0
-    for start, holder, length in sorted(ranges):
-        if start > at:
-            break
-        if start + length > at:
-            yield holder, at, start + length
-            at = start + length
-    if at < numel:
-        raise AccelError(f"no rank holds element {at} of the {numel} of {key}, so that it cannot be put together")
-
-
-def _take_range(into: torch.Tensor, mine: Shard, start: int) -> None:
-    """Copy from a part what begins at an element of the whole."""
-    if start == mine.start and len(into) == mine.tensor.numel():
-        into.view(mine.tensor.shape).copy_(mine.tensor)
-    else:
-        first = start - mine.start
-        into.copy_(mine.tensor.reshape(-1)[first : first + len(into)])
-
-
-def _copy(mine: Shard, whole: torch.Tensor) -> None:
-    """Fill a part from the whole tensor."""
-    own = whole.detach().reshape(-1)[mine.start : mine.start + mine.tensor.numel()]
-    mine.tensor.copy_(own.view(mine.tensor.shape))
 
 
 # -- other tensors in the places of a module's -------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from ...precision import convert_optimizer
 from ...shard import Entry, Shard
-from ..base.holdings import Holdings, Item
+from ..base.gather import Item
+from ..base.holdings import Holdings
 from ..base.step import refuse_steps
 from . import foreign
 from .library import without_groups

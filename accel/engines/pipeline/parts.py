@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ...errors import BackendError
 from ...shard import Entry, Shard
-from ..base.holdings import Holdings, Item
+from ..base.gather import Item
+from ..base.holdings import Holdings
 from .stages import Named
 
 
