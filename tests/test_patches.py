@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import inspect
 import os
 import sys
@@ -86,23 +87,95 @@ def test_a_later_patch_of_another_library_stays() -> None:
     run(2, patched_by_others_later)
 
 
-def which_are_patched(backend: str) -> tuple[set[str], set[str]]:
-    originals = {(module, name): getattr(module, name) for module, name in ALL}
+def places() -> dict[str, Any]:
+    """What stands where an engine may patch; the values of a table by their keys."""
+    from torch.distributed.tensor import DTensor
+
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    muon: Any = torch.optim._muon  # type: ignore[attr-defined]
+    found = {name: getattr(module, name) for module, name in ALL}
+    found |= {"data": vars(torch.Tensor).get("data"), "orthogonalise": muon._zeropower_via_newtonschulz}
+    found |= {"compile": torch.compile, "environment": dict(os.environ), "filters": list(warnings.filters)}
+    deepspeed = sys.modules.get("deepspeed.ops")
+    return found | {"handlers": dict(handlers), "ops": vars(deepspeed).get("__compatible_ops__") if deepspeed else None}
+
+
+def which_are_patched(backend: Any, torn_down: bool) -> tuple[set[str], set[str]]:
+    """What is other while an engine lives, and after it was torn down, or nobody holds it any more."""
+    before = places()
 
     def changed() -> set[str]:
-        return {name for (module, name), original in originals.items() if getattr(module, name) is not original}
+        now = places()
+        return {name for name, value in before.items() if now[name] is not value and now[name] != value}
 
-    net = nn.Linear(3, 3)
-    model, _, _ = accel.setup(net, torch.optim.SGD(net.parameters(), 0.1), backend=backend)
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    kind = torch.optim.Muon if backend == "fsdp" else torch.optim.SGD
+    bias = torch.optim.SGD([p for p in net.parameters() if p.dim() < 2], 0.1)
+    optimizers = [kind([p for p in net.parameters() if p.dim() == 2], 0.1), bias]
+    model, held, _ = accel.setup(net, optimizers, backend=backend)
     while_it_lives = changed()
-    accel.teardown(model)
+    if torn_down:
+        accel.teardown(model)
+    del net, model, held, optimizers, bias
+    gc.collect()
     return while_it_lives, changed()
 
 
-@pytest.mark.parametrize(("backend", "world"), [("single", 1), ("ddp", 1), ("ddp", 2), ("fsdp", 2)])
-def test_only_what_an_engine_needs_is_patched_while_it_lives(backend: str, world: int) -> None:
-    patched = {"backward", *CLIPPING} if world > 1 else set()
-    assert run(world, which_are_patched, backend) == [(patched, set())] * world
+STEPS = {"backward", *CLIPPING}
+
+
+@pytest.mark.parametrize("torn_down", [True, False], ids=["torn_down", "collected"])
+@pytest.mark.parametrize(
+    ("backend", "world", "patched"),
+    [
+        ("single", 1, set()),
+        ("ddp", 1, set()),
+        ("ddp", 2, STEPS),
+        ("ddp2", 2, STEPS),
+        ("sharded", 2, {*STEPS, "data"}),
+        ("fsdp", 2, {*STEPS, "data", "handlers", "orthogonalise"}),
+        ("pipeline", 2, STEPS),
+        (accel.DeepSpeed(stage=1), 2, {*STEPS, "data", "filters"}),
+        (accel.DeepSpeed(stage=3), 2, {*STEPS, "data", "filters"}),
+    ],
+    ids=lambda value: getattr(value, "name", "") or (value if isinstance(value, str) else repr(value)),
+)
+def test_only_what_an_engine_needs_is_patched_while_it_lives(
+    backend: Any, world: int, patched: set[str], torn_down: bool
+) -> None:
+    pytest.importorskip("deepspeed" if isinstance(backend, accel.DeepSpeed) else "torch")
+    assert run(world, which_are_patched, backend, torn_down) == [(patched, set())] * world
+
+
+def data_patched_by_others() -> None:
+    """Another library puts its own ``Tensor.data`` there while accel's is; that stays, and what accel's did it does no more."""
+    below, heard = torch.Tensor.data, list[str]()
+    net = nn.Linear(3, 3)
+    model, _, _ = accel.setup(net, torch.optim.SGD(net.parameters(), 0.1), backend="fsdp")
+    found: Any = vars(torch.Tensor)["data"]
+    assert found.__doc__ == below.__doc__
+
+    def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        heard.append("put")
+        found.__set__(tensor, value)
+
+    torch.Tensor.data = property(found.__get__, put)  # type: ignore[assignment]
+    theirs = vars(torch.Tensor)["data"]
+    with pytest.raises(BackendError, match="expected a DTensor"):  # through theirs
+        model.weight.data = torch.zeros(3, 3)
+    accel.teardown(model)
+    assert vars(torch.Tensor)["data"] is theirs
+    heard.clear()
+    net.weight.data = torch.ones(3, 3)
+    assert heard == ["put"]
+    assert bool((net.weight == 1).all())
+    del torch.Tensor.data
+    assert torch.Tensor.data is below
+
+
+def test_a_later_patch_of_data_stays() -> None:
+    close_all()
+    run(2, data_patched_by_others)
 
 
 def foreign_handler() -> list[Any]:
@@ -185,23 +258,6 @@ def test_who_is_imported_while_deepspeed_is_keeps_what_it_does(monkeypatch: pyte
         assert [one[0] for one in added] == ["error"]
         with pytest.raises(UserWarning, match="of mine"):
             warnings.warn("of mine", stacklevel=1)
-
-
-def after_the_end() -> tuple[bool, list[Any]]:
-    before = list(warnings.filters)
-    net = nn.Linear(3, 3)
-    model, _, _ = accel.setup(net, torch.optim.SGD(net.parameters(), 0.1), backend=accel.DeepSpeed(stage=2))
-    accel.teardown(model)
-    del model
-    import gc
-
-    gc.collect()
-    return "__compatible_ops__" in vars(sys.modules["deepspeed.ops"]), [f for f in warnings.filters if f not in before]
-
-
-def test_nothing_of_deepspeed_stays_changed() -> None:
-    pytest.importorskip("deepspeed")
-    assert run(2, after_the_end) == [(False, [])] * 2
 
 
 @pytest.mark.parametrize("name", ENGINES)

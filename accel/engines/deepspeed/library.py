@@ -8,7 +8,6 @@ import importlib
 import logging
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
 from typing import Any, Final, final
@@ -19,12 +18,12 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from ...errors import BackendError
-from ...gradients.patches import Patch, ignore_warnings, replaced
+from ...gradients.patches import around, ignored, replaced
 from ...process import running
 from ...process.startup import unseen_group
 
 #: What torch says, in every step, about functions that DeepSpeed calls.
-_RENAMED: Final = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor`"
+_renamed: Final = ignored(r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor`", FutureWarning)
 
 
 def _quiet(record: logging.LogRecord) -> bool:
@@ -47,9 +46,9 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         logger = logging.getLogger("DeepSpeed")
         logger.addFilter(_quiet)
         undo.callback(logger.removeFilter, _quiet)
-        undo.callback(ignore_warnings())
+        undo.enter_context(ignored())
         # Its Muon is decorated by torch.compile, whose import takes longer than all the rest.
-        undo.enter_context(Patch(vars(torch), "compile", _compile))
+        undo.enter_context(around(vars(torch), "compile", _compile))
         yield
 
 
@@ -139,7 +138,7 @@ def initialise(
         # Its shared-memory op takes a minute to compile and serves only inference.
         with replaced(vars(library("deepspeed.ops")), "__compatible_ops__", collections.defaultdict(bool)):
             engine = deepspeed.initialize(model=module, optimizer=stand_in, config=config, dist_init_required=False)[0]
-    weakref.finalize(engine, ignore_warnings(_RENAMED, FutureWarning)).atexit = False
+    _renamed.need(engine)
     for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
         hook.remove()
     library("deepspeed.utils.debug").debug_clear_module_and_param_names()

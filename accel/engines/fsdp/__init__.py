@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ... import shard
 from ...errors import AccelError, BackendError, OptimizerError
 from ...gradients.flat import broadcast_
+from ...gradients.patches import muon_patch
 from ...process import Process
 from ...process.control import Waiting
 from ...shard import Manifest, Shard
@@ -270,9 +271,7 @@ class FSDPEngine(ShardedState, Engine):
                 f"{type(optimizer).__name__}(fused=True) cannot train sharded parameters: leave fused out"
             )
         if self.distributed and isinstance(optimizer, _WHOLE_MATRICES):
-            from . import muon  # with DTensor, whose import takes its time
-
-            muon.attach(optimizer)
+            muon_patch().need(optimizer)
         super().attach(optimizer)
         if self.distributed:
             self.guard.watch(optimizer)
@@ -281,9 +280,7 @@ class FSDPEngine(ShardedState, Engine):
         """Give the optimizer back to its user."""
         self.guard.release(optimizer)
         if self.distributed and isinstance(optimizer, _WHOLE_MATRICES):
-            from . import muon
-
-            muon.detach(optimizer)
+            muon_patch().drop(optimizer)
         super().detach(optimizer)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
