@@ -32,7 +32,7 @@ FOREIGN = frozenset(
 
 
 #: The files of this package that serve all backends.
-_SHARED: Final = {"engine", "memory", "private", "state"}
+_SHARED: Final = {"absent", "engine", "memory", "private", "state"}
 
 
 @final

@@ -9,6 +9,7 @@ import dis
 import functools
 import importlib
 import importlib.metadata
+import re
 from collections.abc import Mapping
 from types import FunctionType
 from typing import Any, Final
@@ -126,24 +127,32 @@ def check_torch(backend: str) -> None:
     require(f"backend {backend!r}", "torch", {**_COMMON, **_OF.get(backend, {})}, _RAN.get(backend, _RAN[""]))
 
 
-def require(user: str, package: str, names: Names, ran: str) -> None:
-    """Refuse a package without some of its private names.
+def require(user: str, package: str, names: Names, ran: str, least: str = "") -> None:
+    """Refuse a package without some of its private names, or of an older version than ``least``.
 
     Args:
         user: what relies on them.
         package: as it is installed.
         names: what for, by name.
         ran: the versions that are known to work.
+        least: an older one is known to compute something else, although it has the names.
 
     Raises:
         BackendError: says which are missing, the installed version and those.
     """
+    version = importlib.metadata.version(package)
+    if least and _numbers(version) < _numbers(least):
+        raise BackendError(f"{user} computes other weights with {package} {version}: install {package}>={least}")
     if missing := [f"{name} ({reason})" for name, reason in names.items() if not _found(name)]:
         raise BackendError(
-            f"{user} relies on parts of {package} that {package} {importlib.metadata.version(package)} does not have: "
+            f"{user} relies on parts of {package} that {package} {version} does not have: "
             f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; it was run with {package} {ran}: install one of "
             "these, or choose another backend"
         )
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
 
 
 @functools.cache

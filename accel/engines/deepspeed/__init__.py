@@ -21,6 +21,7 @@ from ...precision import Accumulator
 from ...process import Process
 from ...process.control import Waiting
 from .._copies import refuse_copies
+from ..absent import plainly
 from ..engine import Context, Options, refuse_sparse
 from ..memory import Footprint, MemoryUse
 from . import config as configuration
@@ -30,7 +31,6 @@ from .library import release_groups
 from .partitions import Flat, Partitions
 from .stage3 import Sharded
 from .state import Divided
-from .weights import plainly
 
 # -- The user's own optimizer steps this rank's fragments, as if they were its parameters ------------------------------
 

@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ...process import Process
 from ...process.control import Waiting, announce
+from ..absent import plainly
 from .library import Snapshot, initialise, library
-from .weights import plainly
 
 # -- One process's part of one parameter -------------------------------------------------------------------------------
 

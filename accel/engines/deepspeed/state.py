@@ -23,12 +23,12 @@ from ...precision import convert_optimizer
 from ...process import Process
 from ...process.control import agree
 from ...shard import Manifest, Shard
+from ..absent import plainly
 from ..engine import Context, Engine
 from .guards import Guards
 from .library import without_groups
 from .partitions import Fragment, Partitions
 from .stage3 import Sharded
-from .weights import plainly
 
 # -- Whole tensors from the ranks' fragments, and back -----------------------------------------------------------------
 
