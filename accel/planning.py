@@ -239,6 +239,8 @@ def _plan_engine(plan: Plan, process: Process) -> None:
         "ACCEL_PRECISION", precision, "32-true", lambda name: Precision(name, process.device)
     )
     plan.precision.check(plan.module)
+    if process.place.world_size > 1:
+        engines.check_torch(plan.engine_type.name)
     plan.engine_type.check(plan.module, plan.options, process)
     if plan.engine_type.gradients_type.reduced and process.place.world_size > 1:
         _refuse_max_norm(plan.module)

@@ -23,7 +23,7 @@ from .engines import FOREIGN, Engine, Holdings
 from .engines.base.step import prepare
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError
 from .gradients.clip import total_norm
-from .gradients.patches import ClipPatch, DataPatch, backward_patch
+from .gradients.patches import Patch, backward_patch, clip_patches, data_patch
 from .handles import ModelHandle, OptimizerHandle, Slot, raw
 from .precision import LossScale, all_finite
 from .process.control import agree
@@ -46,9 +46,9 @@ class Registry:
         self._owners: Any = WeakIdKeyDictionary()
         self._hooks: list[RemovableHandle] = []
         self._watched: list[RemovableHandle] = []
-        self._clipping = ClipPatch(self)
+        self._clipping = clip_patches(self)
         self._backward = backward_patch(self._leaf, self._before_backward)
-        self._data = DataPatch(self._data_used, self._data_set)
+        self._data = data_patch(self._data_used, self._data_set)
 
     def add(self, engine: Engine) -> None:
         """Make ``engine`` the one engine of its module."""
@@ -66,13 +66,19 @@ class Registry:
             ]
         if engine.gradients.watched:
             self._watched = self._watched or [register_optimizer_step_pre_hook(self._before_any_step)]
-            self._clipping.install()
-        if engine.gradients.watched and engine.distributed:
-            self._backward.install()
         engine.drift.watch()
-        if _hears_of_data(engine):
-            self._data.install()
+        for patch in self._patches(engine):
+            patch.need(engine)
         weakref.finalize(engine, self._prune).atexit = False
+
+    def _patches(self, engine: Engine) -> list[Patch]:
+        """What this engine needs to hear of."""
+        needed = list(self._clipping) if engine.gradients.watched else []
+        if engine.gradients.watched and engine.distributed:
+            needed.append(self._backward)
+        if engine.drift.watching or (engine.distributed and type(engine.holdings).set_data is not Holdings.set_data):
+            needed.append(self._data)
+        return needed
 
     def remove(self, engine: Engine) -> None:
         """Forget an engine that was torn down."""
@@ -82,6 +88,8 @@ class Registry:
         self.divided.discard(engine.serial)
         for module in engine.module.modules():
             self._owners.pop(module, None)
+        for patch in (*self._clipping, self._backward, self._data):
+            patch.drop(engine)
         self._prune()
 
     def _prune(self) -> None:
@@ -91,11 +99,6 @@ class Registry:
             self.loss_scale = LossScale()
         if not any(engine.gradients.watched for engine in engines):
             _remove(self._watched)
-            self._clipping.remove()
-        if not any(engine.gradients.watched and engine.distributed for engine in engines):
-            self._backward.remove()
-        if not any(_hears_of_data(engine) for engine in engines):
-            self._data.remove()
 
     def in_order(self) -> list[Engine]:
         """The engines that live in this process, in an order that is the same on all ranks.
@@ -275,10 +278,6 @@ class Registry:
                 "torch.nn.utils.get_total_norm sees the gradients of this rank only: accel.clip_grad_norm_(model, "
                 'float("inf")) measures those of all ranks'
             )
-
-
-def _hears_of_data(engine: Engine) -> bool:
-    return engine.drift.watching or (engine.distributed and type(engine.holdings).set_data is not Holdings.set_data)
 
 
 def _concerned(engine: Engine) -> bool:

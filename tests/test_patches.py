@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
+import importlib.metadata
+import importlib.util
 import inspect
 import os
+import re
 import sys
 import types
 import warnings
@@ -18,7 +22,7 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 import accel
-from accel.engines import ENGINES
+from accel.engines import ENGINES, private
 from accel.errors import BackendError
 from tests.distributed import close_all, run
 
@@ -86,23 +90,95 @@ def test_a_later_patch_of_another_library_stays() -> None:
     run(2, patched_by_others_later)
 
 
-def which_are_patched(backend: str) -> tuple[set[str], set[str]]:
-    originals = {(module, name): getattr(module, name) for module, name in ALL}
+def places() -> dict[str, Any]:
+    """What stands where an engine may patch; the values of a table by their keys."""
+    from torch.distributed.tensor import DTensor
+
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    muon: Any = torch.optim._muon  # type: ignore[attr-defined]
+    found = {name: getattr(module, name) for module, name in ALL}
+    found |= {"data": vars(torch.Tensor).get("data"), "orthogonalise": muon._zeropower_via_newtonschulz}
+    found |= {"compile": torch.compile, "environment": dict(os.environ), "filters": list(warnings.filters)}
+    deepspeed = sys.modules.get("deepspeed.ops")
+    return found | {"handlers": dict(handlers), "ops": vars(deepspeed).get("__compatible_ops__") if deepspeed else None}
+
+
+def which_are_patched(backend: Any, torn_down: bool) -> tuple[set[str], set[str]]:
+    """What is other while an engine lives, and after it was torn down, or nobody holds it any more."""
+    before = places()
 
     def changed() -> set[str]:
-        return {name for (module, name), original in originals.items() if getattr(module, name) is not original}
+        now = places()
+        return {name for name, value in before.items() if now[name] is not value and now[name] != value}
 
-    net = nn.Linear(3, 3)
-    model, _, _ = accel.setup(net, torch.optim.SGD(net.parameters(), 0.1), backend=backend)
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    kind = torch.optim.Muon if backend == "fsdp" else torch.optim.SGD
+    bias = torch.optim.SGD([p for p in net.parameters() if p.dim() < 2], 0.1)
+    optimizers = [kind([p for p in net.parameters() if p.dim() == 2], 0.1), bias]
+    model, held, _ = accel.setup(net, optimizers, backend=backend)
     while_it_lives = changed()
-    accel.teardown(model)
+    if torn_down:
+        accel.teardown(model)
+    del net, model, held, optimizers, bias
+    gc.collect()
     return while_it_lives, changed()
 
 
-@pytest.mark.parametrize(("backend", "world"), [("single", 1), ("ddp", 1), ("ddp", 2), ("fsdp", 2)])
-def test_only_what_an_engine_needs_is_patched_while_it_lives(backend: str, world: int) -> None:
-    patched = {"backward", *CLIPPING} if world > 1 else set()
-    assert run(world, which_are_patched, backend) == [(patched, set())] * world
+STEPS = {"backward", *CLIPPING}
+
+
+@pytest.mark.parametrize("torn_down", [True, False], ids=["torn_down", "collected"])
+@pytest.mark.parametrize(
+    ("backend", "world", "patched"),
+    [
+        ("single", 1, set()),
+        ("ddp", 1, set()),
+        ("ddp", 2, STEPS),
+        ("ddp2", 2, STEPS),
+        ("sharded", 2, {*STEPS, "data"}),
+        ("fsdp", 2, {*STEPS, "data", "handlers", "orthogonalise"}),
+        ("pipeline", 2, STEPS),
+        (accel.DeepSpeed(stage=1), 2, {*STEPS, "data", "filters"}),
+        (accel.DeepSpeed(stage=3), 2, {*STEPS, "data", "filters"}),
+    ],
+    ids=lambda value: getattr(value, "name", "") or (value if isinstance(value, str) else repr(value)),
+)
+def test_only_what_an_engine_needs_is_patched_while_it_lives(
+    backend: Any, world: int, patched: set[str], torn_down: bool
+) -> None:
+    pytest.importorskip("deepspeed" if isinstance(backend, accel.DeepSpeed) else "torch")
+    assert run(world, which_are_patched, backend, torn_down) == [(patched, set())] * world
+
+
+def data_patched_by_others() -> None:
+    """Another library puts its own ``Tensor.data`` there while accel's is; that stays, and what accel's did it does no more."""
+    below, heard = torch.Tensor.data, list[str]()
+    net = nn.Linear(3, 3)
+    model, _, _ = accel.setup(net, torch.optim.SGD(net.parameters(), 0.1), backend="fsdp")
+    found: Any = vars(torch.Tensor)["data"]
+    assert found.__doc__ == below.__doc__
+
+    def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        heard.append("put")
+        found.__set__(tensor, value)
+
+    torch.Tensor.data = property(found.__get__, put)  # type: ignore[assignment]
+    theirs = vars(torch.Tensor)["data"]
+    with pytest.raises(BackendError, match="expected a DTensor"):  # through theirs
+        model.weight.data = torch.zeros(3, 3)
+    accel.teardown(model)
+    assert vars(torch.Tensor)["data"] is theirs
+    heard.clear()
+    net.weight.data = torch.ones(3, 3)
+    assert heard == ["put"]
+    assert bool((net.weight == 1).all())
+    del torch.Tensor.data
+    assert torch.Tensor.data is below
+
+
+def test_a_later_patch_of_data_stays() -> None:
+    close_all()
+    run(2, data_patched_by_others)
 
 
 def foreign_handler() -> list[Any]:
@@ -187,23 +263,6 @@ def test_who_is_imported_while_deepspeed_is_keeps_what_it_does(monkeypatch: pyte
             warnings.warn("of mine", stacklevel=1)
 
 
-def after_the_end() -> tuple[bool, list[Any]]:
-    before = list(warnings.filters)
-    net = nn.Linear(3, 3)
-    model, _, _ = accel.setup(net, torch.optim.SGD(net.parameters(), 0.1), backend=accel.DeepSpeed(stage=2))
-    accel.teardown(model)
-    del model
-    import gc
-
-    gc.collect()
-    return "__compatible_ops__" in vars(sys.modules["deepspeed.ops"]), [f for f in warnings.filters if f not in before]
-
-
-def test_nothing_of_deepspeed_stays_changed() -> None:
-    pytest.importorskip("deepspeed")
-    assert run(2, after_the_end) == [(False, [])] * 2
-
-
 @pytest.mark.parametrize("name", ENGINES)
 def test_options_that_are_true_or_false_are_nothing_else(name: str) -> None:
     options = ENGINES[name].options_type
@@ -211,3 +270,64 @@ def test_options_that_are_true_or_false_are_nothing_else(name: str) -> None:
         if field.type in (bool, "bool"):
             with pytest.raises(BackendError, match=f"{field.name}='no'.: expected True or False"):
                 options(**{field.name: "no"})
+
+
+# -- private names of other libraries ----------------------------------------------------------------------------------
+
+
+def without(owner: Any, name: str, backend: Any) -> str:
+    """What ``setup`` says where a library has a private name no more; with it again, the backend works."""
+    private._found.cache_clear()
+    kept = inspect.getattr_static(owner, name)
+    delattr(owner, name)
+    net = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    try:
+        with pytest.raises(BackendError) as caught:
+            accel.setup(net, optimizer, backend=backend)
+    finally:
+        setattr(owner, name, kept)
+        private._found.cache_clear()
+    model, optimizer, _ = accel.setup(net, optimizer, backend=backend)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    accel.teardown(model)
+    return str(caught.value)
+
+
+def removed_names() -> list[tuple[str, str, str]]:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    ddp = nn.parallel.DistributedDataParallel
+    found = [
+        ("torch", "init_unsharded_param", without(FSDPParam, "init_unsharded_param", "fsdp")),
+        ("torch", "_get_ddp_logging_data", without(ddp, "_get_ddp_logging_data", "ddp")),
+        ("torch", "_get_total_norm", without(clip_grad, "_get_total_norm", "sharded")),
+    ]
+    if importlib.util.find_spec("fairscale"):
+        from fairscale.optim.oss import OSS  # type: ignore[import-untyped]
+
+        found.append(("fairscale", "partition_parameters", without(OSS, "partition_parameters", "sharded")))
+    if importlib.util.find_spec("deepspeed"):
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+        name = "release_backward_leftovers"
+        found.append(("deepspeed", name, without(DeepSpeedZeRoOffload, name, accel.DeepSpeed(stage=3))))
+    return found
+
+
+def test_a_library_without_a_private_name_is_refused_by_it() -> None:
+    close_all()
+    for found in run(2, removed_names):
+        for package, name, text in found:
+            version = importlib.metadata.version(package)
+            assert re.search(
+                rf"relies on parts of {package} that {package} {re.escape(version)} does not have: \S*{name} \(", text
+            )
+            assert re.search(rf"it was run with {package} .*{re.escape(version.partition('+')[0])}", text)
+
+
+def test_attributes_that_only_objects_have_are_found() -> None:
+    assert private._found("torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._unsharded_param")
+    assert not private._found("torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._no_such_thing")
+    assert not private._found("torch.no_such_module:name")

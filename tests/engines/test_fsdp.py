@@ -517,10 +517,15 @@ def numbers() -> None:
             lambda t: t.norm().item(),
             lambda t: float(t.sum().detach()),
             lambda t: t.abs().max().item(),
-            lambda t: bool(t.isnan().any()),
         ):
             with pytest.raises(accel.BackendError, match="full_tensor"):
                 read(tensor)
+        any_nan = tensor.isnan().any()
+        if any_nan.placements[0].is_replicate():  # torch 2.14 reduces it by itself
+            assert not bool(any_nan)
+        else:
+            with pytest.raises(accel.BackendError, match="full_tensor"):
+                bool(any_nan)
     assert torch.equal(model.weight.detach().full_tensor(), whole)
     assert abs(model.weight.detach().norm().full_tensor().item() - float(whole.norm())) < 1e-6
     assert abs(float(model.weight.detach().full_tensor()[-1, -1]) - float(whole[-1, -1])) < 1e-6

@@ -19,6 +19,7 @@ from ...gradients.clip import clip_
 from ...precision import Accumulator
 from ...process import Process
 from ...process.control import Waiting
+from ..base.absent import plainly
 from ..base.engine import Context, Engine, Options, lost_weights
 from ..base.gradients import Buffers, Gradients, broken_backward, refuse_sparse
 from ..base.memory import Footprint, MemoryUse
@@ -28,7 +29,6 @@ from .overrides import Overrides, call_zero_grad
 from .partitions import Flat, Partitions
 from .stage3 import Sharded
 from .state import DeepSpeedHoldings
-from .weights import plainly
 
 logger = logging.getLogger("accel")
 

@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ...process import Process
 from ...process.control import Waiting, announce
+from ..base.absent import plainly
 from .library import Snapshot, initialise, library
-from .weights import plainly
 
 # -- One process's part of one parameter -------------------------------------------------------------------------------
 
@@ -349,13 +349,15 @@ class Flat(Partitions):
         for g, parameters in enumerate(zero.round_robin_bit16_groups):
             size = int(zero.partition_size[g])
             first = size * dist.get_rank(zero.real_dp_process_group[g])
-            for parameter, offset in zip(parameters, zero.round_robin_bit16_offsets[g], strict=True):
+            flat = zero.bit16_groups_flat[g]
+            for parameter in parameters:
                 index = self.numbers[id(parameter)]
+                offset = parameter.data.storage_offset() - flat.storage_offset()
                 self._groups[index] = g
                 self._places[index] = parameter.data
                 start, end = max(offset, first), min(offset + parameter.numel(), first + size)
                 if start < end:
-                    self.own(index, start - offset, zero.bit16_groups_flat[g].narrow(0, start, end - start))
+                    self.own(index, start - offset, flat.narrow(0, start, end - start))
             # The library's copy of the weights, and views of it: the fragments have their own, where they need one.
             zero.single_partition_of_fp32_groups[g].data = torch.empty(0)
             for parameter in parameters:

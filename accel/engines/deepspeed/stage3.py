@@ -17,9 +17,10 @@ from ...errors import BackendError
 from ...process import Process
 from ...process.control import Waiting, announce, is_lost
 from ...trees import walk
+from ..base.absent import plainly
 from .library import library
 from .partitions import Partitions
-from .weights import Watch, plainly, promise, set_grad, take_back
+from .weights import Stage3Weights, promise, set_grad, take_back
 
 # -- DeepSpeed's coordinator of gathers --------------------------------------------------------------------------------
 # Where stage 3 decides which weights to gather: what its coordinator and its modules' dicts do otherwise here.
@@ -295,7 +296,7 @@ class Sharded(Partitions):
         shorten_methods(self.module.modules())
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             self.snapshot.change_hooks(name, among_tensors)
-        self.weights = Watch(self.module, reveal, self.process, self.label)
+        self.weights = Stage3Weights(self.module, reveal, self.process, self.label)
         adopt = weakref.WeakMethod(self.adopt)
         for weight in self.parameters:
             vars(weight)["partition"] = adopting(adopt, vars(weight)["partition"])
@@ -440,7 +441,7 @@ class Sharded(Partitions):
         if handle is not None:
             plainly(handle.wait)()
         library("deepspeed.runtime.zero").register_external_parameter(self._stack[-1], weight)
-        weight.all_gather()  # announced by the watch
+        weight.all_gather()  # announced by its own method
         return True
 
     def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

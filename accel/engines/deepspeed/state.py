@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from ...precision import convert_optimizer
 from ...shard import Entry, Shard
+from ..base.absent import plainly
 from ..base.gather import Item
 from ..base.holdings import Holdings
 from ..base.step import refuse_steps
 from . import foreign
 from .library import without_groups
 from .partitions import Fragment, Partitions
-from .weights import plainly
 
 logger = logging.getLogger("accel")
 

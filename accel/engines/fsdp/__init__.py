@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ...errors import AccelError, BackendError, OptimizerError
 from ...gradients.clip import clip_
+from ...gradients.patches import muon_patch
 from ...process import Process, reason_of
 from ...process.control import Waiting
 from ...shard import Entry, Shard
@@ -304,9 +305,7 @@ class FSDPEngine(Engine):
                 f"{type(optimizer).__name__}(fused=True) cannot train sharded parameters: leave fused out"
             )
         if self.distributed and isinstance(optimizer, _WHOLE_MATRICES):
-            from . import muon  # with DTensor, whose import takes its time
-
-            muon.attach(optimizer)
+            muon_patch().need(optimizer)
         super().attach(optimizer)
         if self.distributed:
             self.holdings.guard.watch(optimizer)
@@ -315,9 +314,7 @@ class FSDPEngine(Engine):
         """Give the optimizer back to its user."""
         self.holdings.guard.release(optimizer)
         if self.distributed and isinstance(optimizer, _WHOLE_MATRICES):
-            from . import muon
-
-            muon.detach(optimizer)
+            muon_patch().drop(optimizer)
         super().detach(optimizer)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:

@@ -8,7 +8,7 @@ import weakref
 import zlib
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -19,9 +19,15 @@ from ...handles import Slot
 from ...process.startup import unseen_group
 from ...shard import Entry
 from ..base.holdings import Holdings
+from ..base.private import require
 
 #: What is known of a gradient, in the order in which one rank's knowledge outranks another's.
 NONE, EVERYWHERE, OWNED, LOCAL, SPARSE = range(5)
+
+
+#: The names of fairscale that this backend relies on, and the version with which its tests were run.
+_PRIVATE: Final = {"fairscale.optim.oss:OSS.partition_parameters": "which rank steps which parameter"}
+_RAN: Final = "0.4.13"
 
 
 @final
@@ -48,6 +54,7 @@ class Owners:
         if not new:
             return
         with unseen_group():
+            require("backend 'sharded'", "fairscale", _PRIVATE, _RAN)
             from fairscale.optim.oss import OSS  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
         # Trainable ones first: these have gradients and state. From large to small, which balances best.
