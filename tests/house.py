@@ -155,10 +155,10 @@ def calls_of(act: Callable[[], object]) -> list[Call]:
 
     def note(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(package):
-            if code.co_name == "<lambda>" or not code.co_name.startswith("<"):
-                name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has no qualified ones
-                found.append((code.co_filename.removeprefix(package), name))
+        named = code.co_name == "<lambda>" or not code.co_name.startswith("<")
+        if event == "call" and named and code.co_filename.startswith(package):
+            name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has no qualified ones
+            found.append((code.co_filename.removeprefix(package), name))
 
     sys.setprofile(note)
     try:

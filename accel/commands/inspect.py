@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..checkpoint import folder, latest
-from ..checkpoint.dtypes import element_bytes
 from ..checkpoint.record import Record, read
+from ..checkpoint.safetensors import ITEM_BYTES
 from ..errors import CheckpointError
 from ..memory import new_figure, write_figure
 
@@ -31,7 +31,7 @@ def file_bytes(record: Record) -> list[dict[str, int]]:
     for name, tensor in record.tensors.items():
         leaf = name.partition("/")[0]
         for file, _, count in tensor.overlaps(0, tensor.numel):
-            nbytes = count * element_bytes(tensor.dtype)
+            nbytes = count * ITEM_BYTES[tensor.dtype]
             found[file][leaf] = found[file].get(leaf, 0) + nbytes
             total[leaf] = total.get(leaf, 0) + nbytes
     order = sorted(total, key=lambda leaf: -total[leaf])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from ..checkpoint import folder
+from ..checkpoint.failures import explain
 from ..checkpoint.record import read
-from ..checkpoint.together import explain
 from ..checkpoint.verify import compare_all
 from ..errors import CheckpointError
 from . import Bar
