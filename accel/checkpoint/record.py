@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, islice
+from operator import itemgetter
 from typing import Any, Final
 
 from ..errors import CheckpointError
@@ -26,6 +27,7 @@ FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 _START: Final = b'{"xxh3":"'
 _ZEROS: Final = b"0" * DIGITS
 _LARGEST: Final = 2**62
+_FIRST: Final = itemgetter(1)  # element of a part
 _DAMAGED: Final = "{} is damaged: its checksum does not fit; load another checkpoint"
 #: Of a record, written or read: 16,384 ranks' files take 4 MB, a tensor about 100 bytes and 25 for each range of it.
 MAX_BYTES: Final = 1 << 30
@@ -51,7 +53,7 @@ class Stored:
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Where elements ``start`` to ``stop`` are: (file, first element that it holds, number of elements), in order."""
-        at = max(bisect_right(self.parts, start, key=lambda part: part[1]) - 1, 0)
+        at = max(bisect_right(self.parts, start, key=_FIRST) - 1, 0)
         for file, begin, count, files in islice(self.parts, at, None):
             for i in range(max(start - begin, 0) // count, min(files, -(-(stop - begin) // count))):
                 yield file + i, begin + i * count, count

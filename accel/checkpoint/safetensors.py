@@ -134,7 +134,8 @@ class Entry:
         if parts > 1:
             shape.append(parts)
         key = self.name if whole else f"{self.name}[{self.start}:{self.start + self.count}]"
-        return key, {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + self.nbytes]}
+        end = offset + self.count * ITEM_BYTES[self.dtype]
+        return key, {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ class Header:
         key, expected = entry.described(0)
         found = self.entries.get(key, {})
         begin = found.get("data_offsets", [0])[0]
-        expected["data_offsets"] = [begin, begin + entry.nbytes]
+        expected["data_offsets"] = [begin, begin + expected["data_offsets"][1]]
         return key, self.size + begin if found == expected else None
 
     def inside(self, begin: int, end: int) -> list[str]:
@@ -188,7 +189,7 @@ def build_header(entries: Sequence[Entry], metadata: Mapping[str, str], align: i
         if key in table:
             raise CheckpointError(f"two tensors have the name {key!r} in one checkpoint; rename one")
         table[key] = described
-        offset += entry.nbytes
+        offset = described["data_offsets"][1]
     text = json.dumps(table, separators=(",", ":")).encode("ascii")
     text += b" " * (-(8 + len(text)) % align)
     if len(text) > MAX_HEADER:

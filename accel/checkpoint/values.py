@@ -61,7 +61,7 @@ class Encoder:
         """The JSON of a value.
 
         Raises:
-            CheckpointError: it cannot be stored; names the path of the leaf.
+            CheckpointError: it cannot be stored; names its path.
         """
         if depth > DEPTH:
             raise CheckpointError(f"{path}: nested more than {DEPTH} levels deep, or a container that holds itself")
