@@ -1,9 +1,4 @@
-"""Checkpoints: per-rank shards, one record that is the commit, any world size and backend to any other.
-
-save > job > draft (what all ranks have) > listing, layout (who writes what) > shards (bytes) > record (the commit)
-load > weights (what is there), schema (whether it can be) > meeting (state and checkpoint) > verify > reader (bytes)
-export > extract (what goes where) > reader; import_checkpoint > foreign, dcp (reading) > adopt (what is what) > job
-"""
+"""Checkpoints: per-rank shards, one record that is the commit, any world size and backend to any other."""
 
 from .export import export
 from .foreign import import_checkpoint

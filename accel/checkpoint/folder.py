@@ -14,14 +14,14 @@ from collections.abc import Iterable
 from typing import Final, Literal, final
 
 from ..errors import CheckpointError, refuse_url
+from .failures import explain, naming
 from .record import NAME, Record, exists, is_damaged, read, sync
 from .shards import unreadable
-from .together import explain, of
 
 logger = logging.getLogger("accel")
 
 LOCK: Final = ".accel.lock"
-#: Only names of this form are ever removed: shards, records on their way, and what background saves tell each other.
+#: Only names of this form are ever removed: shards, records on their way, and the status files of background saves.
 _OURS: Final = re.compile(
     r"accel-[0-9a-f]{12}-\d{5,}(-still)?\.safetensors|\.accel-[0-9a-f]{12}(-\d{5,})?\.(record|done|seen)(\.tmp)?"
 )
@@ -51,9 +51,9 @@ def new_id() -> str:
     return secrets.token_hex(6)
 
 
-def shard_name(save: str, rank: int, *, still: bool = False) -> str:
-    """The file of one rank."""
-    return f"accel-{save}-{rank:05d}{'-still' if still else ''}.safetensors"
+def shard_name(save: str, rank: int, *, frozen: bool) -> str:
+    """The file of one rank: of what changes, or of what is frozen."""
+    return f"accel-{save}-{rank:05d}{'-still' if frozen else ''}.safetensors"
 
 
 def record_name(save: str) -> str:
@@ -61,15 +61,15 @@ def record_name(save: str) -> str:
     return f".accel-{save}.record"
 
 
-def mark_name(save: str, rank: int, kind: Literal["done", "seen"]) -> str:
-    """What a rank of a background save leaves when it has written, and when it knows how the save has ended."""
+def status_name(save: str, rank: int, kind: Literal["done", "seen"]) -> str:
+    """The file that a rank of a background save leaves when it has written, or when it knows how the save has ended."""
     return f".accel-{save}-{rank:05d}.{kind}"
 
 
-def mark_names(save: str, world: int) -> list[str]:
+def status_names(save: str, world: int) -> list[str]:
     """Those of all ranks; the last are what the others look at to the end."""
     kinds: tuple[Literal["done", "seen"], ...] = ("done", "seen")
-    return [mark_name(save, rank, kind) for kind in kinds for rank in range(world)]
+    return [status_name(save, rank, kind) for kind in kinds for rank in range(world)]
 
 
 def make(directory: str) -> None:
@@ -111,7 +111,7 @@ class Lock:
         # A process that has just died may hold it for another moment.
         for wait in (0.0, 0.1, 0.4):
             time.sleep(wait)
-            with contextlib.suppress(BlockingIOError), of(path):
+            with contextlib.suppress(BlockingIOError), naming(path):
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._is_there(path):
                     return

@@ -13,8 +13,8 @@ from ..process import rank
 from ..process.control import locked
 from . import folder, record
 from .background import background
+from .failures import explain, on_every_rank
 from .record import Record
-from .together import explain, together
 
 _NUMBERED: Final = re.compile(r"(.*?)(\d+)")
 
@@ -89,13 +89,12 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
         CheckpointError: ``src`` is no complete checkpoint, or ``dst`` cannot be written.
     """
 
-    def act() -> tuple[None, None]:
+    def act() -> None:
         background.wait()
         if rank() == 0:
             _link(folder.absolute(src), folder.absolute(dst))
-        return None, None
 
-    together("accel.link", act)
+    on_every_rank("accel.link", act)
 
 
 def _link(src: str, dst: str) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from ..checkpoint import folder, foreign, latest
-from ..checkpoint.dtypes import element_bytes
 from ..checkpoint.export import write_export
+from ..checkpoint.failures import explain
 from ..checkpoint.reader import Reader
 from ..checkpoint.record import Record, read
-from ..checkpoint.together import explain
+from ..checkpoint.safetensors import ITEM_BYTES
 from ..checkpoint.verify import compare_all
 from ..checkpoint.weights import STEMS
 from ..errors import CheckpointError
@@ -176,7 +176,7 @@ def file_bytes(record: Record) -> list[dict[str, int]]:
     for name, tensor in record.tensors.items():
         leaf = name.partition("/")[0]
         for file, _, count in tensor.overlaps(0, tensor.numel):
-            nbytes = count * element_bytes(tensor.dtype)
+            nbytes = count * ITEM_BYTES[tensor.dtype]
             found[file][leaf] = found[file].get(leaf, 0) + nbytes
             total[leaf] = total.get(leaf, 0) + nbytes
     order = sorted(total, key=lambda leaf: -total[leaf])

@@ -14,7 +14,7 @@ import torch
 
 import accel
 from accel.checkpoint import reader
-from accel.checkpoint.shards import CHUNK
+from accel.checkpoint.safetensors import CHUNK
 from accel.errors import CheckpointError
 from accel.process.control import lock
 from tests.checkpoint.crafting import shard_of
@@ -69,7 +69,7 @@ def test_threads_work_at_once_and_are_done_when_one_fails() -> None:
         done.append(number)
 
     with pytest.raises(ValueError, match="the second"):
-        reader.Crew().each(act, range(100))
+        reader.ReaderThreads().each(act, range(100))
     so_far = len(done)
     time.sleep(0.5)
     assert so_far == len(done) < 99

@@ -21,21 +21,21 @@ from .values import TAG, Decoder, Encoder, Json, items_in, place
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class LocalRange:
     """A range that lies on this rank.
 
     Args:
         shard: the range, under its name in the checkpoint.
-        sure: the ranks that list it have the same values; else this is compared, and the lowest rank's are saved.
-        still: it may not have changed since the last checkpoint.
+        equal: the ranks that have it have the same values; else this is compared, and the lowest rank's are saved.
+        frozen: it may not have changed since the last checkpoint.
     """
 
     shard: Shard
-    sure: bool
-    still: bool = False
+    equal: bool
+    frozen: bool = False
 
 
-class Leaf(ABC):
+class StateObject(ABC):
     """One object of a state.
 
     Args:
@@ -55,7 +55,7 @@ class Leaf(ABC):
         #: Its place in the record's values, filled in when the ranks have told theirs.
         self.node: dict[str, Json] = {TAG: self.kind}
 
-    def listed(self) -> Iterator[Listed]:
+    def ranges(self) -> Iterator[LocalRange]:
         """The ranges that lie on this rank. Local."""
         return iter(())
 
@@ -104,26 +104,18 @@ class Leaf(ABC):
         """The engine that must hear that its slots were filled."""
         return None
 
+    def _range(self, own: Shard, equal: bool, frozen: bool) -> LocalRange:
+        """Of one of its shards, which gets the name that it has in the checkpoint."""
+        return LocalRange(Shard(f"{self.name}/{own.name}", own.shape, own.start, own.tensor), equal, frozen)
 
-def models(leaves: Iterable[Leaf]) -> dict[str, str]:
+
+def engines_of(objects: Iterable[StateObject]) -> dict[str, str]:
     """By path the models with an engine: two of one class have equal names and shapes, which hides them from other checks."""
-    return {leaf.path: leaf.engine.label for leaf in leaves if leaf.engine is not None}
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """In a state: an object whose leaf is known already; gets the leaf's name and path."""
-
-    leaf: Callable[[str, str], Leaf]
-
-
-def full_names(leaf: Leaf, shards: Sequence[Shard]) -> Iterator[Shard]:
-    """The shards under their names in the checkpoint."""
-    return (Shard(f"{leaf.name}/{s.name}", s.shape, s.start, s.tensor) for s in shards)
+    return {one.path: one.engine.label for one in objects if one.engine is not None}
 
 
 @final
-class StatefulLeaf(Leaf):
+class StatefulObject(StateObject):
     """Anything with ``state_dict`` and ``load_state_dict``: schedulers, scalers, samplers, loader handles."""
 
     kind = "stateful"
@@ -145,7 +137,7 @@ class StatefulLeaf(Leaf):
 
 
 @final
-class TensorLeaf(Leaf):
+class TensorObject(StateObject):
     """A tensor in the state, which is filled in place."""
 
     kind = "tensor"
@@ -157,8 +149,8 @@ class TensorLeaf(Leaf):
     def _shard(self, name: str) -> Shard:
         return shard.whole(name, self._tensor)
 
-    def listed(self) -> Iterator[Listed]:
-        yield Listed(self._shard(self.name), sure=False)
+    def ranges(self) -> Iterator[LocalRange]:
+        yield LocalRange(self._shard(self.name), equal=False)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         return {"name": self.name}
@@ -174,7 +166,7 @@ class TensorLeaf(Leaf):
 
 
 @final
-class RankLeaf(Leaf):
+class RankObject(StateObject):
     """What each rank has its own state of: the random generators, and loaders that each rank reads by itself."""
 
     kind = "ranks"
@@ -202,12 +194,48 @@ class RankLeaf(Leaf):
             self._object.diverge(rank)
 
 
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """In a state that is saved: an object of another library's checkpoint, whose tensors and node are known.
+
+    Args:
+        kind: of object.
+        tensors: by name.
+        values: the rest of the node.
+    """
+
+    kind: str
+    tensors: Mapping[str, torch.Tensor]
+    values: Mapping[str, Any]
+
+
+@final
+class ImportedObject(StateObject):
+    """The same at its place."""
+
+    kind = "imported"
+
+    def __init__(self, name: str, path: str, value: Imported) -> None:
+        super().__init__(name, path)
+        self.node = {TAG: value.kind}
+        self._value = value
+
+    def ranges(self) -> Iterator[LocalRange]:
+        return (self._range(shard.whole(name, t), True, False) for name, t in self._value.tensors.items())
+
+    def value(self, encoder: Encoder) -> dict[str, Json]:
+        return {key: encoder.encode(value, f"{self.path}.{key}") for key, value in self._value.values.items()}
+
+    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
+        raise CheckpointError(f"{self.path} can only be saved")
+
+
 # -- modules and optimizers --------------------------------------------------------------------------------------------
 # Modules and optimizers in a state: raw ones, those of an engine, and parts of an engine's module.
 
 
 @final
-class ModuleLeaf(Leaf):
+class ModuleObject(StateObject):
     """A module: raw, of an engine, or a part of an engine's module."""
 
     kind = "module"
@@ -235,21 +263,21 @@ class ModuleLeaf(Leaf):
     def _parts(self, shards: Sequence[Shard]) -> list[Shard]:
         return [replace(s, name=own) for s in shards if (own := self._own(s.name)) is not None]
 
-    def listed(self) -> Iterator[Listed]:
+    def ranges(self) -> Iterator[LocalRange]:
         engine = self._engine
         if engine is None:
-            shards, sure = shard.module_shards(self.module), set()
+            shards, equal = shard.module_shards(self.module), set()
             parameters = dict(self.module.named_parameters())
         else:
             shards = self._parts(engine.holdings.shards(None))
             named = zip(engine.names, engine.parameters, strict=True)
             parameters = {own: p for n, p in named if (own := self._own(n)) is not None}
-            sure = set(parameters) if engine.synchronizes else set()
+            equal = set(parameters) if engine.synchronizes else set()
             if self._spread:
-                sure.update(s.name for s in shards)  # each buffer lies on one rank
-        still = {n for n, p in parameters.items() if not p.requires_grad}
-        for mine, listed in zip(shards, full_names(self, shards), strict=True):
-            yield Listed(listed, mine.name in sure, mine.name in still)
+                equal.update(s.name for s in shards)  # each buffer lies on one rank
+        frozen = {n for n, p in parameters.items() if not p.requires_grad}
+        for s in shards:
+            yield self._range(s, s.name in equal, s.name in frozen)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         if (engine := self._engine) is None:
@@ -289,7 +317,7 @@ class ModuleLeaf(Leaf):
 
 
 @final
-class OptimizerLeaf(Leaf):
+class OptimizerObject(StateObject):
     """An optimizer, raw or of an engine.
 
     It speaks of the parameters in its own groups alone: what a model has beside them, frozen or not, is left as it is.
@@ -326,13 +354,13 @@ class OptimizerLeaf(Leaf):
             )
         self._parameters = {self._names[id(p)]: p for p in held}
 
-    def listed(self) -> Iterator[Listed]:
+    def ranges(self) -> Iterator[LocalRange]:
         engine, optimizer = self._engine, self.optimizer
         shards = engine.holdings.shards(optimizer) if engine else shard.optimizer_shards(optimizer, self._names)
         frozen = self._frozen()
-        for mine, listed in zip(shards, full_names(self, shards), strict=True):
-            sure = engine is not None and engine.synchronizes
-            yield Listed(listed, sure, mine.name.rpartition("/")[0] in frozen)
+        equal = engine is not None and engine.synchronizes
+        for s in shards:
+            yield self._range(s, equal, s.name.rpartition("/")[0] in frozen)
 
     def _frozen(self) -> set[str]:
         return {n for n, p in self._parameters.items() if not p.requires_grad}

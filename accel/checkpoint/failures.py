@@ -1,4 +1,4 @@
-"""Steps that all ranks take, of which one's failure is everyone's."""
+"""Failures: what a message says of one, and steps of all ranks, of which one's failure is everyone's."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
 
 from ..errors import AccelError, CheckpointError
-from ..process import rank
+from ..process import running
 from ..process.control import agree
 
 T = TypeVar("T")
 M = TypeVar("M")
 
 
-def together(what: str, act: Callable[[], tuple[T, M]]) -> tuple[T, list[M]]:
-    """Run ``act`` on every rank, and go on only if it succeeded on all. Collective.
+def exchange(what: str, act: Callable[[], tuple[T, M]]) -> tuple[T, list[M]]:
+    """Run ``act`` on every rank, and go on only if it succeeded on all, with what each tells. Collective.
 
     Args:
         what: names the step, the same on every rank.
@@ -48,6 +48,30 @@ def together(what: str, act: Callable[[], tuple[T, M]]) -> tuple[T, list[M]]:
     return answer[0], [told for _, told in replies]
 
 
+def on_every_rank(what: str, act: Callable[[], T]) -> T:
+    """Run ``act`` on every rank, and go on only if it succeeded on all. Collective.
+
+    Raises:
+        CheckpointError: as ``exchange``.
+    """
+    return exchange(what, lambda: (act(), None))[0]
+
+
+def on_running_ranks(what: str, act: Callable[[], T]) -> T:
+    """Run ``act`` on every rank if accel runs over several, else here alone; needs no process group.
+
+    Raises:
+        CheckpointError: it failed here, or on another rank, or the system refused something.
+    """
+    process = running()
+    if process is not None and process.place.world_size > 1:
+        return on_every_rank(what, act)
+    try:
+        return act()
+    except OSError as error:
+        raise CheckpointError(f"{what}: {explain(error)}") from error
+
+
 def explain(error: BaseException) -> str:
     """An error of the system or of the user's code, as a part of a sentence."""
     if isinstance(error, AccelError):
@@ -55,7 +79,7 @@ def explain(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         advice = _ADVICE.get(error.errno or 0)
         return f"{error.strerror}{f': {error.filename}' if error.filename else ''}{f'; {advice}' if advice else ''}"
-    return str(error) if isinstance(error, AccelError) else f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}"
 
 
 _ADVICE: Final = {
@@ -73,7 +97,7 @@ _ADVICE: Final = {
 
 
 @contextlib.contextmanager
-def of(path: str | os.PathLike[str]) -> Iterator[None]:
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     """Context: errors of the system name this path, where they name none (writing to an open file, say)."""
     try:
         yield
@@ -81,8 +105,3 @@ def of(path: str | os.PathLike[str]) -> Iterator[None]:
         if error.filename is None:
             error.filename = os.fspath(path)
         raise
-
-
-def here() -> str:
-    """This rank, for messages."""
-    return f"rank {rank()}"

@@ -1,4 +1,4 @@
-"""A user's state met with a saved one: what is filled, what is replaced, and where they do not fit. Local."""
+"""A user's state matched with the saved values: what a load fills, what it replaces, and where the two do not fit. Local."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ import torch
 
 from ..errors import CheckpointError
 from ..shard import Shard, overlaps_itself
-from .dtypes import BY_NAME
-from .leaves import Leaf
+from .objects import StateObject
 from .record import Stored
-from .state import KEPT, State, below, component, former_component, holds_object, is_object, items_of
+from .safetensors import BY_NAME
+from .state import KEPT, State, below, component, former_component, is_object, items_of
 from .values import TAG, Decoder, Json, items_in, members, place
 
-_MAPPINGS: Final = frozenset({"dict", "OrderedDict", "defaultdict", "Counter"})
-_OBJECTS: Final = frozenset({"module", "optimizer", "stateful", "ranks"})
-_ARRAYS: Final = frozenset({"tensor", "numpy", "ndarray"})
+logger = logging.getLogger("accel")
+
 #: Gives a value of the state its new content, and returns what takes its place.
 Apply = Callable[[], Any]
 
 
 @final
-class Names:
+class SavedNames:
     """How a checkpoint names what its containers hold.
 
     Args:
@@ -62,70 +61,88 @@ class Names:
 _SETTLED: Final = (str, int, float, NoneType)
 
 
-@dataclass(slots=True)
-class Meeting:
-    """What a load will do.
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """Between a state and a checkpoint, as this rank sees them.
 
     Args:
-        names: that the tensors of the checkpoint have.
-        leaves: objects of the state with their saved nodes.
-        apply: puts the plain values in their places, once they are decoded.
-        missing: paths that the checkpoint lacks.
-        unfit: why something cannot be taken.
+        missing: in the checkpoint.
+        unfit: with both sides.
+        untouched: tensors that the checkpoint has of the state's modules, and this rank does not need.
     """
 
-    names: Names
-    leaves: list[tuple[Leaf, Mapping[str, Json]]] = field(default_factory=list)
-    apply: list[Apply] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unfit: list[str] = field(default_factory=list)
-    plain: list[Json] = field(default_factory=list)
+    untouched: set[str] = field(default_factory=set)
 
-    def visit(self, state: State, value: Any, node: Json, name: str, path: str, decoder: Decoder) -> Apply:
-        """Meet ``value`` with its saved node; returns what gives its replacement once everything is decoded."""
+
+@final
+class Match:
+    """A state and saved values: what a load will do.
+
+    Args:
+        state: what is filled.
+        decoder: of the saved values.
+        tensors: the names of all tensors of the checkpoint.
+
+    Attributes:
+        objects: of the state, with their saved nodes.
+        plain: the saved nodes of plain values.
+        differences: what does not fit.
+    """
+
+    def __init__(self, state: State, decoder: Decoder, tensors: Iterable[str]) -> None:
+        self._state = state
+        self._decoder = decoder
+        self._names = SavedNames(tensors)
+        self.objects: list[tuple[StateObject, Mapping[str, Json]]] = []
+        self.plain: list[Json] = []
+        self.differences = Differences()
+
+    def visit(self, value: Any, node: Json, name: str = "", path: str = "state") -> Apply:
+        """Match ``value`` with its saved node; returns what gives its replacement once everything is decoded."""
+        walked = isinstance(value, dict) or self._state.holds_object(value)
         if is_object(value):
-            self._meet(state.leaf(value, name, path), node, decoder)
-            return lambda: value
-        if isinstance(value, dict) or holds_object(value):
-            children = children_of(node, decoder)
-            if children is None or (not isinstance(value, dict) and len(children) != len(value)):
-                here = f"a {type(value).__name__} of {len(value)}"
-                self.unfit.append(f"{path} is {here}, and in the checkpoint {_describe(node)}")
-                return lambda: value
-            return self._walk(state, value, children, name, path, decoder)
-        if decoder.holds_object(node):
-            self.unfit.append(f"{path} is a {type(value).__name__}, and in the checkpoint {_describe(node)}")
-            return lambda: value
-        self.plain.append(node)
-        return lambda: decoder.decode(node)
+            self._visit_object(self._state.object_of(value, name, path), node)
+        elif walked:
+            children = children_of(node, self._decoder)
+            if children is not None and (isinstance(value, dict) or len(children) == len(value)):
+                return self._visit_container(value, children, name, path)
+            here = f"a {type(value).__name__} of {len(value)}"
+            self.differences.unfit.append(f"{path} is {here}, and in the checkpoint {_describe(node)}")
+        elif self._decoder.holds_object(node):
+            here = f"a {type(value).__name__}"
+            self.differences.unfit.append(f"{path} is {here}, and in the checkpoint {_describe(node)}")
+        else:
+            self.plain.append(node)
+            return functools.partial(self._decoder.decode, node)
+        return lambda: value
 
-    def _meet(self, leaf: Leaf, node: Json, decoder: Decoder) -> None:
-        if not isinstance(node, dict) or node.get(TAG) != leaf.kind:
-            self.unfit.append(f"{leaf.path} is a {leaf.kind}, and in the checkpoint {_describe(node)}")
+    def _visit_object(self, one: StateObject, node: Json) -> None:
+        if not isinstance(node, dict) or node.get(TAG) != one.kind:
+            self.differences.unfit.append(f"{one.path} is a {one.kind}, and in the checkpoint {_describe(node)}")
             return
         try:
-            leaf.check(node)
+            one.check(node)
         except (ValueError, TypeError) as error:
-            raise CheckpointError(f"{decoder.source}: {leaf.path}: {error}") from error
-        problem = leaf.problem(node)
+            raise CheckpointError(f"{self._decoder.source}: {one.path}: {error}") from error
+        problem = one.problem(node)
         if problem:
-            self.unfit.append(f"{leaf.path}: {problem}")
+            self.differences.unfit.append(f"{one.path}: {problem}")
         else:
-            self.leaves.append((leaf, node))
+            self.objects.append((one, node))
 
-    def _walk(
-        self, state: State, value: Any, children: Mapping[Any, Json], name: str, path: str, decoder: Decoder
-    ) -> Apply:
+    def _visit_container(self, value: Any, children: Mapping[Any, Json], name: str, path: str) -> Apply:
         applies: dict[Any, Apply] = {}
-        names = self.names.of(children, name)
+        names = self._names.of(children, name)
         for key, item in items_of(value):
             where = place(path, key)
             if key in children:
-                applies[key] = self.visit(state, item, children[key], names[key], where, decoder)
+                applies[key] = self.visit(item, children[key], names[key], where)
             else:
-                self.missing.append(where)
-        if isinstance(value, dict) and name and not holds_object(value):
-            self._add(value, children, path, applies, decoder)
+                self.differences.missing.append(where)
+        if isinstance(value, dict) and name and not self._state.holds_object(value):
+            self._add(value, children, path, applies)
 
         def apply() -> Any:
             new = {key: one() for key, one in applies.items()}
@@ -140,26 +157,26 @@ class Meeting:
 
         return apply
 
-    def _add(
-        self,
-        value: dict[Any, Any],
-        children: Mapping[Any, Json],
-        path: str,
-        applies: dict[Any, Apply],
-        decoder: Decoder,
-    ) -> None:
+    def _add(self, value: dict[Any, Any], children: Mapping[Any, Json], path: str, applies: dict[Any, Apply]) -> None:
         """A dict of plain values is one: what it has not yet is taken as well, as a history that grew."""
         for key, node in children.items():
             if key in value:
                 continue
-            if not decoder.holds_object(node):
+            if not self._decoder.holds_object(node):
                 self.plain.append(node)
-                applies[key] = functools.partial(decoder.decode, node)
+                applies[key] = functools.partial(self._decoder.decode, node)
             elif not value:
                 where = place(path, key)
-                self.unfit.append(
+                self.differences.unfit.append(
                     f"{path} is an empty dict, and in the checkpoint {where} holds {_describe(node)} to be filled"
                 )
+
+
+# -- Saved values, as JSON ---------------------------------------------------------------------------------------------
+
+_MAPPINGS: Final = frozenset({"dict", "OrderedDict", "defaultdict", "Counter"})
+_OBJECTS: Final = frozenset({"module", "optimizer", "stateful", "ranks"})
+_ARRAYS: Final = frozenset({"tensor", "numpy", "ndarray"})
 
 
 def children_of(node: Json, decoder: Decoder) -> dict[Any, Json] | None:
@@ -223,7 +240,7 @@ def _is_saved_object(node: dict[str, Json]) -> bool:
     return tensor or str(node.get(TAG)) in _OBJECTS
 
 
-def kept_names(node: Json) -> Iterator[str]:
+def value_tensors(node: Json) -> Iterator[str]:
     """The tensors that the values in a node consist of."""
     return (str(one["name"]) for one in _nodes(node) if str(one.get(TAG)) in _ARRAYS and "name" in one)
 
@@ -251,26 +268,9 @@ def _describe(node: Json) -> str:
     return f"a list of {len(node)}" if isinstance(node, list) else f"the value {node!r}"
 
 
-# -- Where a state and a checkpoint do not fit -------------------------------------------------------------------------
-
-logger = logging.getLogger("accel")
+# -- Where they do not fit ---------------------------------------------------------------------------------------------
 
 _FIRST: Final = 10  # differences that a message lists
-
-
-@dataclass(frozen=True, slots=True)
-class Differences:
-    """Between the state and the checkpoint, as this rank sees them.
-
-    Args:
-        missing: in the checkpoint.
-        unfit: with both sides.
-        untouched: tensors that the checkpoint has of the state's modules, and this rank does not need.
-    """
-
-    missing: list[str] = field(default_factory=list)
-    unfit: list[str] = field(default_factory=list)
-    untouched: set[str] = field(default_factory=set)
 
 
 def report(directory: str, differences: Sequence[Differences], strict: bool, rank: int) -> None:
@@ -315,7 +315,7 @@ def unfit(stored: Stored, slot: Shard, convert: bool, planned: bool) -> str:
     return ""
 
 
-def check_models(what: str, told: Sequence[Mapping[str, str]]) -> None:
+def check_engines(what: str, told: Sequence[Mapping[str, str]]) -> None:
     """Refuse, in ``what``, that the ranks give different models: a part of one would pass for a part of the other."""
     for rank, theirs in enumerate(told):
         for path in dict.fromkeys([*told[0], *theirs]):
