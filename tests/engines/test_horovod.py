@@ -16,7 +16,7 @@ from torch import nn
 import accel
 from accel.engines.horovod import _position
 from tests.distributed import outcomes, refusals, run
-from tests.test_process import clean_environ
+from tests.process.test_process import clean_environ
 
 ROOT = Path(__file__).parent.parent.parent
 MISSING = importlib.util.find_spec("horovod") is None

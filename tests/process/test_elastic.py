@@ -17,9 +17,9 @@ from torch import nn
 
 import accel
 from tests.distributed import GUARD, run, wait_for
-from tests.test_process import clean_environ, free_port
+from tests.process.test_process import clean_environ, free_port
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "elastic.py"
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "elastic.py"
 STEPS = 48  # three epochs
 
 

@@ -23,7 +23,7 @@ from accel.errors import AccelError, DeviceError, LaunchError
 from accel.process import rng
 from tests.distributed import GUARD, outcomes, run, wait_for
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 LAUNCHERS = (
     "RANK",
     "WORLD_SIZE",

@@ -23,7 +23,7 @@ from accel import process
 from accel.process.startup import Order
 from accel.process.watch import Report, stuck
 from tests.distributed import outcomes, run
-from tests.test_process import by_hand, free_port, scripts
+from tests.process.test_process import by_hand, free_port, scripts
 
 #: With weights that are gathered, however small.
 ZERO3 = accel.DeepSpeed(config={"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})

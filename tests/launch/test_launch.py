@@ -29,7 +29,7 @@ from accel.launch.pickling import stateful
 from accel.launch.worker import Memory
 from tests.distributed import GUARD, wait_for
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 def environment() -> dict[str, str]:
@@ -310,7 +310,7 @@ WAITING = """
 import signal, sys
 from torch import nn
 import accel
-from tests.test_launch import fail
+from tests.launch.test_launch import fail
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with Ctrl-C ignored
 try:
     accel.launch(fail, "SIGSTOP", sys.argv[1], nn.Linear(1, 1), num_processes=2)
@@ -446,9 +446,11 @@ def test_check_picklable_names_the_paths() -> None:
         accel.check_picklable(model)
     loop: list[Any] = [{"a": (1, {Odd()})}]
     loop.append(loop)
-    with pytest.raises(accel.LaunchError, match=r"x\[0\]\['a'\]\[1\].*: tests.test_launch.Odd \(RuntimeError: odd\)"):
+    with pytest.raises(
+        accel.LaunchError, match=r"x\[0\]\['a'\]\[1\].*: tests.launch.test_launch.Odd \(RuntimeError: odd\)"
+    ):
         accel.check_picklable(loop, "x")
-    with pytest.raises(accel.LaunchError, match=r"obj: tests.test_launch.nested.<locals>.Local \("):
+    with pytest.raises(accel.LaunchError, match=r"obj: tests.launch.test_launch.nested.<locals>.Local \("):
         accel.check_picklable(nested())
     with pytest.raises(accel.LaunchError, match=r"obj\[Odd\]\[0\]: builtins.module \("):
         accel.check_picklable({Odd(): [sys]})

@@ -16,9 +16,9 @@ import accel
 from accel import __main__, engines
 from accel.engines import ENGINES
 from accel.errors import BackendError
-from tests.test_process import free_port
+from tests.process.test_process import free_port
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 def accel_command(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:

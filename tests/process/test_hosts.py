@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.distributed import GUARD, wait_for
-from tests.test_process import by_hand, clean_environ, free_port
+from tests.process.test_process import by_hand, clean_environ, free_port
 
 TRAIN = """
 import sys, torch, accel

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
