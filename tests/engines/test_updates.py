@@ -18,7 +18,7 @@ from accel.process import current
 from accel.registry import registry
 from tests.backends import need
 from tests.distributed import refusals, run
-from tests.engines.test_deferred import known
+from tests.engines.test_averaging import known
 
 WHOLE = ["ddp", "sharded", "deferred", accel.DeepSpeed(stage=0)]
 STEPS = 3

@@ -1,0 +1,61 @@
+"""What the tests of sharded train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import accel
+
+
+def net(width: int = 12, depth: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)]
+    return nn.Sequential(nn.Linear(4, width), *layers, nn.Linear(width, 2))
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.1)
+
+
+def data(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def everywhere(step: int) -> torch.Tensor:
+    return torch.cat([data(step, rank) for rank in range(accel.world_size())])
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(model(x), x[:, :2].sin())
+
+
+def largest(a: nn.Module, b: nn.Module) -> float:
+    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return max((float((p - q).detach().abs().max()) for p, q in pairs if p.numel()), default=0.0)
+
+
+def state_distance(a: dict[str, Any], b: dict[str, Any]) -> float:
+    """Between two optimizers' state dicts, which have the same entries."""
+    assert a["state"].keys() == b["state"].keys()
+    worst = 0.0
+    for key, entries in a["state"].items():
+        assert entries.keys() == b["state"][key].keys()
+        for k, value in entries.items():
+            difference = (torch.as_tensor(value) - torch.as_tensor(b["state"][key][k])).abs()
+            worst = max(worst, float(difference.sum()))
+    return worst
+
+
+def equal_on_all_ranks(module: nn.Module) -> bool:
+    flat = torch.cat([t.detach().to(torch.complex128).reshape(-1) for t in module.state_dict().values()])
+    rows = accel.all_gather(torch.view_as_real(flat)[None])
+    return all(torch.equal(row, rows[0]) for row in rows)
+
+
+def sharded(raw: nn.Module, optimizers: Any = None, **options: Any) -> Any:
+    handles = accel.setup(raw, optimizers, backend=accel.Sharded(**options))
+    return handles.model, handles.optimizers
