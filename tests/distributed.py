@@ -15,6 +15,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -75,11 +76,16 @@ def _clean() -> None:
 
 def _serve(rank: int, world: int, rendezvous: str, connection: Connection) -> None:
     _initialise(rank, world, rendezvous)
+    known = len(sys.modules)
     while True:
         try:
             fn, args, clean = pickle.loads(connection.recv_bytes())
         except EOFError:
             os._exit(0)
+        if len(sys.modules) > known:  # a collection is not of them either
+            gc.collect()
+            gc.freeze()
+            known = len(sys.modules)
         outcome = _perform(fn, args)
         if clean:
             _clean()

@@ -16,12 +16,6 @@ from accel.registry import registry
 from tests.models import adam, net, one_step
 
 
-@pytest.fixture(autouse=True)
-def _teardown() -> Any:
-    yield
-    accel.teardown()
-
-
 class Talker(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -21,12 +21,6 @@ from tests.distributed import run
 from tests.models import adam, net, one_step
 
 
-@pytest.fixture(autouse=True)
-def _teardown() -> Any:
-    yield
-    accel.teardown()
-
-
 def different_seeds() -> tuple[list[Any], list[Any]]:
     torch.manual_seed(accel.rank())
     raw = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))

@@ -17,12 +17,6 @@ from accel.registry import registry
 from tests.distributed import run
 
 
-@pytest.fixture(autouse=True)
-def _teardown() -> Iterator[None]:
-    yield
-    accel.teardown()
-
-
 def net(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))

@@ -27,12 +27,6 @@ def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.randn(12, 4)), batch_size=2)
 
 
-@pytest.fixture(autouse=True)
-def _teardown() -> Any:
-    yield
-    accel.teardown()
-
-
 # -- identity ---------------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,6 @@ import accel
 from tests.distributed import run
 
 ROOT = Path(__file__).parent.parent.parent
-
-
-@pytest.fixture(autouse=True)
-def _teardown() -> Iterator[None]:
-    yield
-    accel.teardown()
 
 
 def net() -> nn.Sequential:

@@ -9,7 +9,7 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,12 +24,6 @@ from tests.distributed import close_all, run
 
 CLIPPING = ("_get_total_norm", "_clip_grads_with_norm_", "_group_tensors_by_device_and_dtype")
 ALL = [(torch.autograd, "backward"), *((clip_grad, name) for name in CLIPPING)]
-
-
-@pytest.fixture(autouse=True)
-def _teardown() -> Iterator[None]:
-    yield
-    accel.teardown()
 
 
 def counting(function: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
