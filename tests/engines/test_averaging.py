@@ -15,7 +15,7 @@ import accel
 from accel.engines import ENGINES
 from accel.engines._averaging import DeferredEngine, DeferredOptions
 from tests.distributed import refusals, run
-from tests.engines.test_contract import cells_of, check_cells
+from tests.engines.matrix import cells_of, check_cells
 
 
 @final

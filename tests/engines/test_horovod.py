@@ -50,7 +50,7 @@ def test_positions(hosts: list[str], positions: list[Any]) -> None:
 UNDER_HOROVODRUN = """
 import sys
 import accel
-from tests.engines.test_contract import Cell, check_cells
+from tests.engines.matrix import Cell, check_cells
 if "first" in sys.argv:
     import horovod.torch as hvd
     hvd.init()

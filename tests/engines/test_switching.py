@@ -20,7 +20,7 @@ import accel
 from accel.registry import registry
 from tests.backends import BACKENDS, engine_of, need
 from tests.distributed import refusals, run
-from tests.engines.test_contract import OPTIMIZERS, batches, build, distance, parts
+from tests.engines.matrix import OPTIMIZERS, batches, build, distance, parts
 
 STEPS = 3
 

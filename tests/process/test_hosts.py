@@ -19,7 +19,7 @@ from tests.process.test_process import by_hand, clean_environ, free_port
 
 TRAIN = """
 import sys, torch, accel
-from tests.engines.test_contract import Cell, check_cells
+from tests.engines.matrix import Cell, check_cells
 accel.init(timeout=60)
 from accel.process import current
 place = current().place

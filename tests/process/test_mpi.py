@@ -13,7 +13,7 @@ from tests.process.test_process import clean_environ, free_port
 
 TRAIN = """
 import accel
-from tests.engines.test_contract import Cell, check_cells
+from tests.engines.matrix import Cell, check_cells
 failures = check_cells([Cell("ddp", accumulation=4, freeze=True, clip=True)])
 from accel.process import current
 place = current().place

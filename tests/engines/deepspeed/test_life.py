@@ -20,6 +20,7 @@ from torch import nn
 import accel
 from accel.engines.deepspeed import DeepSpeed
 from accel.registry import registry
+from tests.backends import deepspeed_alone
 from tests.distributed import outcomes, refusals, run
 from tests.engines.deepspeed.training import (
     STAGES,
@@ -388,7 +389,6 @@ def validate_then_fit(prepare: Callable[..., Any]) -> None:
 
 
 def by_library() -> None:
-    import deepspeed
 
     accel.init()
 
@@ -398,7 +398,7 @@ def by_library() -> None:
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         }
-        engine, made, _, _ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
+        engine, made, _, _ = deepspeed_alone(model=net, optimizer=optimizer, config=config)
         return engine, engine if optimizer is not None else made
 
     validate_then_fit(prepare)
