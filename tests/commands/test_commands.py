@@ -16,7 +16,7 @@ import accel
 from accel import __main__, engines
 from accel.engines import ENGINES
 from accel.errors import BackendError
-from tests.process.test_process import free_port
+from tests.programs import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 

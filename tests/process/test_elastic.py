@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -16,69 +15,35 @@ import torch
 from torch import nn
 
 import accel
-from tests.distributed import GUARD, run, wait_for
-from tests.process.test_process import clean_environ, free_port
+from tests.distributed import GUARD, run
+from tests.faults import Fault, declared
+from tests.programs import ROOT, clean_environ, free_port, started
 
-EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "elastic.py"
+EXAMPLE = ROOT / "examples" / "elastic.py"
 STEPS = 48  # three epochs
 
 
 @contextlib.contextmanager
-def agents(folder: Path, rendezvous: str) -> Iterator[list[psutil.Popen]]:
-    """Two torchrun agents of one worker each; the first one has the store. Both end here."""
+def agents(folder: Path, rendezvous: str, fault: Fault) -> Iterator[list[psutil.Popen]]:
+    """Two torchrun agents of one worker each; the first one has the store, and the fault is the second one's."""
     port = free_port()
     torchrun = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1",
         "--max-restarts=9", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1",
         "--monitor-interval=0.1",
     ]  # fmt: skip
-    program = [str(EXAMPLE), f"--steps={STEPS}", "--pause=0.05", f"--checkpoints={folder / 'interrupted'}"]
-    environ = clean_environ() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONUNBUFFERED": "1"}
-    started: list[psutil.Popen] = []
-    try:
-        for index in range(2):
-            # Said outright: both agents are on the endpoint's host, and whichever came first would have the store.
-            store = f"--rdzv-conf=is_host={index == 0},{rendezvous}"
-            command = [*torchrun, store, *program]
-            with (folder / f"agent{index}.log").open("w") as log:
-                started.append(psutil.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT))
-        yield started
-    finally:
-        for agent in started:
-            kill(agent, *workers(agent))
-
-
-def workers(agent: psutil.Popen) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return agent.children(recursive=True)
-    return []
-
-
-def kill(*processes: Any) -> None:
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-            process.wait(10)
-
-
-def wait_for_training(both: list[psutil.Popen], folder: Path) -> None:
-    """Until both train, and have come further than a first checkpoint."""
-    try:
-        wait_for(lambda: all(workers(agent) for agent in both), GUARD)
-        begin = step(folder)
-        wait_for(lambda: step(folder) > max(3, begin), GUARD)
-    except AssertionError:
-        pytest.fail(output(folder))
+    program = ["--module", "tests.faults", str(EXAMPLE)]
+    options = [f"--steps={STEPS}", "--pause=0.05", f"--checkpoints={folder / 'interrupted'}"]
+    environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONUNBUFFERED": "1"}
+    # Said outright: both agents are on the endpoint's host, and whichever came first would have the store.
+    stores = [f"--rdzv-conf=is_host={first},{rendezvous}" for first in (True, False)]
+    commands = [[*torchrun, store, *program, *options] for store in stores]
+    with declared([fault]) as plan, started(commands, [environ, environ | plan.environ], folder) as both:
+        yield both
 
 
 def output(folder: Path) -> str:
     return "\n".join(log.read_text() for log in sorted(folder.glob("*.log")))
-
-
-def step(folder: Path) -> int:
-    """The step of the last checkpoint."""
-    last = accel.latest(folder / "interrupted")
-    return 0 if last is None else int(last.rpartition("-")[2])
 
 
 def weights(root: str) -> dict[str, torch.Tensor]:
@@ -114,17 +79,15 @@ def check(folder: Path, trained_alone: dict[str, torch.Tensor]) -> list[str]:
 
 def test_a_killed_worker_is_replaced(tmp_path: Path, trained_alone: dict[str, torch.Tensor]) -> None:
     # Two meet at once; one that is alone waits for the other, however late it is.
-    with agents(tmp_path, "last_call_timeout=120") as both:
-        wait_for_training(both, tmp_path)
-        kill(*workers(both[1]))
+    end = Fault("SIGKILL", at="accel:save", turn=5)
+    with agents(tmp_path, "last_call_timeout=120", end) as both:
         assert [agent.wait(GUARD) for agent in both] == [0, 0], output(tmp_path)
     assert check(tmp_path, trained_alone) == ["2"], output(tmp_path)
 
 
 def test_a_lost_host_is_done_without(tmp_path: Path, trained_alone: dict[str, torch.Tensor]) -> None:
     # One that is alone goes on soon; so it may begin alone too, where the other is late.
-    with agents(tmp_path, "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4") as (first, second):
-        wait_for_training([first, second], tmp_path)
-        kill(second, *workers(second))
+    end = Fault("host", at="accel:save", turn=5)
+    with agents(tmp_path, "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4", end) as (first, _):
         assert first.wait(GUARD) == 0, output(tmp_path)
     assert check(tmp_path, trained_alone)[-1:] == ["1"], output(tmp_path)

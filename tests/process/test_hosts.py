@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.distributed import GUARD, wait_for
-from tests.process.test_process import by_hand, clean_environ, free_port
+from tests.faults import Fault, declared
+from tests.programs import by_hand, free_port, started
 
 TRAIN = """
 import sys, torch, accel
@@ -32,6 +31,8 @@ print("[parity]", flush=True)
 FOREVER = """
 import os, time, torch, accel
 from pathlib import Path
+from tests.faults import begin, reach
+begin()
 here = Path(__file__).parent  # both begin together: what comes before may take longer on one than the timeout
 (here / ("begins" + os.environ["RANK"])).touch()
 while len(list(here.glob("begins*"))) < 2:
@@ -45,34 +46,10 @@ for step in range(10**6):
     model(torch.ones(2, 4)).square().mean().backward()
     optimizer.step()
     time.sleep(0.01)
+    reach("step")
     if step == 5:
         print("[training]", flush=True)
 """
-
-
-@contextlib.contextmanager
-def started(
-    commands: Sequence[Sequence[str]], environs: Sequence[dict[str, str]], folder: Path
-) -> Iterator[list[psutil.Popen]]:
-    """The commands, each with its output in ``folder/<index>.log``; they and their children are killed at the end."""
-    processes: list[psutil.Popen] = []
-    try:
-        for index, (command, environ) in enumerate(zip(commands, environs, strict=True)):
-            with (folder / f"{index}.log").open("w") as log:
-                environ = clean_environ() | environ
-                processes.append(psutil.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT))
-        yield processes
-    finally:
-        for process in processes:
-            kill(process)
-
-
-def kill(process: psutil.Popen) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for each in [*process.children(recursive=True), process]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
-    process.wait(10)
 
 
 def log(folder: Path, index: int) -> str:
@@ -111,9 +88,11 @@ def test_two_agents_on_the_loopback_train_one_model(tmp_path: Path) -> None:
 def test_a_killed_agent_ends_the_other_host_with_an_error(tmp_path: Path) -> None:
     script, port = tmp_path / "train.py", free_port()
     script.write_text(FOREVER)
-    with started([agent(node, "127.0.0.1", port, script, 1) for node in range(2)], [{}, {}], tmp_path) as agents:
-        wait_for_training(tmp_path)
-        kill(agents[1])
+    commands = [agent(node, "127.0.0.1", port, script, 1) for node in range(2)]
+    with (
+        declared([Fault("host", at="step", rank=1, turn=6)]) as plan,
+        started(commands, [plan.environ] * 2, tmp_path) as agents,
+    ):
         assert agents[0].wait(GUARD) == 1
     assert re.search(r"RuntimeError: .* by peer", log(tmp_path, 0)), log(tmp_path, 0)
     assert re.search(r"AccelError: .*rank 1 \(host \S+\) is gone without a word", log(tmp_path, 0))
@@ -123,9 +102,10 @@ def test_a_host_that_hangs_is_named(tmp_path: Path) -> None:
     script, port = tmp_path / "train.py", free_port()
     script.write_text(FOREVER)
     commands = [[sys.executable, str(script)]] * 2
-    with started(commands, [by_hand(rank, 2, port) for rank in range(2)], tmp_path) as ranks:
-        wait_for_training(tmp_path)
-        os.kill(ranks[1].pid, signal.SIGSTOP)
+    with (
+        declared([Fault("SIGSTOP", at="step", rank=1, turn=6)]) as plan,
+        started(commands, [by_hand(rank, 2, port) | plan.environ for rank in range(2)], tmp_path) as ranks,
+    ):
         assert ranks[0].wait(GUARD) == 1
     assert re.search(r"rank 1 \(host \S+\) did not answer", log(tmp_path, 0)), log(tmp_path, 0)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.test_process import clean_environ, free_port
+from tests.programs import clean_environ, free_port
 
 TRAIN = """
 import accel

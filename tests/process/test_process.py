@@ -6,11 +6,9 @@ import contextlib
 import io
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,67 +20,7 @@ from accel import process
 from accel.errors import AccelError, DeviceError, LaunchError
 from accel.process import rng
 from tests.distributed import GUARD, outcomes, run, wait_for
-
-ROOT = Path(__file__).parent.parent.parent
-LAUNCHERS = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "MASTER_",
-    "SLURM",
-    "OMPI_",
-    "PMI",
-    "HOROVOD_",
-    "ACCEL_",
-    "PET_",
-    "TORCHELASTIC",
-)
-
-
-def free_port() -> int:
-    """A port that nobody listens at, below those that the system gives to connections: they could take it before its use."""
-    while True:
-        port = random.SystemRandom().randrange(25_000, 32_000)
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("", port))
-            return port
-
-
-def clean_environ() -> dict[str, str]:
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
-    return environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-
-def scripts(
-    code: str, *environs: Mapping[str, str], timeout: float = GUARD, check: bool = True
-) -> list[subprocess.CompletedProcess[str]]:
-    """Runs ``code`` in one process per environment, together."""
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env=clean_environ() | dict(environ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for environ in environs
-    ]
-    results = []
-    try:
-        for worker in workers:
-            out, err = worker.communicate(timeout=timeout)
-            assert not check or worker.returncode == 0, err
-            results.append(subprocess.CompletedProcess("script", worker.returncode, out, err))
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    return results
-
-
-def by_hand(rank: int, world: int, port: int) -> dict[str, str]:
-    return {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
+from tests.programs import LAUNCHERS, by_hand, clean_environ, free_port, scripts
 
 # -- one process ------------------------------------------------------------------------------------------------------
 

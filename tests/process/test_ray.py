@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from examples import ray_train
 from tests.distributed import run
-from tests.process.test_process import clean_environ
+from tests.programs import clean_environ
 
 EXAMPLE = Path(ray_train.__file__)
 

@@ -23,7 +23,8 @@ from accel import process
 from accel.process.startup import Order
 from accel.process.watch import Report, stuck
 from tests.distributed import outcomes, run
-from tests.process.test_process import by_hand, free_port, scripts
+from tests.faults import Fault
+from tests.programs import by_hand, free_port, scripts
 
 #: With weights that are gathered, however small.
 ZERO3 = accel.DeepSpeed(config={"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})
@@ -279,8 +280,9 @@ def test_a_rank_that_ends_its_program_is_named(backend: str, act: str, where: st
 
 def test_a_rank_that_is_killed_is_named() -> None:
     port = free_port()
-    code = ENDING.format(backend="ddp", act="accel.barrier()") + "if not accel.is_main(): __import__('os')._exit(9)\n"
-    first, _ = scripts(code, by_hand(0, 2, port), by_hand(1, 2, port), check=False)
+    code = ENDING.format(backend="ddp", act="accel.barrier()") + "faults.reach('end')\n"
+    end = Fault("exit 9", at="end", rank=1)
+    first, _ = scripts(code, by_hand(0, 2, port), by_hand(1, 2, port), check=False, fails=[end])
     assert re.search(r"rank 0 cannot go on in 'barrier': rank 1 \(host \S+\) is gone without a word", first.stdout)
 
 

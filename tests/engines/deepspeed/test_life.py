@@ -35,7 +35,7 @@ from tests.engines.deepspeed.training import (
     whole,
     zero,
 )
-from tests.process.test_process import free_port
+from tests.programs import free_port
 
 
 def states(optimizer: Any) -> dict[str, torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import weakref
 from typing import Any
 
@@ -17,6 +16,7 @@ import accel
 from accel.registry import registry
 from tests.distributed import outcomes, run
 from tests.engines.pipeline.training import apart, batch, net, one_step, sgd
+from tests.faults import Fault
 
 
 def half_precision(precision: str, chunks: int) -> float:
@@ -135,29 +135,16 @@ def test_a_closure_gives_the_loss_of_the_whole_batch() -> None:
     assert max(run(2, with_closure)) < 1e-5
 
 
-class Deadly(nn.Module):
-    """Ends its process in the second forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls > 1:
-            os._exit(3)
-        return x
-
-
-def die() -> None:
-    raw = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Deadly(), nn.Linear(6, 3))
+def two_forwards() -> None:
+    raw = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Identity(), nn.Linear(6, 3))
     model = accel.setup(raw, backend=accel.Pipeline(balance=[1, 1, 1, 1])).model
     model(batch(0)[0])
     model(batch(1)[0])
 
 
 def test_the_end_of_a_rank_ends_the_others_with_an_error() -> None:
-    results = outcomes(4, die, breaks=True)
+    end = Fault("exit 3", at="torch.nn:Identity.forward", rank=2, turn=2)
+    results = outcomes(4, two_forwards, breaks=True, fails=[end])
     assert results[2].error == ("Died",)
     for rank in (0, 1, 3):
         assert "AccelError" in results[rank].error, results[rank].trace
