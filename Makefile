@@ -4,6 +4,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint tests/constraints.txt
 export OMP_NUM_THREADS ?= 1
+WORKERS ?= 3
 
 # Packages that need an environment of their own; docs/hosts.md says for what.
 VENV_HOROVOD ?= .venv-horovod
@@ -46,8 +47,9 @@ types: $(VENV)/test
 docs: $(VENV)/test
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --config-file docs/mkdocs.yml --site-dir ../build/site
 
+# Ranks wait for each other, and for timeouts: several tests at once share the cores.
 unit: $(VENV)/test
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 test-gpu: $(VENV)/test  ## the suites that need one CUDA device
 	$(PY) -m pytest tests/gpu tests/engines/test_contract.py
