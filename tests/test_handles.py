@@ -13,7 +13,7 @@ from torch import nn
 
 import accel
 from accel.registry import registry
-from tests.models import adam, net, one_step
+from tests.models import adamw, normalised, one_step
 
 
 class Talker(nn.Module):
@@ -99,7 +99,7 @@ class Scaled(torch.optim.SGD):
 
 
 def test_an_optimizer_with_its_own_step() -> None:
-    raw = net().eval()
+    raw = normalised().eval()
     reference = copy.deepcopy(raw)
     optimizer, plain = Scaled(raw.parameters(), lr=0.1), Scaled(reference.parameters(), lr=0.1)
     model, handle, _ = accel.setup(raw, optimizer)
@@ -119,7 +119,7 @@ def test_an_optimizer_with_its_own_step() -> None:
 
 
 def test_a_handle_of_a_container() -> None:
-    raw = net().eval()
+    raw = normalised().eval()
     model = accel.setup(raw).model
     assert len(model) == 4
     assert model[0] is raw[0]
@@ -132,8 +132,8 @@ def test_a_handle_of_a_container() -> None:
 
 
 def test_an_optimizer_that_is_kept_does_not_keep_its_model() -> None:
-    raw = net()
-    optimizer = adam(raw)
+    raw = normalised()
+    optimizer = adamw(raw)
     model, handle, _ = accel.setup(raw, optimizer)
     one_step(model, handle)
     engine = weakref.ref(registry.engine(raw))
@@ -144,8 +144,8 @@ def test_an_optimizer_that_is_kept_does_not_keep_its_model() -> None:
 
 
 def test_an_optimizer_handle_shows_the_users_optimizer() -> None:
-    raw = net()
-    optimizer = adam(raw)
+    raw = normalised()
+    optimizer = adamw(raw)
     early = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     model, handle, _ = accel.setup(raw, optimizer)
     late = torch.optim.lr_scheduler.StepLR(handle, 1, 0.5)
@@ -168,8 +168,8 @@ def test_an_optimizer_handle_shows_the_users_optimizer() -> None:
 
 
 def test_ended_handles_raise() -> None:
-    raw = net()
-    model, optimizer, _ = accel.setup(raw, adam(raw))
+    raw = normalised()
+    model, optimizer, _ = accel.setup(raw, adamw(raw))
     assert accel.teardown(model) is raw
     for use in (
         lambda: model(torch.randn(2, 4)),
@@ -186,14 +186,14 @@ def test_ended_handles_raise() -> None:
 
 
 def test_parameters_changed_after_setup_raise_at_the_next_forward() -> None:
-    model = accel.setup(net()).model
+    model = accel.setup(normalised()).model
     model.train()
     model[0].weight = model[0].weight
     model(torch.randn(2, 4))
     model[0].weight = nn.Parameter(torch.zeros(8, 4))
     with pytest.raises(accel.BackendError, match=r"0\.weight"):
         model(torch.randn(2, 4))
-    other = accel.setup(net()).model
+    other = accel.setup(normalised()).model
     other.extra = nn.Linear(2, 2)
     with pytest.raises(accel.BackendError, match=r"extra\.weight"):
         other(torch.randn(2, 4))

@@ -18,7 +18,7 @@ import accel
 from accel.handles import ModelHandle
 from accel.registry import registry
 from tests.distributed import run
-from tests.models import adam, net, one_step
+from tests.models import adamw, normalised, one_step
 
 
 def different_seeds() -> tuple[list[Any], list[Any]]:
@@ -68,8 +68,8 @@ def test_fifty_rounds_of_setup_and_teardown_leave_memory_flat(world: int) -> Non
 
 
 def unreferenced(steps: int, backend: Any = "auto") -> list[bool]:
-    raw = net()
-    model, optimizer, _ = accel.setup(raw, adam(raw), backend=backend)
+    raw = normalised()
+    model, optimizer, _ = accel.setup(raw, adamw(raw), backend=backend)
     for _ in range(steps):
         one_step(model, optimizer)
     model(torch.randn(4, 4)).mean().backward()
@@ -89,7 +89,7 @@ def test_an_unreferenced_model_is_collected() -> None:
 
 def test_a_reused_id_never_matches() -> None:
     for _ in range(12):
-        raw = net()
+        raw = normalised()
         handle = accel.setup(raw).model
         assert accel.unwrap(handle) is raw
         del raw, handle
@@ -97,10 +97,10 @@ def test_a_reused_id_never_matches() -> None:
 
 
 def switch_backends() -> None:
-    raw = net()
-    optimizer = adam(raw)
+    raw = normalised()
+    optimizer = adamw(raw)
     reference = copy.deepcopy(raw)
-    plain = adam(reference)
+    plain = adamw(reference)
     accel.teardown()
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
     for backend in ("ddp", accel.DDP(gradient_as_bucket_view=False), "ddp"):
@@ -128,8 +128,8 @@ def test_torch_is_as_before_when_all_engines_are_gone() -> None:
 
     helper = clip_grad._group_tensors_by_device_and_dtype
     hooks = len(_global_optimizer_pre_hooks)
-    raw = net()
-    accel.setup(raw, adam(raw), precision="16-mixed")
+    raw = normalised()
+    accel.setup(raw, adamw(raw), precision="16-mixed")
     assert clip_grad._group_tensors_by_device_and_dtype is not helper
     accel.teardown()
     assert clip_grad._group_tensors_by_device_and_dtype is helper
@@ -173,4 +173,4 @@ def test_a_gan_and_a_frozen_model_side_by_side() -> None:
 
 
 def test_handle_of_a_model_is_its_type() -> None:
-    assert type(accel.setup(net()).model) is ModelHandle
+    assert type(accel.setup(normalised()).model) is ModelHandle

@@ -20,7 +20,7 @@ from accel.engines import ENGINES
 from accel.handles import OptimizerHandle
 from accel.registry import registry
 from tests.distributed import outcomes, refusals, run
-from tests.models import adam, net, one_step
+from tests.models import adamw, normalised, one_step
 
 
 def loader() -> DataLoader[Any]:
@@ -31,8 +31,8 @@ def loader() -> DataLoader[Any]:
 
 
 def identities() -> None:
-    raw, data = net(), loader()
-    optimizer = adam(raw)
+    raw, data = normalised(), loader()
+    optimizer = adamw(raw)
     first = accel.setup(raw, optimizer, data)
     assert isinstance(first.model, nn.Module)
     assert isinstance(first.optimizers, torch.optim.Optimizer)
@@ -57,13 +57,13 @@ def test_setup_is_idempotent() -> None:
 
 
 def evaluate_then_train() -> None:
-    raw = net()
+    raw = normalised()
     model = accel.setup(raw).model
     model.eval()
     with torch.no_grad():
         model(torch.randn(2, 4))
     model.train()
-    optimizer = adam(model)
+    optimizer = adamw(model)
     again, handle, none = accel.setup(model, optimizer)
     assert again is model
     assert none is None
@@ -85,7 +85,7 @@ def test_forms_of_the_arguments_come_back() -> None:
         a: Any
         b: Any
 
-    raw = net()
+    raw = normalised()
     first, second = torch.optim.SGD(raw[0].parameters(), lr=0.1), torch.optim.SGD(raw[3].parameters(), lr=0.1)
     assert isinstance(accel.setup(raw, [first, second]).optimizers, list)
     found = accel.setup(raw, {"x": first, "y": [second]}, (loader(),))
@@ -98,21 +98,21 @@ def test_forms_of_the_arguments_come_back() -> None:
 
 
 def test_compiled_model_is_the_same_model() -> None:
-    raw = net()
+    raw = normalised()
     compiled = torch.compile(raw, backend="eager")
-    model, optimizer, _ = accel.setup(compiled, adam(raw))
+    model, optimizer, _ = accel.setup(compiled, adamw(raw))
     assert accel.setup(raw).model is model
     assert accel.setup(compiled).model is model
     assert accel.unwrap(compiled) is raw
     before = raw[0].weight.clone()
     one_step(model, optimizer)
     assert not torch.equal(raw[0].weight, before)
-    assert list(model.state_dict()) == list(net().state_dict())
+    assert list(model.state_dict()) == list(normalised().state_dict())
 
 
 def test_copies_and_pickles_carry_no_engine() -> None:
-    raw = net()
-    model, optimizer, data = accel.setup(raw, adam(raw), loader())
+    raw = normalised()
+    model, optimizer, data = accel.setup(raw, adamw(raw), loader())
     for other in (copy.deepcopy(raw), copy.deepcopy(model), pickle.loads(pickle.dumps(raw)), copy.copy(raw)):
         assert type(other) is nn.Sequential
         assert registry.engine(other) is None
@@ -152,8 +152,8 @@ def refuse(error: type[Exception], match: str, call: Any, *objects: Any) -> None
 
 
 def bad_input() -> None:
-    raw, other = net(), net()
-    optimizer = adam(raw)
+    raw, other = normalised(), normalised()
+    optimizer = adamw(raw)
     one_step(raw, optimizer)
 
     class Pair(NamedTuple):
@@ -186,7 +186,7 @@ def bad_input() -> None:
 
 def test_a_module_without_values_is_refused() -> None:
     with torch.device("meta"):
-        raw = net()
+        raw = normalised()
     refuse(accel.AccelError, "meta device", lambda: accel.setup(raw))
 
 
@@ -214,12 +214,12 @@ def test_embeddings_that_change_in_forward_are_refused_on_several_processes() ->
 def test_a_missing_package_gives_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ENGINES["single"], "requires", {"no_such_package": "its_name"})
     for backend in ("single", accel.Single()):
-        refuse(accel.BackendError, "pip install 'its_name'", lambda b=backend: accel.setup(net(), backend=b))
+        refuse(accel.BackendError, "pip install 'its_name'", lambda b=backend: accel.setup(normalised(), backend=b))
 
 
 def already_set_up() -> None:
-    raw = net()
-    optimizer = adam(raw)
+    raw = normalised()
+    optimizer = adamw(raw)
     backend = "ddp" if accel.world_size() > 1 else "single"
     model, handle, _ = accel.setup(raw, optimizer, backend=backend)
     for change in (
@@ -234,12 +234,12 @@ def already_set_up() -> None:
     refuse(accel.SharedParametersError, "weight", lambda: accel.setup(inner), inner)
     refuse(accel.SharedParametersError, r"0\.0\.weight", lambda: accel.setup(outer), outer)
     refuse(accel.SharedParametersError, "handle", lambda: accel.setup(nn.Sequential(model)))
-    other = net()
+    other = normalised()
     accel.setup(other)
     refuse(accel.OptimizerError, "belongs to", lambda: accel.setup(other, optimizer), other, optimizer)
     both = torch.optim.SGD([*other.parameters(), *raw.parameters()], lr=0.1)
     refuse(accel.OptimizerError, "two models", lambda: accel.setup(other, both), other, both)
-    refuse(accel.BackendError, "DataParallel", lambda: accel.setup(nn.DataParallel(net())))
+    refuse(accel.BackendError, "DataParallel", lambda: accel.setup(nn.DataParallel(normalised())))
     accel.teardown(raw)
     assert accel.setup(outer).model is not model
 
@@ -250,13 +250,13 @@ def test_conflicts_are_refused_by_name() -> None:
 
 
 def foreign_wrapper() -> None:
-    wrapped = DistributedDataParallel(net())
+    wrapped = DistributedDataParallel(normalised())
     refuse(accel.BackendError, "DistributedDataParallel", lambda: accel.setup(wrapped), wrapped)
     refuse(accel.BackendError, "DistributedDataParallel", lambda: accel.setup(nn.Sequential(wrapped)), wrapped)
 
 
 def stranger_parameters() -> None:
-    raw, scale = net(), nn.Parameter(torch.ones(3))
+    raw, scale = normalised(), nn.Parameter(torch.ones(3))
     mixed = torch.optim.SGD([*raw.parameters(), scale], lr=0.1)
     refuse(accel.OptimizerError, r"shape \(3,\)", lambda: accel.setup(raw, mixed), raw, mixed)
     model, handle, _ = accel.setup(raw, torch.optim.SGD(raw[0].parameters(), lr=0.1))
@@ -273,8 +273,10 @@ def stranger_parameters() -> None:
 
 def one_model_a_rank() -> None:
     for backend in ("single", "dp"):
-        raw = net()
-        refuse(accel.BackendError, "of its own", lambda raw=raw, b=backend: accel.setup(raw, adam(raw), backend=b), raw)
+        raw = normalised()
+        refuse(
+            accel.BackendError, "of its own", lambda raw=raw, b=backend: accel.setup(raw, adamw(raw), backend=b), raw
+        )
         accel.setup(raw, backend=backend)
 
 
@@ -289,7 +291,7 @@ def test_distributed_refusals() -> None:
 
 def different(what: str) -> None:
     second = accel.rank() == 1
-    raw: nn.Module = net()
+    raw: nn.Module = normalised()
     kwargs: dict[str, Any] = {}
     if what == "shape" and second:
         raw[3] = nn.Linear(8, 3)  # type: ignore[index]
@@ -350,7 +352,7 @@ class Tagged:
 
 
 def same_everywhere() -> None:
-    raw = net()
+    raw = normalised()
     optimizer = torch.optim.SGD([{"params": raw.parameters(), "tag": Tagged(), "lr": torch.tensor(0.1)}])
     with torch.inference_mode():
         model, handle, _ = accel.setup(raw, optimizer)

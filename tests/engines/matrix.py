@@ -14,6 +14,7 @@ from torch import nn
 
 import accel
 from tests.backends import replica_of
+from tests.models import distance
 
 BATCH = 4
 
@@ -124,18 +125,10 @@ def train_accel(cell: Cell, replica: int, replicas: int) -> tuple[nn.Module, tor
     return raw, raw_optimizer
 
 
-def distance(a: Any, b: Any) -> float:
+def apart(a: Any, b: Any) -> float:
     """The largest difference between two models' weights and two optimizers' states."""
-    (model, optimizer), (other, other_optimizer) = a, b
-    pairs = list(zip(model.parameters(), other.parameters(), strict=True))
-    worst = max(float((p - q).detach().abs().max()) for p, q in pairs)
-    for p, q in pairs:
-        mine, theirs = optimizer.state[p], other_optimizer.state[q]
-        assert mine.keys() == theirs.keys()
-        for key in mine:
-            if isinstance(mine[key], torch.Tensor):
-                worst = max(worst, float((mine[key] - theirs[key]).abs().max()))
-    return worst
+    both = [(model, [optimizer.state[p] for p in model.parameters()]) for model, optimizer in (a, b)]
+    return distance(*both)
 
 
 def check_cells(cells: list[Cell]) -> list[str]:
@@ -146,7 +139,7 @@ def check_cells(cells: list[Cell]) -> list[str]:
         reference = train_reference(replace(cell, backend=None), pieces)
         start = build(cell.optimizer)[0].to(accel.device())
         assert any(not torch.equal(p, q) for p, q in zip(reference[0].parameters(), start.parameters(), strict=True))
-        found = distance(train_accel(cell, replica, replicas), reference)
+        found = apart(train_accel(cell, replica, replicas), reference)
         if not found <= (2e-3 if cell.precision == "bf16-mixed" else 1e-5):
             failures.append(f"{cell}: {found:.1e}")
     return failures

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accel
 from tests.distributed import run
+from tests.models import rows
 
 
 def net(bn: bool = False) -> nn.Sequential:
@@ -24,7 +25,7 @@ def net(bn: bool = False) -> nn.Sequential:
 
 
 def data(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+    return rows(100 * step + rank, 8, 4)
 
 
 def equal_on_all_ranks(module: nn.Module) -> bool:

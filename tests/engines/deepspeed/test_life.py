@@ -28,13 +28,13 @@ from tests.engines.deepspeed.training import (
     Pair,
     adamw,
     data,
-    distance,
     loss_of,
     mean_loss,
     momentum,
     whole,
     zero,
 )
+from tests.models import distance
 from tests.programs import free_port
 
 

@@ -21,13 +21,13 @@ from tests.engines.deepspeed.training import (
     Pair,
     adamw,
     data,
-    distance,
     loss_of,
     mean_loss,
     momentum,
     whole,
     zero,
 )
+from tests.models import distance
 
 
 def options_that_change_nothing() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 import accel
 from accel.engines.deepspeed import DeepSpeed
+from tests.models import distance
 
 STAGES = (1, 2, 3)
 
@@ -70,11 +71,6 @@ def mean_loss(model: nn.Module, forward: Callable[[nn.Module, torch.Tensor], Any
 
 def whole(model: Any) -> dict[str, torch.Tensor]:
     return {k: v.clone() for k, v in accel.full_state_dict(model).items()}
-
-
-def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
-    assert a.keys() == b.keys()
-    return max(float((a[k].float() - b[k].float()).abs().max()) for k in a if isinstance(a[k], torch.Tensor))
 
 
 class Pair:

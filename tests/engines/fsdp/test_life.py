@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import accel
-from tests import test_loop
+from tests import models, test_loop
 from tests.distributed import refusals, run
 from tests.engines.fsdp.training import (
     Block,
@@ -20,7 +20,6 @@ from tests.engines.fsdp.training import (
     distance,
     local_loss,
     mean_loss,
-    optimizer_distance,
     shards,
     start,
     train,
@@ -85,13 +84,13 @@ def life(options: Any, optimizer: str) -> None:
     assert distance(accel.full_state_dict(model), initial) == 0.0
     both(model, handle, scheduler, range(3))
     assert distance(accel.full_state_dict(model), reference.state_dict()) < 1e-5
-    assert optimizer_distance(accel.full_state_dict(handle), ref_optimizer.state_dict()) < 1e-5
+    assert models.distance(accel.full_state_dict(handle), ref_optimizer.state_dict()) < 1e-5
     assert accel.teardown(model) is net
     assert type(net) is Net
     assert type(net.blocks[0]) is Block
     assert [id(p) for p in net.parameters()] == [id(p) for p in parameters]
     assert distance(net.state_dict(), reference.state_dict()) < 1e-5
-    assert optimizer_distance(raw.state_dict(), ref_optimizer.state_dict()) < 1e-5
+    assert models.distance(raw.state_dict(), ref_optimizer.state_dict()) < 1e-5
     copy.deepcopy(net)
     model, handle, _ = accel.setup(net, raw, backend="ddp")
     both(model, handle, scheduler, range(3, 5))
@@ -102,7 +101,7 @@ def life(options: Any, optimizer: str) -> None:
     train(net, raw, range(7, 8), mean_loss)
     train(reference, ref_optimizer, range(7, 8), mean_loss)
     assert distance(net.state_dict(), reference.state_dict()) < 1e-5
-    assert optimizer_distance(raw.state_dict(), ref_optimizer.state_dict()) < 1e-5
+    assert models.distance(raw.state_dict(), ref_optimizer.state_dict()) < 1e-5
 
 
 OPTIONS = {
@@ -212,7 +211,7 @@ def state_verbs() -> list[str]:
     model.load_state_dict(other.state_dict())
     handle.load_state_dict(copy.deepcopy(other_optimizer.state_dict()))
     assert distance(accel.full_state_dict(model), other.state_dict()) == 0.0
-    assert optimizer_distance(accel.full_state_dict(handle), other_optimizer.state_dict()) == 0.0
+    assert models.distance(accel.full_state_dict(handle), other_optimizer.state_dict()) == 0.0
     train(model, handle, range(2))
     train(other, other_optimizer, range(2), mean_loss)
     assert distance(accel.full_state_dict(model), other.state_dict()) < 1e-5
@@ -276,7 +275,7 @@ def muon(directory: str) -> tuple[float, float, bool]:
             for o in found:
                 o.step()
     weights = distance(accel.full_state_dict(model), plain.state_dict())
-    momenta = optimizer_distance(accel.full_state_dict(optimizers[0]), references[0].state_dict())
+    momenta = models.distance(accel.full_state_dict(optimizers[0]), references[0].state_dict())
     accel.teardown(model)
     return weights, momenta, torch.optim._muon._zeropower_via_newtonschulz is original  # type: ignore[attr-defined]
 

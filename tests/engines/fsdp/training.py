@@ -11,6 +11,7 @@ from torch import nn
 
 import accel
 from accel.registry import registry
+from tests import models
 
 WIDTH = 16
 
@@ -91,14 +92,7 @@ def train(model: Any, optimizer: Any, steps: range, loss: Callable[[Any, int], t
 def distance(state: dict[str, Any], other: dict[str, Any]) -> float:
     """The largest difference between two model state dicts; what counts batches differs by how they are seen."""
     assert list(state) == list(other)
-    return max(float((state[k] - other[k]).abs().max()) for k in state if k != "seen")
-
-
-def optimizer_distance(state: dict[str, Any], other: dict[str, Any]) -> float:
-    assert state["param_groups"] == other["param_groups"]
-    assert state["state"].keys() == other["state"].keys()
-    pairs = [(s[k], other["state"][i][k]) for i, s in state["state"].items() for k in s if s[k] is not None]
-    return max(float((a - b).abs().max()) for a, b in pairs)
+    return models.distance(*({k: v for k, v in each.items() if k != "seen"} for each in (state, other)))
 
 
 def start(options: Any = None, optimizer: str = "adamw", **kwargs: Any) -> tuple[Any, Any, Net, torch.optim.Optimizer]:
@@ -132,7 +126,7 @@ def shards() -> dict[str, Any]:
     for slot in engine.slots(raw, {n: m for n, m in manifest.items() if "/" in n}):
         slot.tensor.copy_(contents[slot.name])
     engine.fill_values(raw, values)
-    assert optimizer_distance(accel.full_state_dict(handle), before) == 0.0
+    assert models.distance(accel.full_state_dict(handle), before) == 0.0
     for slot in engine.slots(None, manifest):
         slot.tensor.zero_()
     engine.filled()

@@ -15,8 +15,9 @@ from torch import nn
 import accel
 from accel.registry import registry
 from tests.distributed import outcomes, run
-from tests.engines.pipeline.training import apart, batch, net, one_step, sgd
+from tests.engines.pipeline.training import apart, batch, net, one_step
 from tests.faults import Fault
+from tests.models import sgd
 
 
 def half_precision(precision: str, chunks: int) -> float:

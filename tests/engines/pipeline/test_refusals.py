@@ -14,7 +14,8 @@ from torch import nn
 
 import accel
 from tests.distributed import outcomes, refusals, run
-from tests.engines.pipeline.training import apart, batch, net, one_step, sgd
+from tests.engines.pipeline.training import apart, batch, net, one_step
+from tests.models import sgd
 
 
 class Own(nn.Module):

@@ -13,7 +13,8 @@ from torch import nn
 import accel
 from accel.registry import registry
 from tests.distributed import run
-from tests.engines.pipeline.training import adam, apart, batch, net, one_step, sgd
+from tests.engines.pipeline.training import apart, batch, net, one_step
+from tests.models import adamw, sgd
 
 # -- one process is the reference -------------------------------------------------------------------------------------
 
@@ -86,8 +87,8 @@ def nested() -> nn.Sequential:
 
 def train_nested() -> None:
     raw, plain = nested(), nested()
-    model, optimizer, _ = accel.setup(raw, adam(raw), backend=accel.Pipeline(chunks=3))
-    reference = adam(plain)
+    model, optimizer, _ = accel.setup(raw, adamw(raw), backend=accel.Pipeline(chunks=3))
+    reference = adamw(plain)
     for step in range(3):
         for m, o in ((model, optimizer), (plain, reference)):
             o.zero_grad()

@@ -17,7 +17,8 @@ import accel
 from accel.engines.pipeline.stages import balanced
 from accel.registry import registry
 from tests.distributed import run
-from tests.engines.pipeline.training import adam, apart, batch, net, one_step, sgd
+from tests.engines.pipeline.training import apart, batch, net, one_step
+from tests.models import adamw, sgd
 
 # -- what lies where --------------------------------------------------------------------------------------------------
 
@@ -30,9 +31,9 @@ def bytes_of(module: nn.Module) -> int:
 def where_things_lie() -> int:
     raw, plain = net(), net()
     whole = bytes_of(raw)
-    own_optimizer = adam(raw)
+    own_optimizer = adamw(raw)
     model, optimizer, _ = accel.setup(raw, own_optimizer, backend="pipeline")
-    reference = adam(plain)
+    reference = adamw(plain)
     for step in range(2):
         one_step(model, optimizer, step)
         one_step(plain, reference, step)
@@ -56,7 +57,7 @@ def where_things_lie() -> int:
     other = net(nn.LayerNorm(16))
     for p in other.parameters():
         p.data.zero_()
-    second, second_optimizer, _ = accel.setup(other, adam(other), backend=accel.Pipeline(balance="time"))
+    second, second_optimizer, _ = accel.setup(other, adamw(other), backend=accel.Pipeline(balance="time"))
     one_step(second, second_optimizer, 5)
     second.load_state_dict(full)
     second_optimizer.load_state_dict(state)
@@ -82,7 +83,7 @@ def test_each_rank_holds_its_stage_and_full_states_come_together() -> None:
 
 def shards_and_slots() -> dict[str, list[tuple[int, int]]]:
     raw = net(nn.BatchNorm1d(16))
-    own = adam(raw)
+    own = adamw(raw)
     model, optimizer, _ = accel.setup(raw, own, backend="pipeline")
     one_step(model, optimizer, 0)
     engine = registry.of_handle(model)
@@ -104,7 +105,7 @@ def shards_and_slots() -> dict[str, list[tuple[int, int]]]:
     one_step(model, optimizer, 1)
     accel.teardown(model)
     plain = net(nn.BatchNorm1d(16))
-    reference = adam(plain)
+    reference = adamw(plain)
     for step in range(2):
         one_step(plain, reference, step)
     assert apart(raw, plain) < 1e-5
@@ -115,7 +116,7 @@ def test_shards_of_all_ranks_are_the_whole_state_once() -> None:
     ranks = run(2, shards_and_slots)
     assert not set(ranks[0]) & set(ranks[1])
     plain = net(nn.BatchNorm1d(16))
-    optimizer = adam(plain)
+    optimizer = adamw(plain)
     one_step(plain, optimizer, 0)
     names = {**dict(plain.named_parameters())}
     wanted = set(plain.state_dict()) | {f"{n}/{k}" for n in names for k in ("exp_avg", "exp_avg_sq")}
@@ -124,7 +125,7 @@ def test_shards_of_all_ranks_are_the_whole_state_once() -> None:
 
 def switch_backends() -> float:
     raw, plain = net(), net()
-    own, reference = adam(raw), adam(plain)
+    own, reference = adamw(raw), adamw(plain)
     for step, backend in enumerate(["pipeline", "ddp", accel.Pipeline(balance=[1, 5], chunks=3), "ddp"]):
         model, optimizer, _ = accel.setup(raw, own, backend=backend)
         for i in range(2):

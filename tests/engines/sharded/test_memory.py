@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 import accel
 from tests.distributed import live_tensors, run
-from tests.engines.sharded.training import adamw, data, everywhere, largest, loss_of, net, sharded, state_distance
+from tests.engines.sharded.training import adamw, data, everywhere, loss_of, net, sharded, state_distance
+from tests.models import distance
 
 
 def nbytes(tensors: Any) -> int:
@@ -113,7 +114,7 @@ def flips() -> tuple[float, int, int]:
             sizes.append(len(raw[0].weight._backward_hooks or ()))
     assert sizes[:2] == sizes[2:]
     accel.teardown(model)
-    return largest(raw, reference), state_distance(optimizer.state_dict(), plain.state_dict()), len(optimizer.state)
+    return distance(raw, reference), state_distance(optimizer.state_dict(), plain.state_dict()), len(optimizer.state)
 
 
 def test_a_hundred_flips() -> None:

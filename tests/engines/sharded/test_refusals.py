@@ -14,7 +14,8 @@ from torch import nn
 import accel
 from accel.registry import registry
 from tests.distributed import refusals, run
-from tests.engines.sharded.training import adamw, data, equal_on_all_ranks, everywhere, largest, loss_of, net, sharded
+from tests.engines.sharded.training import adamw, data, equal_on_all_ranks, everywhere, loss_of, net, sharded
+from tests.models import distance
 
 
 def refuse(case: str) -> None:
@@ -101,7 +102,7 @@ def clip_the_other_optimizers_part() -> float:
         handles[0].step()
         nn.utils.clip_grad_norm_(m[1:].parameters(), 0.01)
         handles[1].step()
-    return largest(raw, reference)
+    return distance(raw, reference)
 
 
 def test_torch_clips_what_was_not_stepped() -> None:
@@ -118,13 +119,13 @@ def overflow() -> tuple[float, list[float], int]:
     if accel.rank() == 1:
         raw[0].weight.grad[0, 0] = float("inf")
     handles.optimizers.step()
-    moved = largest(raw, before)
+    moved = distance(raw, before)
     scales.append(registry.loss_scale.value)
     states = len(optimizer.state)
     handles.optimizers.zero_grad()
     accel.backward(loss_of(handles.model, data(1, accel.rank())))
     handles.optimizers.step()
-    assert largest(raw, before) > 0
+    assert distance(raw, before) > 0
     assert equal_on_all_ranks(raw)
     return moved, scales, states
 

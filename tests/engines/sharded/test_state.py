@@ -13,7 +13,8 @@ import torch
 import accel
 from accel.registry import registry
 from tests.distributed import outcomes, run
-from tests.engines.sharded.training import adamw, data, everywhere, largest, loss_of, net, sharded, state_distance
+from tests.engines.sharded.training import adamw, data, everywhere, loss_of, net, sharded, state_distance
+from tests.models import distance
 
 SETUPS: list[Any] = ["sharded", "ddp", accel.Sharded(broadcast_buffers=False), "sharded"]
 
@@ -39,7 +40,7 @@ def handovers() -> list[float]:
                 scheduler.step()
         if backend is not None:
             accel.teardown(model)
-    return [largest(raw, reference), state_distance(optimizer.state_dict(), plain.state_dict())]
+    return [distance(raw, reference), state_distance(optimizer.state_dict(), plain.state_dict())]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -91,7 +92,7 @@ def full_states(use_raw: bool) -> list[float]:
             o.zero_grad()
             loss_of(m, x).backward()
             o.step()
-    return [*found, largest(raw, again), largest(other, again)]
+    return [*found, distance(raw, again), distance(other, again)]
 
 
 @pytest.mark.parametrize("use_raw", [False, True])
@@ -139,7 +140,7 @@ def shards_and_slots() -> list[Any]:
             o.zero_grad()
             loss_of(m, x).backward()
             o.step()
-    return [largest(raw, other), largest(raw, reference), [s.name for s in mine]]
+    return [distance(raw, other), distance(raw, reference), [s.name for s in mine]]
 
 
 def test_shards_are_each_ranks_own() -> None:
@@ -203,7 +204,7 @@ def alone() -> bool:
             o.step()
     assert not any(p._backward_hooks for p in raw.parameters())
     assert state_distance(handle.state_dict(), plain.state_dict()) == 0.0
-    return largest(raw, reference) == 0.0
+    return distance(raw, reference) == 0.0
 
 
 def test_one_process_is_passed_through() -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel
+from tests.models import rows
 
 
 def net(width: int = 12, depth: int = 3) -> nn.Sequential:
@@ -22,7 +23,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def data(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+    return rows(100 * step + rank, 8, 4)
 
 
 def everywhere(step: int) -> torch.Tensor:
@@ -31,11 +32,6 @@ def everywhere(step: int) -> torch.Tensor:
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(model(x), x[:, :2].sin())
-
-
-def largest(a: nn.Module, b: nn.Module) -> float:
-    pairs = zip(a.parameters(), b.parameters(), strict=True)
-    return max((float((p - q).detach().abs().max()) for p, q in pairs if p.numel()), default=0.0)
 
 
 def state_distance(a: dict[str, Any], b: dict[str, Any]) -> float:
