@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +32,7 @@ from tests.engines.deepspeed.training import (
     zero,
 )
 from tests.models import distance
-from tests.programs import free_port
+from tests.programs import by_hand, free_port, scripts
 
 
 def states(optimizer: Any) -> dict[str, torch.Tensor]:
@@ -429,7 +426,7 @@ model, optimizer, _ = accel.setup(net, optimizer, backend=accel.DeepSpeed(stage=
 for step in range(3):
     optimizer.zero_grad()
     model(torch.randn(4, 8)).square().mean().backward()
-    if step == int(sys.argv[1]) and accel.rank() == 0:
+    if step == {step} and accel.rank() == 0:
         raise KeyError("in the middle")
     optimizer.step()
 print("done")
@@ -439,21 +436,9 @@ print("done")
 def start(step: int) -> list[tuple[int, str, str]]:
     """Status, output and errors of two processes that end without a clean-up; one fails in ``step``."""
     port = free_port()
-    processes = []
-    for rank in range(2):
-        place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
-        environment = {k: str(v) for k, v in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items()}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", SCRIPT, str(step)],
-                env={**os.environ, **environment},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    outputs = [process.communicate(timeout=150) for process in processes]
-    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+    environs = [by_hand(rank, 2, port) | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"} for rank in range(2)]
+    results = scripts(SCRIPT.format(step=step), *environs, check=False)
+    return [(result.returncode, result.stdout, result.stderr) for result in results]
 
 
 def test_a_script_ends_quietly_and_a_failing_one_on_every_rank() -> None:

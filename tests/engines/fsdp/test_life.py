@@ -56,9 +56,9 @@ def patterns(option: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("option", "world"), [("root", 2), ("inner", 2), ("kept", 2), ("inner", 4)])
-def test_patterns(option: str, world: int) -> None:
-    for found in run(world, patterns, option, timeout=180):
+@pytest.mark.parametrize("option", WRAPS)
+def test_patterns(option: str) -> None:
+    for found in run(2, patterns, option, timeout=180):
         assert not {k: v for k, v in found.items() if not v <= 1e-5}
 
 
