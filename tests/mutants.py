@@ -76,9 +76,11 @@ class Mutant:
 
 
 def area_of(file: str) -> list[str]:
-    """The paths of the tests of a file."""
+    """The files of tests of a file, each once: pytest would take a folder before what is named of it."""
     names = AREAS[max((prefix for prefix in AREAS if file.startswith(prefix)), key=len)]
-    return [f"tests/{name}.py" if "test_" in name else f"tests/{name}" for name in names]
+    paths = [ROOT / "tests" / (f"{name}.py" if "test_" in name else name) for name in names]
+    found = [each for path in paths for each in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])]
+    return [str(path.relative_to(ROOT)) for path in dict.fromkeys(found)]
 
 
 def _is_text(node: ast.AST) -> bool:

@@ -37,7 +37,7 @@ here = Path(__file__).parent  # both begin together: what comes before may take 
 (here / ("begins" + os.environ["RANK"])).touch()
 while len(list(here.glob("begins*"))) < 2:
     time.sleep(0.01)
-accel.init(timeout=5)
+accel.init(timeout=10)
 torch.manual_seed(0)
 raw = torch.nn.Linear(4, 1)
 model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 0.01))
