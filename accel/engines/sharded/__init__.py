@@ -21,9 +21,9 @@ from ...gradients.step import refuse_steps
 from ...handles import Slot
 from ...process.control import agree
 from ...shard import Manifest, Shard
+from .. import memory
 from ..engine import Context, Engine, Options
 from ..memory import Footprint, MemoryUse
-from ..memory import owners as owned_bytes
 from . import owners as parts
 from .exchange import broadcast_from_owners, clip_parts_, reduce_to_owners
 from .owners import EVERYWHERE, LOCAL, NONE, OWNED, SPARSE, Owners, SplitState
@@ -76,7 +76,7 @@ class ShardedEngine(Engine):
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
         """Gradients and optimizer state of a parameter on its owner alone, after a step."""
-        return owned_bytes(footprint, world_size)
+        return memory.owners(footprint, world_size)
 
     # -- life -----------------------------------------------------------------------------------------------------
 
