@@ -15,6 +15,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -237,4 +238,6 @@ def _passes(tree: Path, name: str, timeout: float) -> bool:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGINT):  # background jobs of a shell begin with the latter ignored
+        signal.signal(number, signal.default_int_handler)
     sys.exit(main())
