@@ -16,9 +16,7 @@ import accel
 from accel import __main__, engines
 from accel.engines import ENGINES
 from accel.errors import BackendError
-from tests.programs import free_port
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.programs import ROOT, free_port
 
 
 def accel_command(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:

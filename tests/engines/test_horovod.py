@@ -19,7 +19,6 @@ from tests.distributed import outcomes, refusals, run
 from tests.faults import Fault, reach
 from tests.programs import clean_environ
 
-ROOT = Path(__file__).parent.parent.parent
 MISSING = importlib.util.find_spec("horovod") is None
 needs_horovod = pytest.mark.skipif(MISSING, reason="horovod is not installed: docs/hosts.md says how to build it")
 

@@ -6,7 +6,6 @@ import copy
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from tests.distributed import run
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.programs import ROOT
 
 
 def net() -> nn.Sequential:

@@ -28,8 +28,7 @@ import accel
 from accel.launch.pickling import stateful
 from accel.launch.worker import Memory
 from tests.distributed import GUARD, wait_for
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.programs import ROOT
 
 
 def environment() -> dict[str, str]:

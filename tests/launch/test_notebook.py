@@ -5,12 +5,11 @@ from __future__ import annotations
 import base64
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.programs import ROOT
 
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
