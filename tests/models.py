@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+import accel
+
 
 def mlp(*widths: int, seed: int = 0) -> nn.Sequential:
     """Linear layers from each width to the next, with Tanh between them."""
@@ -29,6 +31,25 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=0.01)
+
+
+class FailingBackward(torch.autograd.Function):
+    """Gives its input; the backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("this backward fails")
+
+
+def equal_on_all_ranks(module: nn.Module) -> bool:
+    """Whether parameters and buffers are, bit for bit."""
+    flat = torch.cat([t.detach().to(torch.complex128).reshape(-1) for t in module.state_dict().values()])
+    everywhere = accel.all_gather(torch.view_as_real(flat)[None])
+    return all(torch.equal(row, everywhere[0]) for row in everywhere)
 
 
 def one_step(model: Any, optimizer: Any) -> None:

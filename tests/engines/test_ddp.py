@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accel
 from tests.distributed import run
-from tests.models import rows
+from tests.models import FailingBackward, equal_on_all_ranks, rows
 
 
 def net(bn: bool = False) -> nn.Sequential:
@@ -26,12 +26,6 @@ def net(bn: bool = False) -> nn.Sequential:
 
 def data(step: int, rank: int) -> torch.Tensor:
     return rows(100 * step + rank, 8, 4)
-
-
-def equal_on_all_ranks(module: nn.Module) -> bool:
-    flat = torch.cat([t.detach().double().reshape(-1) for t in module.state_dict().values()])
-    everywhere = accel.all_gather(flat[None])
-    return all(torch.equal(row, everywhere[0]) for row in everywhere)
 
 
 def train_beside_raw_ddp(bn: bool, accumulation: int, option: dict[str, Any]) -> bool:
@@ -198,18 +192,6 @@ def test_replaced_buffers_and_methods_keep_the_ranks_equal() -> None:
     run(2, replaced_buffers)
 
 
-class Fails(torch.autograd.Function):
-    """Its backward is the last of all, when every parameter has its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise ZeroDivisionError
-
-
 class Moody(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +206,7 @@ class Moody(nn.Module):
         if self.mood == "late":
             self.inner[0].weight.register_hook(self.late)
         if self.mood == "last":
-            return self.inner(Fails.apply(x.requires_grad_(True)))
+            return self.inner(FailingBackward.apply(x.requires_grad_(True)))
         return y
 
     def late(self, gradient: torch.Tensor) -> None:

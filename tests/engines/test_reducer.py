@@ -11,7 +11,8 @@ from torch import nn
 
 import accel
 from tests.distributed import outcomes, refusals, run
-from tests.engines.test_ddp import data, equal_on_all_ranks, net
+from tests.engines.test_ddp import data, net
+from tests.models import equal_on_all_ranks
 
 # -- unused, missing, frozen ------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from tests.engines.deepspeed.training import (
     whole,
     zero,
 )
-from tests.models import distance
+from tests.models import FailingBackward, distance
 from tests.programs import by_hand, free_port, scripts
 
 
@@ -296,18 +296,6 @@ def test_an_engine_dies_with_its_model(stage: int) -> None:
 # -- errors, exit, and the library alone ------------------------------------------------------------------------------
 
 
-class Boom(torch.autograd.Function):
-    """Fails in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise ValueError("boom")
-
-
 def exceptions(stage: int) -> None:
     """In forward, in backward, in step: the engine goes on after zero_grad."""
     pair = Pair(zero(stage))
@@ -322,10 +310,10 @@ def exceptions(stage: int) -> None:
         pair.model(x)
     hook.remove()
     pair.train()
-    hook = pair.raw.body[1].register_forward_hook(lambda m, a, out: Boom.apply(out))
+    hook = pair.raw.body[1].register_forward_hook(lambda m, a, out: FailingBackward.apply(out))
     loss = loss_of(pair.model(x))
     hook.remove()
-    with pytest.raises(ValueError, match="boom"):
+    with pytest.raises(ZeroDivisionError, match="this backward fails"):
         loss.backward()
     if stage > 1:  # stage 1 has reduced nothing yet, so nothing is incomplete
         with pytest.raises(accel.BackendError, match="zero_grad"):

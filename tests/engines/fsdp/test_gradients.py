@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import accel
 from accel.registry import registry
 from tests.distributed import refusals, run
 from tests.engines.fsdp.training import build, distance, local_loss, mean_loss, start, train
+from tests.models import FailingBackward
 
 # -- gradients --------------------------------------------------------------------------------------------------------
 
@@ -74,16 +74,6 @@ def test_editing_a_gradient_that_is_not_there_yet_raises() -> None:
         assert "was changed by hand while gradients accumulated unreduced" in message
 
 
-class Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise ValueError("this backward fails")
-
-
 def exceptions() -> float:
     model, handle, net, _ = start()
     reference, ref_optimizer = build()
@@ -95,8 +85,8 @@ def exceptions() -> float:
     net.blocks[1].fails = False
     train(model, handle, range(1, 2))
     train(reference, ref_optimizer, range(1, 2), mean_loss)
-    hook = net.blocks[1].register_forward_hook(lambda m, a, out: Failing.apply(out))
-    with pytest.raises(ValueError, match="this backward fails"):
+    hook = net.blocks[1].register_forward_hook(lambda m, a, out: FailingBackward.apply(out))
+    with pytest.raises(ZeroDivisionError, match="this backward fails"):
         local_loss(model, 2).backward()
     hook.remove()
     with pytest.raises(accel.BackendError, match="an exception ended a backward"):

@@ -16,14 +16,13 @@ from tests.distributed import run
 from tests.engines.sharded.training import (
     adamw,
     data,
-    equal_on_all_ranks,
     everywhere,
     loss_of,
     net,
     sharded,
     state_distance,
 )
-from tests.models import distance
+from tests.models import distance, equal_on_all_ranks
 
 
 class Branches(nn.Module):

@@ -14,8 +14,8 @@ from torch import nn
 import accel
 from accel.registry import registry
 from tests.distributed import refusals, run
-from tests.engines.sharded.training import adamw, data, equal_on_all_ranks, everywhere, loss_of, net, sharded
-from tests.models import distance
+from tests.engines.sharded.training import adamw, data, everywhere, loss_of, net, sharded
+from tests.models import distance, equal_on_all_ranks
 
 
 def refuse(case: str) -> None:

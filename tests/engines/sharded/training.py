@@ -46,12 +46,6 @@ def state_distance(a: dict[str, Any], b: dict[str, Any]) -> float:
     return worst
 
 
-def equal_on_all_ranks(module: nn.Module) -> bool:
-    flat = torch.cat([t.detach().to(torch.complex128).reshape(-1) for t in module.state_dict().values()])
-    rows = accel.all_gather(torch.view_as_real(flat)[None])
-    return all(torch.equal(row, rows[0]) for row in rows)
-
-
 def sharded(raw: nn.Module, optimizers: Any = None, **options: Any) -> Any:
     handles = accel.setup(raw, optimizers, backend=accel.Sharded(**options))
     return handles.model, handles.optimizers
