@@ -13,8 +13,8 @@ import pytest
 import accel
 from accel.engines import ENGINES, option_names
 from tests import house
+from tests.house import ROOT
 
-ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "accel"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
