@@ -22,7 +22,8 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 import accel
-from accel.engines import ENGINES, private
+from accel.engines import ENGINES
+from accel.engines.base import private
 from accel.errors import BackendError
 from tests.distributed import close_all, run
 
