@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from ...gradients.step import refuse_steps
 from ...precision import convert_optimizer
-from ...shard import Entry, Shard
+from ...shard import Shard, StateEntry
 from ..gather import Item
 from ..holdings import Holdings
 from . import foreign
 from .library import without_groups
 from .partitions import Fragment, Partitions
-from .stage3 import Sharded
+from .stage3 import Stage3
 from .weights import plainly
 
 logger = logging.getLogger("accel")
@@ -33,7 +33,7 @@ class DeepSpeedHoldings(Holdings):
     def partial(self, optimizer: Optimizer | None) -> bool:
         """The optimizers' state always; the model where it does not hold what they step."""
         zero: Partitions | None = self.engine.zero
-        return zero is not None and (optimizer is not None or isinstance(zero, Sharded) or zero.masters)
+        return zero is not None and (optimizer is not None or isinstance(zero, Stage3) or zero.masters)
 
     def prepare(self, *, writing: bool) -> None:
         """What the loop has written is taken over, or refused."""
@@ -71,7 +71,7 @@ class DeepSpeedHoldings(Holdings):
             return super().part(name, tensor, key)
         return Shard(f"{name}/{key}", shape, fragment.start, tensor)
 
-    def entries(self, optimizer: Optimizer) -> list[Entry]:
+    def entries(self, optimizer: Optimizer) -> list[StateEntry]:
         """By fragments."""
         zero: Partitions | None = self.engine.zero
         if zero is None:
@@ -80,10 +80,10 @@ class DeepSpeedHoldings(Holdings):
         for index in self.engine.indices(optimizer):
             if (fragment := zero.fragments.get(index)) is not None:
                 name, state = self.engine.names[index], optimizer.state.get(fragment.weights, {})
-                found.append(Entry(name, tuple(zero.shapes[index]), fragment.weights, state))
+                found.append(StateEntry(name, tuple(zero.shapes[index]), fragment.weights, state))
         return found
 
-    def new_state(self, entry: Entry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """As large as the fragment."""
         divided, _ = self._fragment(entry.name)
         return super().new_state(
@@ -103,7 +103,7 @@ class DeepSpeedHoldings(Holdings):
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
         """None where weights are divided."""
-        return [] if isinstance(self.engine.zero, Sharded) else super().replicas()
+        return [] if isinstance(self.engine.zero, Stage3) else super().replicas()
 
     def filled(self) -> None:
         """Every rank sees the weights that were filled."""
