@@ -330,7 +330,7 @@ class Holdings:
 
     @final
     def own_part(self, entry: StateEntry, key: Any, value: Any, *, counter_beside: bool) -> Any:
-        """This rank's part of a whole value in the state of a parameter, converted by torch's own rule. Local."""
+        """This rank's part of a whole value in the state of a parameter, in the dtype and place that torch gives it. Local."""
         like = entry.parameter
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
@@ -338,7 +338,8 @@ class Holdings:
                 return tensor
             if key == "step" and tensor.numel() == 1:
                 return tensor.to(like.device, copy=True) if counter_beside else tensor.clone()
-            dtype = like.dtype if like.is_floating_point() else tensor.dtype
+            floating = like.is_floating_point() and tensor.is_floating_point()
+            dtype = like.dtype if floating else tensor.dtype
             if tuple(tensor.shape) != entry.shape or tensor.layout is not torch.strided:
                 return tensor.to(like.device, dtype, copy=True)
             made = self.new_state(entry, key, tuple(tensor.shape), dtype)
