@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...handles import Slot
 from ...process.startup import unseen_group
-from ...shard import Entry
+from ...shard import StateEntry
 from ..base.holdings import Holdings
 from ..base.private import require
 
@@ -155,7 +155,7 @@ class ShardedHoldings(Holdings):
         """Never the model."""
         return optimizer is not None and bool(self.engine.splits(optimizer))
 
-    def entries(self, optimizer: Optimizer) -> list[Entry]:
+    def entries(self, optimizer: Optimizer) -> list[StateEntry]:
         """Of what this rank owns."""
         held = super().entries(optimizer)
         if not self.partial(optimizer):
