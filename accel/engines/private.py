@@ -98,6 +98,7 @@ _FSDP2: Final[Names] = {
     "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers": "one number, or a row, of a part",
     "torch.distributed.tensor:DTensor._local_tensor": "p.data = ... of a shard",
     "torch.distributed.tensor:DTensor._spec": "p.data = ... of a shard",
+    "torch.optim._muon:_zeropower_via_newtonschulz": "torch.optim.Muon on shards",
 }
 _OF: Final[Mapping[str, Names]] = {
     "ddp": _REDUCER,
@@ -116,10 +117,13 @@ _OF: Final[Mapping[str, Names]] = {
     },
     "deepspeed": {"torch._C:_is_torch_function_enabled": "parameters whose values are on other ranks"},
 }
-#: ``torch.optim.Muon`` on divided parameters.
-MUON: Final[Names] = {"torch.optim._muon:_zeropower_via_newtonschulz": "Muon on divided parameters"}
-#: The versions of torch with which the tests of a backend were run; "" is of all others.
-_RAN: Final[Mapping[str, str]] = {"": "2.8.0, 2.13.0 and 2.14.1", "fsdp": "2.13.0 and 2.14.1"}
+#: The versions of torch with which the tests of a backend were run, the oldest first; "" is of all others.
+_RAN: Final[Mapping[str, tuple[str, ...]]] = {
+    "": ("2.8.0", "2.13.0", "2.14.1"),
+    "fsdp": ("2.13.0", "2.14.1"),
+    "pipeline": ("2.13.0", "2.14.1"),  # 2.8.0 does not tell of an error in another stage's backward
+    "deepspeed": ("2.13.0", "2.14.1"),
+}
 
 
 def check_torch(backend: str) -> None:
@@ -127,27 +131,27 @@ def check_torch(backend: str) -> None:
     require(f"backend {backend!r}", "torch", {**_COMMON, **_OF.get(backend, {})}, _RAN.get(backend, _RAN[""]))
 
 
-def require(user: str, package: str, names: Names, ran: str, least: str = "") -> None:
-    """Refuse a package without some of its private names, or of an older version than ``least``.
+def require(user: str, package: str, names: Names, ran: tuple[str, ...]) -> None:
+    """Refuse a package without some of its private names, or older than what was run: that may have them, and differ.
 
     Args:
         user: what relies on them.
         package: as it is installed.
         names: what for, by name.
-        ran: the versions that are known to work.
-        least: an older one is known to compute something else, although it has the names.
+        ran: the versions that are known to work, the oldest first.
 
     Raises:
         BackendError: says which are missing, the installed version and those.
     """
-    version = importlib.metadata.version(package)
-    if least and _numbers(version) < _numbers(least):
-        raise BackendError(f"{user} computes other weights with {package} {version}: install {package}>={least}")
+    version, problem = importlib.metadata.version(package), ""
     if missing := [f"{name} ({reason})" for name, reason in names.items() if not _found(name)]:
+        problem = f"relies on parts of {package} that {package} {version} does not have: {', '.join(missing[:5])}"
+        problem += ", ..." if len(missing) > 5 else ""
+    elif _numbers(version) < _numbers(ran[0]):
+        problem = f"is not known to be right with {package} {version}"
+    if problem:
         raise BackendError(
-            f"{user} relies on parts of {package} that {package} {version} does not have: "
-            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; it was run with {package} {ran}: install one of "
-            "these, or choose another backend"
+            f"{user} {problem}; it was run with {package} {' and '.join(ran)}: install one of these, or choose another backend"
         )
 
 

@@ -134,7 +134,7 @@ _PRIVATE: Final = {
     },
 }  # fmt: skip
 #: The version with which this backend's tests were run. With 0.19.6 and 0.19.7 they fail, although these have the names.
-_RAN: Final = "0.19.8"
+_RAN: Final = ("0.19.8",)
 
 
 def library(name: str = "deepspeed") -> Any:
@@ -144,7 +144,7 @@ def library(name: str = "deepspeed") -> Any:
 
 def _import(device: torch.device) -> Any:
     deepspeed = library()
-    require("backend 'deepspeed'", "deepspeed", _PRIVATE, _RAN, least=_RAN)
+    require("backend 'deepspeed'", "deepspeed", _PRIVATE, _RAN)
     found = library("deepspeed.accelerator").get_accelerator()._name
     if found != device.type:
         raise BackendError(

@@ -28,9 +28,9 @@ from .exchange import broadcast_from_owners
 NONE, EVERYWHERE, OWNED, LOCAL, SPARSE = range(5)
 
 
-#: The names of fairscale that this backend relies on, and the version with which its tests were run.
+#: The names of fairscale that this backend relies on, and the versions with which its tests were run.
 _PRIVATE: Final = {"fairscale.optim.oss:OSS.partition_parameters": "which rank steps which parameter"}
-_RAN: Final = "0.4.13"
+_RAN: Final = ("0.4.12", "0.4.13")
 
 
 @final
