@@ -29,7 +29,7 @@ NONE, EVERYWHERE, OWNED, LOCAL, SPARSE = range(5)
 
 
 #: The names of fairscale that this backend relies on, and the versions with which its tests were run.
-_PRIVATE: Final = {"fairscale.optim.oss:OSS.partition_parameters": "which rank steps which parameter"}
+_PRIVATE: Final = (("fairscale.optim.oss:OSS.", "partition_parameters", "which rank steps which parameter"),)
 _RAN: Final = ("0.4.12", "0.4.13")
 
 
