@@ -362,7 +362,6 @@ class Stage3(Partitions):
         stream = zero.reduce_and_partition_stream
         if stream is not None:
             stream.synchronize()
-        zero._offload_boundary_param_ids.clear()
         for number in zero.params_already_reduced:
             zero.params_already_reduced[number] = False
         self._hand_out()

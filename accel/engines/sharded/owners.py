@@ -25,9 +25,9 @@ from ..base.private import require
 NONE, EVERYWHERE, OWNED, LOCAL, SPARSE = range(5)
 
 
-#: The names of fairscale that this backend relies on, and the version with which its tests were run.
-_PRIVATE: Final = {"fairscale.optim.oss:OSS.partition_parameters": "which rank steps which parameter"}
-_RAN: Final = "0.4.13"
+#: The names of fairscale that this backend relies on, and the versions with which its tests were run.
+_PRIVATE: Final = (("fairscale.optim.oss:OSS.", "partition_parameters", "which rank steps which parameter"),)
+_RAN: Final = ("0.4.12", "0.4.13")
 
 
 @final
