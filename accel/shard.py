@@ -78,7 +78,7 @@ def tensor_names(module: nn.Module) -> dict[int, list[str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StateEntry:
     """An optimizer's state of one parameter, as far as this rank keeps it.
 
     Args:
@@ -141,10 +141,10 @@ def fill_module_values(module: nn.Module, values: Mapping[str, Any]) -> None:
         parts[name].set_extra_state(values[name])
 
 
-def entries(optimizer: Optimizer, names: Mapping[int, str]) -> list[Entry]:
+def entries(optimizer: Optimizer, names: Mapping[int, str]) -> list[StateEntry]:
     """Of each parameter in its groups; ``names`` are those of the parameters, by ``id``."""
     held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return [Entry(names[id(p)], tuple(p.shape), p, optimizer.state.get(p, {})) for p in held]
+    return [StateEntry(names[id(p)], tuple(p.shape), p, optimizer.state.get(p, {})) for p in held]
 
 
 def is_sharded(value: Any) -> bool:
@@ -165,7 +165,7 @@ def state_shard(name: str, key: str, value: torch.Tensor) -> Shard | None:
 def optimizer_shards(
     optimizer: Optimizer,
     names: Mapping[int, str],
-    held: Iterable[Entry] | None = None,
+    held: Iterable[StateEntry] | None = None,
     make: Callable[[str, str, torch.Tensor], Shard | None] = state_shard,
 ) -> list[Shard]:
     """The tensors of an optimizer's state; ``names`` are those of its parameters, by ``id``.
@@ -189,7 +189,7 @@ def optimizer_shards(
     ]
 
 
-def _check_keys(optimizer: Optimizer, names: Mapping[int, str], held: Sequence[Entry]) -> None:
+def _check_keys(optimizer: Optimizer, names: Mapping[int, str], held: Sequence[StateEntry]) -> None:
     kind = type(optimizer).__name__
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     known |= {id(entry.parameter) for entry in held}
@@ -215,7 +215,7 @@ def _check_keys(optimizer: Optimizer, names: Mapping[int, str], held: Sequence[E
 
 
 def optimizer_values(
-    optimizer: Optimizer, names: Mapping[int, str], held: Iterable[Entry] | None = None
+    optimizer: Optimizer, names: Mapping[int, str], held: Iterable[StateEntry] | None = None
 ) -> dict[str, Any]:
     """The groups, with their parameters' names, and whatever state is not a shard, by parameter and key.
 
@@ -235,10 +235,10 @@ def optimizer_values(
 
 
 #: Makes the state of a shape and dtype under a key of what an entry is of.
-New = Callable[[Entry, str, tuple[int, ...], torch.dtype], torch.Tensor]
+New = Callable[[StateEntry, str, tuple[int, ...], torch.dtype], torch.Tensor]
 
 
-def new_state(entry: Entry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def new_state(entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Memory for a whole tensor beside the parameter."""
     return torch.empty(shape, dtype=dtype, device=entry.parameter.device)
 
@@ -247,7 +247,7 @@ def optimizer_slots(
     optimizer: Optimizer,
     names: Mapping[int, str],
     manifest: Manifest,
-    held: Iterable[Entry] | None = None,
+    held: Iterable[StateEntry] | None = None,
     make: Callable[[str, str, torch.Tensor], Shard | None] = state_shard,
     new: New = new_state,
 ) -> list[Shard]:
@@ -277,7 +277,7 @@ def _is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def fill_optimizer_values(
-    optimizer: Optimizer, names: Mapping[int, str], values: Mapping[str, Any], held: Iterable[Entry] | None = None
+    optimizer: Optimizer, names: Mapping[int, str], values: Mapping[str, Any], held: Iterable[StateEntry] | None = None
 ) -> None:
     """Take over group values and plain state; parameters without an entry in ``values["state"]`` lose their state."""
     on_device = {}

@@ -18,7 +18,6 @@ import torch
 
 from ..errors import CheckpointError
 from ..process import ended
-from . import folder
 from .failures import explain
 from .shards import WriteItem
 
@@ -130,19 +129,31 @@ _LAST_WAIT: Final = (
 )
 
 
+def status_name(save: str, rank: int, kind: Literal["done", "seen"]) -> str:
+    """The file that a rank of a background save leaves when it has written, or when it knows how the save has ended."""
+    return f".accel-{save}-{rank:05d}.{kind}"
+
+
+def status_names(save: str, world: int) -> list[str]:
+    """Those of all ranks; the last are what the others look at to the end."""
+    kinds: tuple[Literal["done", "seen"], ...] = ("done", "seen")
+    return [status_name(save, rank, kind) for kind in kinds for rank in range(world)]
+
+
 @final
 class StatusFiles:
     """One rank's side of it.
 
     Args:
         directory: of the save, absolute.
+        lock: a file that rank 0 has put there.
         save: its id.
         rank: this one.
         world: of how many.
         timeout: seconds to wait for another rank.
     """
 
-    def __init__(self, directory: str, save: str, rank: int, world: int, timeout: float) -> None:
+    def __init__(self, directory: str, lock: str, save: str, rank: int, world: int, timeout: float) -> None:
         self._directory = directory
         self._save = save
         self._rank = rank
@@ -150,11 +161,11 @@ class StatusFiles:
         self._timeout = timeout
         self._last_wait = min(timeout, _LAST_WAIT)
         self._lost: set[int] = set()
-        #: What this rank has put there, or, before that, rank 0's lock: where it is gone, the directory is.
-        self._own = os.path.join(directory, folder.LOCK)
+        #: What this rank has put there, or, before that, the lock: where it is gone, the directory is.
+        self._own = lock
 
     def _path(self, rank: int, kind: Literal["done", "seen"] = "done") -> str:
-        return os.path.join(self._directory, folder.status_name(self._save, rank, kind))
+        return os.path.join(self._directory, status_name(self._save, rank, kind))
 
     def write(self, status: dict[str, Any]) -> None:
         """Tell the other ranks.
@@ -210,7 +221,7 @@ class StatusFiles:
             if self._rank:
                 self._wait(lambda: not os.path.exists(own), 0, self._last_wait)
             elif all(self._knows(rank) for rank in range(1, self._world) if rank not in self._lost):
-                for name in folder.status_names(self._save, self._world):
+                for name in status_names(self._save, self._world):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(os.path.join(self._directory, name))
 

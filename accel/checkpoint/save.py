@@ -17,8 +17,8 @@ import torch
 from ..errors import CheckpointError
 from ..process import current
 from ..process.control import locked
-from . import folder, manage, record, shards
-from .background import StatusFiles, background
+from . import folder, record, shards
+from .background import StatusFiles, background, status_names
 from .failures import exchange, explain, on_every_rank
 from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, parts, unpack, write_items
 from .match import check_engines
@@ -67,7 +67,7 @@ def save(
         background.settle()
         directory = folder.named(dir)
         if keep is not None:
-            manage.check_keep(directory, keep)
+            folder.check_keep(directory, keep)
         contents = contents_of(state, filter, process.place.world_size)
         return contents, (directory, (wait, keep), contents.summary())
 
@@ -370,7 +370,7 @@ class Writer:
         try:
             self._sweep(new)
             if self._keep is not None:
-                manage.prune(self._directory, self._keep)
+                folder.prune(self._directory, self._keep)
         except (OSError, CheckpointError) as error:
             logger.warning("%s is saved, but older files could not be removed: %s", self._directory, explain(error))
 
@@ -394,7 +394,7 @@ class Writer:
     def _sweep(self, kept: Record | None) -> None:
         """Remove what is neither of this record, nor needed by ranks that wait for the end of this save."""
         names = [file.name for file in kept.files] if kept else []
-        folder.sweep(self._directory, names + folder.status_names(self._save, self._world))
+        folder.sweep(self._directory, names + status_names(self._save, self._world))
 
     # -- in the background: without collectives ---------------------------------------------------------------------
 
@@ -404,7 +404,8 @@ class Writer:
         Raises:
             CheckpointError: it failed on this rank or on another.
         """
-        status = StatusFiles(self._directory, self._save, self.rank, self._world, timeout)
+        lock = os.path.join(self._directory, folder.LOCK)
+        status = StatusFiles(self._directory, lock, self._save, self.rank, self._world, timeout)
         failure: Exception | None = None
         pair: Pair = (None, None)
         try:

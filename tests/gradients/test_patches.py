@@ -22,7 +22,8 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 import accel
-from accel.engines import ENGINES, private
+from accel.engines import ENGINES
+from accel.engines.base import private
 from accel.errors import BackendError
 from tests.distributed import close_all, run
 
@@ -319,6 +320,17 @@ def test_a_library_without_a_private_name_is_refused_by_it() -> None:
                 rf"relies on parts of {package} that {package} {re.escape(version)} does not have: \S*{name} \(", text
             )
             assert re.search(rf"it was run with {package} .*{re.escape(version.partition('+')[0])}", text)
+
+
+def test_an_older_version_than_was_run_is_refused_although_it_has_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed 0.19.7 has them, and computed other weights in a test of configurations."""
+    names = [("torch:", "_foreach_norm", "norms")]
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.19.7+cpu")
+    private.require("backend 'some'", "torch", names, ("0.19.7", "0.20"))
+    with pytest.raises(
+        BackendError, match="'some' is not known to be right with torch 0.19.7.* run with torch 0.19.8 and 0.20:"
+    ):
+        private.require("backend 'some'", "torch", names, ("0.19.8", "0.20"))
 
 
 def test_attributes_that_only_objects_have_are_found() -> None:

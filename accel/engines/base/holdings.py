@@ -17,10 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ... import shard
-from ...errors import BackendError
+from ...errors import BackendError, OptimizerError
 from ...process.control import Waiting
 from ...process.packing import broadcast_
-from ...shard import Entry, Manifest, Shard
+from ...shard import Manifest, Shard, StateEntry
 from ...trees import map_tensors
 from .gather import Item, gather
 from .guards import Guard
@@ -66,11 +66,11 @@ class Holdings:
         """
         return shard.whole(f"{name}/{key}" if key else name, tensor)
 
-    def entries(self, optimizer: Optimizer) -> list[Entry]:
+    def entries(self, optimizer: Optimizer) -> list[StateEntry]:
         """The state that this rank keeps. Local."""
         return shard.entries(optimizer, self.parameter_names)
 
-    def new_state(self, entry: Entry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory for what this rank keeps of a tensor of this shape in the state of a parameter. Local."""
         return shard.new_state(entry, key, shape, dtype)
 
@@ -282,6 +282,7 @@ class Holdings:
 
     def _load_optimizer(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         taken: dict[str, Any] = {}
+        calls = []
 
         def take(_: Optimizer, full: dict[str, Any]) -> dict[str, Any]:
             """After the user's own hooks: the raw optimizer checks the groups, and loads these."""
@@ -293,6 +294,7 @@ class Holdings:
             return {**full, "state": {n: state for n, state in full["state"].items() if n not in known}}
 
         def fill(_: Optimizer) -> None:
+            calls.append(True)
             self.take(optimizer, taken)
             # Where a class brings the state of older versions up to date.
             optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
@@ -307,11 +309,16 @@ class Holdings:
         finally:
             for hook in hooks:
                 hook.remove()
+        if not calls:
+            raise OptimizerError(
+                f"{type(optimizer).__name__}.load_state_dict() does not call torch's own, so that this rank cannot keep its part "
+                "of the state only: call super().load_state_dict(...) there, or use accel.save and accel.load"
+            )
 
     @final
     @torch.no_grad()
     def take(self, optimizer: Optimizer, whole: Mapping[str, Mapping[Any, Any]]) -> None:
-        """Keep this rank's part of the whole state of parameters, by name; it takes the place of what was there. Local."""
+        """Keep this rank's part of the whole state of parameters, by name; that of others stays as it is. Local."""
         names = self.parameter_names
         beside = {
             names[id(p)]: bool(g.get("capturable") or g.get("fused"))
@@ -319,7 +326,6 @@ class Holdings:
             for p in g["params"]
         }
         for entry in self.entries(optimizer):
-            optimizer.state.pop(entry.parameter, None)
             if state := whole.get(entry.name):
                 optimizer.state[entry.parameter] = {
                     key: self.own_part(entry, key, value, counter_beside=beside[entry.name])
@@ -327,8 +333,8 @@ class Holdings:
                 }
 
     @final
-    def own_part(self, entry: Entry, key: Any, value: Any, *, counter_beside: bool) -> Any:
-        """This rank's part of a whole value in the state of a parameter, converted by torch's own rule. Local."""
+    def own_part(self, entry: StateEntry, key: Any, value: Any, *, counter_beside: bool) -> Any:
+        """This rank's part of a whole value in the state of a parameter, in the dtype and place that torch gives it. Local."""
         like = entry.parameter
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
@@ -336,7 +342,8 @@ class Holdings:
                 return tensor
             if key == "step" and tensor.numel() == 1:
                 return tensor.to(like.device, copy=True) if counter_beside else tensor.clone()
-            dtype = like.dtype if like.is_floating_point() else tensor.dtype
+            floating = like.is_floating_point() and tensor.is_floating_point()
+            dtype = like.dtype if floating else tensor.dtype
             if tuple(tensor.shape) != entry.shape or tensor.layout is not torch.strided:
                 return tensor.to(like.device, dtype, copy=True)
             made = self.new_state(entry, key, tuple(tensor.shape), dtype)
@@ -353,7 +360,9 @@ class Holdings:
         """An optimizer's whole state by the names of its parameters, on every rank; ``strays`` are in no group. Collective."""
         entries = [*self.entries(optimizer), *(self._strays(optimizer) if strays else ())]
         held = [(entry.name, key, value) for entry in entries for key, value in entry.state.items()]
-        order = {name: i for i, name in enumerate(self.parameter_names.values())}
+        names = self.parameter_names
+        held_names = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        order = {name: i for i, name in enumerate(dict.fromkeys([*held_names, *names.values()]))}
         whole: dict[str, dict[Any, Any]] = {}
         for (name, key), value in self.gather(what, held).items():
             whole.setdefault(name, {})[key] = value
@@ -369,12 +378,12 @@ class Holdings:
         for name, state in whole.items():
             optimizer.state[parameters[name]] = state
 
-    def _strays(self, optimizer: Optimizer) -> list[Entry]:
+    def _strays(self, optimizer: Optimizer) -> list[StateEntry]:
         names = self.parameter_names
         known = {id(p) for group in optimizer.param_groups for p in group["params"]}
         known |= {id(entry.parameter) for entry in self.entries(optimizer)}
         return [
-            Entry(names[id(key)], tuple(key.shape), key, state)
+            StateEntry(names[id(key)], tuple(key.shape), key, state)
             for key, state in optimizer.state.items()
             if isinstance(key, torch.Tensor) and id(key) in names and id(key) not in known
         ]

@@ -27,7 +27,7 @@ from . import config as configuration
 from .library import release_groups
 from .overrides import Overrides, call_zero_grad
 from .partitions import Flat, Partitions
-from .stage3 import Sharded
+from .stage3 import Stage3
 from .state import DeepSpeedHoldings
 
 logger = logging.getLogger("accel")
@@ -456,7 +456,7 @@ class DeepSpeedEngine(Engine):
         offload = configuration.offloaded(self._config, "offload_optimizer", self.options.offload_optimizer)
         weights_on = torch.device("cpu") if offload else None
         arguments = (self.module, self.parameters, masters, weights_on, self.process, self.label)
-        zero = Sharded(*arguments) if self.stage == 3 else Flat(self.stage, *arguments)
+        zero = Stage3(*arguments) if self.stage == 3 else Flat(self.stage, *arguments)
         numel = sum(p.numel() for p in self.parameters)
         dtype = next(p.dtype for p in self.parameters if p.is_floating_point())
         offload_parameters = configuration.offloaded(self._config, "offload_param", self.options.offload_parameters)

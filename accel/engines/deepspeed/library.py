@@ -55,86 +55,86 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 # -- The private names of the library that this backend relies on ------------------------------------------------------
 
-_ENGINE: Final = "deepspeed.runtime.engine:DeepSpeedEngine."
 _ZERO12: Final = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer."
 _ZERO3: Final = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3."
 _OFFLOAD: Final = "deepspeed.runtime.zero.parameter_offload:"
 _COORDINATOR: Final = "deepspeed.runtime.zero.partitioned_param_coordinator:"
+_OWN: Final = f"{_COORDINATOR}PartitionedParameterCoordinator."
 #: What it puts on a parameter of stage 3.
 _PARAMETER: Final = "deepspeed.runtime.zero.partition_parameters:Init."
-_PRIVATE: Final = {
-    "deepspeed.accelerator:get_accelerator": "which device it runs on",
-    "deepspeed.utils.debug:debug_clear_module_and_param_names": "letting go of models",
-    "deepspeed.utils.groups:_WORLD_GROUP": "letting go of process groups",
-    "deepspeed.utils.groups:_ZERO_PARAM_INTRA_PARALLEL_GROUP": "letting go of process groups",
-    "deepspeed.utils.groups:_ALL_TO_ALL_GROUP": "letting go of process groups",
-    "deepspeed.comm.comm:cdb": "letting go of process groups",
-    f"{_ENGINE}module_forward_pre_hook": "a model in several forwards",
-    f"{_ENGINE}module_forward_post_hook": "a model in several forwards",
-    f"{_ENGINE}destroy": "teardown",
-    "deepspeed.runtime.utils:all_gather_dp_groups": "the weights after a step",
-    f"{_ZERO12}round_robin_bit16_groups": "which parameters lie in which flat memory",
-    f"{_ZERO12}bit16_groups_flat": "the flat memory",
-    f"{_ZERO12}partition_size": "this rank's part of it",
-    f"{_ZERO12}real_dp_process_group": "this rank's part of it",
-    f"{_ZERO12}single_partition_of_fp32_groups": "weights that are stepped elsewhere",
-    f"{_ZERO12}copy_grads_in_partition": "reduced gradients",
-    f"{_ZERO12}reduce_independent_p_g_buckets_and_remove_grads": "a gradient into a bucket",
-    f"{_ZERO12}reduce_ipg_grads": "the reduction of a bucket",
-    f"{_ZERO12}setup_buckets": "its buckets",
-    f"{_ZERO12}ipg_buckets": "its buckets",
-    f"{_ZERO12}extra_large_param_to_reduce": "its buckets",
-    f"{_ZERO12}params_already_reduced": "its buckets",
-    f"{_ZERO12}get_param_id": "its buckets",
-    f"{_ZERO12}_release_ipg_buffers": "its buckets",
-    f"{_ZERO12}_clear_previous_reduced_grads": "its buckets",
-    f"{_ZERO12}overlap_comm": "its buckets",
-    f"{_ZERO12}_grad_acc_hooks": "which gradients exist",
-    f"{_ZERO12}parallel_partitioned_bit16_groups": "the weights after a step",
-    f"{_ZERO12}nccl_start_alignment_factor": "the weights after a step",
-    f"{_ZERO12}allgather_bucket_size": "the weights after a step",
-    f"{_ZERO3}_grad_acc_hooks": "which gradients exist",
-    f"{_ZERO3}_leaf_module_hooks": "which gradients exist",
-    f"{_ZERO3}_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition": "reduced gradients",
-    f"{_ZERO3}_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads": "the reduction of a bucket",
-    f"{_ZERO3}grad_partitions_flat_buffer": "reduced gradients",
-    f"{_ZERO3}micro_step_id": "sums of gradients",
-    f"{_ZERO3}offload_optimizer": "weights that are stepped elsewhere",
-    f"{_ZERO3}fp32_partitioned_groups_flat": "weights that are stepped elsewhere",
-    f"{_ZERO3}reduce_independent_p_g_buckets_and_remove_grads": "a gradient into a bucket",
-    f"{_ZERO3}reduce_and_partition_stream": "its buckets",
-    f"{_ZERO3}ipg_buckets": "its buckets",
-    f"{_ZERO3}params_already_reduced": "its buckets",
-    f"{_ZERO3}_offload_boundary_param_ids": "its buckets",
-    f"{_ZERO3}parameter_offload": "what gathers weights",
-    f"{_ZERO3}persistent_parameters": "weights that stay gathered",
-    f"{_ZERO3}_partition_all_parameters": "letting go of gathered weights",
-    f"{_OFFLOAD}FWD_MODULE_STACK": "weights that one module reads from another",
-    f"{_OFFLOAD}DeepSpeedZeRoOffload.get_param_coordinator": "what gathers weights",
-    f"{_OFFLOAD}DeepSpeedZeRoOffload.release_backward_leftovers": "the end of a backward",
-    f"{_COORDINATOR}iter_params": "the weights of a module",
-    f"{_COORDINATOR}z3_leaf_module": "the weights of a module",
-    f"{_COORDINATOR}PartitionedParameterCoordinator.fetch_sub_module": "announcing what is gathered",
-    f"{_COORDINATOR}PartitionedParameterCoordinator.release_sub_module": "weights that are divided again",
-    f"{_COORDINATOR}PartitionedParameterCoordinator.reset_step": "announcing what is gathered",
-    f"{_COORDINATOR}PartitionedParameterCoordinator.trace_prologue": "its hooks on plain tensors",
-    f"{_COORDINATOR}PartitionedParameterCoordinator.release_and_reset_all": "its hooks on plain tensors",
-    f"{_COORDINATOR}PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release": "letting go of models",
-    f"{_COORDINATOR}PartitionedParameterCoordinator._PartitionedParameterCoordinator__submodule_order": "letting go of models",
-    f"{_COORDINATOR}PartitionedParameterCoordinator._PartitionedParameterCoordinator__inflight_param_registry": (
-        "weights that one module reads from another"
+_PRIVATE: Final = (
+    ("deepspeed.accelerator:", "get_accelerator", "which device it runs on"),
+    ("deepspeed.utils.debug:", "debug_clear_module_and_param_names", "letting go of models"),
+    (
+        "deepspeed.utils.groups:",
+        "_WORLD_GROUP _ZERO_PARAM_INTRA_PARALLEL_GROUP _ALL_TO_ALL_GROUP",
+        "letting go of process groups",
     ),
-    "deepspeed.runtime.zero:register_external_parameter": "weights that one module reads from another",
-    "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus.AVAILABLE": "whether a weight is gathered",
-    "deepspeed.runtime.zero.parameter_offload:ZeROOrderedDict._in_forward": "weights that one module reads from another",
-    **{
-        f"{_PARAMETER}{name}": "what this rank has of a weight"
-        for name in ("ds_status", "ds_tensor", "ds_numel", "ds_shape", "ds_id", "ds_persist", "ds_active_sub_modules",
-                     "ds_zero_partition_world_size", "all_gather", "all_gather_coalesced", "partition", "item")
-    },
-}  # fmt: skip
+    ("deepspeed.comm.comm:", "cdb", "letting go of process groups"),
+    (
+        "deepspeed.runtime.engine:DeepSpeedEngine.",
+        "module_forward_pre_hook module_forward_post_hook",
+        "several forwards before a backward",
+    ),
+    ("deepspeed.runtime.engine:DeepSpeedEngine.", "destroy", "teardown"),
+    (_ZERO12, "round_robin_bit16_groups bit16_groups_flat", "the flat memory, and what lies there"),
+    (_ZERO12, "partition_size real_dp_process_group", "this rank's part of it"),
+    (_ZERO12, "single_partition_of_fp32_groups", "weights that are stepped elsewhere"),
+    (_ZERO12, "_grad_acc_hooks", "which gradients exist"),
+    (_ZERO12, "copy_grads_in_partition", "reduced gradients"),
+    (
+        _ZERO12,
+        "reduce_independent_p_g_buckets_and_remove_grads reduce_ipg_grads setup_buckets ipg_buckets overlap_comm "
+        "extra_large_param_to_reduce params_already_reduced get_param_id _release_ipg_buffers _clear_previous_reduced_grads",
+        "its buckets",
+    ),
+    (
+        _ZERO12,
+        "parallel_partitioned_bit16_groups nccl_start_alignment_factor allgather_bucket_size",
+        "the weights after a step",
+    ),
+    ("deepspeed.runtime.utils:", "all_gather_dp_groups", "the weights after a step"),
+    (_ZERO3, "_grad_acc_hooks _leaf_module_hooks", "which gradients exist"),
+    (
+        _ZERO3,
+        "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition grad_partitions_flat_buffer micro_step_id",
+        "reduced gradients",
+    ),
+    (
+        _ZERO3,
+        "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads reduce_independent_p_g_buckets_and_remove_grads "
+        "reduce_and_partition_stream ipg_buckets params_already_reduced",
+        "its buckets",
+    ),
+    (_ZERO3, "offload_optimizer fp32_partitioned_groups_flat", "weights that are stepped elsewhere"),
+    (_ZERO3, "parameter_offload persistent_parameters _partition_all_parameters", "gathered weights"),
+    (_OFFLOAD, "FWD_MODULE_STACK ZeROOrderedDict._in_forward", "weights that one module reads from another"),
+    (_OFFLOAD, "DeepSpeedZeRoOffload.get_param_coordinator", "what gathers weights"),
+    (_OFFLOAD, "DeepSpeedZeRoOffload.release_backward_leftovers", "the end of a backward"),
+    (_COORDINATOR, "iter_params z3_leaf_module", "the weights of a module"),
+    (_OWN, "fetch_sub_module release_sub_module reset_step", "what is gathered, and divided again"),
+    (_OWN, "trace_prologue release_and_reset_all", "its hooks on plain tensors"),
+    (
+        _OWN,
+        "_PartitionedParameterCoordinator__params_to_release _PartitionedParameterCoordinator__submodule_order",
+        "letting go of models",
+    ),
+    (
+        _OWN,
+        "_PartitionedParameterCoordinator__inflight_param_registry",
+        "weights that one module reads from another",
+    ),
+    ("deepspeed.runtime.zero:", "register_external_parameter", "weights that one module reads from another"),
+    ("deepspeed.runtime.zero.partition_parameters:", "ZeroParamStatus.AVAILABLE", "whether a weight is gathered"),
+    (
+        _PARAMETER,
+        "ds_status ds_tensor ds_numel ds_shape ds_id ds_persist ds_active_sub_modules ds_zero_partition_world_size "
+        "all_gather all_gather_coalesced partition item",
+        "what this rank has of a weight",
+    ),
+)
 #: The version with which this backend's tests were run. With 0.19.6 and 0.19.7 they fail, although these have the names.
-_RAN: Final = "0.19.8"
+_RAN: Final = ("0.19.8",)
 
 
 def library(name: str = "deepspeed") -> Any:
@@ -144,7 +144,7 @@ def library(name: str = "deepspeed") -> Any:
 
 def _import(device: torch.device) -> Any:
     deepspeed = library()
-    require("backend 'deepspeed'", "deepspeed", _PRIVATE, _RAN, least=_RAN)
+    require("backend 'deepspeed'", "deepspeed", _PRIVATE, _RAN)
     found = library("deepspeed.accelerator").get_accelerator()._name
     if found != device.type:
         raise BackendError(

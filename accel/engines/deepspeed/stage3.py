@@ -225,7 +225,7 @@ _INFLIGHT: Final = "_PartitionedParameterCoordinator__inflight_param_registry"
 class _Gradients(dict[int, torch.Tensor]):
     """Where stage 3 adds a reduced gradient, made when it is asked for; a second one is added in the weights' dtype."""
 
-    def __init__(self, sharded: Sharded) -> None:
+    def __init__(self, sharded: Stage3) -> None:
         super().__init__()
         self._sharded = sharded
 
@@ -243,7 +243,7 @@ class _Gradients(dict[int, torch.Tensor]):
 
 
 @final
-class Sharded(Partitions):
+class Stage3(Partitions):
     """Stage 3: every rank holds a part of each parameter, and gathers the rest when a module runs."""
 
     divides_weights = True
@@ -362,7 +362,6 @@ class Sharded(Partitions):
         stream = zero.reduce_and_partition_stream
         if stream is not None:
             stream.synchronize()
-        zero._offload_boundary_param_ids.clear()
         for number in zero.params_already_reduced:
             zero.params_already_reduced[number] = False
         self._hand_out()

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from ...precision import convert_optimizer
-from ...shard import Entry, Shard
+from ...shard import Shard, StateEntry
 from ..base.absent import plainly
 from ..base.gather import Item
 from ..base.holdings import Holdings
@@ -70,7 +70,7 @@ class DeepSpeedHoldings(Holdings):
             return super().part(name, tensor, key)
         return Shard(f"{name}/{key}", shape, fragment.start, tensor)
 
-    def entries(self, optimizer: Optimizer) -> list[Entry]:
+    def entries(self, optimizer: Optimizer) -> list[StateEntry]:
         """By fragments."""
         zero: Partitions | None = self.engine.zero
         if zero is None:
@@ -79,10 +79,10 @@ class DeepSpeedHoldings(Holdings):
         for index in self.engine.indices(optimizer):
             if (fragment := zero.fragments.get(index)) is not None:
                 name, state = self.engine.names[index], optimizer.state.get(fragment.weights, {})
-                found.append(Entry(name, tuple(zero.shapes[index]), fragment.weights, state))
+                found.append(StateEntry(name, tuple(zero.shapes[index]), fragment.weights, state))
         return found
 
-    def new_state(self, entry: Entry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """As large as the fragment."""
         divided, _ = self._fragment(entry.name)
         return super().new_state(

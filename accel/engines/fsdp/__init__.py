@@ -17,7 +17,7 @@ from ...gradients.clip import clip_
 from ...gradients.patches import muon_patch
 from ...process import Process, reason_of
 from ...process.control import Waiting
-from ...shard import Entry, Shard
+from ...shard import Shard, StateEntry
 from ..base.engine import Context, Engine, Options, lost_weights
 from ..base.gradients import Buffers, Gradients, refuse_sparse
 from ..base.holdings import Holdings
@@ -53,7 +53,7 @@ class FSDPHoldings(Holdings):
         made: Shard | None = super().part(name, tensor, key) if parts is None else parts.part(name, tensor, key)
         return made
 
-    def new_state(self, entry: Entry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Cut as the parameter."""
         if self.engine.parts is None:
             return super().new_state(entry, key, shape, dtype)
@@ -72,7 +72,7 @@ class FSDPHoldings(Holdings):
         names = self.parameter_names
         for parameter in [p for p in optimizer.state if isinstance(p, torch.Tensor)]:
             shard, state = parts.known.get(id(parameter), parameter), optimizer.state.pop(parameter)
-            entry = Entry(names[id(shard)], tuple(shard.shape), shard, {})
+            entry = StateEntry(names[id(shard)], tuple(shard.shape), shard, {})
             optimizer.state[shard] = {k: self.own_part(entry, k, v, counter_beside=False) for k, v in state.items()}
 
     def restore(self, parts: Conversion, optimizers: Sequence[Optimizer]) -> None:

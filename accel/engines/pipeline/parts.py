@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import BackendError
-from ...shard import Entry, Shard
+from ...shard import Shard, StateEntry
 from ..base.gather import Item
 from ..base.holdings import Holdings
 from .stages import Named
@@ -127,7 +127,7 @@ class PipelineHoldings(Holdings):
         """All of what is in its stage."""
         return super().part(name, tensor, key) if self.has(name) else None
 
-    def entries(self, optimizer: Optimizer) -> list[Entry]:
+    def entries(self, optimizer: Optimizer) -> list[StateEntry]:
         """Of its stage's parameters."""
         return [entry for entry in super().entries(optimizer) if self.has(entry.name)]
 

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...handles import Slot
 from ...process.startup import unseen_group
-from ...shard import Entry
+from ...shard import StateEntry
 from ..base.holdings import Holdings
 from ..base.private import require
 
@@ -25,9 +25,9 @@ from ..base.private import require
 NONE, EVERYWHERE, OWNED, LOCAL, SPARSE = range(5)
 
 
-#: The names of fairscale that this backend relies on, and the version with which its tests were run.
-_PRIVATE: Final = {"fairscale.optim.oss:OSS.partition_parameters": "which rank steps which parameter"}
-_RAN: Final = "0.4.13"
+#: The names of fairscale that this backend relies on, and the versions with which its tests were run.
+_PRIVATE: Final = (("fairscale.optim.oss:OSS.", "partition_parameters", "which rank steps which parameter"),)
+_RAN: Final = ("0.4.12", "0.4.13")
 
 
 @final
@@ -155,7 +155,7 @@ class ShardedHoldings(Holdings):
         """Never the model."""
         return optimizer is not None and bool(self.engine.splits(optimizer))
 
-    def entries(self, optimizer: Optimizer) -> list[Entry]:
+    def entries(self, optimizer: Optimizer) -> list[StateEntry]:
         """Of what this rank owns."""
         held = super().entries(optimizer)
         if not self.partial(optimizer):
