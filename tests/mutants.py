@@ -31,7 +31,7 @@ from tests.programs import ROOT, kill
 #: What tests a file of the package, fastest first; the longest prefix counts.
 AREAS: dict[str, tuple[str, ...]] = {
     "accel/": ("test_setup", "test_handles", "test_summary", "test_precision", "test_loop", "test_teardown"),
-    "accel/agreement": ("process/test_collectives", "test_setup", "process/test_process", "test_teardown"),
+    "accel/api": ("process/test_collectives", "test_setup", "process/test_process", "test_teardown"),
     "accel/checkpoint/": ("checkpoint", "commands/test_checkpoints"),
     "accel/checkpoint/layout": (
         "checkpoint/test_layout",
@@ -49,6 +49,9 @@ AREAS: dict[str, tuple[str, ...]] = {
     "accel/engines/fsdp": ("engines/fsdp", "engines/test_contract"),
     "accel/engines/pipeline": ("engines/pipeline", "engines/test_contract"),
     "accel/engines/sharded": ("engines/sharded", "engines/test_contract", "test_loop"),
+    "accel/engines/base/": ("engines/test_ddp", "engines/test_reducer", "engines/test_updates", "test_loop", "engines"),
+    "accel/engines/base/drift": ("engines/test_drift",),
+    "accel/engines/base/memory": ("test_memory",),
     "accel/gradients/": ("gradients", "engines/test_ddp", "engines/test_reducer", "engines/test_updates", "test_loop"),
     "accel/launch": ("launch", "commands/test_commands"),
     "accel/memory": ("test_memory",),

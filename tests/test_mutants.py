@@ -38,8 +38,9 @@ def test_what_is_changed() -> None:
 
 
 def test_every_file_has_tests() -> None:
-    for path in house.FILES.values():
-        file = str(path.relative_to(ROOT))
+    files = {str(path.relative_to(ROOT)): path for path in house.FILES.values()}
+    assert not [area for area in mutants.AREAS if not any(file.startswith(area) for file in files)]
+    for file, path in files.items():
         assert all((ROOT / test).exists() for test in mutants.area_of(file)), mutants.area_of(file)
         mutants.mutants_of(file, path.read_bytes())  # no place of it is misread
 
