@@ -406,7 +406,7 @@ def test_ending_the_groups_frees_ranks_that_wait_in_any_of_them(tmp_path: Path) 
 
 FAILING = """
 import os, sys, time, torch, torch.distributed as dist
-from accel import process, rng
+from accel import process
 here = process.current()
 if here.place.rank == 1:
     # Pending work that no rank answers keeps torch's destructors waiting for the whole timeout.
@@ -430,7 +430,7 @@ def test_an_error_on_one_rank_ends_the_others_with_an_error() -> None:
 
 STARTING = """
 import torch, torch.distributed as dist
-from accel import process, rng
+from accel import process
 assert process.world_size() == {world} and process.running() is None and not dist.is_initialized()
 for round in range({rounds}):
     here = process.current()
