@@ -15,7 +15,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..process import running
-from ..process.turns import in_turn
+from ..process.control import locked
 from . import folder, record
 from .failures import explain, on_running_ranks
 from .match import SavedNames, children_of
@@ -163,7 +163,7 @@ _TEMPORARY: Final = re.compile(rf"\.({_STEM})[^/]*\.[0-9a-f]{{12}}\.tmp")
 _SHARD: Final = re.compile(rf"({_STEM})-\d{{5,}}-of-\d{{5,}}\.safetensors")
 
 
-@in_turn
+@locked
 def export(
     dir: str | os.PathLike[str],
     out: str | os.PathLike[str],

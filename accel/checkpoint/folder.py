@@ -15,7 +15,7 @@ from typing import Final, final
 
 from ..errors import CheckpointError, refuse_url
 from ..process import rank
-from ..process.turns import in_turn
+from ..process.control import locked
 from .background import background
 from .failures import explain, naming, on_every_rank
 from .record import NAME, Record, commit, exists, is_damaged, parse, read, sync
@@ -288,7 +288,7 @@ def latest(root: str | os.PathLike[str]) -> str | None:
     return max(found)[1] if found else None
 
 
-@in_turn
+@locked
 def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
     """Make ``dst`` a second name of the checkpoint ``src``: its files are linked, so that either can be removed. Collective.
 

@@ -20,7 +20,7 @@ import torch
 from ..engines import ENGINES
 from ..errors import CheckpointError
 from ..process import running
-from ..process.turns import in_turn
+from ..process.control import locked
 from ..shard import whole
 from . import folder, record
 from .background import background
@@ -35,7 +35,7 @@ from .weights import is_weights_alone
 logger = logging.getLogger("accel")
 
 
-@in_turn
+@locked
 def import_checkpoint(
     source: str | os.PathLike[str], dir: str | os.PathLike[str], *, optimizer: bool = True
 ) -> dict[str, list[str]]:
@@ -94,7 +94,7 @@ def read(source: str, scratch: Scratch) -> Any:
     if os.path.isfile(os.path.join(source, _DCP_RECORD)):
         return _read_dcp(source, scratch.tensor)
     for engine in ENGINES.values():
-        state = engine.read_foreign(source, load_pickled, scratch.tensor)
+        state = engine.holdings_type.read_foreign(source, load_pickled, scratch.tensor)
         if state is not None:
             return state
     if record.exists(source) or is_weights_alone(source):

@@ -17,7 +17,7 @@ from ..data import LoaderHandle
 from ..deferred import weights_of
 from ..errors import CheckpointError
 from ..process import current
-from ..process.turns import in_turn
+from ..process.control import locked
 from ..shard import Manifest
 from . import folder, record
 from .background import background
@@ -37,7 +37,7 @@ from .weights import Checkpoint, is_weights_alone, open_checkpoint
 logger = logging.getLogger("accel")
 
 
-@in_turn
+@locked
 def load(
     dir: str | os.PathLike[str],
     state: dict[Any, Any] | None = None,
@@ -291,7 +291,7 @@ class Loading:
         """Tell the engines. Collective."""
         engines = {id(one.engine): one.engine for one, _ in self._objects if one.engine is not None}
         for engine in sorted(engines.values(), key=lambda e: e.serial):
-            engine.filled()
+            engine.holdings.filled()
             engine.refresh()
 
 

@@ -16,7 +16,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..process import current
-from ..process.turns import in_turn
+from ..process.control import locked
 from . import folder, record, shards
 from .background import StatusFiles, background, status_names
 from .failures import exchange, explain, on_every_rank
@@ -31,7 +31,7 @@ from .values import Encoder, Json
 logger = logging.getLogger("accel")
 
 
-@in_turn
+@locked
 def save(
     state: dict[Any, Any],
     dir: str | os.PathLike[str],

@@ -13,8 +13,8 @@ import torch
 
 from ..errors import CheckpointError
 from ..process import running
+from ..process.control import locked
 from ..process.environments import Place
-from ..process.turns import in_turn
 from . import folder, record
 from .failures import exchange, on_every_rank, on_running_ranks
 from .match import children_of, objects_in
@@ -77,7 +77,7 @@ def _share(everyone: torch.Tensor, me: int) -> torch.Tensor:
     return everyone[me] & (order[me] - 1 == turn)
 
 
-@in_turn
+@locked
 def verify(dir: str | os.PathLike[str]) -> None:
     """Compare every byte of a checkpoint with its checksums, and its record with the format. Collective on several ranks.
 

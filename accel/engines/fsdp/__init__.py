@@ -4,162 +4,107 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MethodType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from ... import shard
 from ...errors import AccelError, BackendError, OptimizerError
-from ...gradients.flat import broadcast_
-from ...process import Process
+from ...gradients.clip import clip_
+from ...gradients.patches import muon_patch
+from ...process import Process, reason_of
 from ...process.control import Waiting
-from ...shard import Manifest, Shard
-from .._copies import allow_copies, refuse_copies
-from ..engine import Context, Engine, Options, refuse_sparse
-from ..memory import Footprint, MemoryUse, even_shards
-from ..state import StateVerbs
+from ...shard import Shard, StateEntry
+from ..base.engine import Context, Engine, Options, lost_weights
+from ..base.gradients import Buffers, Gradients, refuse_sparse
+from ..base.holdings import Holdings
+from ..base.memory import Footprint, MemoryUse, even_shards
+from ..base.step import refuse_steps
 from . import wrap
-from .shards import LocalShards
 from .wrap import Checkpointed, Wrap
 
 if TYPE_CHECKING:
     from .conversion import Conversion
-if TYPE_CHECKING:
-    from .conversion import Conversion
-
-
-# -- The state verbs of an engine whose parameters and optimizer state are shards --------------------------------------
+    from .pending import Backwards
 
 
 @final
-class Guard:
-    """Refuses ``state_dict()``, copies and pickles of raw modules and optimizers, which would look whole."""
+class FSDPHoldings(Holdings):
+    """Rows of each tensor."""
 
-    def __init__(self) -> None:
-        self._open = False
-        self._hooks: dict[int, RemovableHandle] = {}
+    offloads = True
+    undoes_writes = divides_weights = True
 
-    def watch(self, raw: nn.Module | Optimizer) -> None:
-        """Refuse from now on."""
-        self._hooks[id(raw)] = raw.register_state_dict_pre_hook(self.refuse)
-        if isinstance(raw, Optimizer) or any(True for _ in raw.parameters()):
-            refuse_copies(raw)
+    def partial(self, optimizer: Optimizer | None) -> bool:
+        """Once there are shards."""
+        return self.engine.parts is not None
 
-    def release(self, raw: nn.Module | Optimizer) -> None:
-        """Refuse no more."""
-        if (hook := self._hooks.pop(id(raw), None)) is not None:
-            hook.remove()
-            allow_copies(raw)
+    def prepare(self, *, writing: bool) -> None:
+        """What is gathered is let go."""
+        if self.engine.parts is not None:
+            self.engine.parts.sharded.reshard()
 
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Let through inside."""
-        self._open = True
+    def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
+        """This rank's rows."""
+        parts = self.engine.parts
+        made: Shard | None = super().part(name, tensor, key) if parts is None else parts.part(name, tensor, key)
+        return made
+
+    def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Cut as the parameter."""
+        if self.engine.parts is None:
+            return super().new_state(entry, key, shape, dtype)
+        made: torch.Tensor = self.engine.parts.new(entry.parameter, shape, dtype)
+        return made
+
+    def whole(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The whole values of a parameter. Collective."""
+        value: torch.Tensor = self.gather("first values", [("", "", parameter)])["", ""]
+        return value
+
+    def rebind(self, optimizer: Optimizer, parts: Conversion) -> None:
+        """Put shards into the optimizer's groups, and cut its state. In place."""
+        for group in optimizer.param_groups:
+            group["params"][:] = [parts.canonical(p) for p in group["params"]]
+        names = self.parameter_names
+        for parameter in [p for p in optimizer.state if isinstance(p, torch.Tensor)]:
+            shard, state = parts.known.get(id(parameter), parameter), optimizer.state.pop(parameter)
+            entry = StateEntry(names[id(shard)], tuple(shard.shape), shard, {})
+            optimizer.state[shard] = {k: self.own_part(entry, k, v, counter_beside=False) for k, v in state.items()}
+
+    def restore(self, parts: Conversion, optimizers: Sequence[Optimizer]) -> None:
+        """Whole values in the objects that held them before; nan where a rank cannot be reached. Collective, but for that."""
+        engine, what = self.engine, "the end of a divided model"
+        whole: dict[tuple[str, Any], torch.Tensor] | None = None
+        old = {name: p for name, (p, _) in parts.replaced.items()}
         try:
-            yield
-        finally:
-            self._open = False
+            if not engine.ended:
+                held = [(name, "", p) for name, p in zip(engine.names, engine.parameters, strict=True) if name in old]
+                grads = [(name, key, grad) for name, key, grad in self.gradients() if name in old]
+                whole = self.gather(what, [*held, *grads])
+                for optimizer in optimizers:
+                    state = self.whole_state(what, optimizer, strays=True)
+                    self.give_back(optimizer, state, dict(zip(engine.names, engine.parameters, strict=True)) | old)
+        except (RuntimeError, AccelError) as error:
+            engine.ended, whole = str(error) if isinstance(error, AccelError) else reason_of(error), None
+        parts.restore(whole, optimizers)
+        if whole is None:
+            for optimizer in optimizers:
+                refuse_steps(optimizer, engine.ended)
 
-    def refuse(self, raw: object, *_: Any) -> None:
-        """Raise, unless opened."""
-        if not self._open:
-            raise AccelError(
-                f"{type(raw).__name__}.state_dict() is sharded, so that this rank holds a part of it only: every rank calls "
-                "accel.full_state_dict(model or optimizer) for the whole, or accel.save(...) for a checkpoint"
-            )
+    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """What cannot be cut."""
+        parts = self.engine.parts
+        shards = {} if parts is None else {id(p.sharded_param) for p in parts.sharded.params}
+        return [(name, p) for name, p in super().replicas() if id(p) not in shards]
 
-
-class ShardedState(StateVerbs):
-    """Whole state goes in and out; what lies on this rank is listed; what would be a part only is refused."""
-
-    _parts: Conversion | None
-    guard: Guard
-
-    def state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Refused where shards are."""
-        if self._parts is not None:
-            self.guard.refuse(self.module if optimizer is None else optimizer)
-        return super().state_dict(optimizer, args, kwargs)
-
-    def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
-        """Every shard gathered, on every rank; buffers are rank 0's. Collective."""
-        parts = self._parts
-        if parts is None:
-            return super().full_state_dict(optimizer)
-        parts.sharded.reshard()
-        with self.guard.opened():
-            if optimizer is not None:
-                state: dict[str, Any] = parts.whole_state(optimizer.state_dict())
-                return state
-            broadcast_([b.data for b in self.module.buffers()], self.process.group)
-            own = self.module.state_dict(keep_vars=True)
-        made: dict[int, Any] = {}  # what is tied is one tensor
-        for value in own.values():
-            if id(value) not in made:
-                made[id(value)] = parts.whole_state(value.detach() if isinstance(value, torch.Tensor) else value)
-        return _like(own, {name: made[id(value)] for name, value in own.items()})
-
-    def load_state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Take this rank's part of a full state."""
-        parts = self._parts
-        if parts is None:
-            return super().load_state_dict(optimizer, args, kwargs)
-        named = dict(zip(("state_dict", "strict", "assign"), args, strict=False)) | kwargs
-        full = named.pop("state_dict")
-        if optimizer is not None:
-            return optimizer.load_state_dict(parts.cut_optimizer_state(optimizer, full))
-        if named.get("assign"):
-            raise BackendError(
-                "load_state_dict(assign=True) would replace sharded parameters by whole ones: leave assign out"
-            )
-        parts.sharded.reshard()
-        mine = dict(self.module.named_parameters(remove_duplicate=False))
-        return self.module.load_state_dict(
-            _like(full, {n: parts.cut(v, mine.get(n)) for n, v in full.items()}), **named
-        )
-
-    def synchronize(self, source: int = 0) -> None:
-        """Rank ``source``'s weights and buffers; only its buffers where the weights are shards. Collective."""
-        tensors = [b.data for b in self.module.buffers()]
-        if self._parts is None:
-            tensors += [p.data for p in self.parameters if not p.is_meta]
-        if self.distributed:
-            broadcast_(tensors, self.process.group, source)
-
-    # -- checkpoints ----------------------------------------------------------------------------------------------
-
-    def shards(self, optimizer: Optimizer | None) -> list[Shard]:
-        """This rank's rows of each tensor."""
-        parts = self._parts
-        if parts is None:
-            return super().shards(optimizer)
-        if optimizer is not None:
-            return shard.optimizer_shards(optimizer, self.parameter_names, LocalShards())
-        parts.sharded.reshard()
-        with self.guard.opened():
-            return shard.module_shards(self.module, LocalShards())
-
-    def slots(self, optimizer: Optimizer | None, manifest: Manifest) -> list[Shard]:
-        """What ``shards`` lists; an optimizer's state is created."""
-        if self._parts is None or optimizer is None:
-            return self.shards(None) if optimizer is None else super().slots(optimizer, manifest)
-        return self._parts.slots(optimizer, self.parameter_names, manifest)
-
-
-def _like(original: Any, values: dict[str, Any]) -> OrderedDict[str, Any]:
-    """A state dict of these values, with the versions of modules that ``original`` carries."""
-    made = OrderedDict(values)
-    if hasattr(original, "_metadata"):
-        made._metadata = original._metadata  # type: ignore[attr-defined]
-    return made
+    def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
+        """Shards take values of their own form."""
+        parts = self.engine.parts
+        return parts is not None and bool(parts.sharded.set_data(parameter, value))
 
 
 #: Optimizers of torch that do not compute with shards, or not what they would with whole tensors.
@@ -215,24 +160,114 @@ class FSDP(Options):
 
 
 @final
-class FSDPEngine(ShardedState, Engine):
+class FSDPGradients(Gradients):
     """FSDP2 reduces in its hooks while backward runs; ``settle`` reduces what it left unreduced."""
+
+    reduced = partial = before_any_step = True
+    engine: FSDPEngine
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.buffers = Buffers(engine.module, engine.process)
+        self.backwards: Backwards | None = None
+
+    def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The shard that a gathered or replaced parameter stands for."""
+        parts = self.engine.parts
+        return parameter if parts is None else parts.canonical(parameter)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse strangers; replaced parameters become their shards."""
+        super().check(optimizer)
+        if self.engine.parts is not None:
+            self.engine.holdings.rebind(optimizer, self.engine.parts)
+
+    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The gathered parameter, which is what forward computes with."""
+        parts = self.engine.parts
+        return parameter if parts is None else parts.leaf(parameter)
+
+    def accumulate(self, accumulating: bool) -> None:
+        """Let backward passes accumulate without reduction."""
+        super().accumulate(accumulating)
+        if self.engine.parts is not None:
+            self.engine.parts.sharded.synchronise(not accumulating)
+
+    def holders(self) -> Sequence[torch.Tensor]:
+        """Shards, and the gathered parameters that hold what was not reduced."""
+        parts = self.engine.parts
+        if parts is None or self.backwards is None:
+            return self.engine.parameters
+        self.backwards.take_markers()
+        return [*self.engine.parameters, *(whole for whole, _ in parts.sharded.gathered())]
+
+    def pending(self) -> bool:
+        """Whether gradients were not reduced."""
+        parts = self.engine.parts
+        return parts is not None and (bool(parts.sharded.pending()) or parts.scalars_pending())
+
+    def settle(self, optimizer: Optimizer | None = None) -> None:
+        """Reduce what is pending; take rank 0's buffers."""
+        engine, parts = self.engine, self.engine.parts
+        if parts is None or self.backwards is None:
+            super().settle()
+            return
+        self.backwards.notice_exception()
+        self.backwards.refuse_broken()
+        self.backwards.take_markers()
+        sharded = parts.sharded
+        if pending := sharded.pending():
+            names = engine.holdings.parameter_names
+            engine.compare("a reduction of accumulated gradients", [names[id(p.sharded_param)] for p in pending])
+            sharded.reduce(not self.accumulating)
+        if parts.scalars_pending():
+            parts.average_scalars()
+        sharded.reshard()
+        if self.buffers.stale:
+            engine.announce("the broadcast of buffers")
+            self.buffers.synchronize()
+
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip by the global norm; one all-reduce of local norms."""
+        engine, parts = self.engine, self.engine.parts
+        if parts is None:
+            return super().clip(max_norm, norm_type)
+        engine.announce("accel.clip_grad_norm_")
+        self.settle()
+        with Waiting(self.process, "accel.clip_grad_norm_"):
+            mine, common = parts.gradients()
+            return clip_(mine, max_norm, norm_type, self.process, common)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Make a backward from an earlier forward an error, as a step in place does in one process."""
+        if self.engine.parts is not None:
+            self.announce_step(optimizer)
+            self.engine.parts.age(optimizer)
+
+    def outside_step(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
+        """What was gathered before is old then."""
+        if self.engine.parts is not None:
+            self.engine.parts.sharded.reshard()
+        return super().outside_step(optimizer)
+
+
+@final
+class FSDPEngine(Engine):
+    """Puts shards in the parameters' places when it starts; FSDP2 gathers and frees them in its hooks."""
 
     name = "fsdp"
     options_type = FSDP
-    reduces = partial_gradients = True
-    logs = False
-    hears_strangers = True
-    materializes = undoes_writes = divides_weights = True
+    gradients_type = FSDPGradients
+    gradients: FSDPGradients
+    holdings_type = FSDPHoldings
+    holdings: FSDPHoldings
+    materializes = True
     options: FSDP
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         super().__init__(module, entry, context)
-        self._parts: Conversion | None = None
-        self.guard = Guard()
+        self.parts: Conversion | None = None
         self._checkpointed = Checkpointed()
-        self._sync = True
-        self._stale_buffers = False
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
@@ -270,182 +305,67 @@ class FSDPEngine(ShardedState, Engine):
                 f"{type(optimizer).__name__}(fused=True) cannot train sharded parameters: leave fused out"
             )
         if self.distributed and isinstance(optimizer, _WHOLE_MATRICES):
-            from . import muon  # with DTensor, whose import takes its time
-
-            muon.attach(optimizer)
+            muon_patch().need(optimizer)
         super().attach(optimizer)
         if self.distributed:
-            self.guard.watch(optimizer)
+            self.holdings.guard.watch(optimizer)
 
     def detach(self, optimizer: Optimizer) -> None:
         """Give the optimizer back to its user."""
-        self.guard.release(optimizer)
+        self.holdings.guard.release(optimizer)
         if self.distributed and isinstance(optimizer, _WHOLE_MATRICES):
-            from . import muon
-
-            muon.detach(optimizer)
+            muon_patch().drop(optimizer)
         super().detach(optimizer)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Rank 0's weights, then shards in their place; the optimizers are rebound in place."""
         if not self.distributed:
             return
-        if self._parts is None:
+        if self.parts is None:
             from .conversion import Conversion  # heavy, as torch's own code for it is
             from .pending import Backwards
 
-            self.synchronize()
+            self.holdings.synchronize()
             names = [name for name, _ in wrap.blocks(self.module, self.options.wrap)]
             self.compare("the choice of FSDP(wrap=...)", names)
-            self._parts = Conversion(self.module, self.process, self.options, self.label)
-            for child in self.module.modules():
-                self.guard.watch(child)
-            self._parts.shard(names)
-            self.read_parameters()
-            self._backwards = Backwards(self._parts, self.parameter_names, self.log if self.precision.scaled else None)
-            self._parts.sharded.begin(self.process, self.title, self._backwards.begin, self._backwards.end)
-            self._parts.mark_gathered()
-            self.known = self._parts.known
-            self._started = True
+            self.parts = Conversion(self.module, self.process, self.options, self.label)
+            self.parts.shard(names, self.holdings.whole)
+            self.holdings.guard.watch_modules(self.module, lambda m: any(True for _ in m.parameters()))
+            self._read_parameters()
+            log = self.gradients.log if self.precision.scaled else None
+            backwards = self.gradients.backwards = Backwards(self.parts, self.holdings.parameter_names, log)
+            self.parts.sharded.begin(self.process, self.label, backwards.begin, backwards.end)
+            self.parts.mark_gathered()
+            self.known = self.parts.known
+            self.started = True
         for optimizer in optimizers:
-            self._parts.rebind(optimizer)
-
-    def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The shard that a gathered or replaced parameter stands for."""
-        return parameter if self._parts is None else self._parts.canonical(parameter)
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse strangers; replaced parameters become their shards."""
-        super().check_optimizer(optimizer)
-        if self._parts is not None:
-            self._parts.rebind(optimizer)
-
-    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """What cannot be cut."""
-        shards = {} if self._parts is None else {id(p.sharded_param) for p in self._parts.sharded.params}
-        return [(name, p) for name, p in super().replicas() if id(p) not in shards]
-
-    def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
-        """Shards take values of their own form."""
-        return self._parts is not None and self._parts.sharded.set_data(parameter, value)
-
-    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The gathered parameter, which is what forward computes with."""
-        return parameter if self._parts is None else self._parts.leaf(parameter)
+            self.holdings.rebind(optimizer, self.parts)
 
     # -- forward --------------------------------------------------------------------------------------------------
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward; FSDP2 gathers and frees in its hooks."""
-        return self.entry(*args, **kwargs) if self._parts is None else self._run(self.entry, args, kwargs)
-
-    def compute(self, bound: MethodType, *args: Any, **kwargs: Any) -> Any:
-        """A method of the user's, with the root's parameters gathered."""
-        if self._parts is None:
-            return bound(*args, **kwargs)
-        sharded = self._parts.sharded
-        return self._run(lambda *a, **k: sharded.compute(bound, a, k), args, kwargs)
-
-    def _run(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self._parts is not None
-        sharded, grad = self._parts.sharded, torch.is_grad_enabled()
-        self._backwards.notice_exception()
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call it; FSDP2 gathers and frees in its hooks, and what methods use of the root is gathered for them."""
+        parts, backwards = self.parts, self.gradients.backwards
+        if parts is None or backwards is None:
+            return function(*args, **kwargs)
+        sharded, grad = parts.sharded, torch.is_grad_enabled()
+        backwards.notice_exception()
         try:
-            out = fn(*args, **kwargs)
+            out = function(*args, **kwargs) if function is self.entry else sharded.compute(function, args, kwargs)
         except BaseException:
             sharded.reset()
             raise
         # Whoever asks for parameters must find shards: they have the gradients, and an edit of a gathered one is lost.
         if torch._C._current_graph_task_id() == -1 and (not grad or sharded.exposed_gradients()):
             sharded.reshard()
-        self._stale_buffers = self._stale_buffers or grad
+        if grad:
+            self.gradients.buffers.touch()
         return out
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let backward passes accumulate without reduction."""
-        before = self._sync
-        self._set_sync(False)
-        try:
-            yield
-        finally:
-            self._set_sync(before)
-
-    def _set_sync(self, value: bool) -> None:
-        self._sync = value
-        if self._parts is not None:
-            self._parts.sharded.synchronise(value)
-
-    # -- gradients ------------------------------------------------------------------------------------------------
-
-    def accumulators(self) -> Sequence[torch.Tensor]:
-        """Shards, and the gathered parameters that hold what was not reduced."""
-        if self._parts is None:
-            return self.parameters
-        self._backwards.take_markers()
-        return [*self.parameters, *(whole for whole, _ in self._parts.sharded.gathered())]
-
-    def unsettled(self) -> bool:
-        """Whether gradients were not reduced."""
-        if self._parts is None:
-            return False
-        return bool(self._parts.sharded.pending()) or self._parts.scalars_pending()
-
-    def settle(self) -> None:
-        """Reduce what is pending; take rank 0's buffers."""
-        if self._parts is None:
-            super().settle()
-            return
-        self._backwards.notice_exception()
-        self._backwards.refuse_broken()
-        self._backwards.take_markers()
-        sharded = self._parts.sharded
-        if pending := sharded.pending():
-            self.compare(
-                "a reduction of accumulated gradients", [self.parameter_names[id(p.sharded_param)] for p in pending]
-            )
-            sharded.reduce(self._sync)
-        if self._parts.scalars_pending():
-            self._parts.average_scalars()
-        sharded.reshard()
-        if self._stale_buffers:
-            self.announce("the broadcast of buffers")
-            broadcast_([b.data for b in self.module.buffers()], self.process.group)
-            self._stale_buffers = False
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Make a backward from an earlier forward an error, as a step in place does in one process."""
-        if self._parts is not None:
-            self.announce_step(optimizer)
-            self._parts.age(optimizer)
-
-    def outside_step(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
-        """What was gathered before is old then."""
-        if self._parts is not None:
-            self._parts.sharded.reshard()
-        return super().outside_step(optimizer)
-
-    def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
-        """Every shard gathered, on every rank; buffers are rank 0's. Collective."""
-        if self._parts is None:
-            return super().full_state_dict(optimizer)
-        self.meet(f"accel.full_state_dict of {'the model' if optimizer is None else type(optimizer).__name__}")
-        with Waiting(self.process, "accel.full_state_dict"):
-            return super().full_state_dict(optimizer)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip by the global norm; one all-reduce of local norms."""
-        if self._parts is None:
-            return super().clip_grad_norm_(max_norm, norm_type)
-        self.announce("accel.clip_grad_norm_")
-        self.settle()
-        with Waiting(self.process, "accel.clip_grad_norm_"):
-            return self._parts.clip(max_norm, norm_type)
 
     def rebuild(self) -> None:
         """FSDP2 follows ``requires_grad`` by itself; only its dtypes are of those that were trainable first."""
-        if self._parts is not None:
-            for group in self._parts.sharded.groups:
+        if self.parts is not None:
+            for group in self.parts.sharded.groups:
                 group._init_mp_dtypes()
 
     # -- the end --------------------------------------------------------------------------------------------------
@@ -453,18 +373,16 @@ class FSDPEngine(ShardedState, Engine):
     def abandon(self, reason: str) -> None:
         """Let go of the groups that FSDP2 holds."""
         super().abandon(reason)
-        if self._parts is not None:
-            self._parts.sharded.let_go()
+        if self.parts is not None:
+            self.parts.sharded.let_go()
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Whole parameters, in the objects that held them before. Collective."""
         self._checkpointed.unwrap()
-        parts, self._parts = self._parts, None
-        for child in self.module.modules():
-            self.guard.release(child)
-        if parts is not None:
-            lost = parts.unshard(optimizers, self._ended)
-            self.read_parameters()
-            if lost:
-                self._ended = lost
-                raise self.lost()
+        self.holdings.guard.release_modules(self.module)
+        if self.parts is not None:
+            self.holdings.restore(self.parts, optimizers)
+            self.parts = None
+            self._read_parameters()
+            if self.ended:
+                raise lost_weights(self)

@@ -1,0 +1,470 @@
+"""Weights of ZeRO-3 outside of a forward: what reads one sees all of it or raises at once, on two real ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import accel
+from accel.engines.deepspeed import DeepSpeed
+from accel.registry import registry
+from tests.distributed import run
+
+#: No weight stays whole, however small.
+DIVIDED = DeepSpeed(stage=3, config={"zero_optimization": {"stage3_param_persistence_threshold": 0}})
+#: Each of these small ones does.
+KEPT = DeepSpeed(stage=3)
+
+
+class Net(nn.Module):
+    """Weights that the forward reads by name, in a loop over all, and from a list; one is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh())
+        self.head = nn.Linear(7, 5)
+        self.tied = nn.Linear(7, 5, bias=False)
+        self.tied.weight = self.head.weight
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+        self.listed = [self.body[2].bias, self.scale]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.linear(self.body(x), self.head.weight.t())
+        return self.tied(h) * sum(w.mean() for w in self.listed)
+
+    def penalty(self) -> torch.Tensor:
+        return 0.1 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def data(step: int) -> torch.Tensor:
+    return torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(step))
+
+
+class Pair:
+    """The same model trained by accel, and by plain torch on both ranks' batches."""
+
+    def __init__(self, backend: DeepSpeed) -> None:
+        self.plain, self.raw = Net(), Net()
+        self.plain_optimizer, self.raw_optimizer = sgd(self.plain), sgd(self.raw)
+        self.model, self.optimizer, _ = accel.setup(self.raw, self.raw_optimizer, backend=backend)
+
+    def train(self, steps: range, more: Callable[[Any], Any] = lambda model: 0.0) -> None:
+        for step in steps:
+            self.optimizer.zero_grad()
+            self.plain_optimizer.zero_grad()
+            (self.model(data(step)[accel.rank()]).square().mean() + more(self.model)).backward()
+            (torch.stack([self.plain(x).square().mean() for x in data(step)]).mean() + more(self.plain)).backward()
+            self.optimizer.step()
+            self.plain_optimizer.step()
+
+    def check(self) -> None:
+        found = accel.full_state_dict(self.model)
+        for name, value in self.plain.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
+
+
+Use = Callable[[Any, nn.Parameter], Any]
+#: What users do with a weight; ``m`` is a handle or a module, ``w`` its ``head.weight``.
+READS: list[Use] = [
+    lambda m, w: w.norm(),
+    lambda m, w: w.mean().item(),
+    lambda m, w: m.scale.item(),
+    lambda m, w: float(w.abs().max()),
+    lambda m, w: sum(p.pow(2).sum() for p in m.parameters()),
+    lambda m, w: torch.nn.utils.parameters_to_vector(m.parameters()),
+    lambda m, w: torch._foreach_norm([w]),
+    lambda m, w: copy.deepcopy(w),
+    lambda m, w: torch.save(w, io.BytesIO()),
+    lambda m, w: w.data.sum(),
+    lambda m, w: w.detach().cpu(),
+    lambda m, w: torch.zeros(5, 7).lerp_(w, 0.1),
+    lambda m, w: (w == torch.zeros(5, 7)).all(),
+    lambda m, w: torch.equal(torch.zeros(5, 7), w),
+    lambda m, w: (w @ w.T - torch.eye(5)).square().sum(),
+    lambda m, w: F.linear(torch.ones(2, 7), w),
+    lambda m, w: torch.histc(w),
+    lambda m, w: w.tolist(),
+    lambda m, w: w.data_ptr(),
+    lambda m, w: next(iter(w)),
+    lambda m, w: nn.Parameter(w),
+]
+#: What would be lost.
+EDITS: list[Use] = [
+    lambda m, w: w.copy_(torch.zeros(5, 7)),
+    lambda m, w: nn.init.ones_(w),
+    lambda m, w: w.data.clamp_(-0.1, 0.1),
+    lambda m, w: setattr(w, "data", torch.zeros(5, 7)),
+    lambda m, w: m.double(),
+    lambda m, w: dist.all_reduce(w),
+    lambda m, w: torch.nn.utils.vector_to_parameters(torch.zeros(200), m.parameters()),
+]
+#: What does not look at values.
+FACTS: list[Use] = [
+    lambda m, w: (w.shape, w.size(), w.size(0), w.dim(), w.ndim, len(w), w.numel(), w.nelement(), w.nbytes),
+    lambda m, w: (w.dtype, w.device, w.layout, w.is_leaf, w.requires_grad, w.is_floating_point(), w.type()),
+    lambda m, w: (w.stride(), w.is_contiguous(), w.element_size(), isinstance(w, nn.Parameter), type(w).__name__),
+    lambda m, w: (sum(p.numel() for p in m.parameters()), [tuple(p.shape) for p in m.parameters()]),
+    lambda m, w: (torch.zeros_like(w).tolist(), torch.full_like(w, 2.0).device, w.new_zeros(3).tolist()),
+    lambda m, w: (torch.randn_like(w, dtype=torch.float64).dtype, torch.empty_like(w).shape),
+    lambda m, w: torch.optim.Adagrad(m.parameters()).state[w]["sum"].shape,
+    lambda m, w: (w in {w}, {w: 1}[w], w is m.head.weight),
+    lambda m, w: (setattr(w, "grad", None), w.grad, w.requires_grad_(True) is w, w.register_hook(print).remove()),
+    lambda m, w: (m.to("cpu") is m, m.to(torch.float32) is m, m.float() is m),
+    lambda m, w: repr(m),
+]
+
+
+MESSAGE = r"(head\.weight|scale|body\.0\.weight)(\.data = | is divided over 2 ranks, and outside of a forward)"
+
+
+def divided() -> None:
+    pair = Pair(DIVIDED)
+    pair.train(range(2))
+    raw, weight = pair.raw, pair.raw.head.weight
+    if accel.rank() == 0:  # alone: nothing here waits for the other rank
+        for use in READS + EDITS:
+            with pytest.raises(accel.BackendError, match=MESSAGE):
+                use(raw, weight)
+        for number, use in enumerate(FACTS):
+            assert use(raw, weight) == use(pair.plain, pair.plain.head.weight), number
+        assert repr(raw.scale) == "Parameter of shape (1,), divided over 2 ranks"
+    with torch.no_grad(), pytest.raises(accel.BackendError, match=MESSAGE):
+        raw.body(torch.ones(5)) * raw.scale.sum()
+    pair.train(range(2, 4))
+    pair.check()
+
+
+def test_a_use_of_a_divided_weight_raises_and_facts_about_it_are_right() -> None:
+    run(2, divided, timeout=200.0)
+
+
+def gathered() -> None:
+    """All weights, in a forward, in methods, and in the library's own context, where they can be changed."""
+    pair = Pair(DIVIDED)
+    pair.train(range(4), more=lambda model: model.penalty())
+    with torch.no_grad():
+        torch.testing.assert_close(pair.model.penalty(), pair.plain.penalty())
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(pair.model.parameters())):
+        full = [p.detach().clone() for p in pair.model.parameters()]
+        copied, value = copy.deepcopy(pair.raw.scale), pair.raw.scale.item()
+    for mine, theirs in zip(full, pair.plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.detach(), rtol=0, atol=1e-5)
+    assert type(copied) is nn.Parameter
+    assert copied.item() == value
+    mine, theirs = (
+        torch.autograd.grad(m(data(9)[0]).square().mean(), [m.head.weight, *m.body.parameters()])
+        for m in (pair.model, pair.plain)
+    )
+    torch.testing.assert_close(mine, theirs)
+    pair.train(range(4, 6))
+    pair.check()
+    with deepspeed.zero.GatheredParameters([pair.raw.scale], modifier_rank=0), torch.no_grad():
+        if accel.rank() == 0:
+            pair.raw.scale.fill_(0.25)
+    pair.plain.scale.data.fill_(0.25)
+    pair.check()
+    pair.train(range(6, 8))
+    pair.check()
+
+
+def test_a_forward_a_method_and_deepspeeds_own_context_see_all_of_a_weight() -> None:
+    run(2, gathered, timeout=200.0)
+
+
+def kept() -> None:
+    """Small weights stay whole between the steps: what reads one is right, and an edit is seen."""
+    pair = Pair(KEPT)
+    pair.train(range(1))
+    outside = lambda model: 0.1 * sum(p.pow(2).sum() for p in model.parameters())  # noqa: E731
+    pair.train(range(1, 4), more=outside)
+    torch.testing.assert_close(outside(pair.raw), outside(pair.plain))
+    assert repr(pair.raw.scale).startswith("Parameter containing:\ntensor([")
+    pair.check()
+    before = accel.full_state_dict(pair.model)
+    pair.raw.head.weight.data.clamp_(-0.1, 0.1)
+    with pytest.raises(accel.BackendError, match="head.weight changed in place, which is lost"):
+        pair.model(data(0)[0])
+    with pytest.raises(accel.BackendError, match="scale.data = "):
+        pair.raw.scale.data = torch.ones(1)
+    pair.model.load_state_dict(before)
+    pair.train(range(4, 6))
+    pair.check()
+
+
+def test_weights_that_stay_whole_are_right_and_an_edit_of_their_data_is_seen() -> None:
+    run(2, kept, timeout=200.0)
+
+
+class Marked(nn.Parameter):
+    """A class of the user's own."""
+
+
+def classes() -> None:
+    """The classes of weights are as before when the engine has gone, and a module can be divided again."""
+    raw = Net()
+    raw.mark = Marked(torch.ones(3))
+    before = [(type(p), vars(p).copy()) for p in raw.parameters()]
+    for backend in (DIVIDED, KEPT, DIVIDED):
+        model, _, _ = accel.setup(raw, sgd(raw), backend=backend)
+        model(data(0)[0])
+        assert isinstance(raw.mark, Marked)
+        assert registry.of_handle(model).holdings.measure().parameters >= sum(p.nbytes for p in raw.parameters()) // 2
+        accel.teardown(model)
+        assert [(type(p), vars(p)) for p in raw.parameters()] == before
+        assert raw.mark.sum() == 3
+
+
+def test_classes_of_weights_are_as_before_after_teardown() -> None:
+    run(2, classes, timeout=200.0)
+
+
+def assigned(backend: Any) -> None:
+    """Gradients that the loop computed by itself are stepped: the ranks' mean."""
+    pair = Pair(backend)
+    pair.train(range(2))
+    for optimizer, model, rank in ((pair.optimizer, pair.model, accel.rank()), (pair.plain_optimizer, pair.plain, 0.5)):
+        optimizer.zero_grad()
+        for p in model.parameters():
+            p.grad = torch.full(p.shape, 1.0 + rank)
+        optimizer.step()
+    pair.check()
+    pair.train(range(2, 4))
+    pair.check()
+    with pytest.raises(RuntimeError, match="size"):
+        pair.raw.scale.grad = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    "backend", [DeepSpeed(stage=1), DeepSpeed(stage=2), DIVIDED, KEPT], ids=lambda b: f"stage {b.stage}"
+)
+def test_assigned_gradients_are_stepped(backend: Any) -> None:
+    run(2, assigned, backend, timeout=200.0)
+
+
+def inputs(backend: Any) -> None:
+    pair = Pair(backend)
+    for step in range(2):
+        pair.optimizer.zero_grad()
+        pair.plain_optimizer.zero_grad()
+        pair.model(data(step)[accel.rank()]).square().mean().backward(inputs=[pair.model.head.weight])
+        loss = torch.stack([pair.plain(x).square().mean() for x in data(step)]).mean()
+        loss.backward(inputs=[pair.plain.head.weight])
+        pair.optimizer.step()
+        pair.plain_optimizer.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("backend", [DIVIDED, KEPT], ids=["divided", "kept"])
+def test_a_backward_for_some_weights_only(backend: Any) -> None:
+    run(2, inputs, backend)
+
+
+class Checkpointed(nn.Module):
+    """Its own weight is needed before and after the backward that a reentrant checkpoint runs inside of backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
+        self.weight = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.inner, torch.tanh(x @ self.weight), use_reentrant=True)
+        x = checkpoint(lambda v: self.inner(v) @ self.weight, x, use_reentrant=True)
+        return x @ self.weight.T
+
+
+def reentrant() -> None:
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(5, 5), Checkpointed(), Checkpointed(), nn.Linear(5, 2))
+    raw = copy.deepcopy(plain)
+    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=DIVIDED)
+    plain_optimizer = sgd(plain)
+    for step in range(3):
+        optimizer.zero_grad()
+        plain_optimizer.zero_grad()
+        model(data(step)[accel.rank()]).square().mean().backward()
+        torch.stack([plain(x).square().mean() for x in data(step)]).mean().backward()
+        optimizer.step()
+        plain_optimizer.step()
+    for name, value in accel.full_state_dict(model).items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=1e-5)
+
+
+def test_a_reentrant_checkpoint_leaves_the_weights_of_the_backward_around_it() -> None:
+    run(2, reentrant)
+
+
+def shown(stage: int) -> None:
+    raw = nn.Sequential(nn.EmbeddingBag(10, 5), nn.Linear(5, 2))
+    plain = repr(nn.Sequential(nn.EmbeddingBag(10, 5), nn.Linear(5, 2)))
+    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=DeepSpeed(stage=stage))
+    model(torch.tensor([[1, 2]])).sum().backward()
+    optimizer.step()
+    assert repr(raw) == plain
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_module_that_shows_its_attributes_can_be_shown(stage: int) -> None:
+    run(2, shown, stage)
+
+
+class Functional(nn.Module):
+    """Gives its child tensors in the places of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.child = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+
+    def forward(self, x: torch.Tensor, factor: float | None = None) -> torch.Tensor:
+        own = dict(self.child.named_parameters())
+        given = own if factor is None else {name: p * factor for name, p in own.items()}
+        out: torch.Tensor = torch.func.functional_call(self.child, given, (x,))
+        return out
+
+
+def functional() -> None:
+    plain, raw = Functional(), Functional()
+    model, _, _ = accel.setup(raw, sgd(raw), backend=DIVIDED)
+    x = data(0)[0]
+    for _ in range(2):
+        with pytest.raises(accel.BackendError, match="the place of the parameter 'weight'"):
+            model(x, 2.0)
+        torch.testing.assert_close(model(x), plain(x))
+
+
+def test_other_tensors_in_the_places_of_divided_weights_are_refused() -> None:
+    run(2, functional)
+
+
+# -- what modules and methods return --------------------------------------------------------------------------------------
+
+
+class Color(Enum):
+    RED = 1
+
+
+class Named(NamedTuple):
+    y: Any
+    n: int = 3
+
+
+class Two(tuple[Any, ...]):
+    def __new__(cls, y: Any, n: int) -> Two:
+        return super().__new__(cls, (y, n))
+
+
+@dataclass
+class Open:
+    y: Any
+    n: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    y: Any
+    n: int = 3
+
+
+class Own:
+    def __init__(self, y: Any) -> None:
+        self.y = y
+
+
+#: Without a tensor: every one comes back as it is.
+VALUES: tuple[Any, ...] = (5, 0.5, "s", True, None, b"x", {1}, frozenset({2}), range(3), torch.float32, torch.device("cpu"),
+    numpy.ones(2), {1: 2, (3,): {4}}, Color.RED, Closed(1), len, int, object(), torch.Size([2]))  # fmt: skip
+
+
+def in_a_circle(y: Any) -> list[Any]:
+    made = [y]
+    made.append(made)
+    return made
+
+
+#: Around a tensor, and how to get at it.
+AROUND: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "numbers": (lambda y: {1: y, 2: None}, lambda out: out[1]),
+    "named": (Named, lambda out: out.y),
+    "subclass": (lambda y: Two(y, 2), lambda out: out[0]),
+    "dataclass": (Open, lambda out: out.y),
+    "frozen": (Closed, lambda out: out.y),
+    "object": (Own, lambda out: out.y),
+    "circle": (in_a_circle, lambda out: out[0]),
+    "nested": (lambda y: [3, {"a": (Closed(y), "s")}], lambda out: out[1]["a"][0].y),
+}
+
+
+class Returning(nn.Module):
+    """Its own weights are used after those of its child, so that they must be there again when backward comes to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.child = nn.Linear(5, 5)
+        self.w = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: torch.Tensor, give: Callable[[Any], Any]) -> Any:
+        return give(torch.tanh(self.child(x) @ self.w) @ self.w)
+
+    def value(self, number: int) -> Any:
+        return VALUES[number]
+
+    def computed(self, x: torch.Tensor, give: Callable[[Any], Any]) -> Any:
+        return self.forward(x, give)
+
+    def estimate_mfu(self, seconds: float) -> float:
+        return 6 * sum(p.numel() for p in self.parameters()) / seconds
+
+
+def return_values() -> None:
+    model, _, _ = accel.setup(Returning(), backend=DIVIDED)
+    for number, value in enumerate(VALUES):
+        assert model.value(number) is value
+        assert model(torch.ones(2, 5), lambda y, value=value: value) is value
+    assert model.estimate_mfu(0.5) == 12 * (25 + 5 + 25)
+
+
+def return_tensors(name: str) -> None:
+    (make, get), plain = AROUND[name], Returning()
+    raw = Returning()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 0.1), backend=DIVIDED)
+    reference = torch.optim.SGD(plain.parameters(), 0.1)
+    for step in range(3):
+        for module, opt in ((model, optimizer), (plain, reference)):
+            opt.zero_grad()
+            outs = [module(data(step)[0], make), module.computed(data(step)[1], make)]
+            assert all(type(out) is type(make(0)) for out in outs)
+            sum(get(out).square().mean() for out in outs).backward()
+            opt.step()
+    found = accel.full_state_dict(model)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=1e-5)
+
+
+def test_modules_and_methods_return_any_value() -> None:
+    run(2, return_values)
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_modules_and_methods_return_tensors_in_anything(name: str) -> None:
+    run(2, return_tensors, name)
