@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 
 from ..errors import AccelError, CheckpointError
 from ..process import running
-from ..process.control import agree
+from ..process.control import agree, raise_together
 
 T = TypeVar("T")
 M = TypeVar("M")
@@ -30,20 +30,16 @@ def exchange(what: str, act: Callable[[], tuple[T, M]]) -> tuple[T, list[M]]:
         CheckpointError: it failed here, or on another rank, which is named.
     """
     problem: AccelError | None = None
-    cause: Exception | None = None
     answer: tuple[T, M] | None = None
     try:
         answer = act()
     except AccelError as error:
         problem = error
     except Exception as error:
-        problem, cause = CheckpointError(f"{what}: {explain(error)}"), error
+        problem = CheckpointError(f"{what}: {explain(error)}")
+        problem.__cause__ = error
     replies = agree(what, (str(problem) if problem else "", answer[1] if answer else None))
-    if problem is not None:
-        raise problem from cause
-    for number, (text, _) in enumerate(replies):
-        if text:
-            raise CheckpointError(f"{what} failed on rank {number}, so on every rank: {text}")
+    raise_together(what, problem, [text for text, _ in replies], CheckpointError)
     assert answer is not None
     return answer[0], [told for _, told in replies]
 

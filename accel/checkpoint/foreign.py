@@ -12,7 +12,7 @@ import re
 import tempfile
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -21,14 +21,15 @@ from ..engines import ENGINES
 from ..errors import CheckpointError
 from ..process import running
 from ..process.control import locked
+from ..shard import whole
 from . import folder, record
 from .background import background
 from .failures import explain, naming, on_running_ranks
-from .objects import Imported
+from .objects import LocalRange, StateObject
 from .safetensors import check_tensor
 from .save import save_alone
 from .shards import reserve
-from .values import DEPTH, place
+from .values import DEPTH, TAG, Decoder, Encoder, Json, place
 from .weights import is_weights_alone
 
 logger = logging.getLogger("accel")
@@ -364,7 +365,7 @@ def is_optimizer(value: Any) -> bool:
     return isinstance(groups, list) and all(isinstance(g, Mapping) and "params" in g for g in groups)
 
 
-def _model(state: Mapping[str, Any], where_from: str) -> Imported:
+def _model(state: Mapping[str, Any], where_from: str) -> ImportedObject:
     prefix = ""
     while more := next((p for p in _PREFIXES if all(key.startswith(prefix + p) for key in state)), None):
         prefix += more
@@ -385,10 +386,10 @@ def _model(state: Mapping[str, Any], where_from: str) -> Imported:
             continue  # tied: it is there under its first name
         seen.add(where)
         tensors[name] = value.detach()
-    return Imported("module", tensors, {"extra": extra})
+    return ImportedObject("module", tensors, {"extra": extra})
 
 
-def _optimizer(state: Mapping[str, Any]) -> Imported:
+def _optimizer(state: Mapping[str, Any]) -> ImportedObject:
     """Names are the state's own where it has some; else parameters are numbered, in the order of the groups."""
     groups: list[dict[str, Any]] = []
     names: dict[str, str] = {}
@@ -414,4 +415,32 @@ def _optimizer(state: Mapping[str, Any]) -> Imported:
             else:
                 rest[name][what] = value
     node = {"class": "", "named": named, "groups": groups, "state": rest, "frozen": [], "scale": None}
-    return Imported("optimizer", tensors, node)
+    return ImportedObject("optimizer", tensors, node)
+
+
+@final
+class ImportedObject(StateObject):
+    """A model or an optimizer of another library: it can only be saved.
+
+    Args:
+        kind: of object.
+        tensors: by name.
+        values: the rest of its node.
+    """
+
+    kind = "imported"
+
+    def __init__(self, kind: str, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> None:
+        super().__init__("", "")  # its place is known later
+        self.node = {TAG: kind}
+        self._tensors = tensors
+        self._values = values
+
+    def ranges(self) -> Iterator[LocalRange]:
+        return (self.local_range(whole(name, tensor), True, False) for name, tensor in self._tensors.items())
+
+    def value(self, encoder: Encoder) -> dict[str, Json]:
+        return {key: encoder.encode(value, f"{self.path}.{key}") for key, value in self._values.items()}
+
+    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
+        raise CheckpointError(f"{self.path} can only be saved")

@@ -104,7 +104,7 @@ class StateObject(ABC):
         """The engine that must hear that its slots were filled."""
         return None
 
-    def _range(self, own: Shard, equal: bool, frozen: bool) -> LocalRange:
+    def local_range(self, own: Shard, equal: bool, frozen: bool) -> LocalRange:
         """Of one of its shards, which gets the name that it has in the checkpoint."""
         return LocalRange(Shard(f"{self.name}/{own.name}", own.shape, own.start, own.tensor), equal, frozen)
 
@@ -194,44 +194,7 @@ class RankObject(StateObject):
             self._object.diverge(rank)
 
 
-@dataclass(frozen=True, slots=True)
-class Imported:
-    """In a state that is saved: an object of another library's checkpoint, whose tensors and node are known.
-
-    Args:
-        kind: of object.
-        tensors: by name.
-        values: the rest of the node.
-    """
-
-    kind: str
-    tensors: Mapping[str, torch.Tensor]
-    values: Mapping[str, Any]
-
-
-@final
-class ImportedObject(StateObject):
-    """The same at its place."""
-
-    kind = "imported"
-
-    def __init__(self, name: str, path: str, value: Imported) -> None:
-        super().__init__(name, path)
-        self.node = {TAG: value.kind}
-        self._value = value
-
-    def ranges(self) -> Iterator[LocalRange]:
-        return (self._range(shard.whole(name, t), True, False) for name, t in self._value.tensors.items())
-
-    def value(self, encoder: Encoder) -> dict[str, Json]:
-        return {key: encoder.encode(value, f"{self.path}.{key}") for key, value in self._value.values.items()}
-
-    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
-        raise CheckpointError(f"{self.path} can only be saved")
-
-
-# -- modules and optimizers --------------------------------------------------------------------------------------------
-# Modules and optimizers in a state: raw ones, those of an engine, and parts of an engine's module.
+# -- Modules and optimizers: raw ones, those of an engine, and parts of an engine's module -----------------------------
 
 
 @final
@@ -277,7 +240,7 @@ class ModuleObject(StateObject):
                 equal.update(s.name for s in shards)  # each buffer lies on one rank
         frozen = {n for n, p in parameters.items() if not p.requires_grad}
         for s in shards:
-            yield self._range(s, s.name in equal, s.name in frozen)
+            yield self.local_range(s, s.name in equal, s.name in frozen)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         if (engine := self._engine) is None:
@@ -360,7 +323,7 @@ class OptimizerObject(StateObject):
         frozen = self._frozen()
         equal = engine is not None and engine.synchronizes
         for s in shards:
-            yield self._range(s, equal, s.name.rpartition("/")[0] in frozen)
+            yield self.local_range(s, equal, s.name.rpartition("/")[0] in frozen)
 
     def _frozen(self) -> set[str]:
         return {n for n, p in self._parameters.items() if not p.requires_grad}

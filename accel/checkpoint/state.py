@@ -17,8 +17,6 @@ from ..handles import ModelHandle, OptimizerHandle, engine_behind, raw
 from ..process.rng import RngState
 from ..registry import Registry, registry, resolve_module
 from .objects import (
-    Imported,
-    ImportedObject,
     LocalRange,
     ModuleObject,
     OptimizerObject,
@@ -69,7 +67,7 @@ def is_object(value: Any) -> bool:
     """Whether a value is filled in place by a checkpoint, and not replaced."""
     if isinstance(value, type):
         return False
-    if isinstance(value, torch.Tensor | nn.Module | Optimizer | Imported):
+    if isinstance(value, torch.Tensor | nn.Module | Optimizer | StateObject):
         return True
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
@@ -138,8 +136,9 @@ class State:
 
     def object_of(self, value: Any, name: str, path: str) -> StateObject:
         """What a checkpoint does with an object."""
-        if isinstance(value, Imported):
-            return ImportedObject(name, path, value)
+        if isinstance(value, StateObject):  # of another library's checkpoint
+            value.name, value.path = name, path
+            return value
         try:
             if isinstance(value, RngState) or (isinstance(value, LoaderHandle) and value._accel.part):
                 return RankObject(name, path, value)
