@@ -105,7 +105,7 @@ _OF: Final[Mapping[str, Names]] = {
 _RAN: Final[Mapping[str, tuple[str, ...]]] = {
     "": ("2.8.0", "2.13.0", "2.14.1"),
     "fsdp": ("2.13.0", "2.14.1"),
-    "pipeline": ("2.13.0", "2.14.1"),  # 2.8.0 does not tell of an error in another stage's backward
+    "pipeline": ("2.13.0",),  # 2.8.0 does not tell of an error in another stage's backward
     "deepspeed": ("2.13.0", "2.14.1"),
     "horovod": ("2.13.0",),
     "xla": ("2.9.0",),

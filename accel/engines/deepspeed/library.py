@@ -103,7 +103,7 @@ _PRIVATE: Final = (
     (
         _ZERO3,
         "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads reduce_independent_p_g_buckets_and_remove_grads "
-        "reduce_and_partition_stream ipg_buckets params_already_reduced",
+        "reduce_and_partition_stream ipg_buckets",
         "its buckets",
     ),
     (_ZERO3, "offload_optimizer fp32_partitioned_groups_flat", "weights that are stepped elsewhere"),

@@ -362,8 +362,6 @@ class Stage3(Partitions):
         stream = zero.reduce_and_partition_stream
         if stream is not None:
             stream.synchronize()
-        for number in zero.params_already_reduced:
-            zero.params_already_reduced[number] = False
         self._hand_out()
         if len(self.backwards) <= 1:  # the backward around a reentrant checkpoint's still needs its weights
             zero.parameter_offload.release_backward_leftovers()
