@@ -258,7 +258,7 @@ class PipelineEngine(Engine):
         """The whole module and the whole state of its optimizers, on every rank."""
         if self.parts is not None:
             self.parts.close()
-            self.holdings.guard.release_modules(self.module)
+            self.holdings.guard.release_modules()
             if self.ended:
                 self.parts = None
                 for optimizer in optimizers:
