@@ -191,7 +191,7 @@ def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dic
                 )
             handle = found
         engine = object.__getattribute__(handle, "_accel_engine")
-        state = engine.full_state_dict(object.__getattribute__(handle, "_accel_raw"))
+        state = engine.holdings.full_state_dict(object.__getattribute__(handle, "_accel_raw"))
     else:
-        state = registry.of_handle(model_or_optimizer).full_state_dict(None)
+        state = registry.of_handle(model_or_optimizer).holdings.full_state_dict(None)
     return {} if rank0_only and not process.is_main() else state

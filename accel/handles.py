@@ -22,14 +22,13 @@ class Owner(Protocol):
     module: nn.Module
     handle: ModelHandle
 
-    def copy(self, memo: dict[int, Any]) -> nn.Module: ...
+    @property
+    def holdings(self) -> Any: ...
     def forward(self, *args: Any, **kwargs: Any) -> Any: ...
     def method(self, bound: MethodType, *args: Any, **kwargs: Any) -> Any: ...
     def step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def zero_grad(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def add_param_group(self, optimizer: Optimizer, group: dict[str, Any]) -> None: ...
-    def state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-    def load_state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def skips(self, optimizer: Optimizer) -> tuple[bool, int]: ...
 
 
@@ -128,7 +127,8 @@ class ModelHandle(nn.Module):
         return item in _engine(self).module  # type: ignore[operator]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        return _engine(self).copy(memo)
+        copied: nn.Module = _engine(self).holdings.copy(memo)
+        return copied
 
     def __copy__(self) -> nn.Module:
         raise AccelError("a ModelHandle cannot be copied shallowly: both would drive one engine; use copy.deepcopy")
@@ -155,7 +155,7 @@ def _through_engine(bound: MethodType) -> Callable[..., Any]:
     def call(handle: ModelHandle, *args: Any, **kwargs: Any) -> Any:
         engine = _engine(handle)
         if name in ("state_dict", "load_state_dict"):
-            return getattr(engine, name)(None, args, kwargs)
+            return getattr(engine.holdings, name)(None, args, kwargs)
         plain = torchs and not (name == "train" and any(isinstance(a, torch.Tensor) for a in args))
         out = bound(*args, **kwargs) if plain else engine.method(bound, *args, **kwargs)
         return handle if out is engine.module else out
@@ -228,12 +228,12 @@ class OptimizerHandle(Optimizer):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The raw optimizer's, where this rank holds it all."""
-        state: dict[str, Any] = _engine(self).state_dict(self._accel_raw, args, kwargs)
+        state: dict[str, Any] = _engine(self).holdings.state_dict(self._accel_raw, args, kwargs)
         return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Take a full state, the same on every rank."""
-        _engine(self).load_state_dict(self._accel_raw, args, kwargs)
+        _engine(self).holdings.load_state_dict(self._accel_raw, args, kwargs)
 
     def __repr__(self) -> str:
         return f"OptimizerHandle({_get(self, '_accel_raw')!r})"

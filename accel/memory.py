@@ -265,7 +265,7 @@ def memory_report(
         place = engine.process.place
         expected = engine.predict(footprint, engine.options, place.world_size)[place.rank]
         rows.append(MemoryRow(label(engine.options), place.world_size, "predicted here", expected))
-        rows.append(MemoryRow(label(engine.options), place.world_size, "measured here", engine.measure()))
+        rows.append(MemoryRow(label(engine.options), place.world_size, "measured here", engine.holdings.measure()))
     return MemoryReport(_title(module, footprint, optimizers), tuple(rows))
 
 
@@ -295,7 +295,9 @@ def _footprint(module: nn.Module, engine: Engine | None, optimizers: Sequence[Op
     if engine is None:
         return take(module, optimizers)
     named = dict(zip(engine.names, engine.parameters, strict=True))
-    return take(module, optimizers, named=named, names=engine.parameter_names, shape_of=engine.full_shape)
+    return take(
+        module, optimizers, named=named, names=engine.holdings.parameter_names, shape_of=engine.holdings.full_shape
+    )
 
 
 def _title(module: nn.Module, footprint: Footprint, optimizers: Sequence[Optimizer]) -> str:
@@ -324,12 +326,13 @@ def summary(model: nn.Module) -> str:
     """
     engine = registry.of_handle(model)
     place, options = engine.process.place, engine.options
-    total = sum(engine.numels)
-    trainable = sum(n for n, p in zip(engine.numels, engine.parameters, strict=True) if p.requires_grad)
+    sizes = [shape.numel() for shape in engine.holdings.shapes.values()]
+    total = sum(sizes)
+    trainable = sum(n for n, p in zip(sizes, engine.parameters, strict=True) if p.requires_grad)
     optimizers = [stepper.optimizer for stepper in engine.steppers.values()]
     kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
-    weights = _bytes(engine.shards(None))
-    state = sum(_bytes(engine.shards(optimizer)) for optimizer in optimizers)
+    weights = _bytes(engine.holdings.shards(None))
+    state = sum(_bytes(engine.holdings.shards(optimizer)) for optimizer in optimizers)
     ranks = f"{place.world_size} rank{'s' if place.world_size > 1 else ''}"
     rows = {
         "backend": f"{engine.name} on {ranks} ({engine.process.device.type}), {engine.precision.name}",

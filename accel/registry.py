@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .engines import FOREIGN, Engine
+from .engines import FOREIGN, Engine, Holdings
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError
 from .gradients.patches import ClipPatch, DataPatch, backward_patch
 from .handles import ModelHandle, OptimizerHandle, Slot, raw
@@ -237,7 +237,7 @@ class Registry:
             engine.drift.read(tensor, alias)
 
     def _data_set(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
-        return any(engine.set_data(tensor, value) for engine in self.engines if id(tensor) in engine.known)
+        return any(engine.holdings.set_data(tensor, value) for engine in self.engines if id(tensor) in engine.known)
 
     def _spread(self) -> list[Engine]:
         return [e for e in self.in_order() if e.spreads and e.distributed]
@@ -275,7 +275,7 @@ class Registry:
 
 
 def _hears_of_data(engine: Engine) -> bool:
-    return engine.drift.watching or (engine.distributed and type(engine).set_data is not Engine.set_data)
+    return engine.drift.watching or (engine.distributed and type(engine.holdings).set_data is not Holdings.set_data)
 
 
 def _concerned(engine: Engine) -> bool:

@@ -86,7 +86,13 @@ def test_all_is_the_public_names() -> None:
 
 def test_an_unknown_backend_is_no_engine_and_each_file_is_one() -> None:
     entries = (PACKAGE / "engines").iterdir()
-    files = {p.stem for p in entries if not p.name.startswith("_")} - {"engine", "memory", "state"}
+    files = {p.stem for p in entries if not p.name.startswith("_")} - {
+        "engine",
+        "gather",
+        "guards",
+        "holdings",
+        "memory",
+    }
     assert set(ENGINES) == files
     assert all(e.name == name for name, e in ENGINES.items())
     assert sorted(name.lower() for name in option_names()) == sorted(ENGINES)

@@ -241,7 +241,7 @@ class ModuleLeaf(Leaf):
             shards, sure = shard.module_shards(self.module), set()
             parameters = dict(self.module.named_parameters())
         else:
-            shards = self._parts(engine.shards(None))
+            shards = self._parts(engine.holdings.shards(None))
             named = zip(engine.names, engine.parameters, strict=True)
             parameters = {own: p for n, p in named if (own := self._own(n)) is not None}
             sure = set(parameters) if engine.synchronizes else set()
@@ -252,8 +252,13 @@ class ModuleLeaf(Leaf):
             yield Listed(listed, mine.name in sure, mine.name in still)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        engine, prefix = self._engine, self._prefix
-        extra = shard.module_values(self.module, lambda name: engine is None or engine.has(f"{prefix}{name}"))
+        if (engine := self._engine) is None:
+            extra = shard.module_values(self.module)
+        else:  # by the engine's names
+            names = {id(part): name for name, part in shard.extra_modules(engine.module).items()}
+            found = engine.holdings.values(None)
+            parts = shard.extra_modules(self.module).items()
+            extra = {own: found[names[id(part)]] for own, part in parts if names[id(part)] in found}
         # What only one rank has cannot be in the shards, whose plan is made of tensors that all ranks know of.
         return {"extra": (Encoder(None) if self.merged else encoder).encode(extra, f"{self.path}.state_dict()")}
 
@@ -265,7 +270,7 @@ class ModuleLeaf(Leaf):
         if engine is None:
             return [(s.name, s) for s in shard.module_shards(self.module)]
         whole = {f"{self._prefix}{name}": value for name, value in manifest.items()}
-        return [(s.name, s) for s in self._parts(engine.slots(None, whole))]
+        return [(s.name, s) for s in self._parts(engine.holdings.slots(None, whole))]
 
     @classmethod
     def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
@@ -323,7 +328,7 @@ class OptimizerLeaf(Leaf):
 
     def listed(self) -> Iterator[Listed]:
         engine, optimizer = self._engine, self.optimizer
-        shards = engine.shards(optimizer) if engine else shard.optimizer_shards(optimizer, self._names)
+        shards = engine.holdings.shards(optimizer) if engine else shard.optimizer_shards(optimizer, self._names)
         frozen = self._frozen()
         for mine, listed in zip(shards, full_names(self, shards), strict=True):
             sure = engine is not None and engine.synchronizes
@@ -334,7 +339,7 @@ class OptimizerLeaf(Leaf):
 
     def _values(self) -> dict[str, Any]:
         if self._engine is not None:
-            return self._engine.values(self.optimizer)
+            return self._engine.holdings.values(self.optimizer)
         return shard.optimizer_values(self.optimizer, self._names)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
@@ -421,7 +426,7 @@ class OptimizerLeaf(Leaf):
                 mine[f"{renamed[parameter]}/{key}"] = value
                 saved_names[f"{renamed[parameter]}/{key}"] = name
         if self._engine is not None:
-            slots = self._engine.slots(self.optimizer, mine)
+            slots = self._engine.holdings.slots(self.optimizer, mine)
         else:
             slots = shard.optimizer_slots(self.optimizer, self._names, mine)
         return [(saved_names[s.name], s) for s in slots]
@@ -450,7 +455,7 @@ class OptimizerLeaf(Leaf):
 
     def _fill_values(self, values: dict[str, Any]) -> None:
         if self._engine is not None:
-            self._engine.fill_values(self.optimizer, values)
+            self._engine.holdings.fill(self.optimizer, values)
         else:
             shard.fill_optimizer_values(self.optimizer, self._names, values)
 

@@ -298,7 +298,7 @@ class Loading:
         """Tell the engines. Collective."""
         engines = {id(leaf.engine): leaf.engine for leaf, _ in self._meeting.leaves if leaf.engine is not None}
         for engine in sorted(engines.values(), key=lambda e: e.serial):
-            engine.filled()
+            engine.holdings.filled()
             engine.refresh()
 
 

@@ -135,7 +135,7 @@ class State:
             handle = Registry.optimizer_handle(optimizer)
             engine = None if handle is None else object.__getattribute__(handle, "_accel_engine")
         if engine is not None:
-            return OptimizerLeaf(name, path, optimizer, engine, engine.parameter_names)
+            return OptimizerLeaf(name, path, optimizer, engine, engine.holdings.parameter_names)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         candidates = [*self._raw_modules, *(e.module for e in registry.in_order())]
         for module in candidates:

@@ -13,6 +13,7 @@ from ..process import Process
 from .engine import Context as Context
 from .engine import Engine as Engine
 from .engine import Options as Options
+from .holdings import Holdings as Holdings
 
 #: Wrappers that are engines in their own right: a module inside one is already distributed by someone else.
 FOREIGN = frozenset(
@@ -31,7 +32,7 @@ FOREIGN = frozenset(
 
 
 #: The files of this package that serve all backends.
-_SHARED: Final = {"engine", "memory", "state"}
+_SHARED: Final = {"engine", "gather", "guards", "holdings", "memory"}
 
 
 @final

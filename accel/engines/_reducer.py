@@ -7,7 +7,7 @@ import inspect
 from abc import ABC
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from ..precision import Replaced, convert_batchnorms, restore_batchnorms
 from ..process import Process
 from ..process.control import agree
 from .engine import Context, Engine, Options
+from .holdings import Holdings
 from .memory import Footprint, MemoryUse, ParameterSize, whole
 
 # -- Compression of gradients on the wire, by torch's own communication hooks ------------------------------------------
@@ -174,9 +175,28 @@ class ReducingOptions(Options):
             raise BackendError(f"{name}(powersgd_rank={self.powersgd_rank!r}): expected at least 1")
 
 
+@final
+class ReducingHoldings(Holdings):
+    """Everything on every rank, and the reducer's buckets."""
+
+    def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a compression keeps, beside the rest."""
+        yield from super().storages()
+        yield from (("buckets", tensor) for tensor in kept(self.engine._hook_state))
+
+    def hidden_buckets(self) -> int:
+        """The reducer's buckets, as far as no gradient is a view of them."""
+        engine = self.engine
+        if engine._ddp is None:
+            return 0
+        seen = sum(p.nbytes for p in engine.parameters if p.requires_grad and p.grad is not None)
+        return max(bucket_bytes(engine._ddp) - (seen if engine.options.gradient_as_bucket_view else 0), 0)
+
+
 class ReducingEngine(Engine, ABC):
     """Reduces in the reducer's hooks while backward runs, and in ``settle`` whatever these hooks missed."""
 
+    holdings_type = ReducingHoldings
     reduces = True
     options: ReducingOptions
 
@@ -215,18 +235,6 @@ class ReducingEngine(Engine, ABC):
             buckets = predict_kept(options.comm_hook, options.powersgd_rank, footprint.trainable)
             buckets += 0 if options.gradient_as_bucket_view else sum(p.nbytes for p in footprint.trainable)
         return whole(footprint, world_size, buckets)
-
-    def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What a compression keeps, beside the rest."""
-        yield from super().storages()
-        yield from (("buckets", tensor) for tensor in kept(self._hook_state))
-
-    def hidden_buckets(self) -> int:
-        """The reducer's buckets, as far as no gradient is a view of them."""
-        if self._ddp is None:
-            return 0
-        seen = sum(p.nbytes for p in self.parameters if p.requires_grad and p.grad is not None)
-        return max(bucket_bytes(self._ddp) - (seen if self.options.gradient_as_bucket_view else 0), 0)
 
     def wrap(self) -> None:
         """Build the reducer, unless there is one process."""
@@ -322,7 +330,7 @@ class ReducingEngine(Engine, ABC):
             self._joining = False
         counts = agree(f"the end of accel.join ({self.label})", self._num_joined)
         source = counts.index(max(counts))
-        self.synchronize(source)
+        self.holdings.synchronize(source)
         for stepper in self.steppers.values():
             broadcast_state(stepper.optimizer, source, self.process.group, self.label)
         self.drift.restart()

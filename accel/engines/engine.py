@@ -26,8 +26,8 @@ from ..handles import ModelHandle, OptimizerHandle, Slot, end
 from ..precision import Accumulator, Dtypes, LossScale, Precision, all_finite, here, restore_dtypes
 from ..process import Process
 from ..process.control import agree, announce, is_lost, lost, require_equal
-from .memory import MemoryVerbs
-from .state import StateVerbs
+from .holdings import Holdings
+from .memory import Footprint, MemoryUse
 
 # -- What an engine is built with --------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ def refuse_sparse(module: nn.Module, backend: str) -> None:
 logger = logging.getLogger("accel")
 
 
-class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
+class Engine(GradientVerbs, ABC):
     """One model's engine. Subclasses are final; docs/design.md says what each verb must mean.
 
     Args:
@@ -187,6 +187,8 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
 
     name: ClassVar[str]
     options_type: ClassVar[type[Options]]
+    #: Where its state lies.
+    holdings_type: ClassVar[type[Holdings]] = Holdings
     #: Packages beside torch: the module to import, and what to install.
     requires: ClassVar[dict[str, str]] = {}
     #: What else to say to a user who lacks them.
@@ -233,8 +235,7 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         #: Inside ``no_sync``; whether a backward there left gradients that ``settle_unoptimized`` would have made final.
         self.accumulating = self.held_back = False
         self.read_parameters()
-        #: Elements of each parameter, whole, whatever becomes of it on this rank.
-        self.numels = [p.numel() for p in self.parameters]
+        self.holdings = self.holdings_type(self)
         self._watching = self.reduces and self.distributed and getattr(self.options, "auto_refresh", True)
         self._restructured = self._started = self._calling = False
         self._ended = ""
@@ -262,6 +263,14 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
         """Refuse what cannot work before anything changes. Local and pure."""
         return
 
+    @classmethod
+    @abstractmethod
+    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
+        """What each rank will hold, by rank; nothing where the backend does not take such a module. Pure.
+
+        It needs neither the backend's package nor a process group.
+        """
+
     @abstractmethod
     def wrap(self) -> None:
         """Build the backend's object around the module. Local."""
@@ -269,7 +278,7 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """What all ranks do together once each has wrapped and attached. Collective; again where optimizers are added."""
         if not self._started:
-            self.synchronize()
+            self.holdings.synchronize()
             self._started = True
         self.find_unoptimized()
 
@@ -452,10 +461,6 @@ class Engine(StateVerbs, GradientVerbs, MemoryVerbs, ABC):
     def optimizers(self) -> list[Optimizer]:
         """The raw optimizers, in the order in which they were added."""
         return [stepper.optimizer for stepper in self.steppers.values()]
-
-    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """The weights that every rank holds whole, and equal before each step. Local."""
-        return list(zip(self.names, self.parameters, strict=True))
 
     @final
     def skips(self, optimizer: Optimizer) -> tuple[bool, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,6 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import OptimizerError
-from ..gradients.step import Stepper
 
 # -- footprint ---------------------------------------------------------------------------------------------------------
 # What a model and its optimizers need room for, without needing that room: the input of every prediction of memory.
@@ -464,65 +462,3 @@ def _state_share(parameter: ParameterSize, rank: int, world_size: int) -> int:
     rows = _rows(parameter, world_size)
     mine = min(max(_first(parameter) - rank * rows, 0), rows)
     return parameter.state_bytes * mine // max(_first(parameter), 1)
-
-
-# -- the verbs --------------------------------------------------------------------------------------------------------
-
-
-class MemoryVerbs(ABC):
-    """What the memory report reaches. As written here ``measure`` serves engines whose state hangs on the user's objects."""
-
-    module: nn.Module
-    parameters: list[nn.Parameter]
-    steppers: dict[int, Stepper]
-
-    @classmethod
-    @abstractmethod
-    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
-        """What each rank will hold, by rank; nothing where the backend does not take such a module. Pure.
-
-        It needs neither the backend's package nor a process group.
-        """
-
-    def full_shape(self, parameter: torch.Tensor) -> Sequence[int]:
-        """The shape that a parameter has in one process."""
-        return parameter.shape
-
-    def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What lives on this rank: tensors, each with the field of ``MemoryUse`` that it counts for. Local."""
-        for parameter in self.parameters:
-            yield "parameters", parameter
-        for buffer in self.module.buffers():
-            yield "buffers", buffer
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                yield "gradients", parameter.grad
-        for stepper in self.steppers.values():
-            for state in stepper.optimizer.state.values():
-                yield from (("optimizer_state", value) for value in state.values() if isinstance(value, torch.Tensor))
-
-    def hidden_buckets(self) -> int:
-        """Bytes of buckets that no tensor of ``storages`` lies in. Local."""
-        return 0
-
-    @final
-    def measure(self) -> MemoryUse:
-        """Bytes of the distinct storages of ``storages``, each counted once, for the first field that names it. Local."""
-        seen: set[int] = set()
-        sizes = {"buckets": self.hidden_buckets()}
-        for field, tensor in self.storages():
-            with torch._C.DisableTorchFunctionSubclass():  # also of a parameter whose class refuses its use
-                storages = [part.untyped_storage() for part in _parts(tensor.detach())]
-            for storage in storages:
-                if storage.data_ptr() not in seen:
-                    seen.add(storage.data_ptr())
-                    sizes[field] = sizes.get(field, 0) + storage.nbytes()
-        return MemoryUse(**sizes)
-
-
-def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors with memory of their own that lie on this rank."""
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    local = getattr(tensor, "to_local", None)
-    return (tensor if local is None else local(),)

@@ -47,7 +47,8 @@ class Replicated(Protocol):
 
     @property
     def optimizers(self) -> list[Optimizer]: ...
-    def replicas(self) -> Iterable[tuple[str, torch.Tensor]]: ...
+    @property
+    def holdings(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ class DriftGuard:
         engine = self._engine()
         assert engine is not None  # it is stepping
         facts = self._facts(engine)
-        tensors = [*engine.replicas(), *_tensors_of_groups(engine.optimizers)]
+        tensors = [*engine.holdings.replicas(), *_tensors_of_groups(engine.optimizers)]
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             digests = [digest(tensor) for _, tensor in tensors]
         snapshot = _Snapshot(self.steps, facts, [name for name, _ in tensors], [])

@@ -130,6 +130,12 @@ class Process:
         """The device of this rank; the first one where it has several."""
         return self.devices[0]
 
+    @property
+    def carrier(self) -> torch.device:
+        """Where what travels between the ranks lies."""
+        through_cpu = "cpu" in self.backends and self.backends.get(self.device.type) in (None, "gloo")
+        return torch.device("cpu") if through_cpu else self.device
+
     def meet(self) -> None:
         """Note that all ranks are together."""
         self.met = self.rounds, counts(self.control, self.place.world_size)

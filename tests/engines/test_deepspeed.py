@@ -627,7 +627,7 @@ def state_verbs(stage: int) -> None:
     for index, entries in accel.full_state_dict(optimizer)["state"].items():
         full.update({f"{engine.names[index]}/{k}": v for k, v in entries.items() if v.dim() or k != "step"})
     seen = {name: torch.zeros(value.numel()) for name, value in full.items()}
-    shards = [*engine.shards(None), *engine.shards(raw)]
+    shards = [*engine.holdings.shards(None), *engine.holdings.shards(raw)]
     for shard in shards:
         assert shard.shape == tuple(full[shard.name].shape)
         part = full[shard.name].reshape(-1).narrow(0, shard.start, shard.tensor.numel())
@@ -637,15 +637,15 @@ def state_verbs(stage: int) -> None:
         dist.all_reduce(count)
         assert (count == 1).all(), name
     manifest = {name: (tuple(value.shape), value.dtype) for name, value in full.items()}
-    values = accel.process.control.agree("values", engine.values(raw))
+    values = accel.process.control.agree("values", engine.holdings.values(raw))
     merged = {"groups": values[0]["groups"], "state": {k: v for one in values for k, v in one["state"].items()}}
     third = Net(11)
     model, optimizer, _ = accel.setup(third, adamw(third), backend=zero(stage))
     engine, raw = registry.of_handle(model), accel.registry.raw(optimizer)
-    for slot in [*engine.slots(None, manifest), *engine.slots(raw, manifest)]:
+    for slot in [*engine.holdings.slots(None, manifest), *engine.holdings.slots(raw, manifest)]:
         slot.tensor.copy_(full[slot.name].reshape(-1).narrow(0, slot.start, slot.tensor.numel()).view_as(slot.tensor))
-    engine.fill_values(raw, merged)
-    engine.filled()
+    engine.holdings.fill(raw, merged)
+    engine.holdings.filled()
     pair.model, pair.optimizer, pair.raw = model, optimizer, third
     pair.train(range(8, 10))
     pair.check()

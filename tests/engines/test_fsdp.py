@@ -320,29 +320,29 @@ def shards() -> dict[str, Any]:
     engine = registry.of_handle(model)
     whole = {n: v for n, v in accel.full_state_dict(model).items() if n != "head.weight"}
     names = [n for n, _ in model.named_parameters()]
-    order = [engine.parameter_names[id(p)] for g in raw.param_groups for p in g["params"]]
+    order = [engine.holdings.parameter_names[id(p)] for g in raw.param_groups for p in g["params"]]
     for i, entries in accel.full_state_dict(handle)["state"].items():
         whole |= {f"{order[i]}/{k}": v for k, v in entries.items() if k != "step"}
-    listed = engine.shards(None) + engine.shards(raw)
+    listed = engine.holdings.shards(None) + engine.holdings.shards(raw)
     covered = {}
     for s in listed:
         assert s.shape == tuple(whole[s.name].shape)
         assert torch.equal(whole[s.name].reshape(-1)[s.start : s.start + s.tensor.numel()], s.tensor.reshape(-1))
         assert s.tensor.numel()
         covered[s.name] = (s.start, s.tensor.numel())
-    assert engine.values(raw)["groups"][0]["params"] == [n for n in names if n.startswith("blocks.0.")]
+    assert engine.holdings.values(raw)["groups"][0]["params"] == [n for n in names if n.startswith("blocks.0.")]
     # A fresh optimizer's slots, filled with another's shards, are that optimizer's state.
     manifest = {n: (tuple(v.shape), v.dtype) for n, v in whole.items()}
-    before, values = accel.full_state_dict(handle), engine.values(raw)
-    contents = {s.name: s.tensor.clone() for s in engine.shards(raw)}
+    before, values = accel.full_state_dict(handle), engine.holdings.values(raw)
+    contents = {s.name: s.tensor.clone() for s in engine.holdings.shards(raw)}
     raw.state.clear()
-    for slot in engine.slots(raw, {n: m for n, m in manifest.items() if "/" in n}):
+    for slot in engine.holdings.slots(raw, {n: m for n, m in manifest.items() if "/" in n}):
         slot.tensor.copy_(contents[slot.name])
-    engine.fill_values(raw, values)
+    engine.holdings.fill(raw, values)
     assert optimizer_distance(accel.full_state_dict(handle), before) == 0.0
-    for slot in engine.slots(None, manifest):
+    for slot in engine.holdings.slots(None, manifest):
         slot.tensor.zero_()
-    engine.filled()
+    engine.holdings.filled()
     assert not any(bool(v.any()) for v in accel.full_state_dict(model).values())
     return {n: (covered.get(n, (0, 0)), v.numel()) for n, v in whole.items()}
 
@@ -922,7 +922,7 @@ def bytes_per_rank(frozen: bool) -> float:
         model(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).square().mean().backward()
         handle.step()
     engine = registry.of_handle(model)
-    here = [s.tensor for s in engine.shards(None) + engine.shards(handle._accel_raw)]
+    here = [s.tensor for s in engine.holdings.shards(None) + engine.holdings.shards(handle._accel_raw)]
     here += [p.grad.to_local() for p in model.parameters() if p.grad is not None]
     gathered = sum(p._unsharded_param.untyped_storage().nbytes() for p in engine._parts.sharded.params)
     assert gathered == 0

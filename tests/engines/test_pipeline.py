@@ -8,7 +8,7 @@ import itertools
 import os
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -319,6 +319,19 @@ def bytes_of(module: nn.Module) -> int:
     return sum(storages.values())
 
 
+def refused_parts(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
+    for holders, error in ((models, accel.BackendError), (optimizers, accel.OptimizerError)):
+        for holder in holders:
+            with pytest.raises(error, match="full_state_dict"):
+                holder.state_dict()
+    elsewhere = models[1][-1] if accel.rank() == 0 else models[1][0]
+    for refused in (*models, elsewhere):
+        with pytest.raises(accel.AccelError, match="holds only its own part|cannot be pickled"):
+            pickle.dumps(refused)
+        with pytest.raises(accel.BackendError, match="holds only its own part"):
+            copy.deepcopy(refused)
+
+
 def where_things_lie() -> int:
     raw, plain = net(), net()
     whole = bytes_of(raw)
@@ -332,12 +345,9 @@ def where_things_lie() -> int:
     assert part < 0.8 * whole
     assert 0 < len(own_optimizer.state) < len(list(raw.parameters()))
     assert [tuple(p.shape) for p in raw.parameters()] == [tuple(p.shape) for p in plain.parameters()]
-    for holder in (model, optimizer, raw, own_optimizer):
-        with pytest.raises(accel.BackendError, match="full_state_dict"):
-            holder.state_dict()
-    for refused in (lambda: raw(batch(0)[0]), lambda: copy.deepcopy(model), lambda: pickle.dumps(raw)):
-        with pytest.raises(accel.BackendError, match="lies on rank"):
-            refused()
+    refused_parts((model, raw), (optimizer, own_optimizer))
+    with pytest.raises(accel.BackendError, match="lies on rank"):
+        raw(batch(0)[0])
     full, state = accel.full_state_dict(model), accel.full_state_dict(optimizer)
     assert list(full) == list(plain.state_dict())
     assert full._metadata == plain.state_dict()._metadata  # type: ignore[attr-defined]
@@ -378,21 +388,23 @@ def shards_and_slots() -> dict[str, list[tuple[int, int]]]:
     model, optimizer, _ = accel.setup(raw, own, backend="pipeline")
     one_step(model, optimizer, 0)
     engine = registry.of_handle(model)
-    listed = {s.name: [(s.start, s.tensor.numel())] for s in (*engine.shards(None), *engine.shards(own))}
-    values = engine.values(own)
-    manifest = {s.name: (s.shape, s.tensor.dtype) for s in engine.shards(own)}
+    listed = {
+        s.name: [(s.start, s.tensor.numel())] for s in (*engine.holdings.shards(None), *engine.holdings.shards(own))
+    }
+    values = engine.holdings.values(own)
+    manifest = {s.name: (s.shape, s.tensor.dtype) for s in engine.holdings.shards(own)}
     others = accel.process.control.agree("the test", (manifest, values["state"]))  # type: ignore[attr-defined]
     manifest = {name: kind for theirs, _ in others for name, kind in theirs.items()}
     values["state"] = {name: state for _, theirs in others for name, state in theirs.items()}
-    before = {s.name: s.tensor.clone() for s in engine.shards(own)}
+    before = {s.name: s.tensor.clone() for s in engine.holdings.shards(own)}
     own.state.clear()
-    slots = engine.slots(own, manifest)
+    slots = engine.holdings.slots(own, manifest)
     assert {s.name for s in slots} == set(before)
     for slot in slots:
         slot.tensor.copy_(before[slot.name])
-    engine.fill_values(own, values)
-    engine.filled()
-    assert all(engine._parts.owns(engine.parameter_names[id(p)]) for p in own.state)  # type: ignore[attr-defined]
+    engine.holdings.fill(own, values)
+    engine.holdings.filled()
+    assert all(engine._parts.owns(engine.holdings.parameter_names[id(p)]) for p in own.state)  # type: ignore[attr-defined]
     one_step(model, optimizer, 1)
     accel.teardown(model)
     plain = net(nn.BatchNorm1d(16))

@@ -595,21 +595,21 @@ def shards_and_slots() -> list[Any]:
     for o, m, x in ((handle, model, data(0, accel.rank())), (plain, reference, everywhere(0))):
         loss_of(m, x).backward()
         o.step()
-    mine = engine.shards(optimizer)
+    mine = engine.holdings.shards(optimizer)
     manifest = {
         f"{n}/{k}": (tuple(p.shape), p.dtype) for n, p in raw.named_parameters() for k in ("exp_avg", "exp_avg_sq")
     }
     target, other_model, other_optimizer, other_handle = engines[1]
-    slots = target.slots(other_optimizer, manifest)
+    slots = target.holdings.slots(other_optimizer, manifest)
     assert [s.name for s in slots] == [s.name for s in sorted(mine, key=lambda s: list(manifest).index(s.name))]
     by_name = {s.name: s for s in mine}
     for slot in slots:
         slot.tensor.copy_(by_name[slot.name].tensor)
     full = copy.deepcopy(plain.state_dict())
     names = [n for n, _ in raw.named_parameters()]
-    values = engine.values(optimizer)
+    values = engine.holdings.values(optimizer)
     merged = {names[i]: {"step": entries["step"]} for i, entries in full["state"].items()}
-    target.fill_values(other_optimizer, {**values, "state": merged})
+    target.holdings.fill(other_optimizer, {**values, "state": merged})
     assert len(other_optimizer.state) == len(optimizer.state) == len(values["state"])
     other_model.load_state_dict(raw.state_dict())
     for step in range(1, 3):

@@ -92,7 +92,7 @@ def read(source: str, scratch: Scratch) -> Any:
     if os.path.isfile(os.path.join(source, dcp.METADATA)):
         return dcp.read(source, scratch.tensor)
     for engine in ENGINES.values():
-        state = engine.read_foreign(source, load_pickled, scratch.tensor)
+        state = engine.holdings_type.read_foreign(source, load_pickled, scratch.tensor)
         if state is not None:
             return state
     if record.exists(source) or is_weights_alone(source):

@@ -20,16 +20,14 @@ from ...gradients.flat import average_gradients_, broadcast_
 from ...precision import Accumulator
 from ...process import Process
 from ...process.control import Waiting
-from .._copies import refuse_copies
-from ..engine import Context, Options, refuse_sparse
+from ..engine import Context, Engine, Options, refuse_sparse
 from ..memory import Footprint, MemoryUse
 from . import config as configuration
-from . import foreign
-from .guards import call_zero_grad
 from .library import release_groups
+from .overrides import Overrides, call_zero_grad
 from .partitions import Flat, Partitions
-from .stage3 import Sharded
-from .state import Divided
+from .stage3 import Stage3
+from .state import DeepSpeedHoldings
 from .weights import plainly
 
 # -- The user's own optimizer steps this rank's fragments, as if they were its parameters ------------------------------
@@ -37,11 +35,14 @@ from .weights import plainly
 logger = logging.getLogger("accel")
 
 
-class Stepping(Divided, ABC):
+class Stepping(Engine, ABC):
     """Between ``before_step`` and ``after_step`` the fragments are in the parameters' places in the groups."""
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         super().__init__(module, entry, context)
+        self.zero: Partitions | None = None
+        self.overrides = Overrides(self)
+        self.held: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
         self.stepping: Optimizer | None = None
         #: Every step clips to it; 0.0 for none.
         self.max_norm = 0.0
@@ -55,10 +56,30 @@ class Stepping(Divided, ABC):
         self._final = False
         self._stepped: set[int] = set()
 
-    @classmethod
-    def read_foreign(cls, path: str, load: Any, new: Any) -> dict[str, Any] | None:
-        """What DeepSpeed's ``save_checkpoint`` wrote."""
-        return foreign.read(path, load, new)
+    def find_unoptimized(self) -> None:
+        """Their gradients stay whole, where the weights do."""
+        super().find_unoptimized()
+        if self.zero is not None and not isinstance(self.zero, Stage3):
+            self.zero.whole_gradients = set(self.unoptimized)
+
+    def take_edits(self) -> None:
+        """Take over weights that the loop has written or replaced; refuse it where the next step would undo that.
+
+        Raises:
+            BackendError: names them.
+        """
+        if self.zero is not None and (edited := self.zero.take_edits()):
+            raise BackendError(
+                f"{', '.join(self.names[i] for i in edited[:5])} changed in place, which is lost: the optimizer steps other "
+                "copies, divided over the ranks, of the shape and dtype that they had; set weights by load_state_dict(full) of "
+                "the model's handle, on every rank"
+            )
+
+    def indices(self, optimizer: Optimizer) -> list[int]:
+        """The numbers of the optimizer's parameters."""
+        numbers = {id(p): i for i, p in enumerate(self.parameters)}
+        held = {id(group): parameters for group, parameters in self.held}
+        return [numbers[id(p)] for g in optimizer.param_groups for p in held.get(id(g), g["params"])]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the norm over all ranks' parts."""
@@ -257,6 +278,8 @@ class DeepSpeedEngine(Stepping):
 
     name = "deepspeed"
     options_type = DeepSpeed
+    holdings_type = DeepSpeedHoldings
+    holdings: DeepSpeedHoldings
     requires = {"deepspeed": "deepspeed"}
     reduces = partial_gradients = True
     hears_steps = True
@@ -298,7 +321,7 @@ class DeepSpeedEngine(Stepping):
         configuration.refuse_parameters(self.parameters, self.names)
         if self.stage == 3 and self.entry is not self.module:
             raise BackendError("a torch.compile wrapper with DeepSpeed stage 3: its weights come and go; use stage 2")
-        self.guards.module(self.module)
+        self.overrides.put(self.module)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Rank 0's weights; then DeepSpeed divides them, if it has not yet; then the optimizers' state follows."""
@@ -313,15 +336,16 @@ class DeepSpeedEngine(Stepping):
             self._divide()
             self.find_unoptimized()
         for optimizer in optimizers if self.zero is not None else ():
-            self.take_over(optimizer, {i: optimizer.state.pop(self.parameters[i], {}) for i in self.indices(optimizer)})
-            refuse_copies(optimizer)
+            state = {self.names[i]: optimizer.state.pop(self.parameters[i], {}) for i in self.indices(optimizer)}
+            self.holdings.take(optimizer, state)
+            self.holdings.guard.watch(optimizer)
 
     def _divide(self) -> None:
         masters = configuration.masters(self._config)
         offload = configuration.offloaded(self._config, "offload_optimizer", self.options.offload_optimizer)
         weights_on = torch.device("cpu") if offload else None
         arguments = (self.module, self.parameters, masters, weights_on, self.process, self.title)
-        zero = Sharded(*arguments) if self.stage == 3 else Flat(self.stage, *arguments)
+        zero = Stage3(*arguments) if self.stage == 3 else Flat(self.stage, *arguments)
         numel = sum(p.numel() for p in self.parameters)
         dtype = next(p.dtype for p in self.parameters if p.is_floating_point())
         offload_parameters = configuration.offloaded(self._config, "offload_param", self.options.offload_parameters)
@@ -330,6 +354,8 @@ class DeepSpeedEngine(Stepping):
             self._config, self.stage, offload_parameters=offload_parameters, dtype=dtype, numel=numel
         )
         zero.start(config, self.process.device)
+        if self.holdings.partial(None):
+            self.holdings.guard.watch_modules(self.module, lambda m: any(True for _ in m.parameters()))
 
     # -- forward and gradients ------------------------------------------------------------------------------------
 
@@ -484,7 +510,7 @@ class DeepSpeedEngine(Stepping):
         """Refuse what cannot step parts of parameters."""
         self.check_optimizer(optimizer)
         super().attach(optimizer)
-        self.guards.optimizer(optimizer)
+        self.overrides.put(optimizer)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that would see a part of a parameter as another parameter."""
@@ -500,23 +526,26 @@ class DeepSpeedEngine(Stepping):
     def detach(self, optimizer: Optimizer) -> None:
         """Without the guards it is the user's own again."""
         self.hide()
-        self.guards.remove(optimizer)
+        self.overrides.remove(optimizer)
+        self.holdings.guard.release(optimizer)
         super().detach(optimizer)
 
     # -- state and end --------------------------------------------------------------------------------------------
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Whole weights, gradients and optimizer state in the user's own objects."""
-        self.guards.close()
-        zero, self.zero = self.zero, None
-        if zero is None:
+        self.holdings.guard.release_modules()
+        self.overrides.remove(self.module)
+        zero = self.zero
+        if zero is None or not hasattr(zero, "zero"):  # its start failed
+            self.zero = None
             return
-        if not hasattr(zero, "zero"):
-            return  # its start failed
         if not self._ended:
-            self.give_back(zero, optimizers)
+            self.holdings.restore(zero, optimizers)
+            self.zero = None
             return
-        self.leave(zero, optimizers)
+        self.zero = None
+        self.holdings.leave(zero, optimizers)
         if self.stage == 3:
             raise self.lost()
 

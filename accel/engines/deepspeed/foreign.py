@@ -54,7 +54,7 @@ def read(path: str, load: Load, new: NewTensor) -> dict[str, Any] | None:
         )
     optimizers = [n for n in names if _OPTIMIZER.fullmatch(n)]
     try:
-        saved = _Saved(directory, models, optimizers, load, new)
+        saved = _ZeroCheckpoint(directory, models, optimizers, load, new)
         first = saved.models[0]
         state: dict[str, Any] = {"model": dict(saved.weights())}
         optimizer = saved.optimizer()
@@ -79,7 +79,7 @@ def _tagged(path: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Range:
     """Elements ``start`` and on of a tensor, and where they lie: a rank, and from where on in its part of a group."""
 
     rank: int
@@ -93,7 +93,7 @@ _Parts = list[list[torch.Tensor]]
 
 
 @final
-class _Saved:
+class _ZeroCheckpoint:
     def __init__(self, directory: str, models: list[str], optimizers: list[str], load: Load, new: NewTensor) -> None:
         self._new = new
         self.models = [load(os.path.join(directory, name), _INERT) for name in _by_rank(models, _MODEL)]
@@ -191,27 +191,27 @@ class _Saved:
                 yield name, self._assemble(shape, group, places)
                 at += math.prod(shape)
 
-    def _cut(self, numel: int, at: int) -> list[_Place]:
+    def _cut(self, numel: int, at: int) -> list[_Range]:
         """Every rank has an equal piece, the last ones padded."""
         size = -(-numel // self._world)
         return [
-            _Place(rank, at, rank * size, min(size, numel - rank * size))
+            _Range(rank, at, rank * size, min(size, numel - rank * size))
             for rank in range(self._world)
             if rank * size < numel
         ]
 
     @staticmethod
-    def _overlaps(parts: Sequence[torch.Tensor], at: int, numel: int) -> list[_Place]:
+    def _overlaps(parts: Sequence[torch.Tensor], at: int, numel: int) -> list[_Range]:
         """Parameters follow one another through the ranks' parts."""
         found, begin = [], 0
         for rank, part in enumerate(parts):
             low, high = max(at, begin), min(at + numel, begin + part.numel())
             if low < high:
-                found.append(_Place(rank, low - begin, low - at, high - low))
+                found.append(_Range(rank, low - begin, low - at, high - low))
             begin += part.numel()
         return found
 
-    def _compare(self, group: int, name: str, places: Sequence[_Place]) -> None:
+    def _compare(self, group: int, name: str, places: Sequence[_Range]) -> None:
         """DeepSpeed's own table of what lies where must say the same, where it is saved."""
         for rank, saved in enumerate(self._ranks):
             if "param_slice_mappings" not in saved:
@@ -221,7 +221,7 @@ class _Saved:
             if mine != (None if told is None else dict(told.state)):
                 raise ValueError(f"{name} lies elsewhere in the part of rank {rank} than its place in the groups says")
 
-    def _assemble(self, shape: Sequence[int], parts: Sequence[torch.Tensor], places: Sequence[_Place]) -> torch.Tensor:
+    def _assemble(self, shape: Sequence[int], parts: Sequence[torch.Tensor], places: Sequence[_Range]) -> torch.Tensor:
         whole = self._new(shape, parts[0].dtype)
         if sum(place.count for place in places) != whole.numel():
             raise ValueError("a part of a tensor is missing")

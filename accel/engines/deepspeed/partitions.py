@@ -302,11 +302,6 @@ class Partitions(ABC):
         """A parameter's values as far as this rank has them all; else nan. Local."""
         return self.parameters[index].detach().clone()
 
-    def dtype_of(self, index: int) -> torch.dtype:
-        """Of the weights that the optimizer steps."""
-        parameter = self.parameters[index]
-        return torch.float32 if self.masters and parameter.is_floating_point() else parameter.dtype
-
     # -- weights --------------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -337,22 +332,6 @@ class Partitions(ABC):
     def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A method of the root module."""
         return method(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def whole(self, full: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Inside, each parameter is ``full``'s tensor; afterwards this rank's part of it is kept. Collective."""
-        held = [p.data for p in self.parameters]
-        for parameter, values in zip(self.parameters, full, strict=True):
-            parameter.data = values
-        try:
-            yield
-        finally:
-            for index, parameter in enumerate(self.parameters):
-                if (fragment := self.fragments.get(index)) is not None:
-                    part = parameter.data.reshape(-1).narrow(0, fragment.start, fragment.home.numel())
-                    fragment.weights.copy_(part)
-                parameter.data = held[index]
-            self.spread()
 
     @torch.no_grad()
     def end(self, full: Sequence[torch.Tensor]) -> None:

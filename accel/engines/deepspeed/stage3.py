@@ -224,7 +224,7 @@ _INFLIGHT: Final = "_PartitionedParameterCoordinator__inflight_param_registry"
 class _Gradients(dict[int, torch.Tensor]):
     """Where stage 3 adds a reduced gradient, made when it is asked for; a second one is added in the weights' dtype."""
 
-    def __init__(self, sharded: Sharded) -> None:
+    def __init__(self, sharded: Stage3) -> None:
         super().__init__()
         self._sharded = sharded
 
@@ -242,7 +242,7 @@ class _Gradients(dict[int, torch.Tensor]):
 
 
 @final
-class Sharded(Partitions):
+class Stage3(Partitions):
     """Stage 3: every rank holds a part of each parameter, and gathers the rest when a module runs."""
 
     eager = True
@@ -453,17 +453,6 @@ class Sharded(Partitions):
                 if (changed := hook(self.module, args, out)) is not None:
                     out = changed
             return out
-
-    @contextlib.contextmanager
-    def whole(self, full: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Only shards are held meanwhile."""
-        self.scatter()
-        self.weights.open()
-        try:
-            with super().whole(full):
-                yield
-        finally:
-            self.weights.close()
 
     def is_divided(self, index: int) -> bool:
         """All are."""

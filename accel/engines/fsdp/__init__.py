@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any, final
@@ -14,152 +12,96 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from ... import shard
 from ...errors import AccelError, BackendError, OptimizerError
 from ...gradients.flat import broadcast_
-from ...process import Process
+from ...gradients.step import refuse_steps
+from ...process import Process, reason_of
 from ...process.control import Waiting
-from ...shard import Manifest, Shard
-from .._copies import allow_copies, refuse_copies
+from ...shard import Shard, StateEntry
 from ..engine import Context, Engine, Options, refuse_sparse
+from ..holdings import Holdings
 from ..memory import Footprint, MemoryUse, even_shards
-from ..state import StateVerbs
 from . import wrap
-from .shards import LocalShards
 from .wrap import Checkpointed, Wrap
 
 if TYPE_CHECKING:
     from .conversion import Conversion
-if TYPE_CHECKING:
-    from .conversion import Conversion
-
-
-# -- The state verbs of an engine whose parameters and optimizer state are shards --------------------------------------
 
 
 @final
-class Guard:
-    """Refuses ``state_dict()``, copies and pickles of raw modules and optimizers, which would look whole."""
+class FSDPHoldings(Holdings):
+    """Rows of each tensor."""
 
-    def __init__(self) -> None:
-        self._open = False
-        self._hooks: dict[int, RemovableHandle] = {}
+    offloads = True
 
-    def watch(self, raw: nn.Module | Optimizer) -> None:
-        """Refuse from now on."""
-        self._hooks[id(raw)] = raw.register_state_dict_pre_hook(self.refuse)
-        if isinstance(raw, Optimizer) or any(True for _ in raw.parameters()):
-            refuse_copies(raw)
+    def partial(self, optimizer: Optimizer | None) -> bool:
+        """Once there are shards."""
+        return self.engine._parts is not None
 
-    def release(self, raw: nn.Module | Optimizer) -> None:
-        """Refuse no more."""
-        if (hook := self._hooks.pop(id(raw), None)) is not None:
-            hook.remove()
-            allow_copies(raw)
+    def prepare(self, *, writing: bool) -> None:
+        """What is gathered is let go."""
+        if self.engine._parts is not None:
+            self.engine._parts.sharded.reshard()
 
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Let through inside."""
-        self._open = True
+    def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
+        """This rank's rows."""
+        parts = self.engine._parts
+        made: Shard | None = super().part(name, tensor, key) if parts is None else parts.part(name, tensor, key)
+        return made
+
+    def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Cut as the parameter."""
+        if self.engine._parts is None:
+            return super().new_state(entry, key, shape, dtype)
+        made: torch.Tensor = self.engine._parts.new(entry.parameter, shape, dtype)
+        return made
+
+    def whole(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The whole values of a parameter. Collective."""
+        value: torch.Tensor = self.gather("first values", [("", "", parameter)])["", ""]
+        return value
+
+    def rebind(self, optimizer: Optimizer, parts: Conversion) -> None:
+        """Put shards into the optimizer's groups, and cut its state. In place."""
+        for group in optimizer.param_groups:
+            group["params"][:] = [parts.canonical(p) for p in group["params"]]
+        names = self.parameter_names
+        for parameter in [p for p in optimizer.state if isinstance(p, torch.Tensor)]:
+            shard, state = parts.known.get(id(parameter), parameter), optimizer.state.pop(parameter)
+            entry = StateEntry(names[id(shard)], tuple(shard.shape), shard, {})
+            optimizer.state[shard] = {k: self.own_part(entry, k, v, counter_beside=False) for k, v in state.items()}
+
+    def restore(self, parts: Conversion, optimizers: Sequence[Optimizer]) -> None:
+        """Whole values in the objects that held them before; nan where a rank cannot be reached. Collective, but for that."""
+        engine, what = self.engine, "the end of a divided model"
+        whole: dict[tuple[str, Any], torch.Tensor] | None = None
+        old = {name: p for name, (p, _) in parts.replaced.items()}
         try:
-            yield
-        finally:
-            self._open = False
+            if not engine._ended:
+                held = [(name, "", p) for name, p in zip(engine.names, engine.parameters, strict=True) if name in old]
+                grads = [(name, key, grad) for name, key, grad in self.gradients() if name in old]
+                whole = self.gather(what, [*held, *grads])
+                for optimizer in optimizers:
+                    state = self.whole_state(what, optimizer, strays=True)
+                    self.give_back(optimizer, state, dict(zip(engine.names, engine.parameters, strict=True)) | old)
+        except (RuntimeError, AccelError) as error:
+            engine._ended, whole = str(error) if isinstance(error, AccelError) else reason_of(error), None
+        parts.restore(whole, optimizers)
+        if whole is None:
+            for optimizer in optimizers:
+                refuse_steps(optimizer, engine._ended)
 
-    def refuse(self, raw: object, *_: Any) -> None:
-        """Raise, unless opened."""
-        if not self._open:
-            raise AccelError(
-                f"{type(raw).__name__}.state_dict() is sharded, so that this rank holds a part of it only: every rank calls "
-                "accel.full_state_dict(model or optimizer) for the whole, or accel.save(...) for a checkpoint"
-            )
+    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """What cannot be cut."""
+        parts = self.engine._parts
+        shards = {} if parts is None else {id(p.sharded_param) for p in parts.sharded.params}
+        return [(name, p) for name, p in super().replicas() if id(p) not in shards]
 
-
-class ShardedState(StateVerbs):
-    """Whole state goes in and out; what lies on this rank is listed; what would be a part only is refused."""
-
-    _parts: Conversion | None
-    guard: Guard
-
-    def state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Refused where shards are."""
-        if self._parts is not None:
-            self.guard.refuse(self.module if optimizer is None else optimizer)
-        return super().state_dict(optimizer, args, kwargs)
-
-    def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
-        """Every shard gathered, on every rank; buffers are rank 0's. Collective."""
-        parts = self._parts
-        if parts is None:
-            return super().full_state_dict(optimizer)
-        parts.sharded.reshard()
-        with self.guard.opened():
-            if optimizer is not None:
-                state: dict[str, Any] = parts.whole_state(optimizer.state_dict())
-                return state
-            broadcast_([b.data for b in self.module.buffers()], self.process.group)
-            own = self.module.state_dict(keep_vars=True)
-        made: dict[int, Any] = {}  # what is tied is one tensor
-        for value in own.values():
-            if id(value) not in made:
-                made[id(value)] = parts.whole_state(value.detach() if isinstance(value, torch.Tensor) else value)
-        return _like(own, {name: made[id(value)] for name, value in own.items()})
-
-    def load_state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Take this rank's part of a full state."""
-        parts = self._parts
-        if parts is None:
-            return super().load_state_dict(optimizer, args, kwargs)
-        named = dict(zip(("state_dict", "strict", "assign"), args, strict=False)) | kwargs
-        full = named.pop("state_dict")
-        if optimizer is not None:
-            return optimizer.load_state_dict(parts.cut_optimizer_state(optimizer, full))
-        if named.get("assign"):
-            raise BackendError(
-                "load_state_dict(assign=True) would replace sharded parameters by whole ones: leave assign out"
-            )
-        parts.sharded.reshard()
-        mine = dict(self.module.named_parameters(remove_duplicate=False))
-        return self.module.load_state_dict(
-            _like(full, {n: parts.cut(v, mine.get(n)) for n, v in full.items()}), **named
-        )
-
-    def synchronize(self, source: int = 0) -> None:
-        """Rank ``source``'s weights and buffers; only its buffers where the weights are shards. Collective."""
-        tensors = [b.data for b in self.module.buffers()]
-        if self._parts is None:
-            tensors += [p.data for p in self.parameters if not p.is_meta]
-        if self.distributed:
-            broadcast_(tensors, self.process.group, source)
-
-    # -- checkpoints ----------------------------------------------------------------------------------------------
-
-    def shards(self, optimizer: Optimizer | None) -> list[Shard]:
-        """This rank's rows of each tensor."""
-        parts = self._parts
-        if parts is None:
-            return super().shards(optimizer)
-        if optimizer is not None:
-            return shard.optimizer_shards(optimizer, self.parameter_names, LocalShards())
-        parts.sharded.reshard()
-        with self.guard.opened():
-            return shard.module_shards(self.module, LocalShards())
-
-    def slots(self, optimizer: Optimizer | None, manifest: Manifest) -> list[Shard]:
-        """What ``shards`` lists; an optimizer's state is created."""
-        if self._parts is None or optimizer is None:
-            return self.shards(None) if optimizer is None else super().slots(optimizer, manifest)
-        return self._parts.slots(optimizer, self.parameter_names, manifest)
-
-
-def _like(original: Any, values: dict[str, Any]) -> OrderedDict[str, Any]:
-    """A state dict of these values, with the versions of modules that ``original`` carries."""
-    made = OrderedDict(values)
-    if hasattr(original, "_metadata"):
-        made._metadata = original._metadata  # type: ignore[attr-defined]
-    return made
+    def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
+        """Shards take values of their own form."""
+        parts = self.engine._parts
+        return parts is not None and bool(parts.sharded.set_data(parameter, value))
 
 
 #: Optimizers of torch that do not compute with shards, or not what they would with whole tensors.
@@ -215,11 +157,13 @@ class FSDP(Options):
 
 
 @final
-class FSDPEngine(ShardedState, Engine):
+class FSDPEngine(Engine):
     """FSDP2 reduces in its hooks while backward runs; ``settle`` reduces what it left unreduced."""
 
     name = "fsdp"
     options_type = FSDP
+    holdings_type = FSDPHoldings
+    holdings: FSDPHoldings
     reduces = partial_gradients = True
     logs = False
     hears_strangers = True
@@ -229,7 +173,6 @@ class FSDPEngine(ShardedState, Engine):
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         super().__init__(module, entry, context)
         self._parts: Conversion | None = None
-        self.guard = Guard()
         self._checkpointed = Checkpointed()
         self._sync = True
         self._stale_buffers = False
@@ -275,11 +218,11 @@ class FSDPEngine(ShardedState, Engine):
             muon.attach(optimizer)
         super().attach(optimizer)
         if self.distributed:
-            self.guard.watch(optimizer)
+            self.holdings.guard.watch(optimizer)
 
     def detach(self, optimizer: Optimizer) -> None:
         """Give the optimizer back to its user."""
-        self.guard.release(optimizer)
+        self.holdings.guard.release(optimizer)
         if self.distributed and isinstance(optimizer, _WHOLE_MATRICES):
             from . import muon
 
@@ -294,21 +237,22 @@ class FSDPEngine(ShardedState, Engine):
             from .conversion import Conversion  # heavy, as torch's own code for it is
             from .pending import Backwards
 
-            self.synchronize()
+            self.holdings.synchronize()
             names = [name for name, _ in wrap.blocks(self.module, self.options.wrap)]
             self.compare("the choice of FSDP(wrap=...)", names)
             self._parts = Conversion(self.module, self.process, self.options, self.label)
-            for child in self.module.modules():
-                self.guard.watch(child)
-            self._parts.shard(names)
+            self._parts.shard(names, self.holdings.whole)
+            self.holdings.guard.watch_modules(self.module, lambda m: any(True for _ in m.parameters()))
             self.read_parameters()
-            self._backwards = Backwards(self._parts, self.parameter_names, self.log if self.precision.scaled else None)
+            self._backwards = Backwards(
+                self._parts, self.holdings.parameter_names, self.log if self.precision.scaled else None
+            )
             self._parts.sharded.begin(self.process, self.title, self._backwards.begin, self._backwards.end)
             self._parts.mark_gathered()
             self.known = self._parts.known
             self._started = True
         for optimizer in optimizers:
-            self._parts.rebind(optimizer)
+            self.holdings.rebind(optimizer, self._parts)
 
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
         """The shard that a gathered or replaced parameter stands for."""
@@ -318,16 +262,7 @@ class FSDPEngine(ShardedState, Engine):
         """Refuse strangers; replaced parameters become their shards."""
         super().check_optimizer(optimizer)
         if self._parts is not None:
-            self._parts.rebind(optimizer)
-
-    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """What cannot be cut."""
-        shards = {} if self._parts is None else {id(p.sharded_param) for p in self._parts.sharded.params}
-        return [(name, p) for name, p in super().replicas() if id(p) not in shards]
-
-    def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
-        """Shards take values of their own form."""
-        return self._parts is not None and self._parts.sharded.set_data(parameter, value)
+            self.holdings.rebind(optimizer, self._parts)
 
     def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
         """The gathered parameter, which is what forward computes with."""
@@ -401,9 +336,8 @@ class FSDPEngine(ShardedState, Engine):
         self._backwards.take_markers()
         sharded = self._parts.sharded
         if pending := sharded.pending():
-            self.compare(
-                "a reduction of accumulated gradients", [self.parameter_names[id(p.sharded_param)] for p in pending]
-            )
+            names = self.holdings.parameter_names
+            self.compare("a reduction of accumulated gradients", [names[id(p.sharded_param)] for p in pending])
             sharded.reduce(self._sync)
         if self._parts.scalars_pending():
             self._parts.average_scalars()
@@ -424,14 +358,6 @@ class FSDPEngine(ShardedState, Engine):
         if self._parts is not None:
             self._parts.sharded.reshard()
         return super().outside_step(optimizer)
-
-    def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
-        """Every shard gathered, on every rank; buffers are rank 0's. Collective."""
-        if self._parts is None:
-            return super().full_state_dict(optimizer)
-        self.meet(f"accel.full_state_dict of {'the model' if optimizer is None else type(optimizer).__name__}")
-        with Waiting(self.process, "accel.full_state_dict"):
-            return super().full_state_dict(optimizer)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the global norm; one all-reduce of local norms."""
@@ -459,12 +385,10 @@ class FSDPEngine(ShardedState, Engine):
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Whole parameters, in the objects that held them before. Collective."""
         self._checkpointed.unwrap()
-        parts, self._parts = self._parts, None
-        for child in self.module.modules():
-            self.guard.release(child)
-        if parts is not None:
-            lost = parts.unshard(optimizers, self._ended)
+        self.holdings.guard.release_modules()
+        if self._parts is not None:
+            self.holdings.restore(self._parts, optimizers)
+            self._parts = None
             self.read_parameters()
-            if lost:
-                self._ended = lost
+            if self._ended:
                 raise self.lost()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from ...deferred import borrowing, refuse_without_values, reset_own, resetting, weights_of, without_values
 from ...gradients.flat import average_gradients_, broadcast_
 from ...gradients.log import GradientLog
-from ...process import Process, reason_of
+from ...process import Process
 from ...process.control import agree
-from ...shard import Manifest, Shard
+from ...shard import Shard
 from . import shards, standin
 from .module import ShardedModule, kept_whole
 from .pending import drop
-from .shards import cut_if_fits, gather, here
+from .shards import cut_if_fits, here
 
 # -- First values for shards of parameters that were built without memory ----------------------------------------------
 
@@ -35,12 +35,17 @@ def allocate(module: nn.Module, device: torch.device) -> set[int]:
 
 @torch.no_grad()
 def initialize(
-    module: nn.Module, waiting: set[int], borrowed: dict[int, set[str]], device: torch.device, group: dist.ProcessGroup
+    module: nn.Module,
+    waiting: set[int],
+    borrowed: dict[int, set[str]],
+    whole_of: Callable[[nn.Parameter], torch.Tensor],
+    device: torch.device,
+    group: dist.ProcessGroup,
 ) -> None:
     """Rank 0's values by ``reset_parameters``, for one module that has it at a time. Collective.
 
-    ``borrowed`` is ``deferred.borrowing`` of the module. Every rank draws the same random numbers as in one process, and
-    no more than that module is whole at a time.
+    ``borrowed`` is ``deferred.borrowing`` of the module; ``whole_of`` gathers what has its values already. Every rank draws
+    the same random numbers as in one process, and no more than that module is whole at a time.
     """
     if not waiting:
         return
@@ -51,7 +56,7 @@ def initialize(
             continue
         whole = {
             key: nn.Parameter(
-                without_values(p, device) if key in empty else _gathered(p, device, group),
+                without_values(p, device) if key in empty else whole_of(p),
                 requires_grad=p.requires_grad,
             )
             for key, p in shards.items()
@@ -71,10 +76,6 @@ def initialize(
     refuse_without_values((n, here(p)) for n, p in module.named_parameters() if id(p) in waiting)
 
 
-def _gathered(p: nn.Parameter, device: torch.device, group: dist.ProcessGroup) -> torch.Tensor:
-    return gather(p, device, group) if here(p) is not p else p.detach().clone()
-
-
 @final
 class Conversion:
     """The module's shards, the parameter objects that they replaced, and which is which."""
@@ -90,12 +91,14 @@ class Conversion:
         self.scalar_log = GradientLog(())
         #: By identity: the shard of every parameter object, old, gathered or the shard itself.
         self.known: dict[int, nn.Parameter] = {}
-        self._replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
+        #: By name the parameter objects that shards replaced, and these.
+        self.replaced: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
         self._places = [(m, n, p) for m in module.modules() for n, p in m._parameters.items() if p is not None]
+        self._local = shards.LocalShards()
         self.sharded = ShardedModule(module, self.group, process.device, options)
 
-    def shard(self, blocks: Sequence[str]) -> None:
-        """Put shards in the parameters' places. Collective where there are gradients."""
+    def shard(self, blocks: Sequence[str], whole_of: Callable[[nn.Parameter], torch.Tensor]) -> None:
+        """Put shards in the parameters' places. Collective where there are gradients, or first values to be made."""
         old = dict(self.module.named_parameters())
         for parameter in old.values():
             if not parameter.is_contiguous():
@@ -108,14 +111,14 @@ class Conversion:
         waiting = allocate(self.module, storage)
         self.scalars = kept_whole(self.module)
         if weights is None:  # else they are read into the shards
-            initialize(self.module, waiting, borrowed, self.process.device, self.group)
+            initialize(self.module, waiting, borrowed, whole_of, self.process.device, self.group)
         new = dict(self.module.named_parameters())
         for name, parameter in old.items():
             shard = new[name]
             self.known[id(shard)] = shard
             if shard is not parameter:
                 self.known[id(parameter)] = shard
-                self._replaced.append((parameter, shard))
+                self.replaced[name] = parameter, shard
                 standin.put(parameter, shard)
                 if name in grads:
                     shard.grad = shards.cut(grads[name], shard)
@@ -140,15 +143,6 @@ class Conversion:
         """Know the gathered parameters."""
         self.sharded.mark_gathered()
         self.known.update((id(whole), shard) for whole, shard in self.sharded.gathered())
-
-    def rebind(self, optimizer: Optimizer) -> None:
-        """Put shards into the optimizer's groups, and cut its state. In place."""
-        for group in optimizer.param_groups:
-            group["params"][:] = [self.canonical(p) for p in group["params"]]
-        for parameter in [p for p in optimizer.state if isinstance(p, torch.Tensor)]:
-            shard = self.known.get(id(parameter), parameter)
-            state = optimizer.state.pop(parameter)
-            optimizer.state[shard] = shards.cut_state(state, shard)
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -201,65 +195,33 @@ class Conversion:
 
     # -- state ----------------------------------------------------------------------------------------------------
 
-    def whole_state(self, state: Any) -> Any:
-        """Nested state with every shard gathered. Collective."""
-        return shards.full_state(state, lambda v: shards.gather(v, self.process.device, self.group))
+    def part(self, name: str, tensor: torch.Tensor, key: Any) -> Shard | None:
+        """What of a tensor lies here."""
+        return self._local(f"{name}/{key}" if key else name, tensor)
 
-    def cut(self, value: Any, parameter: nn.Parameter | None) -> Any:
-        """This rank's part of a whole parameter's value; what does not fit is left for torch to refuse."""
-        return shards.cut_if_fits(value, parameter) if isinstance(value, torch.Tensor) else value
-
-    def cut_optimizer_state(self, optimizer: Optimizer, full: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of a whole optimizer's ``state_dict()``."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        numbers = [n for group in full["param_groups"] for n in group["params"]]
-        owners = dict(zip(numbers, parameters, strict=False))
-        state = {n: shards.cut_state(s, owners[n]) if n in owners else s for n, s in full["state"].items()}
-        return {**full, "state": state}
-
-    def slots(self, optimizer: Optimizer, names: Mapping[int, str], manifest: Manifest) -> list[Shard]:
-        """State to fill of this rank's rows."""
-        return shards.optimizer_slots(optimizer, names, manifest)
+    def new(self, parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a tensor in the state of a parameter."""
+        return shards.new(parameter, shape, dtype)
 
     # -- the way back ---------------------------------------------------------------------------------------------
 
-    def unshard(self, optimizers: Sequence[Optimizer], ended: str) -> str:
-        """Whole values into the parameter objects that held them before; collective, unless ``ended`` says why not.
+    def restore(self, whole: Mapping[tuple[str, Any], torch.Tensor] | None, optimizers: Sequence[Optimizer]) -> None:
+        """Put the parameter objects that were there before in the shards' places; nan into them where None is known. Local.
 
-        Returns:
-            Why other ranks could not be reached, so that values are lost; empty where they could.
+        Args:
+            whole: values and gradients, by name, and "" or "grad".
+            optimizers: whose groups hold shards.
         """
         self.scalar_log.close()
-        whole = _Whole(self.process.device, self.group, ended)
         self.sharded.undo()
-        for old, shard in self._replaced:
-            standin.take(old, whole(shard), None if shard.grad is None else whole(shard.grad))
-        for module, name, old in self._places:
-            module._parameters[name] = old
-        back = {id(shard): old for old, shard in self._replaced}
+        for key, (old, shard) in self.replaced.items():
+            value = without_values(shard, self.process.device) if whole is None else whole[key, ""]
+            standin.take(old, value, None if whole is None else whole.get((key, "grad")))
+        for module, name, own in self._places:
+            module._parameters[name] = own
+        back = {id(shard): old for old, shard in self.replaced.values()}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"][:] = [back.get(id(p), p) for p in group["params"]]
-            for held in list(optimizer.state):
-                state = optimizer.state.pop(held)
-                optimizer.state[back.get(id(held), held)] = shards.full_state(state, whole)
-        return whole.lost
-
-
-@final
-class _Whole:
-    """Gathers shards, until a rank cannot be reached; what then is asked for is nan."""
-
-    def __init__(self, device: torch.device, group: dist.ProcessGroup, lost: str) -> None:
-        self._device = device
-        self._group = group
-        self.lost = lost
-
-    def __call__(self, value: Any) -> torch.Tensor:
-        if not self.lost:
-            try:
-                return shards.gather(value, self._device, self._group)
-            except RuntimeError as error:
-                self.lost = reason_of(error)
-        blank = float("nan") if value.is_floating_point() or value.is_complex() else 0
-        return torch.full(value.shape, blank, dtype=value.dtype, device=self._device)
+            for held in [key for key in optimizer.state if id(key) in back]:
+                del optimizer.state[held]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, final
+from typing import final
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-from ...shard import Shard, is_sharded
-from ...trees import map_tensors
+from ...shard import Shard
 
 
 def rows(length: int, world: int, rank: int) -> tuple[int, int]:
@@ -46,18 +42,11 @@ def wrap(local: torch.Tensor, shape: torch.Size | tuple[int, ...], like: DTensor
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def gather(value: Any, device: torch.device, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The whole tensor, on ``device``. Collective."""
-    local, world = value.to_local().detach(), dist.get_world_size(group)
-    each = -(-value.shape[0] // world)
-    padded = torch.zeros((each, *value.shape[1:]), dtype=value.dtype, device=device)
-    padded[: local.shape[0]] = local.to(device)
-    out = torch.empty((world * each, *value.shape[1:]), dtype=value.dtype, device=device)
-    if out.numel():
-        dist.all_gather(
-            list(out.view(-1).view(torch.uint8).chunk(world)), padded.view(-1).view(torch.uint8), group=group
-        )
-    return out if out.shape == value.shape else out[: value.shape[0]].clone()
+def new(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a tensor in the state of a parameter, cut as that is where it has its shape."""
+    if isinstance(parameter, DTensor) and shape == tuple(parameter.shape):
+        return wrap(torch.zeros_like(parameter.to_local(), dtype=dtype), shape, parameter)
+    return torch.empty(shape, dtype=dtype, device=parameter.device)
 
 
 @final
@@ -81,34 +70,3 @@ class LocalShards:
             return None
         local = value.to_local().detach()
         return Shard(name, shape, first * (local.numel() // (end - first)), local)
-
-
-def optimizer_slots(
-    optimizer: Optimizer, names: Mapping[int, str], manifest: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-) -> list[Shard]:
-    """As ``shard.optimizer_slots``, state of a parameter's shape being sharded as the parameter is."""
-    by_name = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-    found, make = [], LocalShards()
-    for full_name, (shape, dtype) in manifest.items():
-        name, _, key = full_name.rpartition("/")
-        if name not in by_name:
-            continue
-        parameter = by_name[name]
-        state = optimizer.state[parameter]
-        if not is_sharded(state.get(key)):
-            if isinstance(parameter, DTensor) and shape == tuple(parameter.shape):
-                state[key] = wrap(torch.zeros_like(parameter.to_local(), dtype=dtype), shape, parameter)
-            else:
-                state[key] = torch.empty(shape, dtype=dtype, device=parameter.device)
-        found.append(make(full_name, state[key]))
-    return [s for s in found if s is not None]
-
-
-def cut_state(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """The state of one parameter, what has its shape being cut."""
-    return {key: map_tensors(lambda t: cut_if_fits(t, parameter), value, others=True) for key, value in state.items()}
-
-
-def full_state(state: Any, whole: Callable[[DTensor], torch.Tensor]) -> Any:
-    """Nested state with every shard made whole."""
-    return map_tensors(lambda t: whole(t) if isinstance(t, DTensor) else t, state, others=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -10,21 +10,18 @@ from typing import Any, Literal, final
 import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from ...errors import BackendError, OptimizerError, PrecisionError
 from ...gradients.methods import only
 from ...gradients.step import refuse_steps
 from ...precision import convert_module, convert_optimizer
 from ...process import Process
-from ...shard import Manifest, Shard
 from ...trees import map_tensors
-from .._copies import allow_copies, refuse_copies
 from ..engine import Context, Engine, Options
 from ..memory import Footprint, MemoryUse
 from .channel import Channel
 from .checks import batchnorms_of, check_balance, check_forward, check_layers, check_sequential
-from .parts import Parts, Whole, refuse_tied
+from .parts import Parts, PipelineHoldings, refuse_tied
 from .passes import Relay
 from .stages import (
     Balance,
@@ -82,6 +79,8 @@ class PipelineEngine(Engine):
 
     name = "pipeline"
     options_type = Pipeline
+    holdings_type = PipelineHoldings
+    holdings: PipelineHoldings
     spreads = partial_gradients = True
     options: Pipeline
 
@@ -94,7 +93,6 @@ class PipelineEngine(Engine):
         self._parts: Parts | None = None
         self._channel = Channel(context.process, self.label)
         self._relay = Relay(module, self._channel)
-        self._guards: dict[int, tuple[Whole, RemovableHandle]] = {}
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
@@ -147,14 +145,22 @@ class PipelineEngine(Engine):
             self._part(listed(self._balance, self._children, self.process.place.world_size))
         elif self._parts is not None:
             for optimizer in optimizers:
-                self._parts.release_state(optimizer, self.parameter_names)
+                self._release(optimizer)
 
     def _part(self, balance: Sequence[int]) -> None:
         parts = split(self._children, balance)
-        self._parts = Parts(self.module, parts, self._channel)
+        self._parts = Parts(self.module, parts, self._channel.rank)
+        elsewhere = self._parts.elsewhere
+        self.holdings.guard.watch_modules(self.module, lambda m: m is self.module or id(m) in elsewhere)
         self._stages = [Stage(parts[self._channel.rank], self.process.device)]
         for stepper in self.steppers.values():
-            self._parts.release_state(stepper.optimizer, self.parameter_names)
+            self._release(stepper.optimizer)
+
+    def _release(self, optimizer: Optimizer) -> None:
+        """Keep this stage's part of an optimizer's state."""
+        assert self._parts is not None
+        self._parts.release_state(optimizer, self.holdings.parameter_names)
+        self.holdings.guard.watch(optimizer)
 
     # -- forward and backward -----------------------------------------------------------------------------------------
 
@@ -203,17 +209,11 @@ class PipelineEngine(Engine):
                 "stage: use an optimizer that treats each parameter by itself"
             )
         super().attach(optimizer)
-        if self.distributed:
-            guard = Whole()
-            self._guards[id(optimizer)] = (guard, optimizer.register_state_dict_pre_hook(guard))
-            refuse_copies(optimizer)
 
     def detach(self, optimizer: Optimizer) -> None:
         """Give the optimizer back to its user."""
         super().detach(optimizer)
-        if self.distributed:
-            self._guards.pop(id(optimizer))[1].remove()
-            allow_copies(optimizer)
+        self.holdings.guard.release(optimizer)
 
     def steps_part(self, optimizer: Optimizer) -> bool:
         """Its stage."""
@@ -223,10 +223,6 @@ class PipelineEngine(Engine):
         """On this rank's stage only."""
         away = {id(p) for _, p in self._parts.away} if self._parts is not None else set()
         return only(optimizer, lambda p: id(p) not in away) if away else super().outside_step(optimizer)
-
-    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """None once the stages are apart."""
-        return super().replicas() if self._parts is None else []
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse gradients of what lies on other ranks, and a scaler that looked at this stage alone."""
@@ -243,93 +239,23 @@ class PipelineEngine(Engine):
                 "a GradScaler sees the overflow of one stage only, on each rank of a pipeline: use accel.backward(loss)"
             )
 
-    # -- state --------------------------------------------------------------------------------------------------------
+    # -- the end ------------------------------------------------------------------------------------------------------
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """The whole module and the whole state of its optimizers, on every rank."""
         if self._parts is not None:
-            parts, self._parts = self._parts, None
+            self._parts.close()
+            self.holdings.guard.release_modules()
             if self._ended:
-                parts.close()
+                self._parts = None
                 for optimizer in optimizers:
                     refuse_steps(optimizer, self._ended)
                 raise self.lost()
-            names = self.parameter_names
-            for optimizer in optimizers:
-                parts.release_state(optimizer, names)
-                for parameter, state in parts.full_state(optimizer, names).items():
-                    optimizer.state.pop(parameter, None)  # so that the order is the same on every rank
-                    optimizer.state[parameter] = state
-            parts.restore()
+            self.holdings.restore(self._parts, optimizers)
+            self._parts = None
         elif len(self.process.devices) > 1 and self._stages:
             for _, child in self._children:
                 convert_module(child, self.process.device, None, ExitStack())
             for optimizer in optimizers:
                 convert_optimizer(optimizer, ExitStack())
         self._stages = []
-
-    def synchronize(self, source: int = 0) -> None:
-        """Rank ``source``'s weights; once the stages are apart there is one copy of each, and nothing to do."""
-        if self._parts is None:
-            super().synchronize(source)
-
-    def state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The handle's; over ranks no rank holds it all."""
-        if self._parts is not None:
-            what = "model" if optimizer is None else "optimizer"
-            raise BackendError(
-                f"{what}.state_dict(): each rank of a pipeline holds its own stage: use accel.full_state_dict({what}) on all "
-                "ranks, or accel.save"
-            )
-        return super().state_dict(optimizer, args, kwargs)
-
-    def load_state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Take this rank's part of a full state."""
-        if self._parts is None:
-            return super().load_state_dict(optimizer, args, kwargs)
-        if optimizer is None:
-            with self._parts.with_memory():
-                return super().load_state_dict(None, args, kwargs)
-        try:
-            return super().load_state_dict(optimizer, args, kwargs)
-        finally:
-            self._parts.release_state(optimizer, self.parameter_names)
-
-    def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
-        """The whole state, from the ranks that own it."""
-        if self._parts is None or optimizer is None:
-            return super().full_state_dict(optimizer) if self._parts is None else self._parts.full_state_dict()
-        with self._guards[id(optimizer)][0].opened():
-            return self._parts.full_optimizer_state_dict(optimizer, self.parameter_names)
-
-    def shards(self, optimizer: Optimizer | None) -> list[Shard]:
-        """What this rank owns."""
-        if self._parts is None:
-            return super().shards(optimizer)
-        with self._parts.opened():
-            return [s for s in super().shards(optimizer) if self._parts.owns(s.name)]
-
-    def has(self, name: str) -> bool:
-        """What runs on this rank."""
-        return self._parts is None or self._parts.owns(name)
-
-    def values(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The groups, and the plain state of what this rank owns."""
-        values = super().values(optimizer)
-        if self._parts is not None:
-            values["state"] = {name: state for name, state in values["state"].items() if self._parts.owns(name)}
-        return values
-
-    def slots(self, optimizer: Optimizer | None, manifest: Manifest) -> list[Shard]:
-        """What this rank needs."""
-        if self._parts is None:
-            return super().slots(optimizer, manifest)
-        own = {name: kind for name, kind in manifest.items() if self._parts.owns(name)}
-        with self._parts.opened():
-            return [s for s in super().slots(optimizer, own) if self._parts.owns(s.name)]
-
-    def fill_values(self, optimizer: Optimizer, values: Mapping[str, Any]) -> None:
-        """Take over what this rank owns."""
-        super().fill_values(optimizer, values)
-        if self._parts is not None:
-            self._parts.release_state(optimizer, self.parameter_names)

@@ -45,10 +45,7 @@ class Channel:
         self.rank = process.place.rank
         self.device = process.device
         self.last = process.place.world_size - 1
-        backends = process.backends
-        through_cpu = "cpu" in backends and backends.get(process.device.type) in (None, "gloo")
-        #: Where what travels lies.
-        self.carrier = torch.device("cpu") if through_cpu else process.device
+        self.carrier = process.carrier
         self._sent: list[tuple[Any, torch.Tensor]] = []
 
     @property

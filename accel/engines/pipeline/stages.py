@@ -22,7 +22,7 @@ _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype,
 
 
 @final
-class _Place:
+class _TensorAt:
     """Where a tensor stood in a nested value."""
 
     __slots__ = ("index",)
@@ -31,13 +31,13 @@ class _Place:
         self.index = index
 
     def __reduce__(self) -> Any:
-        return _Place, (self.index,)
+        return _TensorAt, (self.index,)
 
     def __repr__(self) -> str:
         return f"tensor {self.index}"  # compared between ranks
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Place) and other.index == self.index
+        return isinstance(other, _TensorAt) and other.index == self.index
 
     def __hash__(self) -> int:
         return self.index
@@ -54,7 +54,7 @@ def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
     def visit(path: str, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
             tensors.append(leaf)
-            return _Place(len(tensors) - 1)
+            return _TensorAt(len(tensors) - 1)
         if isinstance(leaf, _PLAIN):
             return leaf
         kind = f"{leaf.layout} tensor" if isinstance(leaf, torch.Tensor) else type(leaf).__qualname__
@@ -67,7 +67,7 @@ def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
 
 def unflatten(form: Any, tensors: Sequence[Any]) -> Any:
     """The nested value again, with other tensors."""
-    return walk(lambda _, leaf: tensors[leaf.index] if isinstance(leaf, _Place) else leaf, form, "value")
+    return walk(lambda _, leaf: tensors[leaf.index] if isinstance(leaf, _TensorAt) else leaf, form, "value")
 
 
 # -- micro-batches ----------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -20,13 +20,12 @@ from ...gradients.methods import only
 from ...gradients.step import refuse_steps
 from ...handles import Slot
 from ...process.control import agree
-from ...shard import Manifest, Shard
 from .. import memory
 from ..engine import Context, Engine, Options
 from ..memory import Footprint, MemoryUse
 from . import owners as parts
 from .exchange import broadcast_from_owners, clip_parts_, reduce_to_owners
-from .owners import EVERYWHERE, LOCAL, NONE, OWNED, SPARSE, Owners, SplitState
+from .owners import EVERYWHERE, LOCAL, NONE, OWNED, SPARSE, Owners, ShardedHoldings
 
 logger = logging.getLogger("accel")
 
@@ -57,6 +56,8 @@ class ShardedEngine(Engine):
 
     name = "sharded"
     options_type = Sharded
+    holdings_type = ShardedHoldings
+    holdings: ShardedHoldings
     requires = {"fairscale": "fairscale"}
     reduces = partial_gradients = True
     hears_steps = True
@@ -68,7 +69,7 @@ class ShardedEngine(Engine):
         self._rank, self._world = context.process.place.rank, context.process.place.world_size
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
         self._owners = Owners(self._rank, self._world)
-        self._splits: dict[int, SplitState] = {}
+        self._split: set[int] = set()
         self._has_buffers = self._stale_buffers = False
         # Parameters that their owners have stepped, or may have, and the other ranks do not have yet.
         self._unpublished: set[int] = set()
@@ -89,7 +90,8 @@ class ShardedEngine(Engine):
         """Add an optimizer, whose state is split if its kind allows."""
         super().attach(optimizer)
         if self._splittable(optimizer):
-            self._splits[id(optimizer)] = SplitState(optimizer, self._owners)
+            self._split.add(id(optimizer))
+            self.holdings.attach(optimizer)
         elif self.distributed:
             logger.warning(
                 "%s steps whole on every rank, which saves no memory: backend %r splits torch's own optimizers, but not "
@@ -101,8 +103,12 @@ class ShardedEngine(Engine):
     def detach(self, optimizer: Optimizer) -> None:
         """Remove the hooks too."""
         super().detach(optimizer)
-        if split := self._splits.pop(id(optimizer), None):
-            split.close()
+        self._split.discard(id(optimizer))
+        self.holdings.guard.release(optimizer)
+
+    def splits(self, optimizer: Optimizer) -> bool:
+        """Whether each rank has the state of its own parameters only."""
+        return id(optimizer) in self._split
 
     def _splittable(self, optimizer: Optimizer) -> bool:
         own = type(optimizer).__module__.startswith("torch.optim.") or self.options.split_any_optimizer
@@ -112,8 +118,8 @@ class ShardedEngine(Engine):
         """Rank 0's weights; then each rank keeps the state of its own parameters only."""
         super().start(optimizers)
         for optimizer in optimizers:
-            if split := self._splits.get(id(optimizer)):
-                split.drop(optimizer)
+            if self.splits(optimizer):
+                self.holdings.drop(optimizer)
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Give every rank the whole state of the optimizers."""
@@ -125,12 +131,10 @@ class ShardedEngine(Engine):
                 if self._ended:
                     refuse_steps(optimizer, self._ended)
                 elif self._started:
-                    self._gather(optimizer)
+                    whole = self.holdings.whole_state("the whole state of an optimizer", optimizer, strays=True)
+                    self.holdings.give_back(optimizer, whole, dict(zip(self.names, self.parameters, strict=True)))
         finally:
             self._owners.close()
-
-    def _gather(self, optimizer: Optimizer) -> None:
-        parts.gather_state(optimizer, self._owners, self._rank, self.process.group, self.label)
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
@@ -158,7 +162,7 @@ class ShardedEngine(Engine):
         if not self.distributed:
             super().settle_for(optimizer)
             return
-        split = id(optimizer) in self._splits
+        split = self.splits(optimizer)
         indices = [self._index[id(p)] for p in parts.parameters_of(optimizer) if id(p) in self._index]
         number = [*self.steppers, id(optimizer)].index(id(optimizer))
         what = f"a step of {type(optimizer).__name__} (optimizer {number}, {len(indices)} parameters)"
@@ -247,16 +251,17 @@ class ShardedEngine(Engine):
 
     def steps_part(self, optimizer: Optimizer) -> bool:
         """Where its state is split."""
-        return id(optimizer) in self._splits
+        return self.splits(optimizer)
 
     @contextlib.contextmanager
     def outside_step(self, optimizer: Optimizer) -> Iterator[None]:
         """Owners write theirs, and give them to the others."""
-        split = self._splits.get(id(optimizer))
-        if split is None:
+        if not self.splits(optimizer):
             yield
             return
-        self._unpublished.update(self._index[id(p)] for p in split.parameters(optimizer))
+        parameters = parts.parameters_of(optimizer)
+        self._owners.take(parameters)
+        self._unpublished.update(self._index[id(p)] for p in parameters)
         with only(optimizer, self._owners.owns):
             yield
         self._publish()
@@ -278,32 +283,3 @@ class ShardedEngine(Engine):
         self._settle("clipping by accel.clip_grad_norm_", range(len(self.parameters)), everywhere=False, weakest=LOCAL)
         grads = [p.grad for p in self.parameters if p.grad is not None]
         return clip_parts_(grads, max_norm, norm_type, self.process.device, self.process.group)
-
-    # -- state ----------------------------------------------------------------------------------------------------
-
-    def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
-        """Gather the optimizer's state for as long as it takes to read it."""
-        split = self._splits.get(id(optimizer))
-        if optimizer is None or split is None:
-            return super().full_state_dict(optimizer)
-        return split.full_state_dict(optimizer, self._gather)
-
-    def slots(self, optimizer: Optimizer | None, manifest: Manifest) -> list[Shard]:
-        """Of an optimizer only the state of this rank's parameters."""
-        split = self._splits.get(id(optimizer))
-        if optimizer is None or split is None:
-            return super().slots(optimizer, manifest)
-        own = self._own_names(optimizer, split)
-        slots = super().slots(optimizer, {k: v for k, v in manifest.items() if k.rpartition("/")[0] in own})
-        split.drop(optimizer)
-        return slots
-
-    def fill_values(self, optimizer: Optimizer, values: Mapping[str, Any]) -> None:
-        """Group values, and the plain state of this rank's parameters."""
-        if split := self._splits.get(id(optimizer)):
-            own = self._own_names(optimizer, split)
-            values = {**values, "state": {k: v for k, v in values["state"].items() if k in own}}
-        super().fill_values(optimizer, values)
-
-    def _own_names(self, optimizer: Optimizer, split: SplitState) -> set[str]:
-        return {self.names[self._index[id(p)]] for p in split.own(optimizer)}

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ...errors import OptimizerError
 from ...handles import Slot
-from ...process.control import agree
 from ...process.startup import unseen_group
-from ...shard import is_sharded
-from .._copies import allow_copies, refuse_copies
-from .exchange import broadcast_from_owners
+from ...shard import StateEntry
+from ..holdings import Holdings
 
 #: What is known of a gradient, in the order in which one rank's knowledge outranks another's.
 NONE, EVERYWHERE, OWNED, LOCAL, SPARSE = range(5)
@@ -142,100 +139,41 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 @final
-class SplitState:
-    """Hooks on an optimizer that has the state of this rank's parameters only: it is never taken for the whole."""
+class ShardedHoldings(Holdings):
+    """Of an optimizer that can be split, the state of the parameters that this rank owns."""
 
-    def __init__(self, optimizer: Optimizer, owners: Owners) -> None:
-        self._owners = owners
-        self._whole = False
-        self._optimizer = weakref.ref(optimizer)
-        refuse_copies(optimizer)
-        self._hooks = [
-            optimizer.register_state_dict_pre_hook(self._refuse),
-            optimizer.register_load_state_dict_pre_hook(self._keep_own),
-        ]
+    def partial(self, optimizer: Optimizer | None) -> bool:
+        """Never the model."""
+        return optimizer is not None and bool(self.engine.splits(optimizer))
 
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        if (optimizer := self._optimizer()) is not None:
-            allow_copies(optimizer)
+    def entries(self, optimizer: Optimizer) -> list[StateEntry]:
+        """Of what this rank owns."""
+        held = super().entries(optimizer)
+        if not self.partial(optimizer):
+            return held
+        owners = self.engine._owners
+        owners.take(parameters_of(optimizer))
+        return [entry for entry in held if owners.owns(entry.parameter)]
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Never take its state for the whole from now on; the raw optimizer keeps this rank's part of what it loads."""
+        self.guard.watch(optimizer, functools.partial(_own_of, weakref.ref(self)))
 
     def drop(self, optimizer: Optimizer) -> None:
         """Let go of the state of other ranks' parameters."""
-        for parameter in self.parameters(optimizer):
-            if not self._owners.owns(parameter):
+        own = {id(entry.parameter) for entry in self.entries(optimizer)}
+        for parameter in parameters_of(optimizer):
+            if id(parameter) not in own:
                 optimizer.state.pop(parameter, None)
 
-    def own(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """The optimizer's parameters that are this rank's."""
-        return list(filter(self._owners.owns, self.parameters(optimizer)))
 
-    def parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """All of the optimizer's, each of which has an owner from now on."""
-        parameters = parameters_of(optimizer)
-        self._owners.take(parameters)
-        return parameters
-
-    def full_state_dict(self, optimizer: Optimizer, gather: Callable[[Optimizer], None]) -> dict[str, Any]:
-        """The whole ``state_dict``, for which ``gather`` brings the state of all ranks."""
-        try:
-            gather(optimizer)
-            self._whole = True
-            return optimizer.state_dict()
-        finally:
-            self._whole = False
-            self.drop(optimizer)
-
-    def _refuse(self, optimizer: Optimizer) -> None:
-        if not self._whole:
-            raise OptimizerError(
-                f"this rank has only its own part of the state of {type(optimizer).__name__}, so that state_dict() would "
-                "miss the rest: call accel.full_state_dict(optimizer) on every rank, or accel.save"
-            )
-
-    def _keep_own(self, optimizer: Optimizer, full: Mapping[str, Any]) -> dict[str, Any]:
-        owned = map(self._owners.owns, self.parameters(optimizer))
-        numbers = itertools.chain.from_iterable(group["params"] for group in full["param_groups"])
-        # Where the numbers of parameters differ, torch's own check raises.
-        mine = {number for number, own in zip(numbers, owned, strict=False) if own}
-        return {**full, "state": {k: v for k, v in full["state"].items() if not isinstance(k, int) or k in mine}}
-
-
-def gather_state(optimizer: Optimizer, owners: Owners, rank: int, group: dist.ProcessGroup | None, label: str) -> None:
-    """Give every rank the state of all parameters of the model that ``label`` names. Collective."""
-    parameters = parameters_of(optimizer)
-    owners.take(parameters)
-    # Shapes and plain values by pickle, tensors' contents in flat pieces.
-    mine = {
-        i: {k: _described(v) for k, v in optimizer.state[p].items()}
-        for i, p in enumerate(parameters)
-        if owners.owns(p) and p in optimizer.state
-    }
-    everyone = agree(f"gathering the state of an optimizer ({label})", mine)
-    tensors: list[list[torch.Tensor]] = [[] for _ in everyone]
-    for owner, theirs in enumerate(everyone):
-        for i, entries in theirs.items():
-            p = parameters[i]
-            if owner != rank:
-                optimizer.state[p] = {k: _made(v, there, p.device) for k, (v, there) in entries.items()}
-            tensors[owner] += filter(is_sharded, optimizer.state[p].values())
-    broadcast_from_owners(tensors, rank, group)
-    # In the same order on all ranks.
-    whole: dict[torch.Tensor, Any] = {p: optimizer.state.pop(p) for p in parameters if p in optimizer.state}
-    optimizer.state.update(whole)
-
-
-def _described(value: Any) -> tuple[Any, bool]:
-    """What other ranks make the same entry of, and whether it lies beside the parameter."""
-    if not isinstance(value, torch.Tensor):
-        return value, False
-    return value.to("meta" if is_sharded(value) else "cpu"), value.device.type != "cpu"
-
-
-def _made(value: Any, there: bool, device: torch.device) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    place = device if there else torch.device("cpu")
-    return torch.empty_like(value, device=place) if value.is_meta else value.to(place)
+def _own_of(
+    reference: weakref.ref[ShardedHoldings], optimizer: Optimizer, full: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """This rank's part of a whole state. Where the numbers of parameters differ, torch's own check raises."""
+    if (holdings := reference()) is None:
+        return None
+    own = {id(entry.parameter) for entry in holdings.entries(optimizer)}
+    numbers = itertools.chain.from_iterable(group["params"] for group in full["param_groups"])
+    mine = {n for n, p in zip(numbers, parameters_of(optimizer), strict=False) if id(p) in own}
+    return {**full, "state": {k: v for k, v in full["state"].items() if not isinstance(k, int) or k in mine}}
