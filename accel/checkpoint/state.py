@@ -16,15 +16,7 @@ from ..errors import AccelError, CheckpointError
 from ..handles import ModelHandle, OptimizerHandle, engine_behind, raw
 from ..process.rng import RngState
 from ..registry import Registry, registry, resolve_module
-from .objects import (
-    LocalRange,
-    ModuleObject,
-    OptimizerObject,
-    RankObject,
-    StatefulObject,
-    StateObject,
-    TensorObject,
-)
+from .objects import LocalRange, ModuleObject, OptimizerObject, RankObject, StatefulObject, StateObject, TensorObject
 from .safetensors import METADATA, check_tensor
 from .values import DEPTH, TAG, Encoder, Json, place
 

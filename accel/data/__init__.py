@@ -23,14 +23,7 @@ from ..process.rng import Generators, Private, from_plain, to_plain
 from ..trees import map_tensors
 from .iteration import Iteration, LoaderOptions, LoaderPlace, LoaderState, latest
 from .readers import WHOLE, Kept, Position, Shape, Start, shape_of
-from .sampling import (
-    SampleOrder,
-    digest,
-    drawn_from,
-    loader_seed,
-    own_generators,
-    parts,
-)
+from .sampling import SampleOrder, digest, drawn_from, loader_seed, own_generators, parts
 from .streams import StreamComparisons
 
 __all__ = [

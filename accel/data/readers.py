@@ -11,18 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from ..errors import LoaderError
 from ..process.rng import Generators, InPlace, Private
-from .sampling import (
-    Division,
-    SampleOrder,
-    digest,
-    divide,
-    drawn_from,
-    draws_once,
-    mix,
-    notify,
-    own_generators,
-    parts,
-)
+from .sampling import Division, SampleOrder, digest, divide, drawn_from, draws_once, mix, notify, own_generators, parts
 
 
 class Shape(NamedTuple):
