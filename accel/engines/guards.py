@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NoReturn, final
 
@@ -26,17 +27,17 @@ class Guard:
 
     def __init__(self) -> None:
         self._open = False
-        self._hooks: dict[int, list[RemovableHandle]] = {}
+        self._watched: dict[int, tuple[weakref.ref[Any], list[RemovableHandle]]] = {}
 
     def watch(self, raw: nn.Module | Optimizer, load: Callable[..., Any] | None = None) -> None:
         """Refuse from now on; ``load`` is called instead before a raw optimizer loads a state, and may give another one."""
-        if id(raw) in self._hooks:
-            return
+        self.release(raw)
         before_load = functools.partial(self._check, "load_state_dict()")
-        self._hooks[id(raw)] = [
+        hooks = [
             raw.register_state_dict_pre_hook(functools.partial(self._check, "state_dict()")),
             raw.register_load_state_dict_pre_hook(load or before_load),
         ]
+        self._watched[id(raw)] = weakref.ref(raw), hooks
         refused = _refusal(
             raw, f"a copy or pickle of this {type(raw).__name__}", "a copy or pickle would miss the rest"
         )
@@ -48,14 +49,16 @@ class Guard:
         for child in filter(holds_part, module.modules()):
             self.watch(child)
 
-    def release_modules(self, module: nn.Module) -> None:
-        """The end of ``watch_modules``."""
-        for child in module.modules():
-            self.release(child)
+    def release_modules(self) -> None:
+        """The end of ``watch_modules``, also for those that were taken out of the module since."""
+        for reference, _ in list(self._watched.values()):
+            if isinstance(raw := reference(), nn.Module):
+                self.release(raw)
 
     def release(self, raw: nn.Module | Optimizer) -> None:
         """Refuse no more."""
-        for hook in self._hooks.pop(id(raw), ()):
+        _, hooks = self._watched.pop(id(raw), (None, ()))
+        for hook in hooks:
             hook.remove()
         for name in _COPIES:
             if getattr(vars(raw).get(name), "func", None) is _raise:

@@ -223,7 +223,7 @@ class Holdings:
 
     @final
     def load_state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The handle's ``load_state_dict(full)``, with the same full state on every rank. Collective where there are parts.
+        """The handle's ``load_state_dict(full)``, with the same full state on every rank. Collective where ``filled`` is.
 
         It is the raw object's own, with its hooks, checks and messages; it meets what notes the values that this rank needs.
         """
@@ -240,7 +240,8 @@ class Holdings:
                 "load_state_dict(assign=True) would replace parameters that are divided over the ranks by whole ones: leave "
                 "assign out"
             )
-        self.engine.meet("load_state_dict")
+        if type(self).filled is not Holdings.filled:  # a collective
+            self.engine.meet("load_state_dict")
         self.prepare(writing=True)
         module: nn.Module = self.engine.module
         targets = {

@@ -275,7 +275,9 @@ def check_state(backend: Any) -> None:
         now = accel.full_state_dict(model)
         assert not [n for n, value in now.items() if "extra" not in n and differences(value, moved[0][n], n, 0.0)]
     heard: list[bool] = []
-    hook = raw.register_load_state_dict_post_hook(lambda module, keys: heard.append(type(module[1].row).__name__ != "Target"))
+    hook = raw.register_load_state_dict_post_hook(
+        lambda module, keys: heard.append(type(module[1].row).__name__ != "Target")
+    )
     assert model.load_state_dict(weights).missing_keys == []
     hook.remove()
     for optimizer, state in zip(optimizers, full[1:], strict=True):

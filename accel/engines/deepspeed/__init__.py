@@ -534,7 +534,7 @@ class DeepSpeedEngine(Stepping):
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Whole weights, gradients and optimizer state in the user's own objects."""
-        self.holdings.guard.release_modules(self.module)
+        self.holdings.guard.release_modules()
         self.overrides.remove(self.module)
         zero = self.zero
         if zero is None or not hasattr(zero, "zero"):  # its start failed

@@ -385,7 +385,7 @@ class FSDPEngine(Engine):
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Whole parameters, in the objects that held them before. Collective."""
         self._checkpointed.unwrap()
-        self.holdings.guard.release_modules(self.module)
+        self.holdings.guard.release_modules()
         if self._parts is not None:
             self.holdings.restore(self._parts, optimizers)
             self._parts = None

@@ -245,7 +245,7 @@ class PipelineEngine(Engine):
         """The whole module and the whole state of its optimizers, on every rank."""
         if self._parts is not None:
             self._parts.close()
-            self.holdings.guard.release_modules(self.module)
+            self.holdings.guard.release_modules()
             if self._ended:
                 self._parts = None
                 for optimizer in optimizers:
