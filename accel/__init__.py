@@ -32,9 +32,9 @@ from .process.rng import rng_state, seed
 
 if TYPE_CHECKING:
     from .checkpoint.export import export
+    from .checkpoint.folder import latest, link
     from .checkpoint.foreign import import_checkpoint
     from .checkpoint.load import load
-    from .checkpoint.manage import latest, link
     from .checkpoint.save import save
     from .checkpoint.verify import verify
     from .memory import memory_report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import os
 import pkgutil
 import signal
@@ -18,14 +19,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status: 0, 1 after an error of accel's, which is printed, 141 after a closed pipe."""
     parser = argparse.ArgumentParser(prog="python -m accel", description="Tools beside the library.")
     parsers = parser.add_subparsers(dest="command", required=True)
-    modules = {}
+    known: dict[str, commands.Command] = {}
     for info in pkgutil.iter_modules(commands.__path__):
-        module = modules[info.name] = importlib.import_module(f"{commands.__name__}.{info.name}")
-        text = (module.__doc__ or "").strip()
-        module.add_arguments(parsers.add_parser(info.name, help=text.partition("\n")[0], description=text))
+        known |= importlib.import_module(f"{commands.__name__}.{info.name}").COMMANDS
+    for name, command in sorted(known.items()):
+        text = inspect.getdoc(command.run) or ""
+        command.add_arguments(parsers.add_parser(name, help=text.partition("\n")[0], description=text))
     args = parser.parse_args(argv)
     try:
-        status: int = modules[args.command].run(args)
+        status = known[args.command].run(args)
         sys.stdout.flush()
     except AccelError as error:
         print(f"accel {args.command}: {error}", file=sys.stderr)

@@ -1,27 +1,36 @@
-"""The verbs that a loop calls."""
+"""The verbs that a loop calls, and what all ranks do together in ``setup`` and ``teardown``."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import logging
+import sys
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import process
-from .agreement import end_all, execute
-from .data import LoaderOptions
-from .deferred import weights_of
-from .engines import Engine
-from .errors import AccelError, PrecisionError
-from .handles import Handles, ModelHandle, OptimizerHandle
-from .planning import known_handles, make_plan
-from .process.turns import in_turn
+from . import data, planning, process
+from .data import LoaderHandle, LoaderOptions
+from .deferred import materialize, weights_of
+from .engines import Context, Engine
+from .errors import AccelError, LoaderError, PrecisionError, RankMismatchError
+from .handles import Handles, ModelHandle, OptimizerHandle, Slot, engine_behind, raw
+from .planning import Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
+from .precision import convert_module, convert_optimizer
+from .process import Process, current, ended, running
+from .process.control import Waiting, agree, locked, raise_together
 from .registry import registry, resolve_module
+from .trees import map_leaves
+
+logger = logging.getLogger("accel")
 
 
-@in_turn
+@locked
 def setup(
     model: nn.Module,
     optimizers: Any = None,
@@ -76,7 +85,7 @@ def setup(
     return execute(plan)
 
 
-@in_turn
+@locked
 def teardown(model: Any = None) -> nn.Module | None:
     """End the model's engine: its raw module has its trained weights, its raw optimizers work by themselves again.
 
@@ -91,7 +100,8 @@ def teardown(model: Any = None) -> nn.Module | None:
     """
     if model is not None:
         engine = registry.of_handle(model)
-        engine.meet("accel.teardown")
+        if engine.distributed and engine.gradients.partial and not engine.ended:
+            engine.compare("accel.teardown")
         registry.remove(engine)
         engine.teardown()
         return engine.module
@@ -105,7 +115,7 @@ def teardown(model: Any = None) -> nn.Module | None:
 def unwrap(model: nn.Module) -> nn.Module:
     """The raw module of a handle or of a compile wrapper, or the module itself."""
     if type(model) is ModelHandle:
-        module: nn.Module = object.__getattribute__(model, "_accel_raw")
+        module: nn.Module = raw(model)
         return module
     return resolve_module(model)[0]
 
@@ -126,7 +136,7 @@ def backward(
     """
     if not isinstance(loss, torch.Tensor):
         raise AccelError(f"accel.backward expects the loss as a tensor, got a {type(loss).__name__}")
-    if any(e.precision.scaled and e.log.plain for e in registry.engines):
+    if any(e.precision.scaled and e.gradients.log.plain for e in registry.engines):
         registry.sweep()
     scaled = [e for e in registry.in_order() if e.precision.scaled]
     if not scaled:
@@ -138,13 +148,13 @@ def backward(
             "torch.autograd.grad(loss, inputs, create_graph=True), which scales nothing, and accel.backward for the sum"
         )
     for engine in scaled:
-        engine.refuse_plain_gradients(zeros=False)
-    holders = [p for e in registry.in_order() for p in e.accumulators()]
+        engine.gradients.refuse_plain(zeros=False)
+    holders = [p for e in registry.in_order() for p in e.gradients.holders()]
     wanted = [inputs] if isinstance(inputs, torch.Tensor) else inputs or ()
     holders += [i for i in wanted if isinstance(i, torch.Tensor)]
     registry.loss_scale.backward(loss, holders, gradient, retain_graph, inputs)
     for engine in scaled:
-        engine.log.accept()
+        engine.gradients.log.accept()
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -159,7 +169,7 @@ def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Clip the model's gradients by their global norm, on every backend; returns the norm before clipping (0-dim)."""
-    return registry.of_handle(model).clip_grad_norm_(max_norm, norm_type)
+    return registry.of_handle(model).gradients.clip(max_norm, norm_type)
 
 
 def refresh_trainable(model: nn.Module) -> None:
@@ -172,7 +182,7 @@ def refresh_trainable(model: nn.Module) -> None:
     registry.of_handle(model).refresh()
 
 
-@in_turn
+@locked
 def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dict[str, Any]:
     """What the raw object's ``state_dict()`` would hold in one process, on every rank. Collective.
 
@@ -190,8 +200,234 @@ def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dic
                     f"this {type(handle).__name__} has no live engine: call accel.setup(model, optimizer) first"
                 )
             handle = found
-        engine = object.__getattribute__(handle, "_accel_engine")
-        state = engine.holdings.full_state_dict(object.__getattribute__(handle, "_accel_raw"))
+        engine = engine_behind(handle)
+        state = engine.holdings.full_state_dict(raw(handle))
     else:
         state = registry.of_handle(model_or_optimizer).holdings.full_state_dict(None)
     return {} if rank0_only and not process.is_main() else state
+
+
+# -- setup: agree on the plan, build, start from rank 0's weights ------------------------------------------------------
+
+
+def describe(plan: Plan) -> dict[str, str]:
+    """What must be equal on all ranks, as text by name."""
+    facts = {
+        "backend": f"{plan.options}",
+        "precision": plan.precision.name if plan.precision else "",
+        "values from a directory": str(plan.fill is not None),
+        "set up before": str(plan.engine is not None),
+        "scale_lr": str(plan.scale_lr),
+        "number of new optimizers": str(len(plan.new_optimizers)),
+        "number of new dataloaders": str(len(plan.new_loaders)),
+    }
+    for name, p in plan.module.named_parameters():
+        facts[f"parameter {name}"] = f"{tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
+    for name, b in plan.module.named_buffers():
+        facts[f"buffer {name}"] = f"{tuple(b.shape)} {b.dtype}"
+    names = {id(p): n for n, p in plan.module.named_parameters()}
+    for i, optimizer in enumerate(plan.new_optimizers):
+        facts[f"optimizer {i}"] = type(optimizer).__name__
+        for g, group in enumerate(optimizer.param_groups):
+            values = {k: _plain(v) for k, v in group.items() if k != "params"}
+            facts[f"optimizer {i} group {g}"] = f"{[names.get(id(p), '?') for p in group['params']]}, {values}"
+        # In the groups' order: that in which state came may differ, where each rank stepped some of the parameters.
+        for p in (p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state):
+            entries = sorted(optimizer.state[p].items(), key=lambda entry: str(entry[0]))
+            facts[f"optimizer {i} state of {names.get(id(p), '?')}"] = str({key: _plain(v) for key, v in entries})
+    for i, loader in enumerate(plan.new_loaders):
+        facts[f"dataloader {i}"] = data.describe(loader, plan.loader_options)
+    return facts
+
+
+def _plain(value: Any) -> str:
+    """A value as text that is the same on every rank: tensors by what they hold, objects by their class."""
+    if isinstance(value, torch.Tensor):
+        return f"tensor {tuple(value.shape)} {value.detach().double().sum().item()}"
+    if isinstance(value, (list, tuple)):
+        return str([_plain(v) for v in value])
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text
+
+
+def _agree_on(plan: Plan) -> list[int]:
+    """All ranks want the same, or all raise. Returns the seeds of rank 0's dataloaders; settles the serial and the loss scale."""
+    facts = describe(plan) if plan.error is None else {}
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    seeds = _seeds(plan) if plan.error is None else []
+    values = agree("accel.setup", (digest, _text(plan.error), seeds, registry.next_serial, registry.loss_scale.state()))
+    plan.serial = max(serial for *_, serial, _ in values)
+    registry.next_serial = plan.serial + (plan.engine is None)
+    raise_together("accel.setup", plan.error, [error for _, error, *_ in values])
+    if any(other != digest for other, *_ in values):
+        everyone = agree("accel.setup (comparing the models)", facts)
+        raise RankMismatchError(f"accel.setup: the ranks differ: {_difference(everyone)}")
+    _, _, agreed, _, scale = values[0]
+    if plan.precision is not None and plan.precision.scaled:
+        registry.loss_scale.restore(*scale)
+    return list(agreed)
+
+
+def _seeds(plan: Plan) -> list[int]:
+    """A seed for each dataloader, which nothing decides but the call and the program's seed."""
+    place = place_for(plan.engine_type, current())
+    loaders: list[Any] = []
+    map_leaves(lambda loader, path: loaders.append(loader), plan.dataloaders, "dataloaders")
+    asked = [options_of(loader, plan.loader_options, place).seed for loader in loaders]
+    raw = map(data.raw_loader, loaders)
+    return [data.loader_seed(loader, seed, i) for i, (loader, seed) in enumerate(zip(raw, asked, strict=True))]
+
+
+def _text(error: BaseException | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def _difference(everyone: list[dict[str, str]]) -> str:
+    keys = dict.fromkeys(k for facts in everyone for k in facts)
+    # The model first: what else differs often follows from it.
+    for key in sorted(keys, key=lambda k: not k.startswith(("parameter", "buffer"))):
+        values = [facts.get(key, "absent") for facts in everyone]
+        if len(set(values)) > 1:
+            ranks = {v: [r for r, other in enumerate(values) if other == v] for v in dict.fromkeys(values)}
+            return f"{key} is " + "; ".join(f"{v} on ranks {r}" for v, r in ranks.items())
+    return "in the order of their parameters"
+
+
+def execute(plan: Plan) -> Handles:
+    """Agree, build, agree that all have built, then start from rank 0's weights."""
+    seeds = enumerate(_agree_on(plan))
+    process = current()
+    error: Exception | None = None
+    # A setup inside torch.inference_mode must not make tensors that no backward can use.
+    with contextlib.ExitStack() as undo, torch.inference_mode(False):
+        try:
+            engine = _build(plan, process, undo)
+        except Exception as caught:
+            error = caught
+        raise_together("accel.setup", error, agree("accel.setup (building)", _text(error)))
+        if plan.engine is None or plan.new_optimizers:
+            with Waiting(process, "accel.setup"):
+                engine.start(plan.new_optimizers)
+        if plan.engine is None:
+            registry.add(engine)
+            if plan.fill is not None:
+                undo.callback(registry.remove, engine)
+                plan.fill(engine.handle)
+        undo.pop_all()
+    handles = Handles(
+        engine.handle,
+        map_leaves(lambda o, path: known_optimizer(o, engine), plan.optimizers, "optimizers"),
+        map_leaves(
+            lambda d, path: _loader_handle(d, plan.loader_options, engine, *next(seeds)),
+            plan.dataloaders,
+            "dataloaders",
+        ),
+    )
+    if process.place.rank == 0:
+        _tell(plan, engine, process)
+    return handles
+
+
+def _tell(plan: Plan, engine: Engine, process: Process) -> None:
+    """Once, on one rank: what was set up."""
+    world = process.place.world_size
+    if plan.engine is None:
+        kind, precision = type(engine.module).__name__, engine.precision.name
+        logger.info("%s: backend %s, %s, %d x %s", kind, engine.name, precision, world, process.device.type)
+    for loader in plan.new_loaders:
+        with contextlib.suppress(LoaderError):
+            size = data.effective_batch_size(loader)
+            logger.info("effective batch size: %d x %d ranks = %d", size // world, world, size)
+
+
+def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
+    assert plan.precision is not None
+    engine = plan.engine
+    if engine is None:
+        if process.place.world_size == 1 or not plan.engine_type.materializes:
+            materialize(plan.module, process.device, undo)
+        dtypes = convert_module(plan.module, process.device, plan.precision.storage, undo)
+        context = Context(process, plan.precision, registry.loss_scale, plan.options, plan.serial)
+        engine = plan.engine_type(plan.module, plan.entry, context)
+        undo.callback(engine.teardown)
+        engine.dtypes = dtypes
+        engine.wrap()
+    for optimizer in plan.new_optimizers:
+        convert_optimizer(optimizer, undo)
+        if plan.scale_lr:
+            planning.scale(optimizer, engine.replica(engine.process)[1], undo)
+        engine.attach(optimizer)
+        if plan.engine is not None:
+            undo.callback(engine.detach, optimizer)
+    return engine
+
+
+def _loader_handle(loader: Any, options: LoaderOptions | None, engine: Engine, number: int, seed: int) -> LoaderHandle:
+    place, process = place_of(engine), engine.process
+    in_place = process.place.world_size == 1
+    try:
+        handle = known_loader(loader, options, place)
+    except LookupError:
+        options = options or LoaderOptions()
+        handle = data.distribute(
+            loader,
+            options,
+            place,
+            seed=seed,
+            in_place=in_place and options.seed is None,
+            name=f"{process.rounds} {number}",
+        )
+        living = {key: value for key, value in (Slot.get(loader) or {}).items() if key.process is process}
+        Slot.put(loader, {**living, place: (handle, options)})
+    state = handle._accel
+    if loader is state.raw and state.engines and state.engines <= registry.ended:
+        # Its engines were torn down: this is a setup like the first.
+        state.begin_anew(seed, in_place and state.options.seed is None)
+        state.engines.clear()
+    state.engines.add(engine.serial)
+    return handle
+
+
+# -- teardown of everything --------------------------------------------------------------------------------------------
+
+
+def end_all() -> None:
+    """End every engine: those that live on all ranks together, in the order of their serials, any other one by itself.
+
+    What lives on a rank is up to its garbage collector, and to what its program still holds. Collective where an engine
+    had parts of a model on several ranks, since the last such end.
+
+    Raises:
+        AccelError: the engines do not end well; on every rank where it is collective.
+    """
+    registry.sweep()
+    engines = registry.in_order()
+    together = bool(registry.divided) and running() is not None
+    alone, problem = _alone(engines) if together else ({}, None)
+    together = together and problem is None
+    for engine in engines:
+        registry.remove(engine)
+        try:
+            engine.teardown(alone.get(engine.serial, ""))
+        except Exception as error:
+            if ended() and isinstance(error, AccelError):
+                logger.error("%s", error)  # an earlier error told of the end of the groups
+            else:
+                problem = problem or error
+    registry.divided.clear()
+    if together and running() is not None:
+        raise_together("accel.teardown", problem, agree("accel.teardown (the end)", _text(problem)))
+    if problem is not None:
+        raise problem
+
+
+def _alone(engines: list[Engine]) -> tuple[dict[int, str], Exception | None]:
+    """By serial, why engines cannot end together with the other ranks; and what went wrong in asking them. Collective."""
+    # A rank that comes here with an error must not wait for long for ranks that wait for it elsewhere.
+    limit = None if sys.exc_info()[0] is None else min(current().timeout, timedelta(seconds=60))
+    try:
+        everyone = agree("accel.teardown", [engine.serial for engine in engines], timeout=limit)
+    except AccelError as error:
+        return {engine.serial: str(error) for engine in engines}, error
+    gone = {e.serial: [str(rank) for rank, theirs in enumerate(everyone) if e.serial not in theirs] for e in engines}
+    return {serial: f"rank {', '.join(ranks)} let go of the model" for serial, ranks in gone.items() if ranks}, None

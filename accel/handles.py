@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -14,22 +14,6 @@ from torch.optim import Optimizer
 
 from .data import LoaderHandle as LoaderHandle
 from .errors import AccelError, OptimizerError
-
-
-class Owner(Protocol):
-    """What a handle needs of the engine behind it."""
-
-    module: nn.Module
-    handle: ModelHandle
-
-    @property
-    def holdings(self) -> Any: ...
-    def forward(self, *args: Any, **kwargs: Any) -> Any: ...
-    def method(self, bound: MethodType, *args: Any, **kwargs: Any) -> Any: ...
-    def step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-    def zero_grad(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-    def add_param_group(self, optimizer: Optimizer, group: dict[str, Any]) -> None: ...
-    def skips(self, optimizer: Optimizer) -> tuple[bool, int]: ...
 
 
 class Handles(NamedTuple):
@@ -65,16 +49,17 @@ class ModelHandle(nn.Module):
     Calling it, or a method of the user's, goes through the engine. It has no attribute of its own.
     """
 
-    def __init__(self, engine: Owner) -> None:
+    def __init__(self, engine: Any) -> None:
         _set(self, "_accel_engine", engine)
         _set(self, "_accel_raw", engine.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (_get(self, "_accel_engine") or _engine(self)).forward(*args, **kwargs)
+        engine = _get(self, "_accel_engine") or _engine(self)
+        return engine.call(engine.entry, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The same as calling the handle."""
-        return _engine(self).forward(*args, **kwargs)
+        return self(*args, **kwargs)
 
     def __getattribute__(self, name: str) -> Any:
         if name == "forward" or name[:2] == "__" or name[:7] == "_accel_":
@@ -106,25 +91,25 @@ class ModelHandle(nn.Module):
         return f"ModelHandle[{state}]({_get(self, '_accel_raw')!r})"
 
     def __len__(self) -> int:
-        return len(_engine(self).module)  # type: ignore[arg-type]
+        return len(_engine(self).module)
 
     def __bool__(self) -> bool:
         return True
 
     def __getitem__(self, index: Any) -> Any:
-        return _engine(self).module[index]  # type: ignore[index]
+        return _engine(self).module[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        _engine(self).module.__setitem__(index, value)  # type: ignore[operator]
+        _engine(self).module.__setitem__(index, value)
 
     def __delitem__(self, index: Any) -> None:
-        _engine(self).module.__delitem__(index)  # type: ignore[operator]
+        _engine(self).module.__delitem__(index)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(_engine(self).module)  # type: ignore[call-overload, no-any-return]
+        return iter(_engine(self).module)
 
     def __contains__(self, item: object) -> bool:
-        return item in _engine(self).module  # type: ignore[operator]
+        return item in _engine(self).module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         copied: nn.Module = _engine(self).holdings.copy(memo)
@@ -137,8 +122,8 @@ class ModelHandle(nn.Module):
         raise _no_pickle(self)
 
 
-def _engine(handle: object) -> Owner:
-    engine: Owner | None = _get(handle, "_accel_engine")
+def _engine(handle: object) -> Any:
+    engine: Any | None = _get(handle, "_accel_engine")
     if engine is None:
         raise AccelError(
             f"this {type(handle).__name__} is of an engine that was torn down; use the raw object, or call accel.setup again"
@@ -157,7 +142,7 @@ def _through_engine(bound: MethodType) -> Callable[..., Any]:
         if name in ("state_dict", "load_state_dict"):
             return getattr(engine.holdings, name)(None, args, kwargs)
         plain = torchs and not (name == "train" and any(isinstance(a, torch.Tensor) for a in args))
-        out = bound(*args, **kwargs) if plain else engine.method(bound, *args, **kwargs)
+        out = bound(*args, **kwargs) if plain else engine.call(bound, args, kwargs)
         return handle if out is engine.module else out
 
     return call
@@ -181,10 +166,10 @@ def _can_be_called_as(bound: MethodType, name: str) -> bool:
 class OptimizerHandle(Optimizer):
     """The user's optimizer as seen through the engine of its model; ``param_groups`` and state are the raw optimizer's."""
 
-    _accel_engine: Owner | None
+    _accel_engine: Any | None
     _accel_raw: Optimizer
 
-    def __init__(self, engine: Owner, optimizer: Optimizer) -> None:
+    def __init__(self, engine: Any, optimizer: Optimizer) -> None:
         _set(self, "_accel_engine", engine)
         _set(self, "_accel_raw", optimizer)
 
@@ -206,25 +191,30 @@ class OptimizerHandle(Optimizer):
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Make the gradients final, then step the raw optimizer with the same arguments."""
-        return (self._accel_engine or _engine(self)).step(self._accel_raw, args, kwargs)
+        engine = self._accel_engine or _engine(self)
+        try:
+            return self._accel_raw.step(*args, **kwargs)
+        except BaseException:
+            engine.gradients.break_step()
+            raise
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step changed nothing, because gradients of a scaled loss had overflowed (``16-mixed``)."""
-        return _engine(self).skips(self._accel_raw)[0]
+        return bool(_engine(self).steppers[id(self._accel_raw)].skipped)
 
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped since ``setup``."""
-        return _engine(self).skips(self._accel_raw)[1]
+        return int(_engine(self).steppers[id(self._accel_raw)].skips)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
         """Drop (or zero) the gradients, wherever the engine keeps them; the arguments are the raw optimizer's own."""
-        return (self._accel_engine or _engine(self)).zero_grad(self._accel_raw, args, kwargs)
+        return (self._accel_engine or _engine(self)).gradients.zero(self._accel_raw, args, kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of this model's parameters."""
-        _engine(self).add_param_group(self._accel_raw, param_group)
+        _engine(self).steppers[id(self._accel_raw)].add_param_group(param_group)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The raw optimizer's, where this rank holds it all."""
@@ -277,11 +267,14 @@ def raw(handle: ModelHandle | OptimizerHandle) -> Any:
     return _get(handle, "_accel_raw")
 
 
+def engine_behind(handle: ModelHandle | OptimizerHandle) -> Any:
+    """The engine behind the handle; None after the handle's end."""
+    return _get(handle, "_accel_engine")
+
+
 # -- Where a user's own object remembers what accel made of it ---------------------------------------------------------
 
 T = TypeVar("T")
-
-_KEY = "_accel_slot"
 
 
 class Slot(Generic[T]):
@@ -292,6 +285,7 @@ class Slot(Generic[T]):
     """
 
     __slots__ = ("owner_id", "value")
+    KEY: ClassVar = "_accel_slot"
 
     def __init__(self, owner: object, value: T) -> None:
         self.owner_id = id(owner)
@@ -306,15 +300,15 @@ class Slot(Generic[T]):
     @staticmethod
     def get(owner: object) -> Any:
         """The value in ``owner``'s slot, or None. A shallow copy of the owner carries the slot but does not own it."""
-        slot = owner.__dict__.get(_KEY)
+        slot = owner.__dict__.get(Slot.KEY)
         return slot.value if slot is not None and slot.owner_id == id(owner) else None
 
     @staticmethod
     def put(owner: object, value: object) -> None:
         """Fill ``owner``'s slot."""
-        owner.__dict__[_KEY] = Slot(owner, value)
+        owner.__dict__[Slot.KEY] = Slot(owner, value)
 
     @staticmethod
     def clear(owner: object) -> None:
         """Empty ``owner``'s slot."""
-        owner.__dict__.pop(_KEY, None)
+        owner.__dict__.pop(Slot.KEY, None)

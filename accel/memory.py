@@ -14,12 +14,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .engines import BASELINE, ENGINES, Engine, Options, engine_of
-from .engines.memory import UNITS, Footprint, MemoryUse, count, human, take
+from .engines.base.memory import UNITS, Footprint, MemoryUse, count, human, take
 from .errors import AccelError, OptimizerError, refuse_url
 from .handles import OptimizerHandle, raw
-from .planning import map_leaves
 from .registry import registry, resolve_module
 from .shard import Shard
+from .trees import map_leaves
 
 # -- Pictures: matplotlib, which need not be installed, and the file that they go to -----------------------------------
 
@@ -257,7 +257,7 @@ def memory_report(
         for backend in ENGINES.values()
         # Without synchronisation there is no training on several ranks.
         if world == 1 or backend.synchronizes
-        for options in (backend.options_type(), *backend.variants)
+        for options in (backend.options_type(), *backend.options_type.variants)
         for uses in [backend.predict(footprint, options, world)]
         if uses
     ]
@@ -287,7 +287,7 @@ def _optimizers(tree: Any) -> list[Optimizer]:
         if not any(own is other for other in found):
             found.append(own)
 
-    map_leaves(tree, add, "optimizer")
+    map_leaves(add, tree, "optimizer")
     return found
 
 

@@ -14,16 +14,16 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from . import data, engines
-from .data import LoaderHandle, LoaderOptions
-from .data.iteration import Home
+from .data import LoaderHandle, LoaderOptions, LoaderPlace
 from .deferred import check_deferred
 from .engines import Engine
+from .engines.base.gradients import check_parameters
 from .errors import AccelError, AlreadySetUpError, BackendError, LoaderError, OptimizerError
-from .gradients.step import check_parameters
-from .handles import Handles, OptimizerHandle, Slot, raw
+from .handles import Handles, OptimizerHandle, Slot, engine_behind, raw
 from .precision import Precision
 from .process import Process, current, running, use_devices
 from .registry import registry, resolve_module
+from .trees import map_leaves
 
 # -- learning rates ----------------------------------------------------------------------------------------------------
 # The linear rule: a step that sees k times the samples takes k times the learning rate (Goyal et al., arXiv 1706.02677).
@@ -121,8 +121,8 @@ def known_handles(
             _check_live(engine, wanted)
         return Handles(
             engine.handle,
-            map_leaves(optimizers, lambda o, path: known_optimizer(o, engine, scale_lr), "optimizers"),
-            map_leaves(dataloaders, lambda d, path: known_loader(d, loaders, home_of(engine)), "dataloaders"),
+            map_leaves(lambda o, path: known_optimizer(o, engine, scale_lr), optimizers, "optimizers"),
+            map_leaves(lambda d, path: known_loader(d, loaders, place_of(engine)), dataloaders, "dataloaders"),
         )
     except (AccelError, LookupError):
         return None
@@ -131,45 +131,45 @@ def known_handles(
 def known_optimizer(optimizer: Any, engine: Engine, scale_lr: bool = False) -> OptimizerHandle:
     """The handle of an optimizer of ``engine``; LookupError without one, or with other learning rates than are asked for."""
     handle = optimizer if type(optimizer) is OptimizerHandle else registry.optimizer_handle(optimizer)
-    if handle is None or object.__getattribute__(handle, "_accel_engine") is not engine:
+    if handle is None or engine_behind(handle) is not engine:
         raise LookupError
     if scale_lr and not are_scaled(handle):
         raise LookupError
     return handle
 
 
-def home_of(engine: Engine) -> Home:
+def place_of(engine: Engine) -> LoaderPlace:
     """For whom an engine's loaders are divided."""
-    return home_for(type(engine), engine.process)
+    return place_for(type(engine), engine.process)
 
 
-def home_for(engine_type: type[Engine], process: Process) -> Home:
+def place_for(engine_type: type[Engine], process: Process) -> LoaderPlace:
     """For whom the loaders of such an engine are divided."""
-    return Home(process, *engine_type.replica(process), process.device)
+    return LoaderPlace(*engine_type.replica(process), process.device, process)
 
 
-def known_loader(loader: Any, options: LoaderOptions | None, home: Home) -> LoaderHandle:
+def known_loader(loader: Any, options: LoaderOptions | None, place: LoaderPlace) -> LoaderHandle:
     """The handle of a dataloader; LookupError without one, or where it was made with other options or divided otherwise."""
     if type(loader) is LoaderHandle:
-        if loader._accel.home != home:
+        if loader._accel.place != place:
             raise LookupError
         return loader
-    handle, made_with = _made(loader, home)
+    handle, made_with = _made(loader, place)
     if handle is None or options not in (made_with, None):
         raise LookupError
     found: LoaderHandle = handle
     return found
 
 
-def _made(loader: DataLoader[Any], home: Home) -> tuple[LoaderHandle | None, LoaderOptions | None]:
-    """The handle that a loader has for ``home``, and its options."""
-    made: tuple[LoaderHandle | None, LoaderOptions | None] = (Slot.get(loader) or {}).get(home, (None, None))
+def _made(loader: DataLoader[Any], place: LoaderPlace) -> tuple[LoaderHandle | None, LoaderOptions | None]:
+    """The handle that a loader has for ``place``, and its options."""
+    made: tuple[LoaderHandle | None, LoaderOptions | None] = (Slot.get(loader) or {}).get(place, (None, None))
     return made
 
 
-def options_of(loader: Any, asked: LoaderOptions | None, home: Home) -> LoaderOptions:
+def options_of(loader: Any, asked: LoaderOptions | None, place: LoaderPlace) -> LoaderOptions:
     """How a loader of a setup is distributed: as asked for, or as it is already."""
-    known = loader._accel.options if type(loader) is LoaderHandle else _made(loader, home)[1]
+    known = loader._accel.options if type(loader) is LoaderHandle else _made(loader, place)[1]
     return asked or known or LoaderOptions()
 
 
@@ -189,19 +189,6 @@ def _conflict(engine: Engine, asked: str, live: str) -> None:
         f"this {type(engine.module).__name__} is already set up with {live}; asked for {asked}: "
         "call raw = accel.teardown(model) first, then accel.setup(raw, ...)"
     )
-
-
-def map_leaves(tree: Any, fn: Callable[[Any, str], Any], path: str) -> Any:
-    """``fn`` on each leaf of nested lists, tuples and dicts, in the same form; None stays None."""
-    if tree is None:
-        return None
-    if isinstance(tree, dict):
-        return {k: map_leaves(v, fn, f"{path}[{k!r}]") for k, v in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_leaves(v, fn, f"{path}.{k}") for k, v in zip(tree._fields, tree, strict=True)))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map_leaves(v, fn, f"{path}[{i}]") for i, v in enumerate(tree))
-    return fn(tree, path)
 
 
 # -- the local part ---------------------------------------------------------------------------------------------------
@@ -227,8 +214,8 @@ def make_plan(
             plan.engine_type, plan.options, plan.precision = (
                 type(plan.engine), plan.engine.options, plan.engine.precision,
             )  # fmt: skip
-        map_leaves(optimizers, lambda o, path: _plan_optimizer(plan, o, path), "optimizers")
-        map_leaves(dataloaders, lambda d, path: _plan_loader(plan, d, path, process), "dataloaders")
+        map_leaves(lambda o, path: _plan_optimizer(plan, o, path), optimizers, "optimizers")
+        map_leaves(lambda d, path: _plan_loader(plan, d, path, process), dataloaders, "dataloaders")
         _check_one_model(plan, process)
     except AccelError as error:
         plan.error = error
@@ -252,8 +239,10 @@ def _plan_engine(plan: Plan, process: Process) -> None:
         "ACCEL_PRECISION", precision, "32-true", lambda name: Precision(name, process.device)
     )
     plan.precision.check(plan.module)
+    if process.place.world_size > 1:
+        engines.check_torch(plan.engine_type.name)
     plan.engine_type.check(plan.module, plan.options, process)
-    if plan.engine_type.reduces and process.place.world_size > 1:
+    if plan.engine_type.gradients_type.reduced and process.place.world_size > 1:
         _refuse_max_norm(plan.module)
 
 
@@ -312,7 +301,7 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
 
 
 def _check_known(plan: Plan, handle: OptimizerHandle, path: str) -> None:
-    engine, kind = object.__getattribute__(handle, "_accel_engine"), type(raw(handle)).__name__
+    engine, kind = engine_behind(handle), type(raw(handle)).__name__
     if engine is not plan.engine or engine is None:
         owner = "a torn-down engine" if engine is None else f"the engine of a {type(engine.module).__name__}"
         raise OptimizerError(f"{path} ({kind}) belongs to {owner}, not to this model")
@@ -328,13 +317,13 @@ def _shapes(parameters: list[torch.Tensor]) -> str:
 
 
 def _plan_loader(plan: Plan, loader: Any, path: str, process: Process) -> None:
-    home = home_for(plan.engine_type, process)
+    place = place_for(plan.engine_type, process)
     if type(loader) is LoaderHandle:
-        if loader._accel.home != home:
+        if loader._accel.place != place:
             raise LoaderError(
-                f"{path} is a handle that gives the part of rank {loader._accel.rank} of {loader._accel.world}, on "
-                f"{loader._accel.device}, of an earlier setup; backend {plan.engine_type.name!r} needs that of rank "
-                f"{home.rank} of {home.world}, on {home.device}: give accel.setup the raw DataLoader"
+                f"{path} is a handle that gives the part of rank {loader._accel.place.rank} of {loader._accel.place.world}, on "
+                f"{loader._accel.place.device}, of an earlier setup; backend {plan.engine_type.name!r} needs that of rank "
+                f"{place.rank} of {place.world}, on {place.device}: give accel.setup the raw DataLoader"
             )
         return
     if not isinstance(loader, DataLoader):
@@ -342,7 +331,7 @@ def _plan_loader(plan: Plan, loader: Any, path: str, process: Process) -> None:
             f"{path} is a {type(loader).__module__}.{type(loader).__qualname__}; expected a torch.utils.data.DataLoader: "
             "the order is accel.setup(model, optimizers, dataloaders)"
         )
-    handle, made_with = _made(loader, home)
+    handle, made_with = _made(loader, place)
     if handle is not None:
         if plan.loader_options not in (made_with, None):
             raise AlreadySetUpError(f"{path} is already set up with {made_with}; asked for {plan.loader_options}")

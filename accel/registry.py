@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -19,8 +20,10 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .engines import FOREIGN, Engine, Holdings
+from .engines.base.step import prepare
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError
-from .gradients.patches import ClipPatch, DataPatch, backward_patch
+from .gradients.clip import total_norm
+from .gradients.patches import Patch, backward_patch, clip_patches, data_patch
 from .handles import ModelHandle, OptimizerHandle, Slot, raw
 from .precision import LossScale, all_finite
 from .process.control import agree
@@ -43,15 +46,15 @@ class Registry:
         self._owners: Any = WeakIdKeyDictionary()
         self._hooks: list[RemovableHandle] = []
         self._watched: list[RemovableHandle] = []
-        self._clipping = ClipPatch(self)
+        self._clipping = clip_patches(self)
         self._backward = backward_patch(self._leaf, self._before_backward)
-        self._data = DataPatch(self._data_used, self._data_set)
+        self._data = data_patch(self._data_used, self._data_set)
 
     def add(self, engine: Engine) -> None:
         """Make ``engine`` the one engine of its module."""
         Slot.put(engine.module, engine)
         self.engines.add(engine)
-        if engine.distributed and engine.partial_gradients:
+        if engine.distributed and engine.gradients.partial:
             self.divided.add(engine.serial)
         reference = weakref.ref(engine)
         for module in engine.module.modules():
@@ -61,15 +64,21 @@ class Registry:
                 register_module_parameter_registration_hook(self._registered),
                 register_module_module_registration_hook(self._registered),
             ]
-        if engine.watched:
+        if engine.gradients.watched:
             self._watched = self._watched or [register_optimizer_step_pre_hook(self._before_any_step)]
-            self._clipping.install()
-        if engine.watched and engine.distributed:
-            self._backward.install()
         engine.drift.watch()
-        if _hears_of_data(engine):
-            self._data.install()
+        for patch in self._patches(engine):
+            patch.need(engine)
         weakref.finalize(engine, self._prune).atexit = False
+
+    def _patches(self, engine: Engine) -> list[Patch]:
+        """What this engine needs to hear of."""
+        needed = list(self._clipping) if engine.gradients.watched else []
+        if engine.gradients.watched and engine.distributed:
+            needed.append(self._backward)
+        if engine.drift.watching or (engine.distributed and type(engine.holdings).set_data is not Holdings.set_data):
+            needed.append(self._data)
+        return needed
 
     def remove(self, engine: Engine) -> None:
         """Forget an engine that was torn down."""
@@ -79,6 +88,8 @@ class Registry:
         self.divided.discard(engine.serial)
         for module in engine.module.modules():
             self._owners.pop(module, None)
+        for patch in (*self._clipping, self._backward, self._data):
+            patch.drop(engine)
         self._prune()
 
     def _prune(self) -> None:
@@ -86,13 +97,8 @@ class Registry:
         if not engines:
             _remove(self._hooks)
             self.loss_scale = LossScale()
-        if not any(engine.watched for engine in engines):
+        if not any(engine.gradients.watched for engine in engines):
             _remove(self._watched)
-            self._clipping.remove()
-        if not any(engine.watched and engine.distributed for engine in engines):
-            self._backward.remove()
-        if not any(_hears_of_data(engine) for engine in engines):
-            self._data.remove()
 
     def in_order(self) -> list[Engine]:
         """The engines that live in this process, in an order that is the same on all ranks.
@@ -171,21 +177,22 @@ class Registry:
         reference = self._owners.get(module)
         engine = reference() if reference is not None else None
         if engine is not None:
-            engine.restructured()
+            engine.restructured = True
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer that was never given to ``setup`` must not step with unfinished gradients either."""
-        if Slot.get(optimizer) is not None:
+        slot = optimizer.__dict__.get(Slot.KEY)  # every step comes here: no call
+        if slot is not None and slot.owner_id == id(optimizer):
             return
-        for engine in [e for e in self.in_order() if e.watched and _concerned(e)]:
+        for engine in [e for e in self.in_order() if e.gradients.watched and _concerned(e)]:
             if not any(id(p) in engine.known for g in optimizer.param_groups for p in g["params"]):
                 continue
-            if engine.precision.scaled or engine.hides_gradients():
+            if engine.precision.scaled or engine.gradients.hidden():
                 kind = f"'{engine.precision.name}' model with backend {engine.name!r}"
                 raise OptimizerError(
                     f"{type(optimizer).__name__} steps parameters of a {kind}, but was not given to accel.setup"
                 )
-            engine.prepare_step(optimizer)
+            prepare(engine, optimizer)
         if self.loss_scale.serial and not all_finite(optimizer):
             raise PrecisionError(
                 f"the scaled loss overflowed into parameters of a {type(optimizer).__name__} that accel does not know, so "
@@ -195,13 +202,13 @@ class Registry:
     def before_clipping(self, gradients: Sequence[torch.Tensor]) -> None:
         """Make final the gradients that one of torch's clipping functions was given."""
         if not gradients:
-            if any(e.hides_gradients() for e in self.engines):
+            if any(e.gradients.hidden() for e in self.engines):
                 self.sweep()
             self.before_multiplying([p for e in self.engines for p in e.parameters])
-        for engine in [e for e in self.in_order() if e.unsettled()]:
+        for engine in [e for e in self.in_order() if e.gradients.pending()]:
             own = {id(p.grad) for p in engine.parameters if p.grad is not None}
             if given := [g for g in gradients if id(g) in own]:
-                missing = engine.settle_clipped(given)
+                missing = engine.gradients.settle_clipped(given)
                 self.before_multiplying(engine.parameters)
                 if engine.distributed:
                     engine.compare(
@@ -214,7 +221,7 @@ class Registry:
 
     def before_multiplying(self, parameters: Sequence[torch.Tensor]) -> None:
         """Torch's functions see gradients in ``p.grad`` only: refuse where an engine keeps them elsewhere."""
-        for engine in [e for e in self.engines if e.hides_gradients()]:
+        for engine in [e for e in self.engines if e.gradients.hidden()]:
             if any(id(p) in engine.known for p in parameters):
                 raise BackendError(
                     f"torch.nn.utils finds no final gradients in p.grad of a {type(engine.module).__name__} with backend "
@@ -223,13 +230,13 @@ class Registry:
 
     def _before_backward(self) -> None:
         for engine in self.in_order():
-            engine.before_backward()
+            engine.gradients.before_backward()
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in the graph that a parameter of a live engine stands for."""
         for engine in self.engines:
             if id(tensor) in engine.known:
-                return engine.leaf(tensor)
+                return engine.gradients.leaf(tensor)
         return tensor
 
     def _data_used(self, tensor: torch.Tensor, alias: torch.Tensor | None) -> None:
@@ -240,7 +247,7 @@ class Registry:
         return any(engine.holdings.set_data(tensor, value) for engine in self.engines if id(tensor) in engine.known)
 
     def _spread(self) -> list[Engine]:
-        return [e for e in self.in_order() if e.spreads and e.distributed]
+        return [e for e in self.in_order() if e.gradients.spread and e.distributed]
 
     def total_norm(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], norm_type: float
@@ -252,17 +259,16 @@ class Registry:
         spread = [e for e in self._spread() if not parameters or any(id(p) in e.known for p in parameters)]
         if not spread:
             return None
-        if norm_type <= 0:
-            raise BackendError(f"a norm of order {norm_type} does not add up over the ranks: use one above 0")
         own = {id(p.grad) for e in spread for p in e.parameters if p.grad is not None}
-        here = nn.utils.get_total_norm([g for g in gradients if id(g) in own], norm_type)
-        common = nn.utils.get_total_norm([g for g in gradients if id(g) not in own], norm_type)
         labels = ", ".join(engine.label for engine in spread)
-        everywhere = agree(f"the norm of order {norm_type} of gradients ({labels})", float(here))
-        total = torch.linalg.vector_norm(torch.tensor([float(common), *everywhere], dtype=torch.float64), norm_type)
+
+        def reduce(power: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+            everyone = agree(f"the norm of order {norm_type} of gradients ({labels})", power.item())
+            power.fill_(max(everyone) if op == dist.ReduceOp.MAX else sum(everyone))
+
+        mine, common = ([g for g in gradients if (id(g) in own) is here] for here in (True, False))
         like = gradients[0] if gradients else torch.tensor(0.0)
-        norm: torch.Tensor = total.to(like)
-        return norm
+        return total_norm(mine, common, norm_type, like.device, reduce).to(like.dtype)
 
     def before_local_norm(self, gradients: Sequence[torch.Tensor]) -> None:
         """Refuse to measure gradients of which other ranks have more."""
@@ -274,12 +280,9 @@ class Registry:
             )
 
 
-def _hears_of_data(engine: Engine) -> bool:
-    return engine.drift.watching or (engine.distributed and type(engine.holdings).set_data is not Holdings.set_data)
-
-
 def _concerned(engine: Engine) -> bool:
-    return engine.hears_strangers or engine.precision.scaled or engine.unsettled() or engine.hides_gradients()
+    gradients = engine.gradients
+    return gradients.before_any_step or engine.precision.scaled or gradients.pending() or gradients.hidden()
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

@@ -1,12 +1,13 @@
-"""Nested containers of tensors."""
+"""Nested containers: a function of each leaf, in the same containers."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .errors import AccelError
@@ -38,14 +39,50 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any, *, others: bool = False)
     return walk(visit, tree, "data")
 
 
-def walk(visit: Callable[[str, Any], Any], tree: Any, path: str) -> Any:
-    """The tree with ``visit(path, leaf)`` in each leaf's place; a container inside of itself is a leaf there."""
-    return _walk(visit, tree, path, set())
+def map_leaves(fn: Callable[[Any, str], Any], tree: Any, path: str) -> Any:
+    """The same containers with ``fn(leaf, path)`` in each leaf's place; None stays None."""
+    return walk(lambda path, leaf: None if leaf is None else fn(leaf, path), tree, path)
 
 
-def _walk(visit: Callable[[str, Any], Any], tree: Any, path: str, around: set[int]) -> Any:
+def move(tree: Any, device: torch.device) -> Any:
+    """The same containers with their tensors, and whatever else has ``to``, on ``device``.
+
+    Copies from pinned memory do not block.
+    """
+
+    def movable(leaf: Any) -> bool:
+        return hasattr(leaf, "to") and not isinstance(leaf, type)
+
+    def visit(path: str, leaf: Any) -> Any:
+        if movable(leaf):
+            pinned = hasattr(leaf, "is_pinned") and leaf.is_pinned()
+            return leaf.to(device, non_blocking=True) if pinned else leaf.to(device)
+        if isinstance(leaf, Mapping):  # one that cannot be changed, only made
+            return type(leaf)({key: move(value, device) for key, value in leaf.items()})  # type: ignore[call-arg]
+        return leaf
+
+    return walk(visit, tree, "data", movable)
+
+
+def walk(
+    visit: Callable[[str, Any], Any], tree: Any, path: str, is_leaf: Callable[[Any], bool] = lambda tree: False
+) -> Any:
+    """The tree with ``visit(path, leaf)`` in each leaf's place; a container inside of itself is a leaf there.
+
+    Args:
+        visit: gives what takes a leaf's place.
+        tree: the nested containers, or one leaf.
+        path: what the paths begin with.
+        is_leaf: tells of a container that it is a leaf all the same.
+    """
+    return _walk(visit, tree, path, is_leaf, set())
+
+
+def _walk(
+    visit: Callable[[str, Any], Any], tree: Any, path: str, is_leaf: Callable[[Any], bool], around: set[int]
+) -> Any:
     keys: list[Any]
-    if isinstance(tree, Tensor) or id(tree) in around:
+    if isinstance(tree, Tensor) or id(tree) in around or is_leaf(tree):
         return visit(path, tree)
     if isinstance(tree, MutableMapping):
         keys, values = list(tree), list(tree.values())
@@ -60,14 +97,14 @@ def _walk(visit: Callable[[str, Any], Any], tree: Any, path: str, around: set[in
     else:
         return visit(path, tree)
     around.add(id(tree))
-    new = [_walk(visit, value, name, around) for value, name in zip(values, paths, strict=True)]
+    new = [_walk(visit, value, name, is_leaf, around) for value, name in zip(values, paths, strict=True)]
     around.discard(id(tree))
     if all(mine is value for mine, value in zip(new, values, strict=True)):
         return tree
-    return rebuild(tree, keys, new)
+    return _rebuild(tree, keys, new)
 
 
-def rebuild(tree: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
+def _rebuild(tree: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
     """A container like ``tree`` with other values."""
     if isinstance(tree, tuple):
         if type(tree) is tuple or hasattr(tree, "n_fields"):  # what torch and C return knows no other way

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import nn
@@ -16,7 +17,7 @@ from accel.registry import registry
 from tests.distributed import run
 
 #: Names, and options where an engine lists variants.
-BACKENDS: list[Any] = [option for name, engine in ENGINES.items() for option in (name, *engine.variants)]
+BACKENDS: list[Any] = [option for name, engine in ENGINES.items() for option in (name, *engine.options_type.variants)]
 
 
 def engine_of(backend: Any) -> type[Engine]:
@@ -36,6 +37,14 @@ def _reason(backend: Any, build: Callable[[], nn.Module]) -> str:
 @functools.cache
 def _refused(backend: Any, world: int, build: Callable[[], nn.Module]) -> str:
     return run(world, _reason, backend, build)[0]
+
+
+def deepspeed_alone(**arguments: Any) -> Any:
+    """``deepspeed.initialize``, without its op for shared memory: that takes a minute to compile and serves only inference."""
+    import deepspeed
+
+    with mock.patch.object(deepspeed.ops, "__compatible_ops__", {}):
+        return deepspeed.initialize(**arguments)
 
 
 def small() -> nn.Module:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+import accel
 from tests.distributed import close_all
 
 # They are no part of a run on a machine without a GPU; `make test-gpu` fails there, finding no test.
@@ -21,7 +23,20 @@ with contextlib.suppress(ImportError):  # not in the environments of the package
     settings.load_profile("steady")
 
 
+def pytest_collection_finish() -> None:
+    """Engines collect garbage where they end: not all that has been imported by now."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _workers() -> Iterator[None]:
     yield
     close_all()
+
+
+@pytest.fixture(autouse=True)
+def _end() -> Iterator[None]:
+    """A test leaves no engine in this process."""
+    yield
+    accel.teardown()

@@ -15,14 +15,17 @@ import gc
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+
+from tests import faults
 
 GUARD = 180.0  # seconds
 _context = multiprocessing.get_context("forkserver")
@@ -52,13 +55,14 @@ def _initialise(rank: int, world: int, rendezvous: str) -> None:
         )
 
 
-def _perform(fn: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
+def _perform(fn: Callable[..., Any], args: tuple[Any, ...], plan: faults.Plan) -> Outcome:
     import torch
 
     torch.manual_seed(0)  # alike on all ranks, whatever the call before this one left
     start = time.monotonic()
     try:
-        value = fn(*args)
+        with faults.installed(plan):
+            value = fn(*args)
     except BaseException as error:
         names = tuple(c.__name__ for c in type(error).__mro__)
         return Outcome(error=names, message=str(error), trace=traceback.format_exc(), seconds=time.monotonic() - start)
@@ -75,12 +79,17 @@ def _clean() -> None:
 
 def _serve(rank: int, world: int, rendezvous: str, connection: Connection) -> None:
     _initialise(rank, world, rendezvous)
+    known = len(sys.modules)
     while True:
         try:
-            fn, args, clean = pickle.loads(connection.recv_bytes())
+            fn, args, clean, plan = pickle.loads(connection.recv_bytes())
         except EOFError:
             os._exit(0)
-        outcome = _perform(fn, args)
+        if len(sys.modules) > known:  # a collection is not of them either
+            gc.collect()
+            gc.freeze()
+            known = len(sys.modules)
+        outcome = _perform(fn, args, plan)
         if clean:
             _clean()
         connection.send_bytes(pickle.dumps(outcome))
@@ -100,8 +109,10 @@ class Pool:
             theirs.close()
             self.workers.append((process, ours))
 
-    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, clean: bool) -> list[Outcome]:
-        message = pickle.dumps((fn, args, clean))
+    def call(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, clean: bool, plan: faults.Plan
+    ) -> list[Outcome]:
+        message = pickle.dumps((fn, args, clean, plan))
         for _, connection in self.workers:
             connection.send_bytes(message)
         deadline = time.monotonic() + timeout
@@ -111,7 +122,7 @@ class Pool:
                 raise AssertionError(f"rank {rank} did not answer within {timeout} s in {fn.__module__}.{fn.__name__}")
             try:
                 results.append(pickle.loads(connection.recv_bytes()))
-            except EOFError:
+            except (EOFError, ConnectionError):
                 process.join(1)
                 results.append(Outcome(error=("Died",), message=f"exit status {process.exitcode}"))
         return results
@@ -162,12 +173,18 @@ def close_all() -> None:
 
 
 def outcomes(
-    world: int, fn: Callable[..., Any], *args: Any, timeout: float = GUARD, breaks: bool = False
+    world: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = GUARD,
+    breaks: bool = False,
+    fails: Sequence[faults.Fault] = (),
 ) -> list[Outcome]:
     """What every rank did in ``fn(*args)``; ``breaks=True`` where the process group may not survive."""
     pool = _pools.get(world) or _pools.setdefault(world, Pool(world))
     try:
-        results = pool.call(fn, args, timeout, clean=not breaks)
+        with faults.declared(fails) as plan:
+            results = pool.call(fn, args, timeout, clean=not breaks, plan=plan)
     except BaseException:
         _discard(world)
         raise

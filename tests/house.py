@@ -1,12 +1,19 @@
-"""The measures of the house: ``python -m tests.house`` reads the sources, counts and prints."""
+"""The measures of the house: ``python -m tests.house`` reads the sources, counts and prints.
+
+python -m tests.house -v        with the names behind the numbers
+python -m tests.house --calls   instead, runs: the calls that a save, a load and a training step make; -v lists them
+"""
 
 from __future__ import annotations
 
 import ast
 import sys
+import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "accel"
@@ -135,7 +142,99 @@ def measures() -> dict[str, int]:
     }
 
 
-if __name__ == "__main__":
+# -- Calls at run time -------------------------------------------------------------------------------------------------
+
+#: A call of one of accel's functions: its file, in the package, and its name.
+Call = tuple[str, str]
+
+
+def calls_of(act: Callable[[], object]) -> list[Call]:
+    """The calls of accel's functions in this thread while ``act`` runs, in order; comprehensions are none."""
+    found: list[Call] = []
+    package = f"{PACKAGE}/"
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        named = code.co_name == "<lambda>" or not code.co_name.startswith("<")
+        if event == "call" and named and code.co_filename.startswith(package):
+            name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has no qualified ones
+            found.append((code.co_filename.removeprefix(package), name))
+
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def moves(calls: list[Call]) -> int:
+    """How often a call is in another file than the one before it."""
+    return sum(one[0] != other[0] for one, other in zip(calls, calls[1:], strict=False))
+
+
+def _trained(backend: str) -> tuple[Any, Any, Callable[[], Any]]:
+    """A small model and its optimizer, set up and trained for some steps, and what makes a loss."""
+    import torch
+    from torch import nn
+
+    import accel
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    made = accel.setup(model, torch.optim.AdamW(model.parameters()), backend=backend)
+    rows = torch.ones(3, 4)
+    for _ in range(3):
+        made[0](rows).sum().backward()
+        made[1].step()
+        made[1].zero_grad()
+    return made[0], made[1], lambda: made[0](rows).sum()
+
+
+def checkpoint_calls() -> dict[str, list[Call]]:
+    """Of a save and a load of a model and its optimizer by one rank."""
+    import accel
+
+    model, optimizer, _ = _trained("single")
+    state = {"model": model, "optimizer": optimizer, "epoch": 3}
+    with tempfile.TemporaryDirectory() as place:
+        accel.save(state, f"{place}/first")  # imports, and what is made once
+        accel.load(f"{place}/first", state)
+        saving = calls_of(lambda: accel.save(state, f"{place}/second"))
+        loading = calls_of(lambda: accel.load(f"{place}/second", state))
+    accel.teardown()
+    return {"save, 1 rank": saving, "load, 1 rank": loading}
+
+
+def step_calls() -> dict[str, list[Call]]:
+    """Of a forward, a backward and an optimizer's step on one of two ranks, without the hook that notes each gradient."""
+    import accel
+
+    _, optimizer, loss_of = _trained("ddp")
+    losses: list[Any] = []
+    forward = calls_of(lambda: losses.append(loss_of()))
+    backward = [c for c in calls_of(losses[0].backward) if c[0] != "gradients/log.py" or not c[1].endswith("note")]
+    step = calls_of(optimizer.step)
+    accel.teardown()
+    return {"ddp forward": forward, "ddp backward": backward, "ddp step": step}
+
+
+def print_calls(verbose: bool) -> None:
+    """All of these, as numbers and with ``verbose`` one by one."""
+    from . import distributed
+
+    found = checkpoint_calls() | distributed.run(2, step_calls)[0]
+    for name, calls in found.items():
+        files = len({file for file, _ in calls})
+        print(f"{name:14} {len(calls):5} calls in {files:3} files, {moves(calls):4} moves between files")
+        if verbose:
+            print(*(f"    {file}: {function}" for file, function in calls), sep="\n")
+
+
+if __name__ == "__main__" and "--calls" in sys.argv:
+    from tests import house
+
+    house.print_calls("-v" in sys.argv)
+elif __name__ == "__main__":
     for name, value in measures().items():
         print(f"{name:36} {value:6}")
     if "-v" in sys.argv:

@@ -6,7 +6,17 @@ import contextlib
 import gc
 import importlib
 
-for name in ("torch._dynamo", "torch.distributed.fsdp", "accel", "fairscale", "deepspeed", "tests.distributed"):
+NAMES = (
+    *("torch._dynamo", "torch.distributed.fsdp", "accel", "fairscale", "deepspeed", "safetensors.torch"),
+    *(
+        "pytest.__main__",
+        "hypothesis",
+        "numpy",
+        "tests.backends",
+        "tests.distributed",
+    ),  # __main__: a worker imports its parent's
+)
+for name in NAMES:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
 # A worker collects after each call: not what all these modules are made of.

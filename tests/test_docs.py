@@ -10,8 +10,8 @@ import pytest
 
 import accel
 from tests.distributed import run
+from tests.programs import ROOT
 
-ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 ERRORS = sorted(name for name in accel.__all__ if name.endswith("Error"))
 

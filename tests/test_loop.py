@@ -437,8 +437,7 @@ def compare_all(option: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("option", BACKENDS)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("option", "world"), [*((option, 2) for option in BACKENDS), ("default", 4), ("sharded", 4)])
 def test_patterns(option: str, world: int) -> None:
     for found in run(world, compare_all, option, timeout=180):
         # LBFGS's line search amplifies rounding.

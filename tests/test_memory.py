@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import accel
 from accel.__main__ import main
 from accel.engines import resolve
-from accel.engines.memory import (
+from accel.engines.base.memory import (
     Footprint,
     MemoryUse,
     ParameterSize,

@@ -15,30 +15,15 @@ from torch import nn
 import accel
 from accel.registry import registry
 from tests.distributed import run
-
-
-@pytest.fixture(autouse=True)
-def _teardown() -> Iterator[None]:
-    yield
-    accel.teardown()
+from tests.models import distance, mlp, rows, sgd
 
 
 def net(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
-
-
-def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    return mlp(6, 16, 3, seed=seed)
 
 
 def batch(step: int, rank: int = 0) -> torch.Tensor:
-    return torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def difference(a: nn.Module, b: nn.Module) -> float:
-    pairs = zip(a.parameters(), b.parameters(), strict=True)
-    return max(float((p.double() - q.double()).detach().abs().max()) for p, q in pairs)
+    return rows(10 * step + rank, 8, 6)
 
 
 # -- what comes out -------------------------------------------------------------------------------------------------------
@@ -180,7 +165,7 @@ def test_bf16_true_trains_and_teardown_gives_fp32_back() -> None:
     accel.teardown(model)
     assert {p.dtype for p in raw.parameters()} == {torch.float32}
     assert optimizer.state[raw[0].weight]["exp_avg"].dtype is torch.float32
-    assert 0 < difference(raw, reference) < 0.05
+    assert 0 < distance(raw, reference) < 0.05
     raw(batch(0)).square().mean().backward()
     optimizer.step()
 
@@ -220,7 +205,7 @@ def fp16_beside_raw_torch(backend: str, accumulation: int, clip: bool, set_to_no
         else:
             optimizer.step()
     assert float(reference[0].weight.detach().sub(net()[0].weight).abs().max()) > 1e-3
-    return difference(raw, reference)
+    return distance(raw, reference)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -250,7 +235,7 @@ def plain_backward() -> None:
     optimizer.zero_grad(set_to_none=False)
     accel.backward(model(batch(0)).square().mean())
     optimizer.step()
-    assert difference(raw, net()) > 0
+    assert distance(raw, net()) > 0
     with pytest.raises(accel.PrecisionError, match="closure"):
         optimizer.step(lambda: torch.zeros(()))
     loose = torch.optim.SGD(raw.parameters(), lr=0.1)
@@ -287,7 +272,7 @@ def overflow() -> None:
     train(1.0, inner)
     assert (optimizer.step_was_skipped, optimizer.skipped_steps) == (False, 2)
     assert registry.loss_scale.value == scale / 4
-    assert difference(raw, net()) > 0
+    assert distance(raw, net()) > 0
     assert all(bool(p.isfinite().all()) for p in raw.parameters())
 
 
@@ -336,8 +321,8 @@ def joint_loss() -> float:
 
     play(pairs, accel.backward, accel.rank(), accel.world_size())
     play(plain_pairs, lambda loss: loss.backward(), 0, 1)
-    assert difference(raws[2], copy.deepcopy(plain[0])) > 1e-3
-    return max(difference(m, p) for m, p in zip(raws, plain, strict=True))
+    assert distance(raws[2], copy.deepcopy(plain[0])) > 1e-3
+    return max(distance(m, p) for m, p in zip(raws, plain, strict=True))
 
 
 def test_one_loss_scale_serves_several_models() -> None:
@@ -357,7 +342,7 @@ def test_clipped_but_not_yet_stepped_gradients_can_be_added_to() -> None:
     nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
     reference(batch(1)).square().mean().backward()
     plain.step()
-    assert difference(raw, reference) < 1e-3
+    assert distance(raw, reference) < 1e-3
 
 
 def test_every_leaf_gets_its_true_gradient() -> None:

@@ -6,12 +6,10 @@ import copy
 import gc
 import io
 import pickle
-import weakref
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
@@ -19,42 +17,22 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import accel
 from accel.engines import ENGINES
-from accel.handles import ModelHandle, OptimizerHandle
+from accel.handles import OptimizerHandle
 from accel.registry import registry
 from tests.distributed import outcomes, refusals, run
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
+from tests.models import adamw, normalised, one_step
 
 
 def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.randn(12, 4)), batch_size=2)
 
 
-def one_step(model: Any, optimizer: Any) -> None:
-    optimizer.zero_grad()
-    model(torch.randn(4, 4)).square().mean().backward()
-    optimizer.step()
-
-
-@pytest.fixture(autouse=True)
-def _teardown() -> Any:
-    yield
-    accel.teardown()
-
-
-# -- identity -----------------------------------------------------------------------------------------------------------
+# -- identity ---------------------------------------------------------------------------------------------------------
 
 
 def identities() -> None:
-    raw, data = net(), loader()
-    optimizer = adam(raw)
+    raw, data = normalised(), loader()
+    optimizer = adamw(raw)
     first = accel.setup(raw, optimizer, data)
     assert isinstance(first.model, nn.Module)
     assert isinstance(first.optimizers, torch.optim.Optimizer)
@@ -79,13 +57,13 @@ def test_setup_is_idempotent() -> None:
 
 
 def evaluate_then_train() -> None:
-    raw = net()
+    raw = normalised()
     model = accel.setup(raw).model
     model.eval()
     with torch.no_grad():
         model(torch.randn(2, 4))
     model.train()
-    optimizer = adam(model)
+    optimizer = adamw(model)
     again, handle, none = accel.setup(model, optimizer)
     assert again is model
     assert none is None
@@ -107,7 +85,7 @@ def test_forms_of_the_arguments_come_back() -> None:
         a: Any
         b: Any
 
-    raw = net()
+    raw = normalised()
     first, second = torch.optim.SGD(raw[0].parameters(), lr=0.1), torch.optim.SGD(raw[3].parameters(), lr=0.1)
     assert isinstance(accel.setup(raw, [first, second]).optimizers, list)
     found = accel.setup(raw, {"x": first, "y": [second]}, (loader(),))
@@ -120,21 +98,21 @@ def test_forms_of_the_arguments_come_back() -> None:
 
 
 def test_compiled_model_is_the_same_model() -> None:
-    raw = net()
+    raw = normalised()
     compiled = torch.compile(raw, backend="eager")
-    model, optimizer, _ = accel.setup(compiled, adam(raw))
+    model, optimizer, _ = accel.setup(compiled, adamw(raw))
     assert accel.setup(raw).model is model
     assert accel.setup(compiled).model is model
     assert accel.unwrap(compiled) is raw
     before = raw[0].weight.clone()
     one_step(model, optimizer)
     assert not torch.equal(raw[0].weight, before)
-    assert list(model.state_dict()) == list(net().state_dict())
+    assert list(model.state_dict()) == list(normalised().state_dict())
 
 
 def test_copies_and_pickles_carry_no_engine() -> None:
-    raw = net()
-    model, optimizer, data = accel.setup(raw, adam(raw), loader())
+    raw = normalised()
+    model, optimizer, data = accel.setup(raw, adamw(raw), loader())
     for other in (copy.deepcopy(raw), copy.deepcopy(model), pickle.loads(pickle.dumps(raw)), copy.copy(raw)):
         assert type(other) is nn.Sequential
         assert registry.engine(other) is None
@@ -149,193 +127,7 @@ def test_copies_and_pickles_carry_no_engine() -> None:
         copy.deepcopy(optimizer)
 
 
-# -- handles --------------------------------------------------------------------------------------------------------------
-
-
-class Talker(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.engine = "diesel"
-        self.options = {"a": 1}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
-
-    def generate(self, n: int) -> torch.Tensor:
-        return self(torch.ones(n, 4))
-
-    def train(self, mode: bool = True) -> Talker:
-        self.trained = mode
-        return super().train(mode)  # type: ignore[return-value]
-
-    @property
-    def width(self) -> int:
-        return self.linear.out_features
-
-
-def test_a_handle_shows_the_users_module() -> None:
-    raw = Talker()
-    model = accel.setup(raw).model
-    assert list(model.state_dict()) == ["linear.weight", "linear.bias"]
-    assert [n for n, _ in model.named_parameters()] == ["linear.weight", "linear.bias"]
-    assert model.engine == "diesel"
-    assert model.options is raw.options
-    assert model.width == 4
-    assert model.generate(3).shape == (3, 4)
-    assert model.train(False) is model
-    assert raw.trained is False
-    assert raw.training is False
-    assert model.training is False
-    model.color = "red"
-    assert raw.color == "red"
-    del model.color
-    assert not hasattr(raw, "color")
-    with pytest.raises(AttributeError, match="Talker"):
-        _ = model.nothing
-    assert set(dir(model)) == set(dir(raw))
-    model.load_state_dict({k: torch.zeros_like(v) for k, v in raw.state_dict().items()})
-    assert float(raw.linear.weight.detach().abs().sum()) == 0.0
-    assert not any(name.startswith("_accel") for name in model.state_dict())
-
-
-class Ranking(nn.Module):
-    """Its ``train`` computes a loss of pairs; torch's is another method."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
-
-    def train(self, better: torch.Tensor, worse: torch.Tensor) -> Any:  # type: ignore[override]
-        return (self.linear(worse) - self.linear(better)).relu()
-
-
-def test_a_users_method_with_a_name_of_torchs_goes_through_the_engine() -> None:
-    raw = Ranking()
-    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), precision="bf16-true")
-    loss = model.train(torch.ones(2, 4), torch.zeros(2, 4))  # fp32 inputs meet weights in bfloat16
-    assert loss.dtype is torch.float32
-    loss.sum().backward()
-    optimizer.step()
-    talker = accel.setup(Talker()).model
-    assert talker.eval() is talker  # which calls train(False)
-    assert talker.trained is False
-
-
-class Scaled(torch.optim.SGD):
-    """An optimizer with a step of its own."""
-
-    def step(self, factor: float = 1.0, closure: Any = None) -> Any:  # type: ignore[override]
-        for group in self.param_groups:
-            group["lr"] = 0.1 * factor
-        return super().step(closure)
-
-
-def test_an_optimizer_with_its_own_step() -> None:
-    raw = net().eval()
-    reference = copy.deepcopy(raw)
-    optimizer, plain = Scaled(raw.parameters(), lr=0.1), Scaled(reference.parameters(), lr=0.1)
-    model, handle, _ = accel.setup(raw, optimizer)
-
-    def closure(m: Any, o: Any) -> Any:
-        o.zero_grad()
-        loss = m(torch.ones(4, 4)).square().mean()
-        loss.backward()
-        return loss
-
-    for m, o in ((model, handle), (reference, plain)):
-        closure(m, o)
-        o.step(5.0)
-        assert float(o.step(2.0, lambda m=m, o=o: closure(m, o)).detach()) > 0
-        o.step(closure=lambda m=m, o=o: closure(m, o), factor=0.5)
-    assert all(torch.equal(p, q) for p, q in zip(raw.parameters(), reference.parameters(), strict=True))
-
-
-def test_a_handle_of_a_container() -> None:
-    raw = net().eval()
-    model = accel.setup(raw).model
-    assert len(model) == 4
-    assert model[0] is raw[0]
-    assert [type(m) for m in model] == [type(m) for m in raw]
-    model[2] = nn.Tanh()
-    assert isinstance(raw[2], nn.Tanh)
-    model(torch.randn(2, 4))
-    with pytest.raises(accel.AccelError, match="before accel.setup"):
-        torch.compile(model, backend="eager")
-
-
-def test_an_optimizer_that_is_kept_does_not_keep_its_model() -> None:
-    raw = net()
-    optimizer = adam(raw)
-    model, handle, _ = accel.setup(raw, optimizer)
-    one_step(model, handle)
-    engine = weakref.ref(registry.engine(raw))
-    del raw, model, handle
-    gc.collect()
-    assert engine() is None
-    optimizer.step()
-
-
-def test_an_optimizer_handle_shows_the_users_optimizer() -> None:
-    raw = net()
-    optimizer = adam(raw)
-    early = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    model, handle, _ = accel.setup(raw, optimizer)
-    late = torch.optim.lr_scheduler.StepLR(handle, 1, 0.5)
-    assert handle.param_groups is optimizer.param_groups
-    assert handle.state is optimizer.state
-    one_step(model, handle)
-    early.step()
-    late.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.25)
-    one_step(model, optimizer)
-    early.step()
-    late.step()
-    assert handle.param_groups[0]["lr"] == pytest.approx(0.01 * 0.0625)
-    state = copy.deepcopy(handle.state_dict())
-    one_step(model, handle)
-    handle.load_state_dict(state)
-    assert float(next(iter(optimizer.state.values()))["step"]) == 2.0
-    handle.zero_grad()
-    assert all(p.grad is None for p in raw.parameters())
-
-
-def test_ended_handles_raise() -> None:
-    raw = net()
-    model, optimizer, _ = accel.setup(raw, adam(raw))
-    assert accel.teardown(model) is raw
-    for use in (
-        lambda: model(torch.randn(2, 4)),
-        lambda: model.state_dict(),
-        lambda: optimizer.step(),
-        lambda: optimizer.param_groups,
-        lambda: accel.setup(model),
-        lambda: accel.teardown(model),
-    ):
-        with pytest.raises(accel.AccelError, match="torn down"):
-            use()
-    assert accel.unwrap(model) is raw
-    assert "ended" in repr(model)
-
-
-def test_parameters_changed_after_setup_raise_at_the_next_forward() -> None:
-    model = accel.setup(net()).model
-    model.train()
-    model[0].weight = model[0].weight
-    model(torch.randn(2, 4))
-    model[0].weight = nn.Parameter(torch.zeros(8, 4))
-    with pytest.raises(accel.BackendError, match=r"0\.weight"):
-        model(torch.randn(2, 4))
-    other = accel.setup(net()).model
-    other.extra = nn.Linear(2, 2)
-    with pytest.raises(accel.BackendError, match=r"extra\.weight"):
-        other(torch.randn(2, 4))
-
-
-# -- refusals -------------------------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def frozen_picture(*objects: Any) -> list[Any]:
@@ -360,8 +152,8 @@ def refuse(error: type[Exception], match: str, call: Any, *objects: Any) -> None
 
 
 def bad_input() -> None:
-    raw, other = net(), net()
-    optimizer = adam(raw)
+    raw, other = normalised(), normalised()
+    optimizer = adamw(raw)
     one_step(raw, optimizer)
 
     class Pair(NamedTuple):
@@ -394,7 +186,7 @@ def bad_input() -> None:
 
 def test_a_module_without_values_is_refused() -> None:
     with torch.device("meta"):
-        raw = net()
+        raw = normalised()
     refuse(accel.AccelError, "meta device", lambda: accel.setup(raw))
 
 
@@ -422,12 +214,12 @@ def test_embeddings_that_change_in_forward_are_refused_on_several_processes() ->
 def test_a_missing_package_gives_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ENGINES["single"], "requires", {"no_such_package": "its_name"})
     for backend in ("single", accel.Single()):
-        refuse(accel.BackendError, "pip install 'its_name'", lambda b=backend: accel.setup(net(), backend=b))
+        refuse(accel.BackendError, "pip install 'its_name'", lambda b=backend: accel.setup(normalised(), backend=b))
 
 
 def already_set_up() -> None:
-    raw = net()
-    optimizer = adam(raw)
+    raw = normalised()
+    optimizer = adamw(raw)
     backend = "ddp" if accel.world_size() > 1 else "single"
     model, handle, _ = accel.setup(raw, optimizer, backend=backend)
     for change in (
@@ -442,12 +234,12 @@ def already_set_up() -> None:
     refuse(accel.SharedParametersError, "weight", lambda: accel.setup(inner), inner)
     refuse(accel.SharedParametersError, r"0\.0\.weight", lambda: accel.setup(outer), outer)
     refuse(accel.SharedParametersError, "handle", lambda: accel.setup(nn.Sequential(model)))
-    other = net()
+    other = normalised()
     accel.setup(other)
     refuse(accel.OptimizerError, "belongs to", lambda: accel.setup(other, optimizer), other, optimizer)
     both = torch.optim.SGD([*other.parameters(), *raw.parameters()], lr=0.1)
     refuse(accel.OptimizerError, "two models", lambda: accel.setup(other, both), other, both)
-    refuse(accel.BackendError, "DataParallel", lambda: accel.setup(nn.DataParallel(net())))
+    refuse(accel.BackendError, "DataParallel", lambda: accel.setup(nn.DataParallel(normalised())))
     accel.teardown(raw)
     assert accel.setup(outer).model is not model
 
@@ -458,13 +250,13 @@ def test_conflicts_are_refused_by_name() -> None:
 
 
 def foreign_wrapper() -> None:
-    wrapped = DistributedDataParallel(net())
+    wrapped = DistributedDataParallel(normalised())
     refuse(accel.BackendError, "DistributedDataParallel", lambda: accel.setup(wrapped), wrapped)
     refuse(accel.BackendError, "DistributedDataParallel", lambda: accel.setup(nn.Sequential(wrapped)), wrapped)
 
 
 def stranger_parameters() -> None:
-    raw, scale = net(), nn.Parameter(torch.ones(3))
+    raw, scale = normalised(), nn.Parameter(torch.ones(3))
     mixed = torch.optim.SGD([*raw.parameters(), scale], lr=0.1)
     refuse(accel.OptimizerError, r"shape \(3,\)", lambda: accel.setup(raw, mixed), raw, mixed)
     model, handle, _ = accel.setup(raw, torch.optim.SGD(raw[0].parameters(), lr=0.1))
@@ -481,8 +273,10 @@ def stranger_parameters() -> None:
 
 def one_model_a_rank() -> None:
     for backend in ("single", "dp"):
-        raw = net()
-        refuse(accel.BackendError, "of its own", lambda raw=raw, b=backend: accel.setup(raw, adam(raw), backend=b), raw)
+        raw = normalised()
+        refuse(
+            accel.BackendError, "of its own", lambda raw=raw, b=backend: accel.setup(raw, adamw(raw), backend=b), raw
+        )
         accel.setup(raw, backend=backend)
 
 
@@ -492,12 +286,12 @@ def test_distributed_refusals() -> None:
     run(2, one_model_a_rank)
 
 
-# -- ranks that differ ----------------------------------------------------------------------------------------------------
+# -- ranks that differ ------------------------------------------------------------------------------------------------
 
 
 def different(what: str) -> None:
     second = accel.rank() == 1
-    raw: nn.Module = net()
+    raw: nn.Module = normalised()
     kwargs: dict[str, Any] = {}
     if what == "shape" and second:
         raw[3] = nn.Linear(8, 3)  # type: ignore[index]
@@ -558,7 +352,7 @@ class Tagged:
 
 
 def same_everywhere() -> None:
-    raw = net()
+    raw = normalised()
     optimizer = torch.optim.SGD([{"params": raw.parameters(), "tag": Tagged(), "lr": torch.tensor(0.1)}])
     with torch.inference_mode():
         model, handle, _ = accel.setup(raw, optimizer)
@@ -570,161 +364,3 @@ def same_everywhere() -> None:
 
 def test_what_is_the_same_on_all_ranks_is_accepted() -> None:
     run(2, same_everywhere)
-
-
-# -- weights, lifetime ----------------------------------------------------------------------------------------------------
-
-
-def different_seeds() -> tuple[list[Any], list[Any]]:
-    torch.manual_seed(accel.rank())
-    raw = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
-    raw[1].running_mean.fill_(accel.rank())  # type: ignore[operator, union-attr]
-    before = [t.tolist() for t in raw.state_dict().values()]
-    accel.setup(raw)
-    return before, [t.tolist() for t in raw.state_dict().values()]
-
-
-def test_all_ranks_start_from_rank_0() -> None:
-    results = run(4, different_seeds)
-    assert results[0][0] != results[1][0]
-    assert all(after == results[0][0] for _, after in results)
-
-
-def count_reducers() -> int:
-    gc.collect()
-    return sum(type(o) is DistributedDataParallel for o in gc.get_objects())
-
-
-def rounds(n: int) -> tuple[int, int, int]:
-    import psutil
-
-    raw = nn.Sequential(*[nn.Linear(256, 256) for _ in range(16)])
-    optimizer = torch.optim.SGD(raw.parameters(), lr=0.01)
-    sizes = []
-    for i in range(n):
-        model, handle, _ = accel.setup(raw, optimizer)
-        handle.zero_grad()
-        model(torch.randn(4, 256)).mean().backward()
-        handle.step()
-        assert i % 10 or count_reducers() == (1 if accel.world_size() > 1 else 0)
-        accel.teardown(model)
-        handle = model = None
-        assert i % 10 or count_reducers() == 0
-        sizes.append(psutil.Process().memory_info().rss)
-    return sizes[4], sizes[-1], sum(p.numel() * 4 for p in raw.parameters())
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_fifty_rounds_of_setup_and_teardown_leave_memory_flat(world: int) -> None:
-    for early, late, model_bytes in run(world, rounds, 50):
-        # One leaked copy a round would be 45 times the model; the allocator alone is good for a few.
-        assert late - early < 10 * model_bytes
-
-
-def unreferenced(steps: int, backend: Any = "auto") -> list[bool]:
-    raw = net()
-    model, optimizer, _ = accel.setup(raw, adam(raw), backend=backend)
-    for _ in range(steps):
-        one_step(model, optimizer)
-    model(torch.randn(4, 4)).mean().backward()
-    alive = [weakref.ref(raw), weakref.ref(registry.engine(raw)), weakref.ref(raw[0].weight)]
-    del raw, model, optimizer
-    gc.collect()
-    return [r() is not None for r in alive]
-
-
-def test_an_unreferenced_model_is_collected() -> None:
-    assert unreferenced(2) == [False, False, False]
-    for backend in ("ddp", accel.DDP(comm_hook="bf16"), accel.DDP(find_unused_parameters=True)):
-        for found in run(2, unreferenced, 2, backend):
-            assert found == [False, False, False]
-    assert not registry.engines
-
-
-def test_a_reused_id_never_matches() -> None:
-    for _ in range(12):
-        raw = net()
-        handle = accel.setup(raw).model
-        assert accel.unwrap(handle) is raw
-        del raw, handle
-        gc.collect()
-
-
-def switch_backends() -> None:
-    raw = net()
-    optimizer = adam(raw)
-    reference = copy.deepcopy(raw)
-    plain = adam(reference)
-    accel.teardown()
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
-    for backend in ("ddp", accel.DDP(gradient_as_bucket_view=False), "ddp"):
-        model, handle, _ = accel.setup(raw, optimizer, backend=backend)
-        model.eval()
-        for m, o in ((model, handle), (reference.eval(), plain)):
-            o.zero_grad()
-            m(x).square().mean().backward()
-            o.step()
-        assert accel.teardown(model) is raw
-        assert not optimizer._optimizer_step_pre_hooks
-        assert not any(p._post_accumulate_grad_hooks for p in raw.parameters())
-    for p, q in zip(raw.parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(p, q, atol=1e-6)
-    assert float(optimizer.state[raw[0].weight]["step"]) == 3.0
-
-
-def test_teardown_gives_everything_back_and_setup_works_again() -> None:
-    switch_backends()
-    run(2, switch_backends)
-
-
-def test_torch_is_as_before_when_all_engines_are_gone() -> None:
-    from torch.nn.utils import clip_grad
-
-    helper = clip_grad._group_tensors_by_device_and_dtype
-    hooks = len(_global_optimizer_pre_hooks)
-    raw = net()
-    accel.setup(raw, adam(raw), precision="16-mixed")
-    assert clip_grad._group_tensors_by_device_and_dtype is not helper
-    accel.teardown()
-    assert clip_grad._group_tensors_by_device_and_dtype is helper
-    assert len(_global_optimizer_pre_hooks) == hooks
-
-
-def several_models() -> None:
-    torch.manual_seed(accel.rank())
-    generator, critic, frozen = nn.Linear(3, 4), nn.Linear(4, 1), nn.Linear(4, 4).requires_grad_(False)
-    g, g_opt, _ = accel.setup(generator, torch.optim.SGD(generator.parameters(), lr=0.1))
-    c, c_opt, _ = accel.setup(critic, torch.optim.SGD(critic.parameters(), lr=0.1))
-    f = accel.setup(frozen).model
-    assert len(registry.engines) == 3
-    ref_g, ref_c, ref_f = copy.deepcopy((generator, critic, frozen))
-    ref_g_opt, ref_c_opt = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (ref_g, ref_c))
-    world, rank = accel.world_size(), accel.rank()
-
-    def play(g: Any, c: Any, f: Any, g_opt: Any, c_opt: Any, z: torch.Tensor, real: torch.Tensor) -> None:
-        for _ in range(4):
-            c_opt.zero_grad()
-            fake = g(z)
-            (F.softplus(-c(real)).mean() + F.softplus(c(f(fake.detach()))).mean()).backward()
-            c_opt.step()
-            g_opt.zero_grad()
-            F.softplus(-c(f(fake))).mean().backward()
-            g_opt.step()
-
-    generator_ = torch.Generator().manual_seed(5)
-    z, real = torch.randn(8, 3, generator=generator_), torch.randn(8, 4, generator=generator_)
-    play(ref_g, ref_c, ref_f, ref_g_opt, ref_c_opt, z, real)
-    play(g, c, f, g_opt, c_opt, z.chunk(world)[rank], real.chunk(world)[rank])
-    for m, r in ((generator, ref_g), (critic, ref_c), (frozen, ref_f)):
-        for p, q in zip(m.parameters(), r.parameters(), strict=True):
-            assert torch.allclose(p, q, atol=1e-5)
-
-
-def test_a_gan_and_a_frozen_model_side_by_side() -> None:
-    several_models()
-    run(2, several_models)
-    run(4, several_models)
-
-
-def test_handle_of_a_model_is_its_type() -> None:
-    assert type(accel.setup(net()).model) is ModelHandle

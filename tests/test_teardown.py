@@ -17,7 +17,7 @@ import accel
 from accel.registry import registry
 from tests.backends import BACKENDS, engine_of, need
 from tests.distributed import outcomes, refusals, run
-from tests.test_process import by_hand, free_port, scripts
+from tests.programs import by_hand, free_port, scripts
 
 TRAINING = [backend for backend in BACKENDS if engine_of(backend).synchronizes]
 

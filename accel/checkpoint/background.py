@@ -1,4 +1,4 @@
-"""Saves that go on while training does: one at a time, in a thread that uses no process group."""
+"""Saves that go on while training does: one at a time, in a thread that uses no process group, but files to tell each other."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ import torch
 
 from ..errors import CheckpointError
 from ..process import ended
-from . import folder
-from .shards import Source, pieces
-from .together import explain
+from .failures import explain
+from .shards import WriteItem
 
 
 @final
@@ -66,28 +65,28 @@ class Background:
         if error is not None:
             raise CheckpointError(f"the background save before this one failed: {error}") from error
 
-    def snapshot(self, *groups: Sequence[Source]) -> tuple[list[Source], ...]:
-        """The same sources in host memory of accel's own."""
+    def snapshot(self, *groups: Sequence[WriteItem]) -> tuple[list[WriteItem], ...]:
+        """The same items in host memory of accel's own."""
         offsets, total = [], 0
-        for source in (source for group in groups for source in group):
+        for item in (item for group in groups for item in group):
             offsets.append(total)
-            total += -(-source.entry.nbytes // 64) * 64
+            total += -(-item.entry.nbytes // 64) * 64
         if self._buffer.numel() < total:
             self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # not both at once
             self._buffer = torch.empty(total, dtype=torch.uint8, device="cpu")
         places = iter(offsets)
-        return tuple([self._copy(source, next(places)) for source in group] for group in groups)
+        return tuple([self._copy(item, next(places)) for item in group] for group in groups)
 
-    def _copy(self, source: Source, offset: int) -> Source:
-        entry, dtype = source.entry, source.tensor.dtype
+    def _copy(self, item: WriteItem, offset: int) -> WriteItem:
+        entry, dtype = item.entry, item.tensor.dtype
         first = offset // dtype.itemsize
         copy = self._buffer.view(dtype)[first : first + entry.count]
         at = 0
-        for piece in pieces(source.tensor, source.offset, source.offset + entry.count):
+        for piece in item.pieces():
             part = copy if piece.numel() == entry.count else copy[at : at + piece.numel()]
             part.copy_(piece)
             at += piece.numel()
-        return Source(entry, copy, 0)
+        return WriteItem(entry, copy, 0)
 
     def forget(self) -> None:
         """In a forked process, which has no part in the save that was under way."""
@@ -117,58 +116,71 @@ atexit.register(background.at_exit)
 os.register_at_fork(after_in_child=background.forget)
 
 
-# -- marks -------------------------------------------------------------------------------------------------------------
+# -- Status files ------------------------------------------------------------------------------------------------------
 # How the ranks of a background save hear of each other: by small files in its directory, and by no process group.
-# Each rank tells what it has written, rank 0 then tells how the save has ended, and every rank leaves a word that it knows. A
-# rank that has heard the end needs the directory no more; and none is done before all have heard it, so that whoever is done
-# may rename or remove the directory.
+# Each rank writes what it has done, rank 0 then how the save has ended, and every rank that it knows. A rank that knows the end
+# needs the directory no more; and none is done before all know, so that whoever is done may rename or remove the directory.
 
 logger = logging.getLogger("accel")
 
-_WORD: Final = 60.0  # seconds of waiting after which a rank says so
-_PARTING: Final = 180.0  # seconds for a rank to hear what is told; then it has ended, and nothing hangs on it
+_WARNING: Final = 60.0  # seconds of waiting after which a rank says so
+_LAST_WAIT: Final = (
+    180.0  # seconds for a rank to read how it ended; then it has ended itself, and nothing depends on it
+)
+
+
+def status_name(save: str, rank: int, kind: Literal["done", "seen"]) -> str:
+    """The file that a rank of a background save leaves when it has written, or when it knows how the save has ended."""
+    return f".accel-{save}-{rank:05d}.{kind}"
+
+
+def status_names(save: str, world: int) -> list[str]:
+    """Those of all ranks; the last are what the others look at to the end."""
+    kinds: tuple[Literal["done", "seen"], ...] = ("done", "seen")
+    return [status_name(save, rank, kind) for kind in kinds for rank in range(world)]
 
 
 @final
-class Marks:
+class StatusFiles:
     """One rank's side of it.
 
     Args:
         directory: of the save, absolute.
+        lock: a file that rank 0 has put there.
         save: its id.
         rank: this one.
         world: of how many.
         timeout: seconds to wait for another rank.
     """
 
-    def __init__(self, directory: str, save: str, rank: int, world: int, timeout: float) -> None:
+    def __init__(self, directory: str, lock: str, save: str, rank: int, world: int, timeout: float) -> None:
         self._directory = directory
         self._save = save
         self._rank = rank
         self._world = world
         self._timeout = timeout
-        self._parting = min(timeout, _PARTING)
+        self._last_wait = min(timeout, _LAST_WAIT)
         self._lost: set[int] = set()
-        #: What this rank has put there, or, before that, rank 0's lock: where it is gone, the directory is.
-        self._own = os.path.join(directory, folder.LOCK)
+        #: What this rank has put there, or, before that, the lock: where it is gone, the directory is.
+        self._own = lock
 
     def _path(self, rank: int, kind: Literal["done", "seen"] = "done") -> str:
-        return os.path.join(self._directory, folder.mark_name(self._save, rank, kind))
+        return os.path.join(self._directory, status_name(self._save, rank, kind))
 
-    def tell(self, told: dict[str, Any]) -> None:
-        """Leave word for the other ranks.
+    def write(self, status: dict[str, Any]) -> None:
+        """Tell the other ranks.
 
         Raises:
             OSError: nothing can be written there.
         """
         path = self._path(self._rank)
-        # A word that a full disk cuts is taken for a failure.
+        # One that a full disk cuts is taken for a failure.
         with open(f"{path}.tmp", "wb", buffering=0) as file, contextlib.suppress(OSError):
-            file.write(json.dumps(told).encode("ascii"))
+            file.write(json.dumps(status).encode("ascii"))
         os.replace(f"{path}.tmp", path)
         self._own = path
 
-    def hear(self, rank: int) -> dict[str, Any]:
+    def read(self, rank: int) -> dict[str, Any]:
         """What another rank told.
 
         Raises:
@@ -195,43 +207,43 @@ class Marks:
                 )
             raise CheckpointError(f"rank {rank} did not finish {what} within {self._timeout:g} s")
         try:
-            told: dict[str, Any] = json.loads(found)
+            status: dict[str, Any] = json.loads(found)
         except ValueError:
             return {"error": f"rank {rank} could not tell what it has done, as on a full disk"}
-        return told
+        return status
 
-    def part(self) -> None:
-        """Leave word that this rank knows the end, and wait until every rank does; rank 0 then takes all words away."""
+    def finish(self) -> None:
+        """Tell that this rank knows the end, and wait until every rank does; rank 0 then removes all files."""
         own = self._path(self._rank, "seen")
         with contextlib.suppress(OSError):  # the end is known whatever becomes of the directory now
             with open(own, "wb"):
                 self._own = own
             if self._rank:
-                self._wait(lambda: not os.path.exists(own), 0, self._parting)
+                self._wait(lambda: not os.path.exists(own), 0, self._last_wait)
             elif all(self._knows(rank) for rank in range(1, self._world) if rank not in self._lost):
-                for name in folder.mark_names(self._save, self._world):
+                for name in status_names(self._save, self._world):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(os.path.join(self._directory, name))
 
     def _knows(self, rank: int) -> bool:
         path = self._path(rank, "seen")
-        return self._wait(lambda: os.path.exists(path), rank, self._parting)
+        return self._wait(lambda: os.path.exists(path), rank, self._last_wait)
 
     def _wait(self, look: Callable[[], bool], rank: int, timeout: float) -> bool:
         """Look again and again; False where it is of no use any more."""
-        begin, pause, word = time.monotonic(), 0.005, _WORD
+        begin, pause, warning = time.monotonic(), 0.005, _WARNING
         while True:
             lost = bool(ended()) or not os.path.exists(self._own)
-            if look():  # after that: what was told last is heard
+            if look():  # after that: what was written last is read
                 return True
             waited = time.monotonic() - begin
             if lost or waited > timeout:
                 return False
-            if waited > word:
+            if waited > warning:
                 logger.warning(
                     "a background save into %s: rank %d has waited %.0f s for rank %d",
                     *(self._directory, self._rank, waited, rank),
                 )
-                word += _WORD
+                warning += _WARNING
             time.sleep(pause)
             pause = min(pause * 1.5, 0.5)

@@ -15,14 +15,14 @@ import torch
 
 from ..errors import CheckpointError
 from ..process import running
-from ..process.turns import in_turn
+from ..process.control import locked
 from . import folder, record
-from .dtypes import BY_NAME, NAMES, element_bytes, memory
-from .meeting import Names, children_of
+from .failures import explain, on_running_ranks
+from .match import SavedNames, children_of
 from .reader import Reader
 from .record import Record
-from .shards import MAX_HEADER, METADATA, new_file, write_all
-from .together import explain, together
+from .safetensors import BY_NAME, ITEM_BYTES, METADATA, NAMES, Entry, build_header, memory
+from .shards import new_file, write_all
 from .values import TAG, Decoder, Json
 from .weights import STEMS, index_file, present, whole_file
 
@@ -32,40 +32,26 @@ _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECA
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """A tensor: its name in the checkpoint and in the file, its dtype there and its shape."""
-
-    source: str
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    numel: int
-
-    @property
-    def nbytes(self) -> int:
-        """The size in the file."""
-        return self.numel * element_bytes(self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
+class Export:
     """What is written.
 
     Args:
         reader: of the checkpoint, comparing checksums.
-        files: the tensors of each file, in its order.
+        prefix: what stands before the tensors' names in the checkpoint.
+        files: the entries of each file, in its order.
     """
 
     reader: Reader
-    files: list[list[Item]]
+    prefix: str
+    files: list[list[Entry]]
 
     @property
     def nbytes(self) -> int:
         """Of all data."""
-        return sum(item.nbytes for items in self.files for item in items)
+        return sum(entry.nbytes for entries in self.files for entry in entries)
 
 
-def plan(directory: str, name: str | None, max_shard_size: int | str, dtype: str | torch.dtype | None) -> Job:
+def plan_export(directory: str, name: str | None, max_shard_size: int | str, dtype: str | torch.dtype | None) -> Export:
     """What an export will write. Writes nothing.
 
     Raises:
@@ -80,7 +66,7 @@ def plan(directory: str, name: str | None, max_shard_size: int | str, dtype: str
             "which these files cannot hold"
         )
     own = f"{chosen}/"
-    items = []
+    entries = []
     for full, stored in found.tensors.items():
         if not full.startswith(own):
             continue
@@ -90,27 +76,26 @@ def plan(directory: str, name: str | None, max_shard_size: int | str, dtype: str
         if kind.is_complex:
             raise CheckpointError(f"{directory}: {full} is {kind}, which these files cannot hold")
         narrow = wanted is not None and kind.is_floating_point and kind.itemsize > 1
-        items.append(
-            Item(full, full[len(own) :], wanted if narrow and wanted else stored.dtype, stored.shape, stored.numel)
-        )
-    if not items:
+        written_as = wanted if narrow and wanted else stored.dtype
+        entries.append(Entry(full[len(own) :], written_as, stored.shape, 0, stored.numel))
+    if not entries:
         raise CheckpointError(
             f"{directory}: the model {own[:-1]!r} has no tensors in it (they were filtered when it was saved)"
         )
-    return Job(Reader(directory, found, stream=True), divide(items, limit))
+    return Export(Reader(directory, found, stream=True), own, divide(entries, limit))
 
 
-def divide(items: Sequence[Item], limit: int) -> list[list[Item]]:
-    """The tensors of each file, in order: as many as fit, wide elements first so that all are aligned."""
-    files: list[list[Item]] = [[]]
+def divide(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
+    """The entries of each file, in order: as many as fit, wide elements first so that all are aligned."""
+    files: list[list[Entry]] = [[]]
     size = 0
-    for item in items:
-        if files[-1] and size + item.nbytes > limit:
+    for entry in entries:
+        if files[-1] and size + entry.nbytes > limit:
             files.append([])
             size = 0
-        files[-1].append(item)
-        size += item.nbytes
-    return [sorted(file, key=lambda item: -element_bytes(item.dtype)) for file in files]
+        files[-1].append(entry)
+        size += entry.nbytes
+    return [sorted(file, key=lambda entry: -ITEM_BYTES[entry.dtype]) for file in files]
 
 
 def parse_size(size: int | str) -> int:
@@ -138,7 +123,7 @@ def _parse_dtype(dtype: str | torch.dtype | None) -> str | None:
     return NAMES[found]
 
 
-def models_in(node: Json, decoder: Decoder, names: Names, name: str = "") -> Iterator[tuple[str, dict[str, Json]]]:
+def models_in(node: Json, decoder: Decoder, names: SavedNames, name: str = "") -> Iterator[tuple[str, dict[str, Json]]]:
     """The models of a saved state, with their names."""
     if isinstance(node, dict) and node.get(TAG) == "module":
         yield name, node
@@ -160,7 +145,7 @@ def choose(directory: str, found: Record, name: str | None) -> tuple[str, dict[s
         raise CheckpointError(f"{directory}: the key of a dict is the tensor {tensor!r}")
 
     decoder = Decoder(os.path.join(directory, record.NAME), refuse)
-    models = dict(models_in(found.values, decoder, Names(found.tensors)))
+    models = dict(models_in(found.values, decoder, SavedNames(found.tensors)))
     known = ", ".join(map(repr, models)) or "none"
     if not models:
         raise CheckpointError(f"{directory} has no model")
@@ -178,7 +163,7 @@ _TEMPORARY: Final = re.compile(rf"\.({_STEM})[^/]*\.[0-9a-f]{{12}}\.tmp")
 _SHARD: Final = re.compile(rf"({_STEM})-\d{{5,}}-of-\d{{5,}}\.safetensors")
 
 
-@in_turn
+@locked
 def export(
     dir: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -209,7 +194,7 @@ def export(
     """
     process = running()
 
-    def act() -> tuple[None, None]:
+    def act() -> None:
         if process is None or process.place.rank == 0:
             write_export(
                 folder.absolute(dir),
@@ -220,12 +205,8 @@ def export(
                 overwrite=overwrite,
                 library=library,
             )
-        return None, None
 
-    if process is not None and process.place.world_size > 1:
-        together("accel.export", act)
-    else:
-        act()
+    on_running_ranks("accel.export", act)
 
 
 def write_export(
@@ -244,15 +225,15 @@ def write_export(
     if library not in STEMS:
         raise CheckpointError(f"library={library!r}: expected {' or '.join(map(repr, STEMS))}")
     try:
-        job = plan(directory, name, max_shard_size, dtype)
+        planned = plan_export(directory, name, max_shard_size, dtype)
         _check_target(directory, out, overwrite)
-        begin(job.nbytes)
+        begin(planned.nbytes)
         folder.make(out)
         lock = folder.Lock(out)
         try:
             for left in filter(_TEMPORARY.fullmatch, os.listdir(out)):
                 os.unlink(os.path.join(out, left))
-            _write(job, out, STEMS[library], progress)
+            _write(planned, out, STEMS[library], progress)
         finally:
             lock.remove()
     except OSError as error:
@@ -278,21 +259,21 @@ def _weights(out: str) -> list[str]:
     return present(out)[::-1] + sorted(n for n in names if _SHARD.fullmatch(n))
 
 
-def _write(job: Job, out: str, stem: str, progress: Callable[[int], Any]) -> None:
-    count = len(job.files)
+def _write(planned: Export, out: str, stem: str, progress: Callable[[int], Any]) -> None:
+    count = len(planned.files)
     names = (
         [whole_file(f"{stem}-{i + 1:05d}-of-{count:05d}") for i in range(count)] if count > 1 else [whole_file(stem)]
     )
     temporaries: dict[str, str] = {}
     try:
-        for name, items in zip(names, job.files, strict=True):
+        for name, entries in zip(names, planned.files, strict=True):
             temporaries[name] = _temporary(out, name)
             with new_file(temporaries[name]) as fd:
-                _write_file(fd, job.reader, items, progress)
+                _write_file(fd, planned, entries, progress)
         if count > 1:
             temporaries[index_file(stem)] = _temporary(out, index_file(stem))
             with new_file(temporaries[index_file(stem)]) as fd:
-                write_all(fd, _index(names, job))
+                write_all(fd, _index(names, planned))
         _exchange(out, temporaries)
     except BaseException:
         for path in temporaries.values():
@@ -305,33 +286,23 @@ def _temporary(out: str, name: str) -> str:
     return os.path.join(out, f".{name}.{secrets.token_hex(6)}.tmp")
 
 
-def _write_file(fd: int, reader: Reader, items: Sequence[Item], progress: Callable[[int], Any]) -> None:
-    table: dict[str, Any] = {METADATA: {"format": "pt"}}
-    at = 0
-    for item in items:
-        table[item.key] = {"dtype": item.dtype, "shape": list(item.shape), "data_offsets": [at, at + item.nbytes]}
-        at += item.nbytes
-    text = json.dumps(table, separators=(",", ":")).encode("ascii")
-    text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER:
-        raise CheckpointError(
-            f"{len(items)} tensors make a header of {len(text)} bytes: choose a smaller max_shard_size"
-        )
-    write_all(fd, len(text).to_bytes(8, "little") + text)
-    for item in items:
-        dtype = BY_NAME[item.dtype]
+def _write_file(fd: int, planned: Export, entries: Sequence[Entry], progress: Callable[[int], Any]) -> None:
+    write_all(fd, build_header(entries, {}, align=8))
+    for entry in entries:
+        dtype = BY_NAME[entry.dtype]
         step = _PIECE // dtype.itemsize
-        for start in range(0, item.numel, step):
-            piece = torch.empty(min(step, item.numel - start), dtype=dtype, device="cpu")
-            reader.fill([(item.source, start, piece)])
+        for start in range(0, entry.count, step):
+            piece = torch.empty(min(step, entry.count - start), dtype=dtype, device="cpu")
+            planned.reader.fill([(f"{planned.prefix}{entry.name}", start, piece)])
             write_all(fd, memory(piece))
             progress(piece.nbytes)
 
 
-def _index(names: Sequence[str], job: Job) -> bytes:
-    places = {item.key: name for name, items in zip(names, job.files, strict=True) for item in items}
-    count = sum(item.numel for items in job.files for item in items)
-    metadata = {"total_parameters": count, "total_size": job.nbytes}
+def _index(names: Sequence[str], planned: Export) -> bytes:
+    files = zip(names, planned.files, strict=True)
+    places = {entry.name: name for name, entries in files for entry in entries}
+    count = sum(entry.count for entries in planned.files for entry in entries)
+    metadata = {"total_parameters": count, "total_size": planned.nbytes}
     return (json.dumps({"metadata": metadata, "weight_map": dict(sorted(places.items()))}, indent=2) + "\n").encode()
 
 

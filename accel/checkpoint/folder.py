@@ -1,4 +1,4 @@
-"""The directory of a checkpoint: the names in it, the lock of the job that saves, and what dead saves left."""
+"""The directories of checkpoints: names in one, the lock of the job that saves, what dead saves left; the newest of several."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ import secrets
 import time
 import weakref
 from collections.abc import Iterable
-from typing import Final, Literal, final
+from typing import Final, final
 
 from ..errors import CheckpointError, refuse_url
-from .record import NAME, Record, exists, is_damaged, read, sync
+from ..process import rank
+from ..process.control import locked
+from .background import background
+from .failures import explain, naming, on_every_rank
+from .record import NAME, Record, commit, exists, is_damaged, parse, read, sync
 from .shards import unreadable
-from .together import explain, of
 
 logger = logging.getLogger("accel")
 
 LOCK: Final = ".accel.lock"
-#: Only names of this form are ever removed: shards, records on their way, and what background saves tell each other.
+#: Only names of this form are ever removed: shards, records on their way, and the status files of background saves.
 _OURS: Final = re.compile(
     r"accel-[0-9a-f]{12}-\d{5,}(-still)?\.safetensors|\.accel-[0-9a-f]{12}(-\d{5,})?\.(record|done|seen)(\.tmp)?"
 )
@@ -51,25 +54,14 @@ def new_id() -> str:
     return secrets.token_hex(6)
 
 
-def shard_name(save: str, rank: int, *, still: bool = False) -> str:
-    """The file of one rank."""
-    return f"accel-{save}-{rank:05d}{'-still' if still else ''}.safetensors"
+def shard_name(save: str, rank: int, *, frozen: bool) -> str:
+    """The file of one rank: of what changes, or of what is frozen."""
+    return f"accel-{save}-{rank:05d}{'-still' if frozen else ''}.safetensors"
 
 
 def record_name(save: str) -> str:
     """The record until it is the record."""
     return f".accel-{save}.record"
-
-
-def mark_name(save: str, rank: int, kind: Literal["done", "seen"]) -> str:
-    """What a rank of a background save leaves when it has written, and when it knows how the save has ended."""
-    return f".accel-{save}-{rank:05d}.{kind}"
-
-
-def mark_names(save: str, world: int) -> list[str]:
-    """Those of all ranks; the last are what the others look at to the end."""
-    kinds: tuple[Literal["done", "seen"], ...] = ("done", "seen")
-    return [mark_name(save, rank, kind) for kind in kinds for rank in range(world)]
 
 
 def make(directory: str) -> None:
@@ -111,7 +103,7 @@ class Lock:
         # A process that has just died may hold it for another moment.
         for wait in (0.0, 0.1, 0.4):
             time.sleep(wait)
-            with contextlib.suppress(BlockingIOError), of(path):
+            with contextlib.suppress(BlockingIOError), naming(path):
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._is_there(path):
                     return
@@ -229,3 +221,126 @@ def remove(directory: str) -> None:
         lock.remove()
     with contextlib.suppress(OSError):
         os.rmdir(directory)
+
+
+# -- Several checkpoints: the newest one, a second name for one, the oldest ones away ----------------------------------
+
+_NUMBERED: Final = re.compile(r"(.*?)(\d+)")
+
+
+def check_keep(directory: str, keep: object) -> None:
+    """Refuse a number, or a directory whose older ones nobody can tell.
+
+    Raises:
+        CheckpointError: says what is expected.
+    """
+    if type(keep) is not int or keep < 1:
+        raise CheckpointError(f"keep={keep!r}: expected a number of checkpoints of at least 1")
+    if not _NUMBERED.fullmatch(os.path.basename(os.path.abspath(directory))):
+        raise CheckpointError(
+            f"keep={keep}: the name of {directory!r} does not end in a number, so that its older ones are not known; save "
+            "into directories such as 'ckpt/step-100'"
+        )
+
+
+def prune(directory: str, keep: int) -> None:
+    """Remove the oldest checkpoints of the series of ``directory``, but never that one itself."""
+    root, name = os.path.split(os.path.abspath(directory))
+    match = _NUMBERED.fullmatch(name)
+    assert match is not None
+    series = []
+    for other in os.listdir(root):
+        found = _NUMBERED.fullmatch(other)
+        path = os.path.join(root, other)
+        if found and found[1] == match[1] and other != name and not os.path.islink(path):
+            one = complete(path)
+            if one is not None:
+                series.append((one.time, path))
+    for _, path in sorted(series, reverse=True)[keep - 1 :]:
+        with contextlib.suppress(CheckpointError):  # somebody saves there
+            remove(path)
+
+
+def latest(root: str | os.PathLike[str]) -> str | None:
+    """The newest complete checkpoint in ``root``, or ``root`` itself; None if there is none. Local.
+
+    Args:
+        root: a directory of checkpoints; it need not exist. One in it that is damaged or not complete is passed over, with a
+            warning that names it.
+
+    Raises:
+        CheckpointError: ``root`` is there, and cannot be read.
+    """
+    background.wait()
+    path = named(root)
+    candidates = [path]
+    try:
+        candidates += [os.path.join(path, name) for name in os.listdir(path)]
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # there may be one
+        raise CheckpointError(f"accel.latest: {explain(error)}") from error
+    found = []
+    for candidate in candidates:
+        one = complete(candidate)
+        if one is not None:
+            found.append((one.time, candidate))
+    return max(found)[1] if found else None
+
+
+@locked
+def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
+    """Make ``dst`` a second name of the checkpoint ``src``: its files are linked, so that either can be removed. Collective.
+
+    A checkpoint that ``dst`` has already is replaced.
+
+    Raises:
+        CheckpointError: ``src`` is no complete checkpoint, or ``dst`` cannot be written.
+    """
+
+    def act() -> None:
+        background.wait()
+        if rank() == 0:
+            _link(absolute(src), absolute(dst))
+
+    on_every_rank("accel.link", act)
+
+
+def _link(src: str, dst: str) -> None:
+    if os.path.realpath(src) == os.path.realpath(dst):
+        return
+    one, _ = read(src)
+    check_sizes(src, one)
+    make(dst)
+    lock = Lock(dst)
+    try:
+        old = present(dst)
+        sweep(dst, {file.name for file in old.files} if old else ())
+        _link_files(src, dst, one, {file.name for file in old.files} if old else set())
+        sync(dst)
+        temporary = record_name(one.id)
+        with open(os.path.join(src, NAME), "rb") as file:
+            content = file.read()
+        if parse(content, src)[0].id != one.id:
+            raise CheckpointError(f"{src} was replaced while it was linked; link it again")
+        commit(dst, content, temporary)
+        sweep(dst, {file.name for file in one.files})
+    finally:
+        lock.release()
+
+
+def _link_files(src: str, dst: str, one: Record, already: set[str]) -> None:
+    for file in one.files:
+        source, target = os.path.join(src, file.name), os.path.join(dst, file.name)
+        if file.name in already:
+            if os.path.samefile(source, target):
+                continue
+            # The same save, copied by hand; a name on the way makes the exchange atomic.
+            passing = os.path.join(dst, f".accel-{one.id}-{secrets.randbelow(10**5):05d}.done.tmp")
+            os.link(source, passing)
+            os.replace(passing, target)
+        else:
+            try:
+                os.link(source, target)
+            except OSError as error:
+                raise CheckpointError(f"{explain(error)}; both must be on one file system that has links") from error

@@ -1,6 +1,6 @@
-"""Who writes which range of which tensor: pure planning on numbers, near-linear in the number of listed ranges.
+"""Who writes which range of which tensor: pure planning on numbers, near-linear in the number of ranges.
 
-All elements of all tensors lie behind one another on a line. A listed range is an interval on it. Where intervals of
+All elements of all tensors lie behind one another on a line. A range is an interval on it. Where intervals of
 several ranks overlap, the line is cut at their ends, so that each segment has one set of holders; the segments of a set
 are dealt to its ranks so that their bytes come out level.
 """
@@ -14,15 +14,16 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
 
 from ..errors import CheckpointError
 from ..shard import Shard
-from .dtypes import NAMES, element_bytes, memory
-from .leaves import Listed
-from .shards import METADATA, Entry, Source, checksum, pieces
+from .objects import LocalRange
+from .safetensors import ITEM_BYTES, NAMES, Entry, memory
+from .shards import WriteItem, checksum, pieces
 
 #: A part of a tensor in the record: (first file, first element, elements per file, number of consecutive files).
 Part = tuple[int, int, int, int]
@@ -59,17 +60,17 @@ def vector(numbers: Sequence[int]) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
-def assign(world: int, sizes: Sizes, listed: Ranges, *, replicated: bool = False) -> Ranges:
+def assign(world: int, sizes: Sizes, held: Ranges, *, replicated: bool = False) -> Ranges:
     """Decide who writes what.
 
     Args:
         world: the number of ranks.
         sizes: the tensors.
-        listed: what lies on the ranks.
-        replicated: ``listed`` is one rank's, and every rank has the same.
+        held: what lies on the ranks.
+        replicated: ``held`` is one rank's, and every rank has the same.
 
     Returns:
-        Ranges that cover each tensor exactly once, in the tensors' order; ``rank`` writes them. Each is in one listed range.
+        Ranges that cover each tensor exactly once, in the tensors' order; ``rank`` writes them. Each is in one range of ``held``.
 
     Raises:
         CheckpointError: a range of a tensor lies on no rank.
@@ -77,21 +78,21 @@ def assign(world: int, sizes: Sizes, listed: Ranges, *, replicated: bool = False
     numels = vector(sizes.numels)
     ends = numels.cumsum(0)
     bases = ends - numels
-    listed = listed.select(listed.count > 0)
-    first = bases[listed.tensor] + listed.start
+    held = held.select(held.count > 0)
+    first = bases[held.tensor] + held.start
     if bool((first[1:] < first[:-1]).any()):
         order = first.argsort(stable=True)
-        first, listed = first[order], listed.select(order)
-    last = first + listed.count
+        first, held = first[order], held.select(order)
+    last = first + held.count
     disjoint = bool((first[1:] >= last[:-1]).all())
     if disjoint and not replicated:
         _check_cover(first, last, sizes, ends, bases)
-        return listed
+        return held
     if disjoint:
         segments = _Segments(first, last, torch.full_like(first, -1))
         holders = [(torch.arange(world, device="cpu"), torch.arange(len(first), device="cpu"))]
     else:
-        segments, holders = _overlay(first, last, listed.rank, bases, world, replicated)
+        segments, holders = _overlay(first, last, held.rank, bases, world, replicated)
     _check_cover(segments.first, segments.last, sizes, ends, bases)
     itemsizes = vector(sizes.itemsizes)[torch.searchsorted(ends, segments.first, right=True)]
     segments = _deal(segments, holders, itemsizes, world)
@@ -126,7 +127,7 @@ def _overlay(
         return steps.cumsum(0)[:-1]
 
     number = total(torch.ones_like(rank))
-    # A rank counts once per segment as long as it lists no element twice, which the caller checks.
+    # A rank counts once per segment as long as it has no element twice, which the caller checks.
     names = vector([_scramble(r) for r in range(world)])
     key = total(names[rank])
     held = number > 0
@@ -254,6 +255,7 @@ def parts(ranges: Ranges, files: torch.Tensor) -> dict[int, list[Part]]:
 #: Name, dtype and shape of a tensor.
 Row = tuple[str, str, tuple[int, ...]]
 _COLUMNS: Final = 4
+_START: Final = attrgetter("start")
 
 
 def digest(value: Any) -> str:
@@ -262,7 +264,7 @@ def digest(value: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class Inventory:
     """The ranges on one rank.
 
     Args:
@@ -278,38 +280,38 @@ class Listing:
         """Equal on ranks that have the same ranges."""
         return digest([self.table, hashlib.blake2b(memory(self.numbers), digest_size=16).hexdigest()])
 
-    def pack(self, same: int | None) -> Packed:
+    def pack(self, same: int | None) -> PackedInventory:
         """As it is sent; ``same`` is a rank that sends the same table."""
-        return Packed(self.table if same is None else same, zlib.compress(memory(self.numbers), 1))
+        return PackedInventory(self.table if same is None else same, zlib.compress(memory(self.numbers), 1))
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """A listing on its way: its table, or the rank that sends the same, and its numbers, compressed."""
+class PackedInventory:
+    """One on its way: its table, or the rank that sends the same, and its numbers, compressed."""
 
     table: list[Row] | int
     numbers: bytes
 
 
-def unpack(packed: Sequence[Packed]) -> list[Listing]:
-    """The listings of all ranks; equal tables are one object."""
-    found: list[Listing] = []
+def unpack(packed: Sequence[PackedInventory]) -> list[Inventory]:
+    """Those of all ranks; equal tables are one object."""
+    found: list[Inventory] = []
     for one in packed:
         table = one.table if isinstance(one.table, list) else found[one.table].table
         content = bytearray(zlib.decompress(one.numbers))
         numbers = (
             torch.frombuffer(content, dtype=torch.int64) if content else torch.empty(0, dtype=torch.int64, device="cpu")
         )
-        found.append(Listing(table, numbers.view(_COLUMNS, -1)))
+        found.append(Inventory(table, numbers.view(_COLUMNS, -1)))
     return found
 
 
-def make_listing(listed: Sequence[Listed], compare: bool) -> Listing:
-    """The listing of this rank.
+def make_inventory(ranges: Sequence[LocalRange], compare: bool) -> Inventory:
+    """That of this rank.
 
     Args:
-        listed: its ranges.
-        compare: whether other ranks could have other values of what is not sure to be equal.
+        ranges: that lie on it.
+        compare: whether other ranks could have other values of what is not equal by what an engine does.
 
     Raises:
         CheckpointError: two tensors have one name.
@@ -317,7 +319,7 @@ def make_listing(listed: Sequence[Listed], compare: bool) -> Listing:
     table: dict[str, Row] = {}
     numbers: dict[str, int] = {}
     columns: list[tuple[int, int, int, int]] = []
-    for one in listed:
+    for one in ranges:
         s = one.shard
         _check_name(s.name)
         row = (s.name, NAMES[s.tensor.dtype], s.shape)
@@ -327,10 +329,10 @@ def make_listing(listed: Sequence[Listed], compare: bool) -> Listing:
             )
         number = numbers.setdefault(s.name, len(numbers))
         whole = s.tensor.numel() == math.prod(s.shape)
-        content = _content(s.tensor) if compare and whole and not one.sure else 0
+        content = _content(s.tensor) if compare and whole and not one.equal else 0
         columns.append((number, s.start, s.tensor.numel(), content))
     numbers_of_all = torch.tensor(columns, dtype=torch.int64, device="cpu").view(-1, _COLUMNS)
-    return Listing(list(table.values()), numbers_of_all.T.contiguous())
+    return Inventory(list(table.values()), numbers_of_all.T.contiguous())
 
 
 def _check_name(name: str) -> None:
@@ -338,10 +340,6 @@ def _check_name(name: str) -> None:
         name.encode()
     except UnicodeEncodeError as error:
         raise CheckpointError(f"the tensor {name!r} of the state has a name that is no valid Unicode") from error
-    if name == METADATA:
-        raise CheckpointError(
-            f"the tensor {name!r} of the state has a name that safetensors files use themselves: rename it"
-        )
 
 
 def _content(tensor: torch.Tensor) -> int:
@@ -351,44 +349,44 @@ def _content(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Layout:
     """The tensors of a checkpoint, and which rank writes which range of them."""
 
     table: list[Row]
     ranges: Ranges
 
 
-def make_plan(listings: Sequence[Listing], world: int) -> Plan:
+def make_layout(inventories: Sequence[Inventory], world: int) -> Layout:
     """Divide the work.
 
     Args:
-        listings: of each rank; or one, if all ranks have the same.
+        inventories: of each rank; or one, if all ranks have the same.
         world: the number of ranks.
 
     Raises:
         CheckpointError: the ranks differ in a tensor's shape or dtype, or a range is on no rank.
     """
-    rows, columns = _merge(listings)
+    rows, columns = _merge(inventories)
     tensor, start, count, content, rank = columns
     ranges = _lowest(Ranges(tensor, start, count, rank), content, len(rows))
     del tensor, start, count, content, rank, columns  # of many ranks they are large
-    sizes = Sizes([r[0] for r in rows], [math.prod(r[2]) for r in rows], [element_bytes(r[1]) for r in rows])
-    return Plan(rows, assign(world, sizes, ranges, replicated=len(listings) == 1 and world > 1))
+    sizes = Sizes([r[0] for r in rows], [math.prod(r[2]) for r in rows], [ITEM_BYTES[r[1]] for r in rows])
+    return Layout(rows, assign(world, sizes, ranges, replicated=len(inventories) == 1 and world > 1))
 
 
-def _merge(listings: Sequence[Listing]) -> tuple[list[Row], torch.Tensor]:
-    """One table, and the listings' columns after one another, with the ranks as the last."""
+def _merge(inventories: Sequence[Inventory]) -> tuple[list[Row], torch.Tensor]:
+    """One table, and the inventories' columns after one another, with the ranks as the last."""
     table: dict[str, tuple[int, Row]] = {}
     numbering: dict[int, torch.Tensor] = {}  # ranks whose tables are one object share it
     columns = []
-    for rank, listing in enumerate(listings):
-        if id(listing.table) not in numbering:
-            numbering[id(listing.table)] = _number(listing.table, table, rank)
-        number = numbering[id(listing.table)][listing.numbers[0]]
-        columns.append(torch.stack([number, *listing.numbers[1:], torch.full_like(number, rank)]))
+    for rank, one in enumerate(inventories):
+        if id(one.table) not in numbering:
+            numbering[id(one.table)] = _number(one.table, table, rank)
+        number = numbering[id(one.table)][one.numbers[0]]
+        columns.append(torch.stack([number, *one.numbers[1:], torch.full_like(number, rank)]))
     rows = [row for _, row in table.values()]
-    if len({one.shape[1] for one in columns}) == 1:
-        # Ranks that list the same tensors: then the ranges of one tensor are neighbours, and need no sorting.
+    if len({column.shape[1] for column in columns}) == 1:
+        # Ranks that have the same tensors: then the ranges of one tensor are neighbours, and need no sorting.
         return rows, torch.stack(columns).permute(1, 2, 0).flatten(1)
     return rows, torch.cat(columns, 1)
 
@@ -420,23 +418,19 @@ def _lowest(ranges: Ranges, content: torch.Tensor, num_tensors: int) -> Ranges:
     return ranges.select(~compared | (content == saved[ranges.tensor]))
 
 
-def sources(plan: Plan, rank: int, listed: Sequence[Listed]) -> list[Source]:
+def write_items(layout: Layout, rank: int, ranges: Sequence[LocalRange]) -> list[WriteItem]:
     """What one rank writes, from where it lies."""
     places: dict[str, list[Shard]] = {}
-    for one in listed:
+    for one in ranges:
         if one.shard.tensor.numel():
             places.setdefault(one.shard.name, []).append(one.shard)
     for shards in places.values():
-        shards.sort(key=_start)
+        shards.sort(key=_START)
     found = []
-    mine = plan.ranges.select(plan.ranges.rank == rank)
+    mine = layout.ranges.select(layout.ranges.rank == rank)
     for number, start, count in zip(mine.tensor.tolist(), mine.start.tolist(), mine.count.tolist(), strict=True):
-        name, dtype, shape = plan.table[number]
+        name, dtype, shape = layout.table[number]
         shards = places[name]
-        held = shards[bisect_right(shards, start, key=_start) - 1]
-        found.append(Source(Entry(name, dtype, shape, start, count), held.tensor, start - held.start))
+        held = shards[bisect_right(shards, start, key=_START) - 1]
+        found.append(WriteItem(Entry(name, dtype, shape, start, count), held.tensor, start - held.start))
     return found
-
-
-def _start(shard: Shard) -> int:
-    return shard.start

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, final
 from urllib.parse import unquote
 
@@ -17,27 +17,27 @@ from ..data import LoaderHandle
 from ..deferred import weights_of
 from ..errors import CheckpointError
 from ..process import current
-from ..process.turns import in_turn
+from ..process.control import locked
 from ..shard import Manifest
 from . import folder, record
 from .background import background
-from .dtypes import BY_NAME
 from .export import choose
+from .failures import exchange, explain, on_every_rank
 from .layout import digest
-from .leaves import Leaf, ModuleLeaf, OptimizerLeaf, RankLeaf, StatefulLeaf, TensorLeaf, models
-from .meeting import Differences, Meeting, Names, check_models, check_objects, kept_names, plain, report, unfit
+from .match import Apply, Differences, Match, check_engines, check_objects, plain, report, unfit, value_tensors
+from .objects import ModuleObject, OptimizerObject, RankObject, StatefulObject, StateObject, TensorObject, engines_of
 from .reader import Reader
 from .record import Stored
+from .safetensors import BY_NAME
 from .state import KEPT, State
-from .together import explain, together
 from .values import Decoder, Json
 from .verify import verify_needed
-from .weights import Source, is_weights_alone, open_source
+from .weights import Checkpoint, is_weights_alone, open_checkpoint
 
 logger = logging.getLogger("accel")
 
 
-@in_turn
+@locked
 def load(
     dir: str | os.PathLike[str],
     state: dict[Any, Any] | None = None,
@@ -73,39 +73,39 @@ def load(
     if check not in ("first", "stream"):
         raise CheckpointError(f"check={check!r}: expected 'first' or 'stream'")
     with contextlib.ExitStack() as undo:
-        source = _open(dir, state, (strict, check, convert))
+        checkpoint = _open(dir, state, (strict, check, convert))
 
         def prepare() -> tuple[Loading, tuple[Differences, str, dict[str, str]]]:
-            loading = Loading(source, rank, stream=check == "stream")
-            loading.meet(state, undo, convert)
-            return loading, (loading.differences, loading.objects_digest(), loading.models())
+            loading = Loading(checkpoint, rank, stream=check == "stream")
+            loading.match(state, undo, convert)
+            return loading, (loading.differences, loading.objects_digest(), loading.engines())
 
-        loading, told = together("accel.load", prepare)
-        report(source.directory, [differences for differences, *_ in told], strict, rank)
+        loading, told = exchange("accel.load", prepare)
+        report(checkpoint.directory, [differences for differences, *_ in told], strict, rank)
         check_objects([objects for _, objects, _ in told])
-        check_models("accel.load", [theirs for *_, theirs in told])
-        if check == "first" and loading.plain is None:
-            verify_needed(loading.reader, loading.found, loading.needs(), process.place)
-        together("accel.load (the values)", loading.decode)
+        check_engines("accel.load", [engines for *_, engines in told])
+        if check == "first" and checkpoint.plain is None:
+            verify_needed(loading.reader, checkpoint.record, loading.needs(), process.place)
+        on_every_rank("accel.load (the values)", loading.decode)
         undo.pop_all()
-    result, _ = together("accel.load", lambda: (loading.apply(), None))
+    result = on_every_rank("accel.load", loading.apply)
     loading.filled()
     return result if state is None else state
 
 
-def _open(dir: str | os.PathLike[str], state: Any, options: tuple[object, ...]) -> Source:
+def _open(dir: str | os.PathLike[str], state: Any, options: tuple[object, ...]) -> Checkpoint:
     """What is there, which is the same on all ranks. Collective."""
 
-    def look() -> tuple[Source, tuple[str, str, tuple[object, ...]]]:
+    def look() -> tuple[Checkpoint, tuple[str, str, tuple[object, ...]]]:
         background.wait()
-        source = open_source(folder.absolute(dir), state)
+        found = open_checkpoint(folder.absolute(dir), state)
         # Before anything is made in the sizes that the record names.
-        reads = state is not None or any(name.startswith(KEPT) for name in source.record.tensors)
-        if reads and source.plain is None and current().place.rank == 0:
-            folder.check_sizes(source.directory, source.record)
-        return source, (source.directory, source.digits, options)
+        reads = state is not None or any(name.startswith(KEPT) for name in found.record.tensors)
+        if reads and found.plain is None and current().place.rank == 0:
+            folder.check_sizes(found.directory, found.record)
+        return found, (found.directory, found.digits, options)
 
-    source, seen = together("accel.load (the record)", look)
+    found, seen = exchange("accel.load (the record)", look)
     if any(digits != seen[0][1] for _, digits, _ in seen):
         raise CheckpointError(
             f"{seen[0][0]}: the ranks see different checkpoints there; load after the save is done, from a file system "
@@ -117,7 +117,7 @@ def _open(dir: str | os.PathLike[str], state: Any, options: tuple[object, ...]) 
                 f"accel.load: strict, check and convert are {seen[0][2]} on rank 0, and {theirs} on rank {rank}; give every "
                 "rank the same"
             )
-    return source
+    return found
 
 
 @final
@@ -125,28 +125,26 @@ class Loading:
     """One rank's part of a load.
 
     Args:
-        source: what is read.
+        checkpoint: what is read.
         rank: this one.
         stream: compare checksums while filling.
         planned: nothing will be filled yet, so that what is filled needs no memory.
     """
 
-    def __init__(self, source: Source, rank: int, *, stream: bool, planned: bool = False) -> None:
-        self.found = source.record
-        self.plain = source.plain
+    def __init__(self, checkpoint: Checkpoint, rank: int, *, stream: bool, planned: bool = False) -> None:
+        self.found = checkpoint.record
         self.rank = rank
-        self.stream = stream
         self._planned = planned
-        self.path = source.path
-        self.reader = Reader(source.directory, self.found, stream=stream, plain=source.plain)
+        self.path = checkpoint.path
+        self.reader = Reader(checkpoint.directory, self.found, stream=stream, plain=checkpoint.plain)
         self.differences = Differences()
         self._kept: dict[str, torch.Tensor] = {}
-        self._decoder = Decoder(self.path, self._fetch, source.objects)
-        self._meeting = Meeting(Names(self.found.tensors))
+        self._decoder = Decoder(self.path, self._fetch, checkpoint.objects)
+        self._objects: list[tuple[StateObject, Mapping[str, Json]]] = []
+        self._plain: list[Json] = []
         self._wanted: list[tuple[str, int, torch.Tensor]] = []
-        self._twins: list[tuple[str, str]] = []
-        self._alone = False
-        self._apply: Callable[[], Any] = dict
+        self._tied: list[tuple[str, str]] = []
+        self._apply: Apply | None = None
 
     def _fetch(self, name: str) -> torch.Tensor:
         if name not in self.found.tensors:
@@ -155,70 +153,68 @@ class Loading:
             self._kept[name] = self.reader.read(name)
         return self._kept[name].clone()
 
-    def meet(self, state: Any, undo: contextlib.ExitStack, convert: bool) -> None:
+    def match(self, state: Any, undo: contextlib.ExitStack, convert: bool) -> None:
         """Find what is to be filled."""
         if state is None:
-            self._meeting.plain.append(self.found.values)
-            self._alone = True
+            self._plain.append(self.found.values)
             return
-        taken = State(state)
-        self._apply = self._meeting.visit(taken, state, self.found.values, "", "state", self._decoder)
-        self.differences.missing.extend(self._meeting.missing)
-        self.differences.unfit.extend(self._meeting.unfit)
-        for leaf, node in self._meeting.leaves:
-            self._find_slots(leaf, node, undo, convert)
+        match = Match(State(state), self._decoder, self.found.tensors)
+        self._apply = match.visit(state, self.found.values)
+        self._objects, self._plain, self.differences = match.objects, match.plain, match.differences
+        for one, node in self._objects:
+            self._find_slots(one, node, undo, convert)
 
-    def _find_slots(self, leaf: Leaf, node: Json, undo: contextlib.ExitStack, convert: bool) -> None:
-        if not isinstance(leaf, ModuleLeaf | OptimizerLeaf | TensorLeaf):
+    def _find_slots(self, one: StateObject, node: Json, undo: contextlib.ExitStack, convert: bool) -> None:
+        if not isinstance(one, ModuleObject | OptimizerObject | TensorObject):
             return
-        if isinstance(leaf, TensorLeaf):  # a state can have very many of them
-            own = leaf.name
+        if isinstance(one, TensorObject):  # a state can have very many of them
+            own = one.name
             tensors = {"": self.found.tensors[own]} if own in self.found.tensors else {}
         else:
-            own = f"{leaf.name}/"
+            own = f"{one.name}/"
             tensors = {name[len(own) :]: t for name, t in self.found.tensors.items() if name.startswith(own)}
         stored_as = {}
-        if isinstance(leaf, ModuleLeaf):
-            stored_as = self._untie(leaf, own, tensors)
-            self._compare_extra(leaf, node["extra"])
+        if isinstance(one, ModuleObject):
+            stored_as = self._untie(one, own, tensors)
+            self._compare_extra(one, node["extra"])
         manifest: Manifest = {name: (t.shape, BY_NAME[t.dtype]) for name, t in tensors.items()}
-        undo.callback(leaf.undo())
+        undo.callback(one.undo())
         touched = set()
-        for name, slot in leaf.slots(manifest, node):
+        for name, slot in one.slots(manifest, node):
             stored = tensors.get(name)
             touched.add(name)
-            here = f"{leaf.path}{f', {name}' if name else ''}"
+            here = f"{one.path}{f', {name}' if name else ''}"
             if stored is None:
                 self.differences.missing.append(here)
             elif problem := unfit(stored, slot, convert, self._planned):
                 self.differences.unfit.append(f"{here}: {problem}")
             else:
                 self._wanted.append((f"{own}{stored_as.get(name, name)}", slot.start, slot.tensor))
-        if not isinstance(leaf, TensorLeaf):
-            self.differences.untouched.update(f"{leaf.path}, {name}" for name in tensors.keys() - touched)
+        if not isinstance(one, TensorObject):
+            self.differences.untouched.update(f"{one.path}, {name}" for name in tensors.keys() - touched)
 
-    def _untie(self, leaf: ModuleLeaf, own: str, tensors: dict[str, Stored]) -> dict[str, str]:
+    def _untie(self, one: ModuleObject, own: str, tensors: dict[str, Stored]) -> dict[str, str]:
         """Let a tied tensor have its first name in ``tensors`` alone; returns under which it was stored."""
         stored_as = {}
-        for first, others in leaf.tied().items():
+        for first, others in one.tied().items():
             for name in others:
                 if name not in tensors:
                     continue
                 if first not in tensors:
                     tensors[first], stored_as[first] = tensors[name], name
                 else:
-                    self._twins.append((f"{own}{stored_as.get(first, first)}", f"{own}{name}"))
+                    self._tied.append((f"{own}{stored_as.get(first, first)}", f"{own}{name}"))
                 del tensors[name]
         return stored_as
 
-    def _compare_extra(self, leaf: ModuleLeaf, saved: Iterable[str]) -> None:
+    def _compare_extra(self, one: ModuleObject, saved: Iterable[str]) -> None:
         """What is no tensor in a module is to be there on both sides, too."""
-        mine = shard.extra_modules(leaf.module).keys()
-        self.differences.missing.extend(f"{leaf.path}, {name}" for name in sorted(mine - set(saved)))
-        self.differences.untouched.update(f"{leaf.path}, {name}" for name in set(saved) - mine)
+        mine = shard.extra_modules(one.module).keys()
+        self.differences.missing.extend(f"{one.path}, {name}" for name in sorted(mine - set(saved)))
+        self.differences.untouched.update(f"{one.path}, {name}" for name in set(saved) - mine)
 
-    def _check_twins(self) -> None:
-        for one, other in self._twins:
+    def _check_tied(self) -> None:
+        for one, other in self._tied:
             a, b = self.found.tensors[one], self.found.tensors[other]
             if (a.dtype, a.shape) != (b.dtype, b.shape) or (self.rank == 0 and not self.reader.same(one, other)):
                 raise CheckpointError(
@@ -227,37 +223,33 @@ class Loading:
 
     def objects_digest(self) -> str:
         """Equal on ranks that fill objects of the same names and kinds."""
-        return digest([(leaf.name, leaf.kind) for leaf, _ in self._meeting.leaves])
+        return digest([(one.name, one.kind) for one, _ in self._objects])
 
-    def models(self) -> dict[str, str]:
+    def engines(self) -> dict[str, str]:
         """By path the models with an engine that are filled."""
-        return models(leaf for leaf, _ in self._meeting.leaves)
-
-    def _nodes(self) -> list[Json]:
-        return [*self._meeting.plain, *(node for leaf, node in self._meeting.leaves)]
+        return engines_of(one for one, _ in self._objects)
 
     def needs(self) -> list[tuple[str, int, int]]:
         """The elements of tensors that this rank reads: (name, first, after the last)."""
         needs = [(name, start, start + tensor.numel()) for name, start, tensor in self._wanted]
-        for node in self._nodes():
-            for name in kept_names(node):
+        for node in [*self._plain, *(node for _, node in self._objects)]:
+            for name in value_tensors(node):
                 if name in self.found.tensors:
                     needs.append((name, 0, self.found.tensors[name].numel))
         return needs
 
-    def decode(self) -> tuple[None, None]:
+    def decode(self) -> None:
         """Make sure that all values can be decoded, before anything is changed."""
-        self._check_twins()
-        values = [plain(node, self._decoder) for node in self._meeting.plain]
-        if self._alone:
+        self._check_tied()
+        values = [plain(node, self._decoder) for node in self._plain]
+        if self._apply is None:
             self._apply = values.pop
-        for leaf, node in self._meeting.leaves:
-            for value in leaf.encoded(node):
+        for one, node in self._objects:
+            for value in one.encoded(node):
                 self._decoder.decode(value)
-            if isinstance(leaf, RankLeaf):
+            if isinstance(one, RankObject):
                 for own in self._own(node):
                     self._decoder.decode(own)
-        return None, None
 
     def apply(self) -> Any:
         """Change the state.
@@ -266,21 +258,22 @@ class Loading:
             CheckpointError: it failed half-way, and says so.
         """
         try:
-            leaves = sorted(self._meeting.leaves, key=lambda pair: _order(pair[0]))
-            for leaf, node in leaves:
-                if isinstance(leaf, StatefulLeaf):
-                    leaf.fill(node, self._decoder)
+            objects = sorted(self._objects, key=lambda pair: _order(pair[0]))
+            for one, node in objects:
+                if isinstance(one, StatefulObject):
+                    one.fill(node, self._decoder)
             with torch.no_grad():
                 self.reader.fill(self._wanted)
                 # Autograd must see that what it may have saved for a backward has changed.
                 torch.autograd.graph.increment_version([tensor for _, _, tensor in self._wanted])
-                for leaf, node in leaves:
-                    if not isinstance(leaf, StatefulLeaf | RankLeaf):
-                        leaf.fill(node, self._decoder)
+                for one, node in objects:
+                    if not isinstance(one, StatefulObject | RankObject):
+                        one.fill(node, self._decoder)
+            assert self._apply is not None
             result = self._apply()
-            for leaf, node in leaves:
-                if isinstance(leaf, RankLeaf):
-                    leaf.fill_own(self._own(node), self._decoder, self.rank)
+            for one, node in objects:
+                if isinstance(one, RankObject):
+                    one.fill_own(self._own(node), self._decoder, self.rank)
         except Exception as error:
             raise CheckpointError(
                 f"{explain(error)}; the state may be partly filled: load a whole checkpoint before going on"
@@ -296,19 +289,18 @@ class Loading:
 
     def filled(self) -> None:
         """Tell the engines. Collective."""
-        engines = {id(leaf.engine): leaf.engine for leaf, _ in self._meeting.leaves if leaf.engine is not None}
+        engines = {id(one.engine): one.engine for one, _ in self._objects if one.engine is not None}
         for engine in sorted(engines.values(), key=lambda e: e.serial):
             engine.holdings.filled()
             engine.refresh()
 
 
-def _order(leaf: Leaf) -> bool:
+def _order(one: StateObject) -> bool:
     """Loaders come first: they refuse a state that is not theirs, and nothing is changed by then."""
-    return not (isinstance(leaf, StatefulLeaf) and isinstance(leaf.value_object, LoaderHandle))
+    return not (isinstance(one, StatefulObject) and isinstance(one.value_object, LoaderHandle))
 
 
-# -- first values of deferred models -----------------------------------------------------------------------------------
-# First values of a model that was built without memory, from a checkpoint or a directory of weights.
+# -- First values of a model that was built without memory, from a checkpoint or a directory of weights ---------------
 
 
 def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
@@ -323,8 +315,8 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
         return None
     state = _state_for(directory, module)
     with contextlib.ExitStack() as undo:
-        loading = Loading(open_source(directory, state), 0, stream=False, planned=True)
-        loading.meet(state, undo, convert=True)
+        loading = Loading(open_checkpoint(directory, state), 0, stream=False, planned=True)
+        loading.match(state, undo, convert=True)
         report(directory, [loading.differences], True, 0)
 
     def fill(handle: nn.Module) -> None:

@@ -15,10 +15,10 @@ import torch
 
 from ..errors import CheckpointError
 from ..process import running
-from .dtypes import BY_NAME, element_bytes, is_lazy, memory
+from .failures import naming
 from .record import NAME, Record, Stored
-from .shards import CHUNK, MAX_HEADER, Entry, Header, checksum, checksums_of, chunks_of, open_file, parse, read_into
-from .together import of
+from .safetensors import BY_NAME, CHUNK, ITEM_BYTES, Entry, Header, chunks_of, is_lazy, memory, parse_checked_header
+from .shards import checksum, checksums_of, open_file, read_header, read_into
 
 # -- Threads that read and hash, as many as this rank's share of the host's cores --------------------------------------
 
@@ -34,8 +34,8 @@ def share() -> int:
 
 
 @final
-class Crew:
-    """Does many pieces of work. Its threads start with the first that has several pieces, and end with the object."""
+class ReaderThreads:
+    """Do many pieces of work. The threads start with the first that has several pieces, and end with the object."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -78,7 +78,7 @@ _ADVICE: Final = "load another checkpoint (accel.latest), or copy this one again
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class ReadItem:
     """Bytes of a file, and the memory that they belong into."""
 
     offset: int
@@ -86,8 +86,8 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
-    """A safetensors file that carries no checksums, and its header."""
+class PlainFile:
+    """A safetensors file of another library, which has no checksums, and its header."""
 
     path: str
     header: Header
@@ -104,13 +104,15 @@ class Reader:
         plain: the files, where another library wrote them.
     """
 
-    def __init__(self, directory: str, record: Record, *, stream: bool, plain: Sequence[Plain] | None = None) -> None:
+    def __init__(
+        self, directory: str, record: Record, *, stream: bool, plain: Sequence[PlainFile] | None = None
+    ) -> None:
         self._directory = directory
         self._record = record
         self._stream = stream and plain is None
         self._plain = plain
         self._headers: dict[int, Header] = {i: file.header for i, file in enumerate(plain or ())}
-        self._crew = Crew()
+        self._threads = ReaderThreads()
 
     def path(self, file: int) -> str:
         """The path of a file."""
@@ -122,7 +124,7 @@ class Reader:
     def _open(self, file: int) -> Iterator[int]:
         fd = open_file(self.path(file), self._record.files[file].size)
         try:
-            with of(self.path(file)):
+            with naming(self.path(file)):
                 yield fd
         finally:
             os.close(fd)
@@ -136,13 +138,11 @@ class Reader:
         if file not in self._headers:
             path, written = self.path(file), self._record.files[file]
             with self._open(file) as fd:
-                length = int.from_bytes(os.pread(fd, 8, 0), "little") + 8
-                content = bytearray(length if length <= min(written.size, MAX_HEADER + 8) else 0)
-                read_into(fd, path, [memoryview(content)] if content else [], 0)
+                content = read_header(fd, path)
             if checksums_of(memoryview(content)) != written.header:
                 raise CheckpointError(f"{path}: its header is damaged, or it is of another save; {_ADVICE}")
             try:
-                self._headers[file] = parse(bytes(content), written.size)
+                self._headers[file] = parse_checked_header(bytes(content), written.size)
             except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
                 raise CheckpointError(f"{path}: its header is not as {NAME} needs it ({error})") from error
         return self._headers[file]
@@ -154,20 +154,17 @@ class Reader:
             CheckpointError: a file does not hold what the record says.
         """
         stored: Stored = self._record.tensors[name]
-        size = element_bytes(stored.dtype)
+        size = ITEM_BYTES[stored.dtype]
         for file, first, count in stored.overlaps(start, stop):
-            entry = Entry(name, stored.dtype, stored.shape, first, count)
-            header = self.header(file)
-            key = entry.key
-            where = header.offsets.get(key)
-            if where is None or header.described[key] != entry.described(where[0] - header.size):
+            key, begin = self.header(file).locate(Entry(name, stored.dtype, stored.shape, first, count))
+            if begin is None:
                 raise CheckpointError(f"{self.path(file)}: does not hold {key!r} as {NAME} says; {_ADVICE}")
             low, high = max(start, first), min(stop, first + count)
-            yield file, where[0] + (low - first) * size, low, high - low
+            yield file, begin + (low - first) * size, low, high - low
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """The chunks that elements of a tensor are in: (file, first chunk, chunk after the last)."""
-        size = element_bytes(self._record.tensors[name].dtype)
+        size = ITEM_BYTES[self._record.tensors[name].dtype]
         for file, offset, _, count in self.locate(name, start, stop):
             begin = offset - self.header(file).size
             yield file, begin // CHUNK, chunks_of(begin + count * size)
@@ -179,16 +176,16 @@ class Reader:
             CheckpointError: names the file, and a tensor in the first damaged chunk.
         """
         with self._open(file) as fd:
-            self._crew.each(lambda chunk: self._read_chunk(fd, file, chunk, None), chunks)
+            self._threads.each(lambda chunk: self._read_chunk(fd, file, chunk, None), chunks)
 
     def _read_chunk(self, fd: int, file: int, chunk: int, views: list[memoryview] | None) -> None:
         """Read a chunk into ``views``, one after the other, or into this thread's buffer; and compare its checksum."""
         header, path = self.header(file), self.path(file)
         begin, end = self._bounds(file, chunk)
-        views = [self._crew.buffer[: end - begin]] if views is None else views
+        views = [self._threads.buffer[: end - begin]] if views is None else views
         read_into(fd, path, views, begin)
         if checksum(*views) != header.checksums[chunk]:
-            inside = [key for key, (low, high) in header.offsets.items() if low < end and high > begin]
+            inside = header.inside(begin, end)
             raise CheckpointError(
                 f"{path} is damaged between bytes {begin} and {end}, in {', '.join(inside[:3])}"
                 f"{', ...' if len(inside) > 3 else ''}; {_ADVICE}"
@@ -205,7 +202,7 @@ class Reader:
         Raises:
             CheckpointError: a file is missing, cut or (where it is compared) damaged.
         """
-        by_file: dict[int, list[Fetch]] = {}
+        by_file: dict[int, list[ReadItem]] = {}
         rest = []
         for name, start, tensor in wanted:
             dtype = BY_NAME[self._record.tensors[name].dtype]
@@ -230,7 +227,7 @@ class Reader:
     def same(self, one: str, other: str) -> bool:
         """Whether two tensors of one shape and dtype have the same bytes."""
         stored = self._record.tensors[one]
-        step = max(1, _STAGE // element_bytes(stored.dtype))
+        step = max(1, _STAGE // ITEM_BYTES[stored.dtype])
         for at in range(0, stored.numel, step):
             pair = [
                 torch.empty(min(step, stored.numel - at), dtype=BY_NAME[stored.dtype], device="cpu") for _ in range(2)
@@ -240,11 +237,11 @@ class Reader:
                 return False
         return True
 
-    def _plan(self, name: str, start: int, tensor: torch.Tensor, by_file: dict[int, list[Fetch]]) -> None:
+    def _plan(self, name: str, start: int, tensor: torch.Tensor, by_file: dict[int, list[ReadItem]]) -> None:
         view, size = memory(tensor), tensor.element_size()
         for file, offset, low, count in self.locate(name, start, start + tensor.numel()):
             at = (low - start) * size
-            by_file.setdefault(file, []).append(Fetch(offset, view[at : at + count * size]))
+            by_file.setdefault(file, []).append(ReadItem(offset, view[at : at + count * size]))
 
     def _fill_staged(self, name: str, start: int, tensor: torch.Tensor) -> None:
         dtype = BY_NAME[self._record.tensors[name].dtype]
@@ -257,75 +254,75 @@ class Reader:
             else:
                 tensor.copy_(stage.view(tensor.shape))
 
-    def _run(self, file: int, fetches: list[Fetch]) -> None:
-        fetches.sort(key=lambda fetch: fetch.offset)
+    def _run(self, file: int, items: list[ReadItem]) -> None:
+        items.sort(key=lambda item: item.offset)
         with self._open(file) as fd:
             if self._stream:
-                self._run_compared(fd, file, fetches)
+                self._run_compared(fd, file, items)
                 return
-            self._crew.each(lambda run: read_into(fd, self.path(file), run[1], run[0]), list(_runs(fetches)))
+            self._threads.each(lambda run: read_into(fd, self.path(file), run[1], run[0]), list(_runs(items)))
 
-    def _run_compared(self, fd: int, file: int, fetches: list[Fetch]) -> None:
+    def _run_compared(self, fd: int, file: int, items: list[ReadItem]) -> None:
         """Each chunk is read once, into the places of what is wanted of it."""
         base = self.header(file).size
         wanted: list[tuple[int, int]] = []
         at, chunk = 0, -1
-        while at < len(fetches):
-            chunk = max(chunk + 1, (fetches[at].offset - base) // CHUNK)
+        while at < len(items):
+            chunk = max(chunk + 1, (items[at].offset - base) // CHUNK)
             wanted.append((chunk, at))
             _, end = self._bounds(file, chunk)
-            while at < len(fetches) and fetches[at].offset + len(fetches[at].into) <= end:
+            while at < len(items) and items[at].offset + len(items[at].into) <= end:
                 at += 1
 
         def fill(chunk_and_first: tuple[int, int]) -> None:
             chunk, first = chunk_and_first
             begin, end = self._bounds(file, chunk)
-            views = self._places(begin, end, fetches, first)
+            views = self._places(begin, end, items, first)
             self._read_chunk(fd, file, chunk, views or None)
             if not views:
-                self._scatter(begin, end, fetches, first)
+                self._scatter(begin, end, items, first)
 
-        self._crew.each(fill, wanted)
+        self._threads.each(fill, wanted)
 
-    def _places(self, begin: int, end: int, fetches: list[Fetch], at: int) -> list[memoryview]:
+    def _places(self, begin: int, end: int, items: list[ReadItem], at: int) -> list[memoryview]:
         """Where the bytes of a chunk go, and into the buffer what nobody wants; empty where something is wanted twice."""
         views: list[memoryview] = []
         placed = begin
-        for fetch in islice(fetches, at, None):
-            if fetch.offset >= end:
+        for item in islice(items, at, None):
+            if item.offset >= end:
                 break
-            low, high = max(begin, fetch.offset), min(end, fetch.offset + len(fetch.into))
+            low, high = max(begin, item.offset), min(end, item.offset + len(item.into))
             if low < placed:
                 return []
             if placed < low:
-                views.append(self._crew.buffer[placed - begin : low - begin])
-            views.append(fetch.into[low - fetch.offset : high - fetch.offset])
+                views.append(self._threads.buffer[placed - begin : low - begin])
+            views.append(item.into[low - item.offset : high - item.offset])
             placed = high
-        return [*views, self._crew.buffer[placed - begin : end - begin]] if placed < end else views
+        return [*views, self._threads.buffer[placed - begin : end - begin]] if placed < end else views
 
-    def _scatter(self, begin: int, end: int, fetches: list[Fetch], at: int) -> None:
+    def _scatter(self, begin: int, end: int, items: list[ReadItem], at: int) -> None:
         """Copy what is wanted of a chunk out of this thread's buffer."""
-        buffer = self._crew.buffer
-        for fetch in islice(fetches, at, None):
-            if fetch.offset >= end:
+        buffer = self._threads.buffer
+        for item in islice(items, at, None):
+            if item.offset >= end:
                 break
-            low, high = max(begin, fetch.offset), min(end, fetch.offset + len(fetch.into))
+            low, high = max(begin, item.offset), min(end, item.offset + len(item.into))
             if low < high:
-                fetch.into[low - fetch.offset : high - fetch.offset] = buffer[low - begin : high - begin]
+                item.into[low - item.offset : high - item.offset] = buffer[low - begin : high - begin]
 
 
-def _runs(fetches: Sequence[Fetch]) -> Iterator[tuple[int, list[memoryview]]]:
+def _runs(items: Sequence[ReadItem]) -> Iterator[tuple[int, list[memoryview]]]:
     """What one call reads each: where in the file it begins, and the places of what lies there side by side."""
     begin = end = 0
     views: list[memoryview] = []
-    for fetch in fetches:
-        for at in range(0, len(fetch.into), _STAGE):
-            part = fetch.into[at : at + _STAGE]
-            if views and (fetch.offset + at != end or end - begin + len(part) > _STAGE):
+    for item in items:
+        for at in range(0, len(item.into), _STAGE):
+            part = item.into[at : at + _STAGE]
+            if views and (item.offset + at != end or end - begin + len(part) > _STAGE):
                 yield begin, views
                 views = []
             if not views:
-                begin = end = fetch.offset + at
+                begin = end = item.offset + at
             views.append(part)
             end += len(part)
     if views:

@@ -10,13 +10,14 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, islice
+from operator import itemgetter
 from typing import Any, Final
 
 from ..errors import CheckpointError
-from .dtypes import BY_NAME, MAX_DIMS, element_bytes
+from .failures import explain, naming
 from .layout import Part
-from .shards import CHUNK, Written, checksum, checksum_of, new_file, no_duplicates, open_file, read_whole, write_all
-from .together import explain, of
+from .safetensors import BY_NAME, CHUNK, DIGITS, ITEM_BYTES, MAX_DIMS, no_duplicates
+from .shards import Written, checksum, checksum_of, new_file, open_file, read_whole, write_all
 
 NAME: Final = "accel.json"
 FORMAT: Final = "accel-checkpoint"
@@ -24,8 +25,9 @@ VERSION: Final = 1
 #: Names that a record may give to shard files: of this folder, and hidden to nobody.
 FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 _START: Final = b'{"xxh3":"'
-_ZEROS: Final = b"0" * 16
+_ZEROS: Final = b"0" * DIGITS
 _LARGEST: Final = 2**62
+_FIRST: Final = itemgetter(1)  # element of a part
 _DAMAGED: Final = "{} is damaged: its checksum does not fit; load another checkpoint"
 #: Of a record, written or read: 16,384 ranks' files take 4 MB, a tensor about 100 bytes and 25 for each range of it.
 MAX_BYTES: Final = 1 << 30
@@ -47,11 +49,11 @@ class Stored:
     @property
     def nbytes(self) -> int:
         """The size of the data."""
-        return self.numel * element_bytes(self.dtype)
+        return self.numel * ITEM_BYTES[self.dtype]
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Where elements ``start`` to ``stop`` are: (file, first element that it holds, number of elements), in order."""
-        at = max(bisect_right(self.parts, start, key=lambda part: part[1]) - 1, 0)
+        at = max(bisect_right(self.parts, start, key=_FIRST) - 1, 0)
         for file, begin, count, files in islice(self.parts, at, None):
             for i in range(max(start - begin, 0) // count, min(files, -(-(stop - begin) // count))):
                 yield file + i, begin + i * count, count
@@ -111,7 +113,7 @@ def encode(record: Record) -> bytes:
             f"the record ({NAME}) would have {len(content):,} bytes, {values:,} of them plain values, and {MAX_BYTES:,} are the "
             "most that is read again: keep long lists of numbers as tensors or numpy arrays, which lie in files of their own"
         )
-    return _START + checksum(content).encode("ascii") + content[len(_START) + 16 :]
+    return _START + checksum(content).encode("ascii") + content[len(_START) + DIGITS :]
 
 
 def commit(directory: str, content: bytes, temporary: str) -> None:
@@ -127,7 +129,7 @@ def sync(directory: str) -> None:
     """Make the names in a directory durable."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with of(directory):
+        with naming(directory):
             os.fsync(fd)
     finally:
         os.close(fd)
@@ -173,8 +175,8 @@ def _look(path: str) -> tuple[bool, bool]:
     """Whether a file begins as accel's records do, and whether its checksum is right; in little memory."""
     fd = open_file(path, None)
     try:
-        with of(path):
-            first, size = os.read(fd, len(_START) + 16), os.fstat(fd).st_size
+        with naming(path):
+            first, size = os.read(fd, len(_START) + DIGITS), os.fstat(fd).st_size
             ours, large = first.startswith(_START), size > MAX_BYTES  # a large one `read_whole` refuses
             return ours, large or (ours and _is_whole(first, iter(lambda: os.read(fd, CHUNK), b"")))
     finally:
@@ -209,7 +211,7 @@ def parse(content: bytes, path: str) -> tuple[Record, str]:
     Raises:
         CheckpointError: as ``read``.
     """
-    ours, end = content.startswith(_START), len(_START) + 16
+    ours, end = content.startswith(_START), len(_START) + DIGITS
     if ours and not _is_whole(content[:end], [memoryview(content)[end:]]):
         raise CheckpointError(_DAMAGED.format(path))
     try:
@@ -224,7 +226,7 @@ def parse(content: bytes, path: str) -> tuple[Record, str]:
             "update accel"
         )
     try:
-        return _build(body), content[len(_START) : len(_START) + 16].decode("ascii")
+        return _build(body), content[len(_START) : len(_START) + DIGITS].decode("ascii")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(
             f"{path} does not keep to the format of accel's checkpoints ({type(error).__name__}: {error})"
@@ -276,7 +278,7 @@ def _stored(name: str, value: dict[str, Any], sizes: Sequence[int]) -> Stored:
         file, start, count, repeat = (_number(n) for n in part)
         if start != at or count < 1 or repeat < 1 or file + repeat >= len(sizes):
             raise ValueError(f"the parts of tensor {name!r} overlap, leave a hole, or name a file that is not there")
-        if count * repeat * element_bytes(dtype) > sizes[file + repeat] - sizes[file]:
+        if count * repeat * ITEM_BYTES[dtype] > sizes[file + repeat] - sizes[file]:
             raise ValueError(f"a part of tensor {name!r} is larger than its files")
         at += count * repeat
         parts.append((file, start, count, repeat))

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
 
 from ..errors import CheckpointError
 from ..process import current
-from ..process.turns import in_turn
-from . import folder
-from .background import background
-from .draft import Draft, Message, Summary, make_draft
-from .job import Job
-from .manage import check_keep
-from .meeting import check_models
-from .together import together
+from ..process.control import locked
+from . import folder, record, shards
+from .background import StatusFiles, background, status_names
+from .failures import exchange, explain, on_every_rank
+from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, parts, unpack, write_items
+from .match import check_engines
+from .objects import LocalRange, RankObject, StateObject, engines_of
+from .record import Record, Stored
+from .shards import WriteItem, Written, earlier_files
+from .state import State, local_ranges, value_range
+from .values import Encoder, Json
+
+logger = logging.getLogger("accel")
 
 
-@in_turn
+@locked
 def save(
     state: dict[Any, Any],
     dir: str | os.PathLike[str],
@@ -52,64 +62,29 @@ def save(
             also where the background save before this one failed. On every rank.
     """
     process = current()
-    rank, world = process.place.rank, process.place.world_size
 
-    def prepare() -> tuple[Draft, tuple[str, tuple[object, ...], Summary]]:
+    def prepare() -> tuple[Contents, tuple[str, tuple[object, ...], Summary]]:
         background.settle()
         directory = folder.named(dir)
         if keep is not None:
-            check_keep(directory, keep)
-        draft = make_draft(state, filter, world)
-        return draft, (directory, (wait, keep), draft.summary())
+            folder.check_keep(directory, keep)
+        contents = contents_of(state, filter, process.place.world_size)
+        return contents, (directory, (wait, keep), contents.summary())
 
-    draft, told = together("accel.save", prepare)
+    contents, told = exchange("accel.save", prepare)
     _check_equal(told)
     with contextlib.ExitStack() as resources:
-        job = Job(folder.absolute(dir), rank, world, keep)
-        _begin(job, draft, told, resources, wait)
+        writer = Writer(folder.absolute(dir), process.place.rank, process.place.world_size, keep)
+        _begin(writer, contents, [summary for *_, summary in told], resources, copy=not wait)
         if wait:
-            _finish(job)
+            _finish(writer)
             return None
-        return background.start(
-            functools.partial(job.finish_alone, process.timeout.total_seconds()), resources.pop_all()
-        )
+        finish = functools.partial(writer.finish_alone, process.timeout.total_seconds())
+        return background.start(finish, resources.pop_all())
 
 
-_Told = list[tuple[str, tuple[object, ...], Summary]]
-
-
-def _begin(job: Job, draft: Draft, told: _Told, resources: contextlib.ExitStack, wait: bool) -> None:
-    """Rank 0 takes the directory; all learn what each of them writes. Collective."""
-
-    def begin() -> tuple[None, tuple[str, Message]]:
-        save = job.begin(resources) if job.rank == 0 else ""
-        return None, (save, draft.message([summary for _, _, summary in told], job.rank))
-
-    _, messages = together("accel.save (the directory)", begin)
-    job.save = messages[0][0]
-
-    def take() -> tuple[None, None]:
-        draft.complete([message for _, message in messages])
-        job.take(draft)
-        if not wait:
-            job.snapshot()
-        return None, None
-
-    together("accel.save (the plan)", take)
-
-
-def _finish(job: Job) -> None:
-    """Write, and commit once all ranks have. Collective."""
-    try:
-        _, written = together("accel.save (writing)", lambda: (None, job.write()))
-    except CheckpointError:
-        job.discard()  # on all ranks; after another error some may think that all is written
-        raise
-    together("accel.save (the record)", lambda: job.conclude(written))
-
-
-def _check_equal(told: _Told) -> None:
-    check_models("accel.save", [summary.models for _, _, summary in told])
+def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> None:
+    check_engines("accel.save", [summary.engines for *_, summary in told])
     for rank, (directory, options, summary) in enumerate(told):
         if directory != told[0][0]:
             raise CheckpointError(f"accel.save: rank 0 saves into {told[0][0]!r}, and rank {rank} into {directory!r}")
@@ -122,3 +97,355 @@ def _check_equal(told: _Told) -> None:
                 f"accel.save: the state of rank {rank} has other objects or tensors than that of rank 0; give every rank "
                 "the same keys, and its own part of data only as plain values"
             )
+
+
+def _begin(
+    writer: Writer, contents: Contents, summaries: Sequence[Summary], resources: contextlib.ExitStack, *, copy: bool
+) -> None:
+    """Rank 0 takes the directory; all learn what each of them writes, and may copy it. Collective."""
+
+    def begin() -> tuple[None, tuple[str, Message]]:
+        save = writer.begin(resources) if writer.rank == 0 else ""
+        return None, (save, contents.message(summaries, writer.rank))
+
+    _, messages = exchange("accel.save (the directory)", begin)
+
+    def plan() -> None:
+        contents.complete([message for _, message in messages])
+        writer.plan(messages[0][0], contents)
+        if copy:
+            writer.snapshot()
+
+    on_every_rank("accel.save (the plan)", plan)
+
+
+def _finish(writer: Writer) -> None:
+    """Write, and commit once all ranks have. Collective."""
+    try:
+        _, written = exchange("accel.save (writing)", lambda: (None, writer.write()))
+    except CheckpointError:
+        writer.discard()  # on all ranks; after another error some may think that all is written
+        raise
+    on_every_rank("accel.save (the record)", functools.partial(writer.conclude, written))
+
+
+def save_alone(state: Mapping[str, Any], directory: str) -> None:
+    """``save`` by this process alone, whatever others there are."""
+    contents = contents_of(state, None, 1)
+    writer = Writer(directory, 0, 1, None)
+    with contextlib.ExitStack() as resources:
+        save = writer.begin(resources)
+        contents.complete([contents.message([contents.summary()], 0)])
+        writer.plan(save, contents)
+        try:
+            written = writer.write()
+        except BaseException:
+            writer.discard()
+            raise
+        writer.commit([written])
+
+
+# -- What is saved: what each rank has, and what all of them together will write. Writes nothing -----------------------
+
+#: A rank's two inventories and the nodes that are made of all ranks', where the ranks differ in them; and its own values.
+Message = tuple[tuple[PackedInventory, ...] | None, list[dict[str, Json]] | None, dict[str, Json]]
+#: A rank's two files: of what changes, and of what is frozen.
+Pair = tuple[Written | None, Written | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Digests of contents: of what must be equal on all ranks, and of what is sent only where it is not; and the engines."""
+
+    structure: str
+    inventories: str
+    tables: str
+    nodes: str
+    engines: dict[str, str]
+
+
+@dataclass(slots=True)
+class Contents:
+    """What this rank has to save.
+
+    Args:
+        values: the state as JSON, with open nodes.
+        objects: of the state.
+        nodes: what this rank knows of each object's node.
+        own: values that belong to this rank alone, by the object's name.
+        ranges: that lie on this rank: those that change, and those that are frozen.
+        inventories: the same as numbers.
+        layouts: who writes what of both, once it is known.
+        own_of_all: every rank's ``own``, likewise.
+    """
+
+    values: dict[str, Json]
+    objects: list[StateObject]
+    nodes: list[dict[str, Json]]
+    own: dict[str, Json]
+    ranges: tuple[list[LocalRange], list[LocalRange]]
+    inventories: tuple[Inventory, Inventory]
+    layouts: list[Layout] = field(default_factory=list)
+    own_of_all: list[dict[str, Json]] = field(default_factory=list)
+
+    def summary(self) -> Summary:
+        """What the ranks compare before they send more."""
+        compared = [one.shard.name for ranges in self.ranges for one in ranges if not one.equal]
+        structure = [[(one.name, one.kind) for one in self.objects], sorted(compared)]
+        return Summary(
+            digest(structure),
+            digest([one.digest() for one in self.inventories]),
+            digest([one.table for one in self.inventories]),
+            digest(self._merged_nodes()),
+            engines_of(self.objects),
+        )
+
+    def _merged_nodes(self) -> list[dict[str, Json]]:
+        """The nodes that are made of all ranks'; of the others rank 0's is taken."""
+        return [node for one, node in zip(self.objects, self.nodes, strict=True) if one.merged]
+
+    def message(self, summaries: Sequence[Summary], rank: int) -> Message:
+        """What the other ranks must be told: what is not equal on all, and each table by one of those that have it."""
+        packed = nodes = None
+        if len({s.inventories for s in summaries}) > 1:
+            first = [s.tables for s in summaries].index(summaries[rank].tables)
+            packed = tuple(one.pack(None if first == rank else first) for one in self.inventories)
+        if len({s.nodes for s in summaries}) > 1:
+            nodes = self._merged_nodes()
+        return packed, nodes, self.own
+
+    def complete(self, messages: Sequence[Message]) -> None:
+        """Learn what all ranks have, and divide the work."""
+        for which, mine in enumerate(self.inventories):
+            everyone = unpack([m[0][which] for m in messages if m[0] is not None])
+            self.layouts.append(make_layout(everyone or [mine], len(messages)))
+        merged = [m[1] for m in messages if m[1] is not None] or [self._merged_nodes()]
+        by_object = iter(zip(*merged, strict=True))
+        for one, node in zip(self.objects, self.nodes, strict=True):
+            one.node.update(one.merge(next(by_object)) if one.merged else node)
+        self.own_of_all = [m[2] for m in messages]
+
+    def record(self, save: str, written: Sequence[Pair]) -> Record:
+        """The record of files that each rank has written."""
+        files: list[Written] = []
+        tensors: dict[str, Stored] = {}
+        for which, layout in enumerate(self.layouts):
+            numbers = []
+            for pair in written:
+                file = pair[which]
+                numbers.append(len(files) if file is not None else -1)
+                if file is not None:
+                    files.append(file)
+            found = parts(layout.ranges, torch.tensor(numbers, dtype=torch.int64, device="cpu"))
+            for number, (name, dtype, shape) in enumerate(layout.table):
+                tensors[name] = Stored(dtype, shape, tuple(found.get(number, ())))
+        return Record(
+            id=save,
+            time=time.time(),
+            world_size=len(written),
+            files=files,
+            tensors=tensors,
+            values=self.values,
+            ranks=self.own_of_all if any(self.own_of_all) else [],
+        )
+
+
+def contents_of(state: Any, keep: Callable[[str], bool] | None, world: int) -> Contents:
+    """Take a state apart. Local, and writes nothing.
+
+    Raises:
+        CheckpointError: something in it cannot be stored; names its path.
+    """
+    of_values: list[LocalRange] = []
+
+    def store(tensor: torch.Tensor, path: str) -> str:
+        of_values.append(value_range(len(of_values), path, tensor))
+        return of_values[-1].shard.name
+
+    encoder = Encoder(store)
+    values, objects = State(state).encode(encoder)
+    nodes = [one.value(encoder) for one in objects]
+    # In the record, since the tensors of the shards are those of all ranks together.
+    own = {one.name: one.own(Encoder(None)) for one in objects if isinstance(one, RankObject)}
+    ranges = local_ranges(objects, keep) + of_values
+    changing, frozen = [one for one in ranges if not one.frozen], [one for one in ranges if one.frozen]
+    if both := {one.shard.name for one in changing} & {one.shard.name for one in frozen}:
+        raise CheckpointError(f"two tensors of the state have the name {min(both)!r}")
+    inventories = make_inventory(changing, world > 1), make_inventory(frozen, world > 1)
+    return Contents(values, objects, nodes, own, (changing, frozen), inventories)
+
+
+# -- One rank's files, and the commit ----------------------------------------------------------------------------------
+
+
+@final
+class Writer:
+    """A save on one rank, once it is agreed on.
+
+    Args:
+        directory: where to, absolute.
+        rank: this one.
+        world: of how many.
+        keep: how many checkpoints are left.
+    """
+
+    def __init__(self, directory: str, rank: int, world: int, keep: int | None) -> None:
+        self.rank = rank
+        self._directory = directory
+        self._world = world
+        self._keep = keep
+        self._save = ""
+        self._contents: Contents | None = None
+        self._changing: Sequence[WriteItem] = ()
+        self._frozen: Sequence[WriteItem] = ()
+        self._linked: Written | None = None
+
+    def begin(self, resources: contextlib.ExitStack) -> str:
+        """Rank 0: take the directory, and clean what dead saves left. Returns the id of this save."""
+        folder.make(self._directory)
+        folder.present(self._directory)  # raises before anything is written into another program's directory
+        lock = folder.Lock(self._directory)
+        resources.callback(lock.release)
+        old = folder.present(self._directory)
+        folder.sweep(self._directory, {file.name for file in old.files} if old else ())
+        return folder.new_id()
+
+    def plan(self, save: str, contents: Contents) -> None:
+        """Learn the save's id and what to write, and link what is on disk already."""
+        os.makedirs(self._directory, exist_ok=True)  # a host may not have heard yet that rank 0 made it
+        self._save, self._contents = save, contents
+        pairs = zip(contents.layouts, contents.ranges, strict=True)
+        self._changing, self._frozen = (write_items(layout, self.rank, ranges) for layout, ranges in pairs)
+        self._linked = earlier_files.link(self._directory, self._name(frozen=True), self._frozen)
+        if self._linked is not None:
+            self._frozen = ()
+
+    def _name(self, *, frozen: bool) -> str:
+        return folder.shard_name(self._save, self.rank, frozen=frozen)
+
+    def snapshot(self) -> None:
+        """Copy what is to be written, so that training may go on."""
+        self._changing, self._frozen = background.snapshot(self._changing, self._frozen)
+
+    def write(self) -> Pair:
+        """Write this rank's files, durably."""
+        changing, frozen = None, self._linked
+        if self._changing:
+            changing = shards.write(self._directory, self._name(frozen=False), self._changing)
+        if self._frozen:
+            frozen = shards.write(self._directory, self._name(frozen=True), self._frozen)
+        if frozen is not None:
+            earlier_files.remember(self._directory, frozen)
+        record.sync(self._directory)
+        return changing, frozen
+
+    def discard(self) -> None:
+        """Remove this rank's files, which no record names."""
+        for frozen in (False, True):
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(self._directory, self._name(frozen=frozen)))
+
+    def conclude(self, written: Sequence[Pair]) -> None:
+        """Commit on rank 0."""
+        if self.rank == 0:
+            self.commit(written)
+
+    def commit(self, written: Sequence[Pair]) -> None:
+        """Rank 0: make it the checkpoint of the directory, then remove the one before.
+
+        Raises:
+            CheckpointError: a rank wrote to another place.
+            OSError: the record cannot be written.
+        """
+        assert self._contents is not None
+        try:
+            new = self._contents.record(self._save, written)
+            for file in new.files:
+                self._check_visible(file)
+            record.commit(self._directory, record.encode(new), folder.record_name(self._save))
+        except BaseException:
+            self._clean()
+            raise
+        # It is done; what fails from here on is no failure of the save.
+        try:
+            self._sweep(new)
+            if self._keep is not None:
+                folder.prune(self._directory, self._keep)
+        except (OSError, CheckpointError) as error:
+            logger.warning("%s is saved, but older files could not be removed: %s", self._directory, explain(error))
+
+    def _check_visible(self, file: Written) -> None:
+        path = os.path.join(self._directory, file.name)
+        try:
+            size = os.stat(path).st_size
+        except FileNotFoundError:
+            size = -1
+        if size != file.size:
+            raise CheckpointError(
+                f"{path}: a rank wrote it, but rank 0 does not see it {'whole' if size >= 0 else 'at all'}: save into a "
+                "directory on a file system that all hosts share"
+            )
+
+    def _clean(self) -> None:
+        """Remove what this save has written."""
+        with contextlib.suppress(OSError, CheckpointError):
+            self._sweep(folder.present(self._directory))
+
+    def _sweep(self, kept: Record | None) -> None:
+        """Remove what is neither of this record, nor needed by ranks that wait for the end of this save."""
+        names = [file.name for file in kept.files] if kept else []
+        folder.sweep(self._directory, names + status_names(self._save, self._world))
+
+    # -- in the background: without collectives ---------------------------------------------------------------------
+
+    def finish_alone(self, timeout: float) -> None:
+        """Write, and commit once all ranks have written; returns when every rank knows it. In a thread, on every rank.
+
+        Raises:
+            CheckpointError: it failed on this rank or on another.
+        """
+        lock = os.path.join(self._directory, folder.LOCK)
+        status = StatusFiles(self._directory, lock, self._save, self.rank, self._world, timeout)
+        failure: Exception | None = None
+        pair: Pair = (None, None)
+        try:
+            pair = self.write()
+            if self.rank == 0:
+                self.commit([pair, *(_written(status.read(rank)) for rank in range(1, self._world))])
+        except Exception as error:
+            failure = error
+            if self.rank == 0:
+                self._clean()
+        if self._world > 1:
+            end = self._tell(status, pair, failure)
+            failure = failure or (CheckpointError(end["error"]) if end["error"] else None)
+        if failure is not None:
+            raise failure
+
+    def _tell(self, status: StatusFiles, pair: Pair, failure: Exception | None) -> Mapping[str, Any]:
+        """Tell what this rank has done, and hear from rank 0 how the save has ended, as every rank does."""
+        error = ""
+        if failure is not None:
+            error = f"rank {self.rank}: {explain(failure)}" if self.rank else explain(failure)
+        files = [None if file is None else [file.name, file.size, file.header] for file in pair]
+        try:
+            status.write({"error": error, "files": files})
+            end = status.read(0)
+        except (OSError, CheckpointError) as lost:
+            if failure is not None:
+                raise failure from lost
+            raise
+        status.finish()
+        return end
+
+
+def _written(status: Mapping[str, Any]) -> Pair:
+    """What another rank has written.
+
+    Raises:
+        CheckpointError: it failed.
+    """
+    if status["error"]:
+        raise CheckpointError(status["error"])
+    changing, frozen = (None if f is None else Written(f[0], f[1], tuple(f[2])) for f in status["files"])
+    return changing, frozen

@@ -1,152 +1,22 @@
-"""The bytes of shard files: written with checksums and started write-out, read by ranges."""
+"""The bytes of shard files: written with checksums and early write-out, or linked where they are on disk; read by ranges."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import errno
-import json
-import math
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 
 from ..errors import CheckpointError
-from .dtypes import STORED, element_bytes, is_lazy, memory, resolve
-from .together import explain, of
-
-# -- the header of a safetensors file ----------------------------------------------------------------------------------
-# The header of a shard file: a valid safetensors header that also carries the checksums of the data. Pure.
-
-#: In a safetensors header, where a tensor cannot have this name.
-METADATA: Final = "__metadata__"
-CHUNK: Final = 4 << 20  # bytes of data, or of the header, under one checksum
-_ALIGN: Final = 64
-_DIGITS: Final = 16
-#: What other readers of safetensors accept, and far more than a rank's tensors need.
-MAX_HEADER: Final = 100_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A range of a tensor in a file: its first element, and how many follow."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    count: int
-
-    @property
-    def whole(self) -> bool:
-        """Whether it is all of the tensor."""
-        return self.start == 0 and self.count == math.prod(self.shape)
-
-    @property
-    def key(self) -> str:
-        """Its name in the file: the tensor's where it is whole, else with the range behind it."""
-        return self.name if self.whole else f"{self.name}[{self.start}:{self.start + self.count}]"
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the data."""
-        return self.count * element_bytes(self.dtype)
-
-    def described(self, offset: int) -> dict[str, Any]:
-        """What the header says of it."""
-        dtype, per_element = STORED[self.dtype]
-        shape = list(self.shape) if self.whole else [self.count]
-        if per_element > 1:
-            shape.append(per_element)
-        return {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + self.nbytes]}
-
-
-def chunks_of(nbytes: int) -> int:
-    """How many checksums so many bytes have."""
-    return -(-nbytes // CHUNK)
-
-
-def arrange(entries: Sequence[Entry]) -> list[int]:
-    """The order of the entries in a file: wide elements first, so that all are aligned."""
-    return sorted(range(len(entries)), key=lambda i: -element_bytes(entries[i].dtype))
-
-
-def build(entries: Sequence[Entry], checksums: str) -> bytes:
-    """The first bytes of a file of these entries, in this order.
-
-    Args:
-        entries: what the file holds.
-        checksums: of each chunk of the data, as hexadecimal digits; the size of the result depends on their number only.
-    """
-    table: dict[str, Any] = {METADATA: {"format": "pt", "accel": "1", "xxh3": checksums}}
-    offset = 0
-    for entry in entries:
-        key = entry.key
-        if key in table:
-            raise CheckpointError(f"two tensors have the name {key!r} in one checkpoint; rename one")
-        table[key] = entry.described(offset)
-        offset += entry.nbytes
-    text = json.dumps(table, separators=(",", ":")).encode("ascii")
-    text += b" " * (-(8 + len(text)) % _ALIGN)
-    if len(text) > MAX_HEADER:
-        raise CheckpointError(f"a shard of {len(entries)} tensors has a header of {len(text)} bytes, over {MAX_HEADER}")
-    return len(text).to_bytes(8, "little") + text
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a file's first bytes say.
-
-    Args:
-        size: of the header in bytes, which is where the data begins.
-        offsets: where in the file each entry's data lies (first byte, byte after the last).
-        checksums: of the data, by chunk.
-    """
-
-    size: int
-    offsets: Mapping[str, tuple[int, int]]
-    described: Mapping[str, Any]
-    checksums: Sequence[str]
-
-
-def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, unless it has a key twice, of which readers would take different ones."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("an object has the same key twice")
-    return found
-
-
-def parse(content: bytes, file_size: int) -> Header:
-    """Read a header; the caller has compared its checksums.
-
-    Raises:
-        ValueError: it is not a header that accel wrote.
-    """
-    table = json.loads(content[8:], object_pairs_hook=no_duplicates)
-    metadata = table.pop(METADATA)
-    digits = metadata["xxh3"]
-    size = len(content)
-    checksums = [digits[i : i + _DIGITS] for i in range(0, len(digits), _DIGITS)]
-    if metadata["accel"] != "1" or len(checksums) != chunks_of(file_size - size):
-        raise ValueError("its number of checksums does not fit its size")
-    offsets: dict[str, tuple[int, int]] = {}
-    at = 0
-    for key, described in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
-        begin, end = described["data_offsets"]
-        if type(begin) is not int or type(end) is not int or begin != at or end < begin:
-            raise ValueError(f"the data of {key!r} overlaps another's, or leaves a hole")
-        offsets[key] = (size + begin, size + end)
-        at = end
-    if size + at != file_size:
-        raise ValueError(f"its entries end at byte {size + at}, the file at {file_size}")
-    return Header(size, offsets, table, checksums)
-
+from .failures import explain, naming
+from .safetensors import CHUNK, DIGITS, ITEM_BYTES, MAX_HEADER, Entry, build_header, chunks_of, is_lazy, memory, resolve
 
 _WRITE: Final = 8 << 20  # bytes of one write, after which the kernel is asked to begin writing out
 _PIECE: Final = 16 << 20  # bytes of a copy where a tensor is not in plain memory
@@ -155,12 +25,16 @@ _START_WRITING: Final = 2  # SYNC_FILE_RANGE_WRITE
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """An entry, and the tensor that holds it from element ``offset`` on."""
+class WriteItem:
+    """An entry of a file to be, and the tensor that holds it from element ``offset`` on."""
 
     entry: Entry
     tensor: torch.Tensor
     offset: int
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Its elements, as ``pieces`` gives them."""
+        return pieces(self.tensor, self.offset, self.offset + self.entry.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +184,7 @@ def new_file(path: str, flags: int = os.O_EXCL) -> Iterator[int]:
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
     try:
-        with of(path):
+        with naming(path):
             yield fd
             os.fsync(fd)
     except BaseException:
@@ -321,42 +195,106 @@ def new_file(path: str, flags: int = os.O_EXCL) -> Iterator[int]:
         os.close(fd)
 
 
-def write(directory: str, name: str, sources: Sequence[Source]) -> Written:
-    """Write and fsync a new file of ``sources``. A file that could not be written is removed.
+def _arranged(items: Sequence[WriteItem]) -> list[WriteItem]:
+    """In the order of a file: wide elements first, so that all are aligned."""
+    return sorted(items, key=lambda item: -ITEM_BYTES[item.entry.dtype])
+
+
+def _header(items: Sequence[WriteItem], checksums: str) -> bytes:
+    return build_header([item.entry for item in items], {"accel": "1", "xxh3": checksums})
+
+
+def write(directory: str, name: str, items: Sequence[WriteItem]) -> Written:
+    """Write and fsync a new file of ``items``. A file that could not be written is removed.
 
     Raises:
         OSError: it cannot be written.
     """
-    sources = [sources[i] for i in arrange([s.entry for s in sources])]
-    entries = [s.entry for s in sources]
-    size = sum(entry.nbytes for entry in entries)
-    length = len(build(entries, "0" * (16 * chunks_of(size))))
+    items = _arranged(items)
+    size = sum(item.entry.nbytes for item in items)
+    blank = "0" * (DIGITS * chunks_of(size))  # the checksums are known last, and as long
+    header = _header(items, blank)
     path = os.path.join(directory, name)
     with new_file(path) as fd:
-        reserve(fd, length + size)
-        stream = _Stream(fd, length)
-        for source in sources:
-            _stream_source(stream, source)
+        reserve(fd, len(header) + size)
+        stream = _Stream(fd, len(header))
+        for item in items:
+            _write_item(stream, item)
         stream.close()
-        header = build(entries, "".join(stream.checksums))
+        header = header.replace(blank.encode(), "".join(stream.checksums).encode(), 1)
         if os.pwrite(fd, header, 0) != len(header):
             raise OSError(errno.ENOSPC, "the header was written only in part")
-    return Written(name, length + size, checksums_of(header))
+    return Written(name, len(header) + size, checksums_of(header))
 
 
-def _stream_source(stream: _Stream, source: Source) -> None:
-    for piece in pieces(source.tensor, source.offset, source.offset + source.entry.count):
+def _write_item(stream: _Stream, item: WriteItem) -> None:
+    storage = None if is_lazy(item.tensor) else item.tensor.untyped_storage().data_ptr()
+    for piece in item.pieces():
         stream.add(memory(piece))
-        if is_lazy(source.tensor) or piece.untyped_storage().data_ptr() != source.tensor.untyped_storage().data_ptr():
+        if piece.untyped_storage().data_ptr() != storage:
             stream.flush()  # a copy, of which there shall be one at a time
 
 
-def data_checksums(sources: Sequence[Source]) -> str:
-    """The checksums that a file of these sources would carry."""
+# -- Unchanged tensors: a file of an earlier save of this process gets a second name, and is not written again ---------
+
+_REMEMBERED: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _FileState:
+    """A file that this process wrote; were it written to since, its inode or time would tell."""
+
+    path: str
+    size: int
+    inode: tuple[int, int]
+    modified: int
+
+
+def _look(path: str) -> _FileState:
+    status = os.lstat(path)
+    return _FileState(path, status.st_size, (status.st_dev, status.st_ino), status.st_mtime_ns)
+
+
+@final
+class EarlierFiles:
+    """Files of earlier saves, by a checksum of their headers, which hold the checksums of all that is in them."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, _FileState] = {}
+
+    def remember(self, directory: str, written: Written) -> None:
+        """Note a file that can be linked next time."""
+        key = checksum("".join(written.header).encode())
+        self._files.pop(key, None)
+        self._files[key] = _look(os.path.join(directory, written.name))
+        while len(self._files) > _REMEMBERED:
+            self._files.pop(next(iter(self._files)))
+
+    def link(self, directory: str, name: str, items: Sequence[WriteItem]) -> Written | None:
+        """Give a file of an earlier save that holds just these items a second name; None if there is none."""
+        if not items or not self._files:
+            return None
+        header = checksums_of(_header(_arranged(items), _data_checksums(items)))
+        file = self._files.get(checksum("".join(header).encode()))
+        # Where it is gone, was changed, or cannot be linked from there, the tensors are written again.
+        with contextlib.suppress(OSError):
+            if file is not None and _look(file.path) == file:
+                path = os.path.join(directory, name)
+                os.link(file.path, path, follow_symlinks=False)
+                if os.lstat(path).st_size == file.size:
+                    return Written(name, file.size, header)
+                os.unlink(path)
+        return None
+
+
+earlier_files: Final = EarlierFiles()
+
+
+def _data_checksums(items: Sequence[WriteItem]) -> str:
+    """The checksums that a file of these items would carry."""
     stream = _Hashing()
-    for i in arrange([s.entry for s in sources]):
-        source = sources[i]
-        for piece in pieces(source.tensor, source.offset, source.offset + source.entry.count):
+    for item in _arranged(items):
+        for piece in item.pieces():
             stream.add(memory(piece))
     stream.close()
     return "".join(stream.checksums)
@@ -370,6 +308,9 @@ class _Hashing(_Stream):
 
     def add(self, data: memoryview) -> None:
         self._checksum(data)
+
+
+# -- Reading -----------------------------------------------------------------------------------------------------------
 
 
 def unreadable(error: OSError) -> str:
@@ -429,6 +370,20 @@ def read_into(fd: int, path: str, views: list[memoryview], offset: int) -> None:
         if count:  # the rest of a view that was filled in part
             views = [views[at][count:], *views[at + 1 :]]
             at = 0
+
+
+def read_header(fd: int, path: str) -> bytearray:
+    """The first bytes of a safetensors file up to its data; none where it has not as many as they say.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    with naming(path):
+        size, length = os.fstat(fd).st_size, 8 + int.from_bytes(os.pread(fd, 8, 0), "little")
+    content = bytearray(length if length <= min(size, MAX_HEADER + 8) else 0)
+    if content:
+        read_into(fd, path, [memoryview(content)], 0)
+    return content
 
 
 def read_whole(path: str, limit: int, kind: str) -> bytes:

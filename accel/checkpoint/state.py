@@ -1,9 +1,9 @@
-"""A user's state as leaves and plain values, and the same state met with a saved one."""
+"""A user's state: its objects, which a checkpoint fills in place, with their names in it, and its plain values. Local."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -13,12 +13,21 @@ from .. import shard
 from ..data import LoaderHandle
 from ..engines import Engine
 from ..errors import AccelError, CheckpointError
-from ..handles import ModelHandle, OptimizerHandle, raw
+from ..handles import ModelHandle, OptimizerHandle, engine_behind, raw
 from ..process.rng import RngState
 from ..registry import Registry, registry, resolve_module
-from .dtypes import check_tensor
-from .leaves import Leaf, Listed, ModuleLeaf, OptimizerLeaf, RankLeaf, Ready, StatefulLeaf, TensorLeaf
-from .shards import METADATA
+from .objects import (
+    Imported,
+    ImportedObject,
+    LocalRange,
+    ModuleObject,
+    OptimizerObject,
+    RankObject,
+    StatefulObject,
+    StateObject,
+    TensorObject,
+)
+from .safetensors import METADATA, check_tensor
 from .values import DEPTH, TAG, Encoder, Json, place
 
 #: Names of tensors that values hold begin with it.
@@ -60,108 +69,130 @@ def is_object(value: Any) -> bool:
     """Whether a value is filled in place by a checkpoint, and not replaced."""
     if isinstance(value, type):
         return False
-    if isinstance(value, torch.Tensor | nn.Module | Optimizer | Ready):
+    if isinstance(value, torch.Tensor | nn.Module | Optimizer | Imported):
         return True
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def holds_object(value: Any) -> bool:
-    """Whether a container holds an object, at any depth."""
-    seen: set[int] = set()
-    todo = [value]
+def items_of(container: Any) -> list[tuple[Any, Any]]:
+    """The keys and items of a container that is walked."""
+    return list(container.items()) if isinstance(container, dict) else list(enumerate(container))
+
+
+def _holders(root: Any) -> set[int]:
+    """The ids of the containers that hold an object, at any depth; also where containers hold themselves."""
+    around: dict[int, list[int]] = {id(root): []}
+    direct, todo = [], [root]
     while todo:
         container = todo.pop()
-        if (
-            isinstance(container, dict | list | tuple)
-            and type(container) is not torch.Size
-            and id(container) not in seen
-        ):
-            seen.add(id(container))
-            items = [item for _, item in items_of(container)]
-            if any(map(is_object, items)):
-                return True
-            todo += items
-    return False
+        for _, item in items_of(container):
+            if is_object(item):
+                direct.append(id(container))
+            elif isinstance(item, dict | list | tuple) and type(item) is not torch.Size:
+                if id(item) not in around:
+                    todo.append(item)
+                around.setdefault(id(item), []).append(id(container))
+    found: set[int] = set()
+    while direct:
+        if (one := direct.pop()) not in found:
+            found.add(one)
+            direct += around[one]
+    return found
 
 
-def items_of(value: Any) -> list[tuple[Any, Any]]:
-    """Keys and items of a walked container."""
-    return list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-
-
+@final
 class State:
     """A user's state, taken apart.
 
     Args:
         state: the nested dict.
-        modules: of the state, for the names of raw optimizers' parameters.
+
+    Raises:
+        CheckpointError: it is none.
     """
 
     def __init__(self, state: Any) -> None:
         if not isinstance(state, dict):
             raise CheckpointError(f"expected the state as a dict, found a {type(state).__name__}")
         self.state = state
-        modules = [v for v in _objects(state) if isinstance(v, nn.Module)]
+        self._holders = _holders(state)
+        # For the names of raw optimizers' parameters.
+        modules = [value for value, *_ in self.objects() if isinstance(value, nn.Module)]
         self._raw_modules = [raw(m) if type(m) is ModelHandle else resolve_module(m)[0] for m in modules]
 
-    def leaf(self, value: Any, name: str, path: str) -> Leaf:
-        """The leaf of an object."""
-        if isinstance(value, Ready):
-            return value.leaf(name, path)
+    def holds_object(self, container: Any) -> bool:
+        """Whether one of its containers holds an object, at any depth."""
+        return id(container) in self._holders
+
+    def objects(self) -> Iterator[tuple[Any, str, str]]:
+        """All objects in order, each with its name and path."""
+
+        def visit(value: Any, name: str, path: str, depth: int) -> Iterator[tuple[Any, str, str]]:
+            if is_object(value):
+                yield value, name, path
+            elif depth <= DEPTH and self.holds_object(value):
+                for key, item in items_of(value):
+                    yield from visit(item, below(name, component(key)), place(path, key), depth + 1)
+
+        return visit(self.state, "", "state", 0)
+
+    def object_of(self, value: Any, name: str, path: str) -> StateObject:
+        """What a checkpoint does with an object."""
+        if isinstance(value, Imported):
+            return ImportedObject(name, path, value)
         try:
             if isinstance(value, RngState) or (isinstance(value, LoaderHandle) and value._accel.part):
-                return RankLeaf(name, path, value)
+                return RankObject(name, path, value)
             if isinstance(value, nn.Module):
-                return _module_leaf(value, name, path)
+                return _module_object(value, name, path)
             if isinstance(value, Optimizer):
-                return self._optimizer_leaf(value, name, path)
+                return self._optimizer_object(value, name, path)
             if isinstance(value, torch.Tensor):
                 check_tensor(value, path)
-                return TensorLeaf(name, path, value)
+                return TensorObject(name, path, value)
         except CheckpointError:
             raise
         except AccelError as error:
             raise CheckpointError(f"{path}: {error}") from error
-        return StatefulLeaf(name, path, value)
+        return StatefulObject(name, path, value)
 
-    def _optimizer_leaf(self, optimizer: Optimizer, name: str, path: str) -> Leaf:
+    def _optimizer_object(self, optimizer: Optimizer, name: str, path: str) -> StateObject:
         engine: Engine | None
         if type(optimizer) is OptimizerHandle:
-            engine = object.__getattribute__(optimizer, "_accel_engine")
+            engine = engine_behind(optimizer)
             optimizer = object.__getattribute__(optimizer, "_accel_raw")
             if engine is None:
                 raise CheckpointError(f"{path}: this handle's engine was torn down; give the raw optimizer")
         else:
             handle = Registry.optimizer_handle(optimizer)
-            engine = None if handle is None else object.__getattribute__(handle, "_accel_engine")
+            engine = None if handle is None else engine_behind(handle)
         if engine is not None:
-            return OptimizerLeaf(name, path, optimizer, engine, engine.holdings.parameter_names)
+            return OptimizerObject(name, path, optimizer, engine, engine.holdings.parameter_names)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         candidates = [*self._raw_modules, *(e.module for e in registry.in_order())]
         for module in candidates:
             named = {id(p): n for n, p in module.named_parameters()}
             if held <= named.keys():
-                return OptimizerLeaf(name, path, optimizer, None, named)
-        return OptimizerLeaf(name, path, optimizer, None, None)
+                return OptimizerObject(name, path, optimizer, None, named)
+        return OptimizerObject(name, path, optimizer, None, None)
 
-    def encode(self, encoder: Encoder) -> tuple[dict[str, Json], list[Leaf]]:
-        """The state as JSON, in which each leaf's node is still to be filled, and the leaves.
+    def encode(self, encoder: Encoder) -> tuple[dict[str, Json], list[StateObject]]:
+        """The state as JSON, in which each object's node is still to be filled, and the objects.
 
         Raises:
             CheckpointError: something cannot be stored; names its path.
         """
-        leaves: list[Leaf] = []
+        objects: list[StateObject] = []
         paths: dict[str, str] = {}
 
         def visit(value: Any, name: str, path: str, depth: int) -> Json:
             if depth > DEPTH:
                 raise CheckpointError(f"{path}: nested more than {DEPTH} levels deep, or a container that holds itself")
             if is_object(value):
-                leaf = self.leaf(value, name, path)
+                objects.append(self.object_of(value, name, path))
                 _take_name(paths, name, path)
-                leaves.append(leaf)
-                return leaf.node
-            if not holds_object(value):
+                return objects[-1].node
+            if not self.holds_object(value):
                 return encoder.encode(value, path)
             parts = {
                 key: visit(item, below(name, component(key)), place(path, key), depth + 1)
@@ -171,7 +202,7 @@ class State:
                 return _as_dict(parts, encoder, path)
             return list(parts.values()) if isinstance(value, list) else {TAG: "tuple", "items": list(parts.values())}
 
-        return visit(self.state, "", "state", 0), leaves
+        return visit(self.state, "", "state", 0), objects
 
 
 def _take_name(paths: dict[str, str], name: str, path: str) -> None:
@@ -187,60 +218,52 @@ def _as_dict(parts: dict[Any, Json], encoder: Encoder, path: str) -> Json:
     return {TAG: "dict", "items": [list(pair) for pair in zip(keys, parts.values(), strict=True)]}
 
 
-def _objects(value: Any, depth: int = 0) -> Iterator[Any]:
-    """All objects in a state, in order."""
-    if is_object(value):
-        yield value
-    elif depth <= DEPTH and holds_object(value):
-        for _, item in items_of(value):
-            yield from _objects(item, depth + 1)
-
-
-def _module_leaf(module: nn.Module, name: str, path: str) -> Leaf:
+def _module_object(module: nn.Module, name: str, path: str) -> StateObject:
     module, _ = resolve_module(module)
     engine = Registry.engine(module)
     if engine is not None:
-        return ModuleLeaf(name, path, module, engine, "")
+        return ModuleObject(name, path, module, engine, "")
     for engine in registry.in_order():
         for prefix, part in engine.module.named_modules():
             if part is module:
-                return ModuleLeaf(name, path, module, engine, f"{prefix}.")
+                return ModuleObject(name, path, module, engine, f"{prefix}.")
         shared = [n for n, p in module.named_parameters() if id(p) in engine.known]
         if shared or any(type(part) is ModelHandle for part in module.modules()):
             raise CheckpointError(
                 f"{path}: this {type(module).__name__} holds parameters of a model that is set up ({', '.join(shared[:5])}): "
                 "save that model's handle, or a part of that model"
             )
-    return ModuleLeaf(name, path, module, None, "")
+    return ModuleObject(name, path, module, None, "")
 
 
-def listings(leaves: Sequence[Leaf], keep: Callable[[str], bool] | None) -> list[Listed]:
-    """What lies on this rank of all leaves, without the tensors that ``keep`` refuses (never an optimizer's).
+def local_ranges(objects: Sequence[StateObject], keep: Callable[[str], bool] | None) -> list[LocalRange]:
+    """What lies on this rank of all objects, without the tensors that ``keep`` refuses (never an optimizer's).
 
     Raises:
         CheckpointError: a tensor cannot be stored.
     """
     found = []
     paths: dict[str, str] = {}
-    for leaf in leaves:
-        for listed in leaf.listed():
-            _take_name(paths, listed.shard.name, leaf.path)
-            if listed.shard.name == METADATA:
+    for one in objects:
+        for held in one.ranges():
+            name, tensor = held.shard.name, held.shard.tensor
+            _take_name(paths, name, one.path)
+            if name == METADATA:
                 raise CheckpointError(
-                    f"{leaf.path}: in the files of a checkpoint {METADATA!r} is no name of a tensor; rename the key"
+                    f"{one.path}: in the files of a checkpoint {METADATA!r} is no name of a tensor; rename the key"
                 )
-            if keep is not None and not isinstance(leaf, OptimizerLeaf) and not keep(listed.shard.name):
+            if keep is not None and not isinstance(one, OptimizerObject) and not keep(name):
                 continue
-            check_tensor(listed.shard.tensor, f"{leaf.path}, {listed.shard.name}")
-            if isinstance(leaf, ModuleLeaf) and shard.overlaps_itself(listed.shard.tensor):
+            check_tensor(tensor, f"{one.path}, {name}")
+            if isinstance(one, ModuleObject) and shard.overlaps_itself(tensor):
                 raise CheckpointError(
-                    f"{leaf.path}, {listed.shard.name}: its elements share memory (an expanded or overlapping view), so that no "
+                    f"{one.path}, {name}: its elements share memory (an expanded or overlapping view), so that no "
                     "load could fill it: register its clone()"
                 )
-            found.append(listed)
+            found.append(held)
     return found
 
 
-def kept_shard(number: int, path: str, tensor: torch.Tensor) -> Listed:
+def value_range(number: int, path: str, tensor: torch.Tensor) -> LocalRange:
     """A tensor that is part of a value."""
-    return Listed(shard.whole(f"{KEPT}{number}/{component(path)}", tensor), sure=False)
+    return LocalRange(shard.whole(f"{KEPT}{number}/{component(path)}", tensor), equal=False)

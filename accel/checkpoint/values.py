@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from ..errors import CheckpointError
-from .dtypes import BY_NAME, MAX_DIMS, NAMES, check_tensor, element_bytes, from_bytes, to_bytes
+from .safetensors import BY_NAME, ITEM_BYTES, MAX_DIMS, NAMES, check_tensor, from_bytes, to_bytes
 
 #: A JSON object with this key is not a dict, but the value of the type that it names.
 TAG: Final = "!"
@@ -61,7 +61,7 @@ class Encoder:
         """The JSON of a value.
 
         Raises:
-            CheckpointError: it cannot be stored; names the path of the leaf.
+            CheckpointError: it cannot be stored; names its path.
         """
         if depth > DEPTH:
             raise CheckpointError(f"{path}: nested more than {DEPTH} levels deep, or a container that holds itself")
@@ -288,7 +288,7 @@ class Decoder:
             tensor = self._fetch(_of(str, data, "name"))
         else:
             dtype, content, shape = BY_NAME[data["dtype"]], _bytes(data), _shape(data)
-            if math.prod(shape) * element_bytes(data["dtype"]) != len(content):
+            if math.prod(shape) * ITEM_BYTES[data["dtype"]] != len(content):
                 raise ValueError("a tensor whose shape does not fit its bytes")
             tensor = from_bytes(content, dtype, shape)
         grad, kind = data.get("requires_grad", False), data.get("class", "")

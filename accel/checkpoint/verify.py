@@ -1,25 +1,29 @@
-"""Comparing checksums: the chunks that the ranks of a host need are shared among them."""
+"""Whether a checkpoint can be trusted: its files by their checksums, divided over the ranks; its record by its format."""
 
 from __future__ import annotations
 
 import os
 import socket
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 
 from ..errors import CheckpointError
 from ..process import running
+from ..process.control import locked
 from ..process.environments import Place
-from ..process.turns import in_turn
-from . import folder, record, schema
+from . import folder, record
+from .failures import exchange, on_every_rank, on_running_ranks
+from .match import children_of, objects_in
+from .objects import ModuleObject, OptimizerObject, RankObject, StatefulObject, StateObject, TensorObject
 from .reader import Reader
 from .record import Record
-from .shards import CHUNK, chunks_of
-from .together import explain, together
+from .safetensors import BY_NAME, CHUNK, chunks_of
+from .state import KEPT
+from .values import DEPTH, TAG, Decoder, Json
 
 _BATCH: Final = 64  # chunks between two words of progress
 
@@ -41,21 +45,20 @@ def verify_needed(reader: Reader, found: Record, needs: Sequence[tuple[str, int,
                 needed[bases[file] + first : bases[file] + last] = True
         return needed, (socket.gethostname(), zlib.compress(bytes(needed.tolist()), 1))
 
-    needed, told = together("accel.load (the files)", mark)
+    needed, told = exchange("accel.load (the files)", mark)
     neighbours = [rank for rank, (host, _) in enumerate(told) if host == told[place.rank][0]]
     masks = [_mask(told[rank][1]) for rank in neighbours]
     length = max(map(len, masks))
     everyone = torch.stack([torch.nn.functional.pad(mask, (0, length - len(mask))) for mask in masks])
     mine = _share(everyone, neighbours.index(place.rank))
 
-    def compare() -> tuple[None, None]:
+    def compare() -> None:
         for file, base in enumerate(bases):
             chunks = torch.nonzero(mine[base : base + int(sizes[file])]).squeeze(1).tolist()
             if chunks:
                 reader.verify(file, chunks)
-        return None, None
 
-    together("accel.load (the checksums)", compare)
+    on_every_rank("accel.load (the checksums)", compare)
 
 
 def _mask(packed: bytes) -> torch.Tensor:
@@ -74,7 +77,7 @@ def _share(everyone: torch.Tensor, me: int) -> torch.Tensor:
     return everyone[me] & (order[me] - 1 == turn)
 
 
-@in_turn
+@locked
 def verify(dir: str | os.PathLike[str]) -> None:
     """Compare every byte of a checkpoint with its checksums, and its record with the format. Collective on several ranks.
 
@@ -85,14 +88,7 @@ def verify(dir: str | os.PathLike[str]) -> None:
     process = running()
     rank, world = (0, 1) if process is None else (process.place.rank, process.place.world_size)
 
-    def act() -> tuple[None, None]:
-        compare_all(directory, rank, world)
-        return None, None
-
-    if world > 1:
-        together("accel.verify", act)
-    else:
-        _alone(act)
+    on_running_ranks("accel.verify", lambda: compare_all(directory, rank, world))
 
 
 def compare_all(directory: str, rank: int, world: int, progress: Callable[[int], Any] = lambda nbytes: None) -> None:
@@ -103,24 +99,86 @@ def compare_all(directory: str, rank: int, world: int, progress: Callable[[int],
         OSError: a file cannot be read.
     """
     found, _ = record.read(directory)
-    schema.check(found, os.path.join(directory, record.NAME))
+    check_record(found, os.path.join(directory, record.NAME))
     reader = Reader(directory, found, stream=False)
     for name, stored in islice(found.tensors.items(), rank, None, world):
         for _ in reader.locate(name, 0, stored.numel):
             pass
     for file in range(len(found.files)):
-        for chunks in batched(range(rank, len(reader.header(file).checksums), world), _BATCH):
+        mine = range(rank, len(reader.header(file).checksums), world)
+        for at in range(0, len(mine), _BATCH):
+            chunks = mine[at : at + _BATCH]
             reader.verify(file, chunks)
             progress(len(chunks) * CHUNK)
 
 
-def batched(chunks: range, size: int) -> Iterator[range]:
-    """Parts of a range, in order."""
-    return (chunks[at : at + size] for at in range(0, len(chunks), size))
+# -- Whether all of a record can be what accel wrote: the kinds of values, their ranges, and what they refer to --------
+# Every value is decoded, though no shard is read. The work grows with the size of the record, whatever it says.
+
+_KINDS: Final[dict[str, type[StateObject]]] = {
+    cls.kind: cls for cls in (ModuleObject, OptimizerObject, StatefulObject, TensorObject, RankObject)
+}
 
 
-def _alone(act: object) -> None:
+def check_record(record: Record, source: str) -> set[int]:
+    """Refuse a record that accel did not write; returns what ``objects_in`` finds in its values.
+
+    Raises:
+        CheckpointError: names the file, and what in it cannot be.
+    """
     try:
-        act()  # type: ignore[operator]
-    except OSError as error:
-        raise CheckpointError(f"accel.verify: {explain(error)}") from error
+        objects = objects_in(record.values)
+        _Check(record, source, objects).all()
+        return objects
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{source} does not keep to the format of accel's checkpoints ({type(error).__name__}: {error})"
+        ) from error
+
+
+@final
+class _Check:
+    """The check of one record."""
+
+    def __init__(self, record: Record, source: str, objects: set[int]) -> None:
+        self._record = record
+        self._objects = objects
+        self._named: set[str] = set()
+        self._decoder = Decoder(source, self._fetch, self._objects)
+
+    def _fetch(self, name: str) -> torch.Tensor:
+        """A kept tensor without its memory; accel keeps each for one value only, so that no record says more than it holds."""
+        if not name.startswith(KEPT) or name not in self._record.tensors or name in self._named:
+            raise ValueError(f"a value names the tensor {name!r}, which is another's or not in the checkpoint")
+        self._named.add(name)
+        stored = self._record.tensors[name]
+        return torch.empty(stored.shape, dtype=BY_NAME[stored.dtype], device="meta")
+
+    def all(self) -> None:
+        """The whole record."""
+        self._visit(self._record.values, 0)
+        for own in self._record.ranks:
+            for value in own.values():
+                self._decoder.decode(value)
+
+    def _visit(self, node: Json, depth: int) -> None:
+        if id(node) not in self._objects:
+            self._decoder.decode(node)
+        elif isinstance(node, dict) and str(node.get(TAG)) in _KINDS:
+            self._object(node)
+        else:
+            children = children_of(node, self._decoder)
+            if children is None or depth > DEPTH:
+                raise ValueError(f"a {node[TAG]} holds an object" if children is None else "nested too deeply")
+            for child in children.values():
+                self._visit(child, depth + 1)
+
+    def _object(self, node: Mapping[str, Any]) -> None:
+        cls = _KINDS[node[TAG]]
+        cls.check(node)
+        if type(node.get("name", "")) is not str:
+            raise ValueError(f"the name of a {cls.kind} is no string")
+        for value in cls.encoded(node):
+            self._decoder.decode(value)
+        if cls is RankObject and not all(node["name"] in own for own in self._record.ranks):
+            raise ValueError(f"the values of a rank lack {node['name']!r}")

@@ -1,11 +1,11 @@
-"""Directories of weights alone, as other libraries write them: one safetensors file, or several with an index."""
+"""What a load reads from: a checkpoint, or weights alone as other libraries write them (a safetensors file, or an index)."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Final
@@ -13,26 +13,15 @@ from typing import Any, Final
 from torch import nn
 
 from ..errors import CheckpointError
-from . import record, schema
-from .dtypes import BY_NAME
-from .meeting import objects_in
-from .reader import Plain
+from . import record
+from .match import objects_in
+from .reader import PlainFile
 from .record import FILE_NAME, Record, Stored
-from .shards import (
-    MAX_HEADER,
-    METADATA,
-    Entry,
-    Header,
-    Written,
-    checksum,
-    no_duplicates,
-    open_file,
-    read_into,
-    read_whole,
-)
-from .state import below, component
-from .together import of
+from .safetensors import BY_NAME, MAX_DIMS, Entry, Header, no_duplicates, parse_header
+from .shards import Written, checksum, open_file, read_header, read_whole
+from .state import State
 from .values import TAG, Json, place
+from .verify import check_record
 
 #: What a library calls its files: ``<stem>.safetensors``; or parts, ``<stem>-00001-of-00002.safetensors``, and their index.
 STEMS: Final = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
@@ -50,7 +39,7 @@ def index_file(stem: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Checkpoint:
     """What a load reads from.
 
     Args:
@@ -65,7 +54,7 @@ class Source:
     record: Record
     digits: str
     objects: Container[int]
-    plain: Sequence[Plain] | None = None
+    plain: Sequence[PlainFile] | None = None
 
     @property
     def path(self) -> str:
@@ -73,7 +62,7 @@ class Source:
         return self.directory if self.plain is not None else os.path.join(self.directory, record.NAME)
 
 
-def open_source(directory: str, state: Any) -> Source:
+def open_checkpoint(directory: str, state: Any) -> Checkpoint:
     """A checkpoint, or weights for the one model of ``state``.
 
     Raises:
@@ -81,8 +70,8 @@ def open_source(directory: str, state: Any) -> Source:
     """
     if not is_weights_alone(directory):
         whole, digits = record.read(directory)
-        return Source(directory, whole, digits, schema.check(whole, os.path.join(directory, record.NAME)))
-    models = [] if state is None else list(_models(state, "", "state"))
+        return Checkpoint(directory, whole, digits, check_record(whole, os.path.join(directory, record.NAME)))
+    models = [] if state is None else _models(state)
     if state is not None and len(models) != 1:
         found = ", ".join(path for _, path in models) or "none"
         raise CheckpointError(
@@ -98,13 +87,12 @@ def open_source(directory: str, state: Any) -> Source:
         tensors |= {
             key: Stored(e.dtype, e.shape, ((number, 0, e.count, 1),) if e.count else ()) for key, e in renamed.items()
         }
-        offsets = {f"{name}/{key}": where for key, where in file.header.offsets.items()}
-        described = {key: e.described(offsets[key][0] - file.header.size) for key, e in renamed.items()}
-        plain.append(Plain(file.path, Header(file.header.size, offsets, described, ())))
+        described = {f"{name}/{key}": told for key, told in file.header.entries.items()}
+        plain.append(PlainFile(file.path, Header(file.header.size, described)))
     written = [Written(os.path.basename(f.path), os.stat(f.path).st_size, ()) for f in plain]
     values = _values(state, models[0][1]) if models else {}
     whole = Record(id="", time=0.0, world_size=1, files=written, tensors=tensors, values=values)
-    return Source(directory, whole, digits, objects_in(values), plain)
+    return Checkpoint(directory, whole, digits, objects_in(values), plain)
 
 
 def present(directory: str) -> list[str]:
@@ -135,14 +123,10 @@ def is_weights_alone(directory: str) -> bool:
     return False
 
 
-def _models(value: Any, name: str, path: str) -> Iterator[tuple[str, str]]:
+def _models(state: Any) -> list[tuple[str, str]]:
     """Name and path of each module in nested dicts."""
-    if isinstance(value, nn.Module):
-        yield name, path
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if isinstance(key, str):
-                yield from _models(item, below(name, component(key)), place(path, key))
+    modules = [(name, path) for value, name, path in State(state).objects() if isinstance(value, nn.Module)]
+    return [(name, path) for name, path in modules if not any(part.startswith("[") for part in name.split("/"))]
 
 
 def _values(value: Any, target: str, path: str = "state") -> Any:
@@ -160,7 +144,7 @@ def _values(value: Any, target: str, path: str = "state") -> Any:
 # -- the files --------------------------------------------------------------------------------------------------------
 
 
-def read_weights(directory: str) -> tuple[list[tuple[Plain, dict[str, Entry]]], str]:
+def read_weights(directory: str) -> tuple[list[tuple[PlainFile, dict[str, Entry]]], str]:
     """The files with the entries that count, and a checksum of all headers.
 
     Raises:
@@ -208,57 +192,44 @@ def inside(directory: str, name: str) -> str:
     Raises:
         CheckpointError: the link leads elsewhere.
     """
-    home = os.path.realpath(directory)
-    path = os.path.realpath(os.path.join(home, name))
+    real = os.path.realpath(directory)
+    path = os.path.realpath(os.path.join(real, name))
     # <cache>/snapshots/<revision>, and in it the directory of a pipeline's component
-    caches = [above.parent for above in PurePath(home).parents[:2] if above.name == "snapshots"]
-    if os.path.dirname(path) not in (home, *(str(cache / "blobs") for cache in caches)):
+    caches = [above.parent for above in PurePath(real).parents[:2] if above.name == "snapshots"]
+    if os.path.dirname(path) not in (real, *(str(cache / "blobs") for cache in caches)):
         raise CheckpointError(
             f"{os.path.join(directory, name)} is a link to {path}, outside of the directory: copy the file there"
         )
     return path
 
 
-def _read_file(directory: str, name: str) -> tuple[Plain, dict[str, Entry], str]:
+def _read_file(directory: str, name: str) -> tuple[PlainFile, dict[str, Entry], str]:
     path = inside(directory, name)
     fd = open_file(path, None)
     try:
-        size = os.fstat(fd).st_size
-        with of(path):
-            length = int.from_bytes(os.pread(fd, 8, 0), "little")
-        if length > min(size - 8, MAX_HEADER) or size < 8:
-            raise CheckpointError(
-                f"{path} is not a whole safetensors file: its header would be {length} bytes of {size}"
-            )
-        content = bytearray(length)
-        read_into(fd, path, [memoryview(content)] if length else [], 8)
+        size, content = os.fstat(fd).st_size, bytes(read_header(fd, path))
     finally:
         os.close(fd)
     try:
-        table = json.loads(content, object_pairs_hook=no_duplicates)
-        table.pop(METADATA, None)
-        header, entries = _parse(table, length + 8, size)
+        if not content:
+            raise ValueError(f"its header would be larger than its {size} bytes, or than any header")
+        header, _ = parse_header(content, size)
+        entries = {key: _entry(key, described) for key, described in header.entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error})") from error
-    return Plain(path, header), entries, checksum(b"%d " % size + content)
+    # The rest of accel asks for its own form of an entry.
+    forms = {key: e.described(header.entries[key]["data_offsets"][0])[1] for key, e in entries.items()}
+    return PlainFile(path, Header(header.size, forms)), entries, checksum(b"%d " % size + content)
 
 
-def _parse(table: dict[str, Any], base: int, size: int) -> tuple[Header, dict[str, Entry]]:
-    """Entries that follow one another and fill the file, so that nothing larger than it is ever allocated."""
-    offsets, entries, at = {}, {}, 0
-    for key, described in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
-        dtype, shape, (begin, end) = described["dtype"], described["shape"], described["data_offsets"]
-        numbers = [*shape, begin, end]
-        if any(type(n) is not int or not 0 <= n < 2**62 for n in numbers) or len(shape) > 64:
-            raise ValueError(f"the shape or the place of {key!r} is no such thing")
-        if dtype not in BY_NAME:
-            raise ValueError(f"{key!r} has dtype {dtype}, which torch does not know by this name")
-        entry = Entry(key, dtype, tuple(shape), 0, math.prod(shape))
-        if begin != at or end - begin != entry.nbytes:
-            raise ValueError(
-                f"the data of {key!r} overlaps another's, leaves a hole, or has another size than its shape"
-            )
-        offsets[key], entries[key], at = (base + begin, base + end), entry, end
-    if base + at != size:
-        raise ValueError(f"its entries end at byte {base + at}, the file at {size}")
-    return Header(base, offsets, table, ()), entries
+def _entry(key: str, described: Mapping[str, Any]) -> Entry:
+    """An entry whose size is that of its shape, so that nothing larger than the file is ever allocated."""
+    dtype, shape, (begin, end) = described["dtype"], described["shape"], described["data_offsets"]
+    if any(type(n) is not int or not 0 <= n < 2**62 for n in shape) or len(shape) > MAX_DIMS:
+        raise ValueError(f"the shape or the place of {key!r} is no such thing")
+    if dtype not in BY_NAME:
+        raise ValueError(f"{key!r} has dtype {dtype}, which torch does not know by this name")
+    entry = Entry(key, dtype, tuple(shape), 0, math.prod(shape))
+    if end - begin != entry.nbytes:
+        raise ValueError(f"the data of {key!r} has another size than its shape")
+    return entry

@@ -1,45 +1,19 @@
-"""The commands of ``python -m accel``: each module is one, named as its file.
-
-A command has a docstring (its help), ``add_arguments(parser)`` and ``run(args) -> int``, the exit status.
-"""
+"""The commands of ``python -m accel``: the tables ``COMMANDS`` of the modules here, by name."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from typing import Any
-
-# -- How far long work has come, for a person who watches a terminal ---------------------------------------------------
+import argparse
+from collections.abc import Callable
+from typing import NamedTuple
 
 
-class Bar:
-    """Is called with how many more bytes are done, and draws a bar where stderr is a terminal and tqdm is there. A context.
+class Command(NamedTuple):
+    """One command.
 
     Args:
-        what: is done.
-        total: how many bytes it will be; None where ``begin`` tells.
+        run: does it, and returns the exit status; its docstring is the command's help.
+        add_arguments: tells a parser what the command understands.
     """
 
-    def __init__(self, what: str, total: int | None = None) -> None:
-        self._bar: Any = None
-        if sys.stderr.isatty():
-            with contextlib.suppress(ImportError):
-                from tqdm import tqdm
-
-                self._bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False)
-
-    def __call__(self, nbytes: int) -> None:
-        if self._bar is not None:
-            self._bar.update(nbytes)
-
-    def begin(self, total: int) -> None:
-        """Learn how many bytes it will be."""
-        if self._bar is not None:
-            self._bar.reset(total)
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+    run: Callable[[argparse.Namespace], int]
+    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None

@@ -1,4 +1,4 @@
-"""Print versions, devices and backends of this machine, for a report of a bug."""
+"""The command env."""
 
 from __future__ import annotations
 
@@ -16,18 +16,15 @@ from ..engines import ENGINES, resolve
 from ..errors import AccelError
 from ..process.devices import available
 from ..process.environments import detect
+from . import Command
 
 _PACKAGES = ("cloudpickle", "numpy", "safetensors")
 _PREFIXES = ("ACCEL_", "CUDA_", "GLOO_", "MASTER_", "NCCL_", "OMP_", "TORCH")
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None."""
-
-
 def run(args: argparse.Namespace) -> int:
-    """Print it."""
+    """Print versions, devices and backends of this machine, for a report of a bug."""
     rows = [*_versions(), *_machine(), *_backends(), *_environment()]
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
@@ -81,3 +78,6 @@ def _environment() -> Iterator[tuple[str, str]]:
     for name in sorted(os.environ):
         if name.startswith(_PREFIXES) or name in _PLACE:
             yield name, os.environ[name]
+
+
+COMMANDS = {"env": Command(run)}

@@ -1,8 +1,4 @@
-"""Predict the memory that every backend needs on each rank.
-
-The model is built on the meta device, where a parameter has a shape and no memory. So a model of any size is measured
-on any machine, in seconds.
-"""
+"""The command memory."""
 
 from __future__ import annotations
 
@@ -20,6 +16,7 @@ from torch.optim import Optimizer
 
 from ..errors import AccelError
 from ..memory import memory_report
+from . import Command
 
 _OPTIMIZERS = {
     name.lower(): value
@@ -46,7 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table, draw the picture."""
+    """Predict the memory that every backend needs on each rank.
+
+    The model is built on the meta device, where a parameter has a shape and no memory. So a model of any size is measured
+    on any machine, in seconds.
+    """
     ranks = parse_ranks(args.ranks)
     kind, arguments = parse_optimizer(args.optimizer)
     model = build(args.model)
@@ -126,3 +127,6 @@ def build(target: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise AccelError(f"{target!r} gave a {type(model).__name__}; expected a torch.nn.Module")
     return model
+
+
+COMMANDS = {"memory": Command(run, add_arguments)}

@@ -1,8 +1,4 @@
-"""Start a script in several processes, on this host or on several; a thin front of torchrun.
-
-On several hosts give the same command on each of them. Where a process fails, all are ended, and started again as often
-as --max-restarts says.
-"""
+"""The command run."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ import time
 
 from ..errors import LaunchError
 from ..process.devices import available
+from . import Command
 
 #: Seconds; a cluster may make the name of a host known after the host has started.
 _KNOWN_WITHIN = 30.0
@@ -33,10 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run it; 0 where every process ended well.
+    """Start a script in several processes, on this host or on several; a thin front of torchrun.
 
-    Raises:
-        LaunchError: the arguments cannot work.
+    On several hosts give the same command on each of them. Where a process fails, all are ended, and started again as often
+    as --max-restarts says.
     """
     processes = args.processes if args.processes is not None else max(1, available()[1])
     if processes < 1:
@@ -70,14 +67,14 @@ def _arguments(args: argparse.Namespace, processes: int) -> list[str]:
     hosts = [host.strip() for host in args.hosts.split(",")] if args.hosts else []
     if hosts and (not all(hosts) or len(set(hosts)) < len(hosts)):
         raise LaunchError(f"--hosts {args.hosts}: expected different names with commas between them, as node1,node2")
-    meeting = ["--standalone"]
+    rendezvous_arguments = ["--standalone"]
     if len(hosts) > 1:
         _look_up(hosts[0], args.port)
         endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0]}:{args.port}", "--rdzv-id", "accel"]
-        meeting = ["--nnodes", str(len(hosts)), *endpoint]
+        rendezvous_arguments = ["--nnodes", str(len(hosts)), *endpoint]
     module = ["--module"] if args.module else []
     counts = ["--nproc-per-node", str(processes), "--max-restarts", str(args.max_restarts)]
-    return [*meeting, *counts, *module, args.script, *args.args]
+    return [*rendezvous_arguments, *counts, *module, args.script, *args.args]
 
 
 def _look_up(host: str, port: int) -> None:
@@ -105,3 +102,6 @@ def _explain(error: BaseException) -> str:
     status = failure.exitcode
     how = f"was ended by {failure.signal_name()}" if status < 0 else f"ended with exit status {status}"
     return f"rank {rank} {how}; its own error is above. The others were ended"
+
+
+COMMANDS = {"run": Command(run, add_arguments)}

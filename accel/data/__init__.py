@@ -1,6 +1,7 @@
 """Dataloaders: each rank gets its part of every epoch, on its device, and the position can be saved.
 
-data (handle) > loader_checks > iteration (an epoch is read) > feeds, streams (what stands in the loader) > sampling
+__init__ (the handle, and which loaders can have one) > iteration (an epoch is read) > streams > readers (what stands in the
+loader) > sampling (who gets what, in which order)
 """
 
 from __future__ import annotations
@@ -10,23 +11,32 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn, TypeVar, final
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+import torch.utils.data as torch_data
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler, Subset
+from torch.utils.data.distributed import DistributedSampler
 
 from ..errors import LoaderError
-from ..process import Process, rank, world_size
+from ..process import rank, world_size
 from ..process.collectives import all_gather
-from ..process.control import agree
-from ..process.turns import in_turn
+from ..process.control import agree, locked
+from ..process.rng import Generators, Private, from_plain, to_plain
 from ..trees import map_tensors
-from .checks import check, check_options, describe, length_of
-from .exchange import Exchange
-from .feeds import WHOLE, Kept, Position, Start
-from .iteration import Iteration, LoaderOptions, LoaderState, latest
-from .sampling import Generators, from_plain, loader_seed, own_generators, to_plain
+from .iteration import Iteration, LoaderOptions, LoaderPlace, LoaderState, latest
+from .readers import WHOLE, Kept, Position, Shape, Start, shape_of
+from .sampling import (
+    SampleOrder,
+    digest,
+    drawn_from,
+    loader_seed,
+    own_generators,
+    parts,
+)
+from .streams import StreamComparisons
 
 __all__ = [
     "LoaderHandle",
     "LoaderOptions",
+    "LoaderPlace",
     "check",
     "check_options",
     "describe",
@@ -43,13 +53,10 @@ T = TypeVar("T")
 def distribute(
     loader: DataLoader[Any],
     options: LoaderOptions,
+    place: LoaderPlace,
     *,
-    rank: int,
-    world_size: int,
-    device: torch.device | str,
     seed: int,
     in_place: bool = False,
-    process: Process | None = None,
     name: str = "",
 ) -> LoaderHandle:
     """The handle of a loader on one rank. Local.
@@ -57,36 +64,135 @@ def distribute(
     Args:
         loader: the user's loader, which stays as it is.
         options: how to distribute it.
-        rank: this rank.
-        world_size: the number of ranks.
-        device: where batches go.
+        place: for whom; with the end of its process the handle ends too.
         seed: decides the order of every epoch; the same on all ranks, and another for each loader, since loaders of
             one length and one seed are shuffled alike.
         in_place: orders are drawn from the program's generators instead, as raw PyTorch draws them.
-        process: with the end of this process the handle ends too.
         name: of this loader among all of the process, the same on all ranks.
 
     Raises:
         LoaderError: as ``check``.
     """
-    check(loader, options, world_size)
-    exchange = None
-    if process is not None and world_size > 1 and options.shard and isinstance(loader.dataset, IterableDataset):
+    check(loader, options, place.world)
+    comparisons = None
+    if place.process is not None and place.world > 1 and options.shard and isinstance(loader.dataset, IterableDataset):
         even = options.even_batches or loader.drop_last
-        exchange = Exchange(process, name, type(loader.dataset).__qualname__, even)
+        comparisons = StreamComparisons(place.process, name, type(loader.dataset).__qualname__, even)
     return LoaderHandle(
         LoaderState(
             raw=loader,
             options=options,
-            rank=rank,
-            world=world_size,
-            device=torch.device(device),
+            place=place,
             seed=seed,
             in_place=in_place or not options.shard,
-            process=process,
-            exchange=exchange,
+            comparisons=comparisons,
         )
     )
+
+
+# -- Which loaders can be distributed, and what of them must be equal on all ranks -------------------------------------
+
+_OFF = "use LoaderOptions(shard=False)"
+_COMPARED = 1 << 16  # items of a sampler's order
+
+
+def check(loader: Any, options: Any, world_size: int) -> None:
+    """Refuses what cannot be distributed, before anything changes.
+
+    Raises:
+        LoaderError: the loader is not a ``DataLoader``, is distributed already, or reads in a way that cannot be shared.
+    """
+    if not isinstance(loader, DataLoader):
+        raise LoaderError(f"expected a torch.utils.data.DataLoader, found a {type(loader).__qualname__}")
+    check_options(options)
+    if world_size < 1:
+        raise LoaderError(f"expected a world size of at least 1, found {world_size}")
+    if not options.shard:
+        return
+    if isinstance(loader.dataset, torch_data.IterDataPipe | torch_data.MapDataPipe):
+        raise LoaderError(f"torch shards DataPipes by itself, with their sharding_filter: {_OFF}")
+    if loader.num_workers and not loader.in_order:
+        raise LoaderError(
+            "in_order=False gives batches in another order than they were drawn, so that neither the padding nor the "
+            f"position of a batch is known: use in_order=True, or {_OFF}"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        if type(loader).__iter__ is not DataLoader.__iter__:
+            raise LoaderError(
+                f"{type(loader).__qualname__} has an __iter__ of its own, which accel cannot feed from an iterable "
+                f"dataset: use a plain DataLoader, or {_OFF}"
+            )
+        return
+    _check_sampler(loader)
+
+
+def check_options(options: Any) -> None:
+    """Refuses other things than LoaderOptions, and bad values in them."""
+    if not isinstance(options, LoaderOptions):
+        raise LoaderError(f"expected LoaderOptions, found a {type(options).__qualname__}")
+    for name in ("shard", "even_batches", "move"):
+        if not isinstance(getattr(options, name), bool):
+            raise LoaderError(f"LoaderOptions({name}=...): expected a bool, found {getattr(options, name)!r}")
+    if options.seed is not None and type(options.seed) is not int:
+        raise LoaderError(f"LoaderOptions(seed=...): expected an int or None, found {options.seed!r}")
+
+
+def _check_sampler(loader: DataLoader[Any]) -> None:
+    """Refuses samplers that are distributed already."""
+    for part in (*parts(loader.batch_sampler), *parts(loader.sampler)):
+        ranks = (
+            {getattr(part, name, None) for name in ("num_replicas", "num_processes")}
+            if isinstance(part, Sampler)
+            else set()
+        )
+        if isinstance(part, DistributedSampler) or ranks - {None, 1}:
+            raise LoaderError(
+                f"the loader is distributed already, by a {type(part).__qualname__}: give accel the loader that one "
+                f"process would use, or {_OFF}"
+            )
+
+
+def length_of(dataset: Any) -> int | None:
+    """The length of a dataset that has one."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def describe(loader: DataLoader[Any], options: LoaderOptions | None = None) -> str:
+    """What must be equal on all ranks for their parts to fit together, as text. Local."""
+    options = options or LoaderOptions()
+    if not options.shard:
+        return f"{options}"
+    dataset, shape = loader.dataset, shape_of(loader)
+    facts: dict[str, Any] = {
+        "dataset": type(dataset).__qualname__,
+        "length": length_of(dataset),
+        "sampler": type(shape.sampler).__qualname__,
+        "batch": shape[1:],
+    }
+    if isinstance(dataset, Subset):
+        # A random_split with another seed on each rank would mix training and validation data.
+        facts["checksum of the Subset's indices"] = digest(dataset.indices)
+    if isinstance(dataset, IterableDataset):
+        facts["num_workers"] = loader.num_workers
+    elif type(shape.sampler) not in (SequentialSampler, RandomSampler) and world_size() > 1:
+        facts["checksum of the sampler's order"] = _order_of(loader, shape)
+    return f"{facts}, {options}"
+
+
+def _order_of(loader: DataLoader[Any], shape: Shape) -> str:
+    """The beginning of what a sampler draws from fixed seeds; the error where it cannot, which iterating will raise."""
+    generators = Generators(drawn_from(shape.sampler, own_generators(loader)))
+    try:
+        order = SampleOrder(shape.sampler, Private(generators, generators.seeded(0)), ahead=True)
+        return str(digest(order.read(_COMPARED)))
+    except Exception as error:
+        return f"{type(error).__qualname__}"
+
+
+# -- The handle --------------------------------------------------------------------------------------------------------
 
 
 @final
@@ -104,7 +210,7 @@ class LoaderHandle:
 
     def __len__(self) -> int:
         """This rank's batches of a whole epoch, also while the rest of a resumed one is next."""
-        return self._accel.feed().length()
+        return self._accel.reader().length()
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is epoch ``epoch``, from its start; or from where it was, when just that epoch is resumed.
@@ -134,12 +240,12 @@ class LoaderHandle:
             LoaderError: the position is not known; see docs/dataloaders.md.
         """
         state, current = self._accel, self._accel.current()
-        if current is None or current.feed.complete():
+        if current is None or current.reader.complete():
             start, following = state.start, state.following
             position = Position(start.at or (0,), start.checksum, start.states)
         else:
-            start, following = current.feed.start, state.start.epoch
-            position = current.feed.position()
+            start, following = current.reader.start, state.start.epoch
+            position = current.reader.position()
         generators = None
         if start.seed is None:
             own = Generators(own_generators(state.raw)).states()
@@ -178,7 +284,7 @@ class LoaderHandle:
         wanted = Start(saved.epoch, seed, tuple(saved.streams), saved.checksum, states)
         if seed is None and not any(wanted.at) and states is None:
             wanted = state.fresh(saved.epoch)
-        start = state.feed().resume(wanted)
+        start = state.reader().resume(wanted)
         if seed is not None:
             state.seed, state.in_place = seed, False
         elif state.in_place:
@@ -186,7 +292,7 @@ class LoaderHandle:
         state.start, state.following = start, saved.following
         state.live.clear()
 
-    def _check_part(self, saved: _Saved) -> None:
+    def _check_part(self, saved: _SavedPosition) -> None:
         """Raises where a position is one of many, or of all, and this loader's is not."""
         state = self._accel
         if saved.consumed and saved.part != state.part:
@@ -209,7 +315,7 @@ class LoaderHandle:
         return sorted({*super().__dir__(), *dir(self._accel.raw)})
 
     def __repr__(self) -> str:
-        return f"LoaderHandle({self._accel.raw!r}, rank {self._accel.rank} of {self._accel.world})"
+        return f"LoaderHandle({self._accel.raw!r}, rank {self._accel.place.rank} of {self._accel.place.world})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataLoader[Any]:
         return copy.deepcopy(self._accel.raw, memo)
@@ -231,7 +337,7 @@ def raw_loader(loader: LoaderHandle | DataLoader[Any]) -> DataLoader[Any]:
     return loader._accel.raw if isinstance(loader, LoaderHandle) else loader
 
 
-class _Saved(NamedTuple):
+class _SavedPosition(NamedTuple):
     """A state dict whose types are right."""
 
     epoch: int
@@ -245,7 +351,7 @@ class _Saved(NamedTuple):
     part: list[int]
 
 
-def _read(state: Any) -> _Saved:
+def _read(state: Any) -> _SavedPosition:
     """Checks the form of a state dict."""
 
     def number(name: str, optional: bool = False) -> bool:
@@ -261,7 +367,7 @@ def _read(state: Any) -> _Saved:
     if plain and sum(state.get("streams", [])) == state["consumed"] and len(state.get("part", [])) in (0, 2):
         generators = state.get("generators")
         if generators is None or (isinstance(generators, Mapping) and {"order", "own"} <= generators.keys()):
-            return _Saved(
+            return _SavedPosition(
                 state["epoch"],
                 state["next"],
                 state["consumed"],
@@ -293,10 +399,10 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
             "effective_batch_size: neither the loader nor its batch sampler has a batch_size: multiply what each rank's "
             "batches hold by accel.world_size()"
         )
-    return size * (loader._accel.world if isinstance(loader, LoaderHandle) else world_size())
+    return size * (loader._accel.place.world if isinstance(loader, LoaderHandle) else world_size())
 
 
-@in_turn
+@locked
 def gather_for_metrics(data: T, loader: LoaderHandle | None = None) -> T:
     """``data`` of all ranks, in the order of the dataset and without the padding of the last batch. Collective.
 
@@ -320,7 +426,7 @@ def gather_for_metrics(data: T, loader: LoaderHandle | None = None) -> T:
             "loader to accel.setup, or use accel.all_gather"
         )
     rows: T = map_tensors(lambda tensor: _trim(tensor, kept), data) if kept.pads else data
-    replica = latest.replica if loader is None else (loader._accel.rank, loader._accel.world)
+    replica = latest.replica if loader is None else loader._accel.place[:2]
     if replica is not None and replica[1] < world_size():
         rows = _once(rows, replica[0])
     gathered: T = all_gather(rows)

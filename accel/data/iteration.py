@@ -1,11 +1,9 @@
-"""What a loader handle does when it is iterated: an epoch begins, a copy of the loader is fed, its batches are counted."""
+"""What a loader handle does when it is iterated: an epoch begins, a copy of the loader is read, its batches are counted."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import weakref
-from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
@@ -15,9 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import LoaderError
 from ..process import Process, ended, running
-from .exchange import Exchange
-from .feeds import Feed, Kept, Shard, Start, Stream, Whole, shape_of
-from .sampling import Plan, mix
+from ..trees import move
+from .readers import EpochReader, Kept, SamplerReader, Start, UndividedReader, shape_of
+from .sampling import Division, mix
+from .streams import StreamComparisons, StreamReader
 
 
 @final
@@ -40,13 +39,14 @@ class LoaderOptions:
     seed: int | None = None
 
 
-class Home(NamedTuple):
+class LoaderPlace(NamedTuple):
     """For whom a loader is divided: a place among the replicas of a model, and where its batches go."""
 
-    process: Process | None
     rank: int
     world: int
     device: torch.device
+    #: The process in which the division holds; None holds everywhere.
+    process: Process | None = None
 
 
 @final
@@ -56,15 +56,11 @@ class LoaderState:
 
     raw: DataLoader[Any]
     options: LoaderOptions
-    rank: int
-    world: int
-    device: torch.device
+    place: LoaderPlace
     #: Decides the orders of all epochs, unless they are drawn in place.
     seed: int
     #: Orders are drawn from the program's generators, as in raw PyTorch.
     in_place: bool = False
-    #: The process in which the division holds; None holds everywhere.
-    process: Process | None = None
     #: Where the next iteration starts, and the epoch after that.
     start: Start = field(init=False)
     following: int = 1
@@ -72,12 +68,12 @@ class LoaderState:
     kept: Kept | None = None
     live: weakref.WeakSet[Iteration] = field(default_factory=weakref.WeakSet)
     #: The copy whose workers outlive an epoch, and the iteration that has it.
-    persistent: tuple[DataLoader[Any], Feed] | None = None
+    persistent: tuple[DataLoader[Any], EpochReader] | None = None
     holder: weakref.ref[Iteration] | None = None
     #: The serials of the engines that it was set up with.
     engines: set[int] = field(default_factory=set)
     #: What the ranks tell each other of what they read.
-    exchange: Exchange | None = None
+    comparisons: StreamComparisons | None = None
 
     def __post_init__(self) -> None:
         self.start = self.fresh(0)
@@ -89,7 +85,7 @@ class LoaderState:
     @property
     def part(self) -> list[int]:
         """Whose position a state is: this rank's of so many where each reads by itself, else that of all, which is empty."""
-        return [] if self.options.shard else [self.rank, self.world]
+        return [] if self.options.shard else list(self.place[:2])
 
     def begin_anew(self, seed: int, in_place: bool) -> None:
         """As just set up."""
@@ -97,29 +93,24 @@ class LoaderState:
         self.start, self.following = self.fresh(0), 1
         self.live.clear()
 
-    @property
-    def home(self) -> Home:
-        """For whom the batches are."""
-        return Home(self.process, self.rank, self.world, self.device)
-
-    def feed(self) -> Feed:
-        """A new feed for the loader as it is now."""
+    def reader(self) -> EpochReader:
+        """A new reader for the loader as it is now."""
         shard, shape = self.options.shard, shape_of(self.raw)
         if not shard and not _followed(self.raw):
-            return Whole(self.raw)
-        plan = Plan(
-            rank=self.rank if shard else 0,
-            world=self.world if shard else 1,
+            return UndividedReader(self.raw)
+        division = Division(
+            rank=self.place.rank if shard else 0,
+            world=self.place.world if shard else 1,
             batch=shape.batch,
             even=self.options.even_batches,
             drop_last=shape.drop_last,
         )
         if isinstance(self.raw.dataset, IterableDataset):
-            return Stream(self.raw, shape, plan)
-        return Shard(self.raw, plan)
+            return StreamReader(self.raw, shape, division)
+        return SamplerReader(self.raw, division)
 
-    def equip(self, iteration: Iteration) -> tuple[DataLoader[Any], Feed]:
-        """A copy of the loader and the feed in it; the persistent copy, unless another iteration still reads from it."""
+    def prepare(self, iteration: Iteration) -> tuple[DataLoader[Any], EpochReader]:
+        """A copy of the loader and the reader in it; the persistent copy, unless another iteration still reads from it."""
         persists = self.raw.persistent_workers and self.raw.num_workers > 0
         holder = None if self.holder is None else self.holder()
         free = persists and (holder is None or holder is iteration or holder.finished)
@@ -127,12 +118,12 @@ class LoaderState:
             self.holder = weakref.ref(iteration)
             if self.persistent is not None:
                 return self.persistent
-        loader, feed = copy.copy(self.raw), self.feed()
+        loader, reader = copy.copy(self.raw), self.reader()
         vars(loader).update(_iterator=None, persistent_workers=free)
-        feed.install(loader)
+        reader.install(loader)
         if free:
-            self.persistent = loader, feed
-        return loader, feed
+            self.persistent = loader, reader
+        return loader, reader
 
     def advance(self) -> None:
         """The next epoch has begun: the one after it comes next."""
@@ -165,16 +156,17 @@ latest = Latest()
 class Iteration:
     """One iterator of a handle. It begins its epoch when it is made, as in raw PyTorch."""
 
-    __slots__ = ("__weakref__", "_batches", "_device", "_readings", "_state", "feed", "finished", "last")
+    __slots__ = ("__weakref__", "_batches", "_device", "_comparison", "_state", "reader", "finished", "last")
 
     def __init__(self, state: LoaderState) -> None:
-        if state.process is not None and running() is not state.process and not ended():
+        place = state.place
+        if place.process is not None and running() is not place.process and not ended():
             raise LoaderError(
-                f"this LoaderHandle gives the part of rank {state.rank} of {state.world} of what accel.teardown() has ended: "
+                f"this LoaderHandle gives the part of rank {place.rank} of {place.world} of what accel.teardown() has ended: "
                 "use the raw DataLoader, or give it to accel.setup again"
             )
         self._state = state
-        self._device = state.device if state.options.move and state.device.type != "cpu" else None
+        self._device = place.device if state.options.move and place.device.type != "cpu" else None
         self.last = 0
         self.finished = False
         self._begin()
@@ -183,23 +175,23 @@ class Iteration:
     def _begin(self) -> None:
         """Begins the next epoch, or the rest of a resumed one."""
         state, start = self._state, self._state.start
-        loader, self.feed = state.equip(self)
-        self.feed.begin(start, state.in_place)
+        loader, self.reader = state.prepare(self)
+        self.reader.begin(start, state.in_place)
         state.advance()
-        self._readings = None if state.exchange is None else state.exchange.begin(start.epoch, start.at)
+        self._comparison = None if state.comparisons is None else state.comparisons.begin(start.epoch, start.at)
         loader.generator = self._seeds(start)
         self._batches = iter(loader)
 
     def _seeds(self, start: Start) -> torch.Generator | None:
         """What the loader seeds its workers from: as in raw PyTorch, or nothing that the program draws from."""
         state, states = self._state, start.states or {}
-        if start.in_place or isinstance(self.feed, Whole):
+        if start.in_place or isinstance(self.reader, UndividedReader):
             return state.raw.generator  # type: ignore[no-any-return]
         generator = torch.Generator()
         if "seeds" in states:
             generator.set_state(states["seeds"])
         else:
-            generator.manual_seed(mix(state.seed, start.epoch, sum(start.at), state.rank))
+            generator.manual_seed(mix(state.seed, start.epoch, sum(start.at), state.place.rank))
         return generator
 
     def __iter__(self) -> Iteration:
@@ -209,59 +201,30 @@ class Iteration:
         return len(self._batches)
 
     def __next__(self) -> Any:
-        feed, state = self.feed, self._state
+        reader, state = self.reader, self._state
         try:
             item = next(self._batches)
         except StopIteration:
             if not self._begins_anew():
                 raise
             return next(self)
-        batch = feed.take(item)
-        if self._readings is not None and isinstance(feed, Stream):
-            self._readings.gave(feed.given, feed.tag.first)
+        batch = reader.take(item)
+        if self._comparison is not None and isinstance(reader, StreamReader):
+            self._comparison.gave(reader.given, reader.tag.first)
         state.batches = self.last = state.batches + 1
-        state.kept = latest.kept = feed.kept
-        latest.replica = state.rank, state.world
+        state.kept = latest.kept = reader.kept
+        latest.replica = state.place[:2]
         return batch if self._device is None else move(batch, self._device)
 
     def _begins_anew(self) -> bool:
         """At the end of the loader's iterator: whether nothing was left of a resumed epoch, so that the next one began."""
         if self.finished:
             return False
-        self.feed.close()
-        if self._readings is not None:
-            self._readings.end(self.feed.given)
-        if any(self.feed.start.at) and not self.feed.given and self.feed.complete():
+        self.reader.close()
+        if self._comparison is not None:
+            self._comparison.end(self.reader.given)
+        if any(self.reader.start.at) and not self.reader.given and self.reader.complete():
             self._begin()
             return True
         self.finished = True
         return False
-
-
-def move(data: Any, device: torch.device) -> Any:
-    """A nested batch on ``device``; copies from pinned memory do not block."""
-    if isinstance(data, type):
-        return data
-    if hasattr(data, "to"):
-        pinned = hasattr(data, "is_pinned") and data.is_pinned()
-        return data.to(device, non_blocking=True) if pinned else data.to(device)
-    if isinstance(data, tuple):
-        values = [move(value, device) for value in data]
-        return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
-    if isinstance(data, Mapping) and not isinstance(data, MutableMapping):
-        return type(data)({key: move(value, device) for key, value in data.items()})  # type: ignore[call-arg]
-    if isinstance(data, MutableMapping | list) or dataclasses.is_dataclass(data):
-        return _move_into(copy.copy(data), device)
-    return data
-
-
-def _move_into(clone: Any, device: torch.device) -> Any:
-    """A container of its own class with its values moved; a dataclass may be frozen."""
-    if isinstance(clone, list):
-        clone[:] = [move(value, device) for value in clone]
-    elif isinstance(clone, MutableMapping):
-        clone.update({key: move(value, device) for key, value in clone.items()})
-    else:
-        for item in dataclasses.fields(clone):
-            object.__setattr__(clone, item.name, move(getattr(clone, item.name), device))
-    return clone

@@ -6,12 +6,10 @@ generators, as raw PyTorch does, and else from private ones that (seed, epoch) a
 
 from __future__ import annotations
 
-import random
-import sys
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -29,6 +27,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from ..process.rng import InPlace, Private, global_generators, is_generator, seed_of
+
 
 class Share(NamedTuple):
     """One rank's part of a global step: ``size`` positions from ``offset``; those after ``real`` are padding."""
@@ -39,7 +39,7 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Division:
     """How a global step of ``world * batch`` consecutive samples is divided over the ranks."""
 
     rank: int
@@ -90,20 +90,22 @@ class Plan:
         return full + bool(self.share(tail).size)
 
 
-def deal(read: Callable[[int], list[Any]], plan: Plan, head: list[Any]) -> Iterator[tuple[list[Any], list[Any]]]:
+def divide(
+    read: Callable[[int], list[Any]], division: Division, head: list[Any]
+) -> Iterator[tuple[list[Any], list[Any]]]:
     """Each global step of what ``read`` gives: this rank's items, and those of all ranks.
 
     Args:
         read: gives the next items, at most as many as it is asked for; fewer only at the end.
-        plan: who gets what.
-        head: the first items of the order that come before what is read, at most ``plan.world - 1``: padding takes them.
+        division: who gets what.
+        head: the first items of the order that come before what is read, at most ``division.world - 1``: padding takes them.
     """
-    while chunk := read(plan.width):
-        head += chunk[: plan.world - 1 - len(head)]
-        if len(chunk) < plan.width and plan.drop_last:
+    while chunk := read(division.width):
+        head += chunk[: division.world - 1 - len(head)]
+        if len(chunk) < division.width and division.drop_last:
             yield [], chunk
             continue
-        share = plan.share(len(chunk))
+        share = division.share(len(chunk))
         padding = [head[(share.offset + i - len(chunk)) % len(head)] for i in range(share.real, share.size)]
         yield chunk[share.offset : share.offset + share.real] + padding, chunk
 
@@ -111,167 +113,6 @@ def deal(read: Callable[[int], list[Any]], plan: Plan, head: list[Any]) -> Itera
 def mix(*values: Any) -> int:
     """A seed of 63 bits that all of the plain values decide."""
     return int.from_bytes(blake2b(repr(values).encode(), digest_size=8).digest(), "big") >> 1
-
-
-class _Access(NamedTuple):
-    """How a random generator of torch, random or numpy is read, put back and seeded."""
-
-    get: Callable[[], Any]
-    put: Callable[[Any], object]
-    seed: Callable[[int], object]
-
-
-def _access(generator: Any) -> _Access:
-    """The access to a generator object, or to the modules ``random`` and ``numpy.random``."""
-    if isinstance(generator, torch.Generator):
-        return _Access(generator.get_state, generator.set_state, generator.manual_seed)
-    if hasattr(generator, "getstate"):
-        return _Access(generator.getstate, generator.setstate, generator.seed)
-    if hasattr(generator, "get_state"):
-        return _Access(generator.get_state, generator.set_state, lambda seed: generator.seed(seed % 2**32))
-    bits = generator.bit_generator
-    return _Access(
-        lambda: bits.state,
-        lambda state: setattr(bits, "state", state),
-        lambda seed: setattr(bits, "state", type(bits)(seed).state),
-    )
-
-
-class Generators:
-    """Random generators by name, which are read, put back and seeded together."""
-
-    def __init__(self, named: Mapping[str, Any]) -> None:
-        self._all = {name: _access(generator) for name, generator in named.items()}
-
-    def states(self) -> dict[str, Any]:
-        """Their states now."""
-        return {name: access.get() for name, access in self._all.items()}
-
-    def put(self, states: Mapping[str, Any]) -> None:
-        """Brings those that ``states`` names, and that are here, to their states."""
-        for name in states.keys() & self._all.keys():
-            self._all[name].put(states[name])
-
-    def seeded(self, seed: int) -> dict[str, Any]:
-        """What their states would be after seeding."""
-        before = self.states()
-        try:
-            for access in self._all.values():
-                access.seed(seed)
-            return self.states()
-        finally:
-            self.put(before)
-
-
-def global_generators() -> dict[str, Any]:
-    """The global CPU generators; those of other devices are the model's."""
-    numpy = sys.modules.get("numpy")
-    return {"torch": torch.default_generator, "python": random, **({"numpy": numpy.random} if numpy else {})}
-
-
-class Private:
-    """Generators at states of their own inside ``with``, which go on there; put away outside."""
-
-    again: bool = True  # what they give can be drawn again
-
-    def __init__(self, generators: Generators, states: Mapping[str, Any]) -> None:
-        self._generators = generators
-        self.states = dict(states)
-
-    def __enter__(self) -> None:
-        outer = self._generators.states()
-        self._outer = {name: outer[name] for name in self.states if name in outer}
-        self._generators.put(self.states)
-
-    def __exit__(self, *_: object) -> None:
-        inner = self._generators.states()
-        self.states = {name: inner[name] for name in self._outer}
-        self._generators.put(self._outer)
-
-    def settled(self, began: Mapping[str, Any], own: Iterable[str]) -> Private | InPlace:
-        """How a program that resumes goes on reading what began at some states: in place, where its generators are here.
-
-        They are where the program brought them back too (``rng_state``). ``own`` ones are the loader's, and brought here.
-        """
-        mine = set(own)
-        self._generators.put({name: state for name, state in self.states.items() if name in mine})
-        now = self._generators.states()
-        if all(_same(state, now[name]) for name, state in self.states.items()):
-            return InPlace(self._generators, began)
-        self.states = {name: state for name, state in self.states.items() if name not in mine}
-        return self
-
-
-class InPlace:
-    """Reading inside ``with`` from generators that others may use too, as raw PyTorch does.
-
-    What was read can be drawn again from ``states``, where reading began, as long as nobody else drew in between from a
-    generator that reading draws from later.
-
-    Args:
-        generators: those that reading may draw from.
-        began: the states where it began, if that was before.
-        once: nothing is drawn after the first time, so that there is nothing to watch.
-    """
-
-    def __init__(self, generators: Generators, began: Mapping[str, Any] | None = None, *, once: bool = False) -> None:
-        self._generators, self._once = generators, once
-        self._last = generators.states()
-        self.states = dict(began or self._last)
-        self.drew = set(began or ())
-        self._moved: set[str] = set()
-        self.again = True
-
-    def __enter__(self) -> None:
-        if self._once and self.drew:
-            return
-        self._before = self._generators.states()
-        self._moved |= _changed(self._last, self._before) & self.drew
-        # What did not draw yet begins here.
-        self.states.update((name, state) for name, state in self._before.items() if name not in self.drew)
-
-    def __exit__(self, *_: object) -> None:
-        if self._once and self.drew:
-            return
-        self._last = self._generators.states()
-        drawn = _changed(self._before, self._last)
-        self.drew |= drawn
-        self.again = self.again and not drawn & self._moved
-
-
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
-    return {name for name, state in before.items() if not _same(state, after[name])}
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two states of a generator are equal."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, tuple) and any(hasattr(value, "tobytes") for value in one):
-        return all(map(_same, one, other))
-    return bool((one == other).all()) if hasattr(one, "tobytes") else bool(one == other)
-
-
-def to_plain(state: Any) -> Any:
-    """A generator's state as what JSON holds."""
-    if isinstance(state, torch.Tensor):
-        return {"bytes": bytes(state.tolist()).hex()}
-    if isinstance(state, dict):
-        return {name: to_plain(value) for name, value in state.items()}
-    if isinstance(state, list | tuple):
-        return [to_plain(value) for value in state]
-    return state.tolist() if hasattr(state, "tolist") else state
-
-
-def from_plain(state: Any) -> Any:
-    """The generator's state that ``to_plain`` was given, or its equal."""
-    if isinstance(state, dict):
-        if state.keys() == {"bytes"}:
-            return torch.frombuffer(bytearray.fromhex(state["bytes"]), dtype=torch.uint8)
-        return {name: from_plain(value) for name, value in state.items()}
-    return tuple(map(from_plain, state)) if isinstance(state, list | tuple) else state
 
 
 def parts(sampler: Any) -> list[Any]:
@@ -287,13 +128,6 @@ def parts(sampler: Any) -> list[Any]:
     return list(found.values())
 
 
-def _is_generator(value: Any) -> bool:
-    """Whether a sampler's attribute is a random generator of its own."""
-    if isinstance(value, torch.Generator | random.Random):
-        return True
-    return type(value).__module__.startswith("numpy.random") and hasattr(value, "random")
-
-
 def notify(thing: Any, epoch: int) -> None:
     """Tells the epoch to a sampler or dataset that has ``set_epoch``."""
     if callable(getattr(thing, "set_epoch", None)):
@@ -302,7 +136,7 @@ def notify(thing: Any, epoch: int) -> None:
 
 def _own(loader_generator: Any, sampler: Any) -> dict[str, Any]:
     """The generators that belong to a loader alone: its own, and those among its sampler's attributes."""
-    found = {id(value): value for value in (loader_generator, *parts(sampler)) if _is_generator(value)}
+    found = {id(value): value for value in (loader_generator, *parts(sampler)) if is_generator(value)}
     return {f"own {i}": value for i, value in enumerate(found.values())}
 
 
@@ -340,15 +174,10 @@ def loader_seed(loader: DataLoader[Any], seed: int | None, place: int) -> int:
     """
     batcher = loader.batch_sampler
     sampler = loader.sampler if batcher is None or type(batcher) is BatchSampler else batcher
-    own = [_identity(generator) for generator in own_generators(loader).values()]
+    own = [seed_of(generator) for generator in own_generators(loader).values()]
     if isinstance(getattr(sampler, "generator", None), torch.Generator):
         return mix(seed, *own)
     return mix(torch.initial_seed() if seed is None else seed, place, *own)
-
-
-def _identity(generator: Any) -> Any:
-    """What a generator was seeded with; torch's tell, of others it is their state."""
-    return generator.initial_seed() if isinstance(generator, torch.Generator) else to_plain(_access(generator).get())
 
 
 _BLOCK = 1 << 16
@@ -373,7 +202,7 @@ def _blocks(sampler: RandomSampler) -> Iterator[Sequence[int]]:
         yield from (order[at : min(at + _BLOCK, size)] for at in range(0, size, _BLOCK))
 
 
-class Source:
+class SampleOrder:
     """The items of one epoch's order, drawn from a sampler as they are asked for.
 
     Args:
@@ -384,6 +213,8 @@ class Source:
 
     def __init__(self, sampler: Any, rng: Private | InPlace, *, ahead: bool) -> None:
         self.rng = rng
+        #: The first items that were skipped, which padding may take.
+        self.head: list[Any] = []
         self._block = 1 if ahead else 0
         self._waiting: deque[Any] = deque()
         self._ended = False
@@ -417,17 +248,16 @@ class Source:
         """The next items, at most ``count``; fewer at the end only."""
         return [self._waiting.popleft() for _ in range(self.peek(count))]
 
-    def skip(self, count: int, head: int) -> tuple[list[Any], int, int]:
-        """Draws and drops the first ``count`` items; returns ``head`` of them, how many there were, and their digest."""
-        first: list[Any] = []
+    def skip(self, count: int, head: int) -> tuple[int, int]:
+        """Draws and drops the first ``count`` items, all but ``head`` of them; returns how many there were, and their digest."""
         found = crc = 0
         while found < count and not self._ended:
             block = self._draw(min(_BLOCK, count - found))
             self._waiting += block[count - found :]
             block = block[: count - found]
-            first += block[: head - len(first)]
+            self.head += block[: head - len(self.head)]
             found, crc = found + len(block), digest(block, crc)
-        return first, found, crc
+        return found, crc
 
 
 def digest(items: Sequence[Any], crc: int = 0) -> int:

@@ -10,10 +10,11 @@ from typing import Any, Final, final
 
 from ..errors import BackendError
 from ..process import Process
-from .engine import Context as Context
-from .engine import Engine as Engine
-from .engine import Options as Options
-from .holdings import Holdings as Holdings
+from .base.engine import Context as Context
+from .base.engine import Engine as Engine
+from .base.engine import Options as Options
+from .base.holdings import Holdings as Holdings
+from .base.private import check_torch as check_torch
 
 #: Wrappers that are engines in their own right: a module inside one is already distributed by someone else.
 FOREIGN = frozenset(
@@ -31,19 +32,13 @@ FOREIGN = frozenset(
 )
 
 
-#: The files of this package that serve all backends.
-_SHARED: Final = {"engine", "gather", "guards", "holdings", "memory"}
-
-
 @final
 class _Engines(MutableMapping[str, type[Engine]]):
     """The engines by name. A file of this package is imported when its engine is first asked for."""
 
     def __init__(self) -> None:
         names = (info.name for info in pkgutil.iter_modules(__path__))
-        self._found: dict[str, type[Engine] | None] = {
-            n: None for n in names if n not in _SHARED and not n.startswith("_")
-        }
+        self._found: dict[str, type[Engine] | None] = {n: None for n in names if n != "base" and not n.startswith("_")}
 
     def __getitem__(self, name: str) -> type[Engine]:
         engine = self._found[name]
@@ -113,7 +108,7 @@ def resolve(backend: object) -> tuple[type[Engine], Any]:
     for module, package in engine.requires.items():
         if importlib.util.find_spec(module) is None:
             raise BackendError(
-                f"backend {engine.name!r} needs {module}, which is not installed: pip install '{package}'{engine.hint}"
+                f"backend {engine.name!r} needs {module}, which is not installed: pip install '{package}' (docs/hosts.md)"
             )
     return engine, options
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import BackendError
-from ..gradients.flat import average_, broadcast_
-from ..process.control import agree
-from .engine import Context, Engine, Options
-from .memory import Footprint, MemoryUse, whole
+from ..gradients.average import average_gradients_
+from .base.engine import Engine, Options
+from .base.gradients import Buffers, Gradients
+from .base.memory import Footprint, MemoryUse, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeferredOptions(Options):
+class AveragingOptions(Options):
     """Options of every such engine.
 
     Args:
@@ -31,23 +29,68 @@ class DeferredOptions(Options):
     auto_refresh: bool = True
 
 
-class DeferredEngine(Engine, ABC):
+class AveragedGradients(Gradients):
     """Gradients are each rank's own until the step, clipping or ``teardown``, which average them in flat pieces.
 
     So every way to accumulate them is right, and a rank that has no gradient where another has one counts as zero.
     """
 
-    reduces = True
-    defers = True
-    options: Any
+    reduced = logged = deferred = True
+    engine: AveragingEngine
 
-    def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
-        super().__init__(module, entry, context)
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._buffers = Buffers(engine.module, engine.process, engine.options.broadcast_buffers)
         #: All existing gradients are known to be equal on all ranks.
-        self._settled = False
-        self._stepped: set[int] = set()
-        self._stepping: int | None = None
+        self.settled = False
         self._num_steps = 0
+
+    def pending(self) -> bool:
+        """Whether gradients exist that may be this rank's own."""
+        engine = self.engine
+        if not engine.distributed or (self.settled and not self.log.entries):
+            return False
+        return any(p.grad is not None for p in engine.parameters)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Count the steps, by which the ranks know each other."""
+        self._num_steps += 1
+
+    def settle(self, optimizer: Optimizer | None = None) -> None:
+        """Average all gradients, on every rank: one without any must take part for the others."""
+        if not self.engine.distributed:
+            super().settle()
+            return
+        assigned = optimizer is not None and self.log.repeats(optimizer)
+        final = self.settled and not self.log.entries and not assigned
+        averaged = not final and self._average(range(len(self.engine.parameters)))
+        self.log.fold(stepping=optimizer)
+        self.settled = True
+        if averaged:
+            self._buffers.synchronize()
+
+    def end_backward(self, indices: Sequence[int]) -> None:
+        """Average them; those that an optimizer steps wait for the step."""
+        if self.engine.steppers:
+            self._average(indices)
+        else:
+            self.settle()
+
+    def _average(self, indices: Sequence[int]) -> bool:
+        """Average what any rank has of these parameters; whether there was anything."""
+        engine = self.engine
+        parameters, names = [engine.parameters[i] for i in indices], [engine.names[i] for i in indices]
+        # The others may come late: their last forward may have taken any time.
+        what = f"the reduction of {len(parameters)} gradients ({engine.label}, step {self._num_steps})"
+        return average_gradients_(what, parameters, names, self.process, engine.add)
+
+
+class AveragingEngine(Engine, ABC):
+    """The module runs as it is."""
+
+    options: Any
+    gradients_type = AveragedGradients
+    gradients: AveragedGradients
 
     @abstractmethod
     def add(self, flat: torch.Tensor) -> None:
@@ -58,75 +101,8 @@ class DeferredEngine(Engine, ABC):
         """Everything on every rank."""
         return whole(footprint, world_size)
 
-    def wrap(self) -> None:
-        """Nothing to build."""
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module."""
-        if torch.is_grad_enabled():
-            self._settled = False
-        return self.entry(*args, **kwargs)
-
-    def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        """Nothing to undo."""
-
-    def unsettled(self) -> bool:
-        """Whether gradients exist that may be this rank's own."""
-        if not self.distributed or (self._settled and not self.log.entries):
-            return False
-        return any(p.grad is not None for p in self.parameters)
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Count the steps, by which the ranks know each other; notice gradients that were assigned by hand."""
-        self._num_steps += 1
-        if id(optimizer) in self._stepped and not self.log.entries:
-            self._settled = False
-        self._stepped.add(id(optimizer))
-        self._stepping = id(optimizer)
-
-    def settle(self) -> None:
-        """Average all gradients, on every rank: one without any must take part for the others."""
-        if not self.distributed:
-            super().settle()
-            return
-        stepping, self._stepping = self._stepping, None
-        if self._settled and not self.log.entries:
-            return
-        came = self._average(range(len(self.parameters)))
-        if self.log.entries:
-            self._stepped.intersection_update({stepping})
-        self.log.fold(pending=False)
-        self._settled = True
-        if came and self.options.broadcast_buffers:
-            # Found anew each time: a forward may put another tensor in a buffer's place.
-            broadcast_([b.data for b in self.module.buffers()], self.process.group)
-
-    def settle_unoptimized(self, indices: Sequence[int]) -> None:
-        """Average them; those that an optimizer steps wait for the step."""
-        if self.steppers:
-            self._average(indices)
-        else:
-            self.settle()
-
-    def _average(self, indices: Sequence[int]) -> bool:
-        """Average what any rank has of these parameters; whether there was anything."""
-        parameters = [self.parameters[i] for i in indices]
-        mine = "".join("0" if p.grad is None else "2" if p.grad.is_sparse else "1" for p in parameters)
-        # The others may come late: their last forward may have taken any time.
-        what = f"the reduction of {len(mine)} gradients ({self.label}, step {self._num_steps})"
-        everyone = [format(code, "x").zfill(len(mine)) for code in agree(what, int(mine, 16))]
-        needed = [max(codes) for codes in zip(*everyone, strict=True)]
-        if "2" in needed:
-            sparse = [self.names[i] for i, code in zip(indices, needed, strict=True) if code == "2"]
-            raise BackendError(
-                f"backend {self.name!r} cannot reduce the sparse gradients of {', '.join(sparse[:5])}: "
-                "use nn.Embedding(sparse=False), or another backend"
-            )
-        gradients = []
-        for parameter, code in zip(parameters, needed, strict=True):
-            if code == "1":
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                gradients.append(parameter.grad)
-        average_(gradients, self.process.place.world_size, self.add)
-        return bool(gradients)
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call it."""
+        if function is self.entry and torch.is_grad_enabled():
+            self.gradients.settled = False
+        return function(*args, **kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from abc import ABC
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -16,14 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..errors import BackendError
-from ..gradients.flat import average_gradients_, broadcast_, broadcast_state
-from ..gradients.log import Reduction, at_end_of_backward
+from ..gradients.average import average_gradients_
+from ..gradients.log import GradientLog, at_end_of_backward
 from ..precision import Replaced, convert_batchnorms, restore_batchnorms
 from ..process import Process
 from ..process.control import agree
-from .engine import Context, Engine, Options
-from .holdings import Holdings
-from .memory import Footprint, MemoryUse, ParameterSize, whole
+from ..process.packing import broadcast_
+from .base.engine import Context, Engine, Options
+from .base.gradients import Buffers, Gradients
+from .base.holdings import Holdings
+from .base.memory import Footprint, MemoryUse, ParameterSize, whole
 
 # -- Compression of gradients on the wire, by torch's own communication hooks ------------------------------------------
 
@@ -109,6 +111,15 @@ def complete(ddp: DistributedDataParallel, parameters: Sequence[nn.Parameter], m
         parameter.grad = None
 
 
+def finalized(ddp: DistributedDataParallel) -> bool:
+    """Whether the reducer has come to its own last act in the backward that it was armed for."""
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
+
+
 def bucket_bytes(ddp: DistributedDataParallel) -> int:
     """Bytes of the reducer's buckets, which only the reducer sees."""
     data = ddp._get_ddp_logging_data()
@@ -139,7 +150,114 @@ def explain_missing(
     )
 
 
-# -- the engine --------------------------------------------------------------------------------------------------------
+# -- what the gradient log says about a reducer that averages once for each armed backward ---------------------------
+
+
+@final
+class Reduction:
+    """Tells reduced gradients from local ones.
+
+    A forward *arms* the reducer. The next gradient of each expected parameter then completes one reduction; whatever
+    comes before, after or without it is local until something averages it. Averaging again is harmless: what is
+    already equal on all ranks stays as it is.
+
+    Args:
+        log: the gradients that came.
+        noted: the end of a reduction is noted in the log (as None) instead of being told by counting.
+    """
+
+    def __init__(self, log: GradientLog, noted: bool) -> None:
+        self.log = log
+        self.noted = noted
+        self.armed = False
+        #: All existing gradients are known to be final.
+        self.settled = False
+        self._expected: frozenset[int] = frozenset()
+        self._open_since = -1
+        #: Had no gradient when the reduction was completed without them: a later backward must bring one.
+        self._awaited: frozenset[int] = frozenset()
+
+    def reset(self, expected: Iterable[int]) -> None:
+        """A new reducer, of these parameters."""
+        self.armed = False
+        self._expected, self._awaited = frozenset(expected), frozenset()
+
+    def arm(self) -> None:
+        """A synchronised forward: the next backward will be reduced, with all that was accumulated before it."""
+        self.settled = False
+        self._awaited = frozenset()
+        if self.log.entries or self.log.pending:
+            local = self.local()
+            self.settled = bool(self.log.entries) and not local
+            self.log.fold(pending=local)
+        self.armed = True
+
+    def opened(self, graph: bool) -> None:
+        """Note a forward, and whether it made a graph."""
+        self._open_since = len(self.log.entries) if graph else -1
+
+    @property
+    def graph_open(self) -> bool:
+        """Whether a graph still waits for its backward, as far as is known."""
+        return len(self.log.entries) == self._open_since
+
+    def started(self) -> bool:
+        """Whether the armed backward has begun."""
+        return self.armed and bool(self.log.entries)
+
+    def complete(self) -> bool:
+        """Whether the armed reduction has run."""
+        entries = self.log.entries
+        return None in entries if self.noted else (self._awaited or self._expected).issubset(entries)
+
+    def exact(self, ddp: DistributedDataParallel | None) -> bool:
+        """Whether each expected gradient came once after ``ddp`` was armed, nothing else, and it is done: the usual step."""
+        entries = self.log.entries
+        return (
+            self.armed
+            and not self.noted
+            and len(entries) == len(self._expected)
+            and self._expected.issuperset(entries)
+            and ddp is not None
+            and finalized(ddp)
+        )
+
+    def local(self) -> bool:
+        """Whether a gradient came that no reduction since has covered."""
+        entries = self.log.entries
+        if not self.armed or not entries:
+            return bool(entries) or self.log.pending
+        if self.noted:
+            return entries[-1] is not None
+        return len(entries) != len(self._expected) or not self.complete()
+
+    def missing(self) -> list[int]:
+        """The expected parameters that got no gradient."""
+        return sorted((self._awaited or self._expected).difference(self.log.entries))
+
+    def unfinished(self) -> bool:
+        """Whether a reduction began that is not known to have all its gradients, of its own backward or of a later one."""
+        return self.started() or bool(self._awaited)
+
+    def completed(self) -> None:
+        """The armed reduction was completed without the missing gradients: all others are final."""
+        self._awaited = frozenset() if self.noted else self._expected.difference(self.log.entries)
+        self.armed, self.settled = False, True
+        self.log.fold()
+
+    def changed(self) -> list[int]:
+        """The parameters that were frozen, or got another dtype, between their forward and backward."""
+        return [~i for i in self.log.entries if i is not None and i < 0]
+
+    def finish(self, stepping: Optimizer | None = None) -> None:
+        """Every gradient is final now, and an optimizer may be about to step with them."""
+        self.armed = self.armed and not self.log.entries
+        self._awaited = frozenset()
+        self.log.fold(stepping=stepping)
+        self.settled = True
+
+
+# -- the engines -------------------------------------------------------------------------------------------------------
 # Engines around ``torch.nn.parallel.DistributedDataParallel``, made right where its reducer alone is not.
 
 CommHook = Literal["fp16", "bf16", "powersgd"]
@@ -175,6 +293,162 @@ class ReducingOptions(Options):
             raise BackendError(f"{name}(powersgd_rank={self.powersgd_rank!r}): expected at least 1")
 
 
+class ReducerGradients(Gradients):
+    """Final by the reducer's hooks while backward runs, and by ``settle`` whatever these missed."""
+
+    reduced = logged = True
+    engine: ReducingEngine
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.ddp: DistributedDataParallel | None = None
+        self.hook_state: Any = None
+        #: Inside ``join``; in how many forwards this rank took part there.
+        self.joining = False
+        self.num_joined = 0
+        self.buffers = Buffers(engine.module, engine.process, engine.options.broadcast_buffers)
+        #: A backward ended well, and the reducer still waits for gradients.
+        self._incomplete = False
+
+    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Read from the log what was reduced."""
+        super().follow(parameters)
+        # Where the parameters of a step are not known beforehand, the last bucket's reduction is noted in the log.
+        options = self.engine.options
+        noted = options.find_unused_parameters or options.static_graph or options.comm_hook is not None
+        self.reduction = Reduction(self.log, noted)
+
+    def build(self, core: nn.Module) -> None:
+        """A new reducer of the parameters that are trainable now, around what a forward calls."""
+        self.ddp = self.hook_state = None
+        self._incomplete = False
+        trainable = [i for i, p in enumerate(self.engine.parameters) if p.requires_grad]
+        self.reduction.reset(trainable)
+        if not trainable:
+            return
+        options = self.engine.options
+        batched: Any = {"batched_grad_copy": options.batched_grad_copy} if "batched_grad_copy" in _KNOWN else {}
+        self.ddp = DistributedDataParallel(
+            core,
+            process_group=self.process.group,
+            init_sync=False,
+            **_NO_BUFFERS,
+            **batched,
+            find_unused_parameters=options.find_unused_parameters,
+            static_graph=options.static_graph,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            bucket_cap_mb=options.bucket_cap_mb,
+        )
+        if self.reduction.noted:
+            self.hook_state = register(
+                self.ddp, options.comm_hook, self.process.group, options.powersgd_rank, self.log.entries
+            )
+
+    def accumulate(self, accumulating: bool) -> None:
+        """Leave the reducer unarmed in the forwards inside."""
+        if accumulating and self.engine.options.static_graph and self.engine.distributed:
+            raise BackendError("accel.no_sync cannot be used with static_graph=True: the graph would change")
+        super().accumulate(accumulating)
+
+    def pending(self) -> bool:
+        """Whether local gradients exist."""
+        return self.engine.distributed and (self.reduction.local() or self._assigned())
+
+    def _assigned(self) -> bool:
+        """Whether gradients exist that neither a backward nor an earlier ``settle`` explains: assigned by hand."""
+        known = self.reduction.settled or self.log.entries
+        return not known and any(p.grad is not None for p in self.engine.parameters)
+
+    def complete(self) -> bool:
+        """Whether the armed backward came to its end: every gradient, and the reducer's own last act."""
+        return (self.ddp is None or finalized(self.ddp)) and self.reduction.complete()
+
+    def before_backward(self) -> None:
+        """End a reduction before another backward comes by the same parameters, as with a trunk's two heads and losses."""
+        reduction = self.reduction
+        if not reduction.started() or reduction.complete() or self.ddp is None:
+            return
+        if self.engine.options.static_graph or self.joining:
+            setting = "accel.join" if self.joining else "static_graph=True"
+            raise BackendError(
+                f"a second backward begins before every parameter of this {type(self.engine.module).__name__} got its gradient "
+                f"from the first one, which cannot be reduced with {setting}: add the losses up and call backward() once"
+            )
+        missing = reduction.missing()
+        self.engine.compare("a second backward of one forward", missing)
+        self._refuse_changed()
+        complete(self.ddp, self.engine.parameters, missing)
+        reduction.completed()
+
+    def settle(self, optimizer: Optimizer | None = None) -> None:
+        """Average once more where gradients came without the reducer; on all ranks, or none."""
+        if not self.engine.distributed:
+            super().settle()
+            return
+        came = bool(self.log.entries)
+        if not self.reduction.exact(self.ddp):
+            if optimizer is not None and self.log.repeats(optimizer):
+                self.reduction.settled = False
+            if self.reduction.unfinished():
+                self._refuse_changed()
+                if not self.complete():
+                    self._raise_missing()
+            if self.pending():
+                self._average()
+        self.reduction.finish(optimizer)
+        if (self.buffers.stale or (came and self.buffers.wanted)) and not self.joining:
+            self.buffers.synchronize()
+
+    def end_backward(self, indices: Sequence[int]) -> None:
+        """What came past the reducer; all of it, since no step may come that would average the rest."""
+        self._incomplete = False
+        if not self.reduction.exact(self.ddp) and not self.joining:
+            at_end_of_backward(self._average_missed)  # the reducer ends first
+
+    def _average_missed(self) -> None:
+        self._incomplete = self.reduction.started() and not self.complete()
+        if not self._incomplete and self.reduction.local():
+            self._average()
+            self.reduction.finish()
+
+    def _refuse_changed(self) -> None:
+        if changed := self.reduction.changed():
+            raise BackendError(
+                f"{', '.join(self.engine.names[i] for i in changed[:5])} was frozen or got another dtype between a forward and "
+                "its backward, where the reducer waits for its gradient: change requires_grad before the forward, and a dtype "
+                "only after accel.teardown"
+            )
+
+    def _average(self) -> None:
+        if self.joining:
+            raise BackendError(
+                "gradients were accumulated without the reducer (accel.no_sync, a second backward, or a call of the raw "
+                "module) inside accel.join, where the ranks cannot reduce them together"
+            )
+        engine = self.engine
+        what = f"a reduction of gradients accumulated without the reducer ({engine.label})"
+        average_gradients_(what, engine.parameters, engine.names, self.process)
+
+    def _raise_missing(self) -> None:
+        engine = self.engine
+        message = explain_missing(engine.names, engine.parameters, self.reduction.missing(), engine.options)
+        engine.compare("a step after an unfinished reduction", message)
+        raise BackendError(message)
+
+    def recover(self) -> None:
+        """Start afresh after a backward that ended half-way, once its gradients are dropped. Collective."""
+        # After a backward that came to its end, a loop may have used its gradients.
+        if self._incomplete or any(p.grad is not None and bool(p.grad.any()) for p in self.engine.parameters):
+            self._raise_missing()
+        self.engine.compare("a new start after an unfinished backward")
+        self.log.fold()
+        self.engine.rebuild()
+
+    def let_go(self) -> None:
+        """Free the reducer and its buckets, which ``p.grad`` may lie in."""
+        self.ddp = self.hook_state = None
+
+
 @final
 class ReducingHoldings(Holdings):
     """Everything on every rank, and the reducer's buckets."""
@@ -182,42 +456,30 @@ class ReducingHoldings(Holdings):
     def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What a compression keeps, beside the rest."""
         yield from super().storages()
-        yield from (("buckets", tensor) for tensor in kept(self.engine._hook_state))
+        yield from (("buckets", tensor) for tensor in kept(self.engine.gradients.hook_state))
 
     def hidden_buckets(self) -> int:
         """The reducer's buckets, as far as no gradient is a view of them."""
-        engine = self.engine
-        if engine._ddp is None:
+        engine, ddp = self.engine, self.engine.gradients.ddp
+        if ddp is None:
             return 0
         seen = sum(p.nbytes for p in engine.parameters if p.requires_grad and p.grad is not None)
-        return max(bucket_bytes(engine._ddp) - (seen if engine.options.gradient_as_bucket_view else 0), 0)
+        return max(bucket_bytes(ddp) - (seen if engine.options.gradient_as_bucket_view else 0), 0)
 
 
 class ReducingEngine(Engine, ABC):
-    """Reduces in the reducer's hooks while backward runs, and in ``settle`` whatever these hooks missed."""
+    """A forward arms the reducer for the next backward."""
 
-    holdings_type = ReducingHoldings
-    reduces = True
     options: ReducingOptions
+    gradients_type = ReducerGradients
+    holdings_type = ReducingHoldings
+    gradients: ReducerGradients
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         super().__init__(module, entry, context)
-        self._ddp: DistributedDataParallel | None = None
         #: What a forward calls where there is no reducer, and what the reducer is built around.
         self._core = entry
-        self._sync = True
-        self._num_joined = 0
-        self._stale_buffers = False
-        self._joining = False
         self._batchnorms: Replaced = []
-        self._has_buffers = False
-        #: A backward ended well, and the reducer still waits for gradients.
-        self._incomplete = False
-        self._hook_state: Any = None
-        # Where the parameters of a step are not known beforehand, the last bucket's reduction is noted in the log.
-        options = self.options
-        noted = options.find_unused_parameters or options.static_graph or options.comm_hook is not None
-        self._reduction = Reduction(self.log, noted)
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
@@ -242,211 +504,96 @@ class ReducingEngine(Engine, ABC):
             return
         if self.options.sync_batchnorm:
             self._batchnorms = convert_batchnorms(self.module, self.process.group)
-        self._has_buffers = self.options.broadcast_buffers and any(True for _ in self.module.buffers())
-        self._build()
+        self.rebuild()
 
-    def _build(self) -> None:
-        self._ddp = self._hook_state = None
-        self._incomplete = False
-        trainable = [i for i, p in enumerate(self.parameters) if p.requires_grad]
-        self._reduction.reset(trainable)
-        if not trainable:
-            return
-        options = self.options
-        batched: Any = {"batched_grad_copy": options.batched_grad_copy} if "batched_grad_copy" in _KNOWN else {}
-        self._ddp = DistributedDataParallel(
-            self._core,
-            process_group=self.process.group,
-            init_sync=False,
-            **_NO_BUFFERS,
-            **batched,
-            find_unused_parameters=options.find_unused_parameters,
-            static_graph=options.static_graph,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
-            bucket_cap_mb=options.bucket_cap_mb,
-        )
-        if self._reduction.noted:
-            self._hook_state = register(
-                self._ddp, options.comm_hook, self.process.group, options.powersgd_rank, self.log.entries
-            )
+    def rebuild(self) -> None:
+        """A new reducer for the parameters that are trainable now."""
+        self.gradients.build(self._core)
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Let go of the reducer and of its buckets."""
         for parameter in self.parameters:
-            if self._ddp is not None and self.options.gradient_as_bucket_view and parameter.grad is not None:
+            if self.gradients.ddp is not None and self.options.gradient_as_bucket_view and parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()
-        self._ddp = self._hook_state = None
+        self.gradients.let_go()
         restore_batchnorms(self._batchnorms)
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward through the reducer, which is armed for the next backward."""
-        if not self.distributed:
-            return self._core(*args, **kwargs)
-        grad = torch.is_grad_enabled()
-        reduction = self._reduction
-        # Not while a graph may hold the buffers: between a forward and its backward.
-        if grad and self._stale_buffers and self._sync and not self._joining and not reduction.graph_open:
-            self._synchronize_buffers()
-        if reduction.started() and not self._reduced():
-            self._recover()
-        if self._ddp is None:
-            out = self._core(*args, **kwargs)
-        else:
-            if self._ddp.require_backward_grad_sync is not self._sync:  # nn.Module is slow to assign to
-                self._ddp.require_backward_grad_sync = self._sync
-            self._num_joined += 1
-            out = self._ddp(*args, **kwargs)
-            if grad and self._sync:
-                reduction.arm()
-        reduction.opened(grad)
-        # Forwards without a graph may be one rank's alone: their changes wait for the next step.
-        self._stale_buffers = self._stale_buffers or (grad and self._has_buffers)
-        return out
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Leave the reducer unarmed in the forwards inside."""
-        if self.options.static_graph and self.distributed:
-            raise BackendError("accel.no_sync cannot be used with static_graph=True: the graph would change")
-        before, self._sync = self._sync, False
-        try:
-            with super().no_sync():
-                yield
-        finally:
-            self._sync = before
-
-    @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
-        """``DistributedDataParallel.join``: ranks that ran out of inputs mirror the others' reductions."""
-        if self._ddp is None:
-            yield
-            return
-        self._joining, self._num_joined = True, 0
-        self.drift.pause()
-        try:
-            with self._ddp.join():
-                yield
-        finally:
-            self._joining = False
-        counts = agree(f"the end of accel.join ({self.label})", self._num_joined)
-        source = counts.index(max(counts))
-        self.holdings.synchronize(source)
-        for stepper in self.steppers.values():
-            broadcast_state(stepper.optimizer, source, self.process.group, self.label)
-        self.drift.restart()
-
-    def unsettled(self) -> bool:
-        """Whether local gradients exist."""
-        return self.distributed and (self._reduction.local() or self._assigned())
-
-    def _assigned(self) -> bool:
-        """Whether gradients exist that neither a backward nor an earlier ``settle`` explains: assigned by hand."""
-        known = self._reduction.settled or self.log.entries
-        return not known and any(p.grad is not None for p in self.parameters)
-
-    def _reduced(self) -> bool:
-        """Whether the armed backward came to its end: every gradient, and the reducer's own last act."""
-        return self._finalized() and self._reduction.complete()
-
-    def _finalized(self) -> bool:
-        try:
-            if self._ddp is not None:
-                self._ddp.reducer._check_reducer_finalized()
-            return True
-        except RuntimeError:
-            return False
-
-    def before_backward(self) -> None:
-        """End a reduction before another backward comes by the same parameters, as with a trunk's two heads and losses."""
-        reduction = self._reduction
-        if not reduction.started() or reduction.complete() or self._ddp is None:
-            return
-        if self.options.static_graph or self._joining:
-            setting = "accel.join" if self._joining else "static_graph=True"
-            raise BackendError(
-                f"a second backward begins before every parameter of this {type(self.module).__name__} got its gradient from "
-                f"the first one, which cannot be reduced with {setting}: add the losses up and call backward() once"
-            )
-        missing = reduction.missing()
-        self.compare("a second backward of one forward", missing)
-        self._refuse_changed()
-        complete(self._ddp, self.parameters, missing)
-        reduction.completed()
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Notice gradients that were assigned by hand since this optimizer's last step."""
-        self._reduction.stepping(id(optimizer))
-
-    def settle(self) -> None:
-        """Average once more where gradients came without the reducer; on all ranks, or none."""
-        if not self.distributed:
-            super().settle()
-            return
-        came = bool(self.log.entries)
-        if not (self._reduction.exact() and self._finalized()):
-            if self._reduction.unfinished():
-                self._refuse_changed()
-                if not self._reduced():
-                    self._raise_missing()
-            if self.unsettled():
-                self._average()
-        self._reduction.finish()
-        if (self._stale_buffers or (came and self._has_buffers)) and not self._joining:
-            self._synchronize_buffers()
-
-    def settle_unoptimized(self, indices: Sequence[int]) -> None:
-        """What came past the reducer; all of it, since no step may come that would average the rest."""
-        self._incomplete = False
-        if not self._reduction.exact() and not self._joining:
-            at_end_of_backward(self._average_missed)  # the reducer ends first
-
-    def _average_missed(self) -> None:
-        self._incomplete = self._reduction.started() and not self._reduced()
-        if not self._incomplete and self._reduction.local():
-            self._average()
-            self._reduction.finish()
-
-    def _refuse_changed(self) -> None:
-        if changed := self._reduction.changed():
-            raise BackendError(
-                f"{', '.join(self.names[i] for i in changed[:5])} was frozen or got another dtype between a forward and its "
-                "backward, where the reducer waits for its gradient: change requires_grad before the forward, and a dtype "
-                "only after accel.teardown"
-            )
-
-    def _average(self) -> None:
-        if self._joining:
-            raise BackendError(
-                "gradients were accumulated without the reducer (accel.no_sync, a second backward, or a call of the raw "
-                "module) inside accel.join, where the ranks cannot reduce them together"
-            )
-        self.compare("a reduction of gradients accumulated without the reducer", True)
-        average_gradients_(self.parameters, self.process.group)
-
-    def _raise_missing(self) -> None:
-        message = explain_missing(self.names, self.parameters, self._reduction.missing(), self.options)
-        self.compare("a step after an unfinished reduction", message)
-        raise BackendError(message)
-
-    def _recover(self) -> None:
-        """Start afresh after a backward that ended half-way, once its gradients are dropped."""
-        # After a backward that came to its end, a loop may have used its gradients.
-        if self._incomplete or any(p.grad is not None and bool(p.grad.any()) for p in self.parameters):
-            self._raise_missing()
-        self.compare("a new start after an unfinished backward", True)
-        self.log.fold(pending=False)
-        self._build()
 
     def abandon(self, reason: str) -> None:
         """Free the reducer too: peers that wait in it wake only when nothing here holds the group any more."""
         super().abandon(reason)
-        self._ddp = self._hook_state = None
+        self.gradients.let_go()
 
-    def rebuild(self) -> None:
-        """A new reducer for the parameters that are trainable now."""
-        self._build()
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Forward through the reducer, which is armed for the next backward."""
+        if function is not self.entry:
+            return function(*args, **kwargs)
+        if not self.distributed:
+            return self._core(*args, **kwargs)
+        grad, gradients = torch.is_grad_enabled(), self.gradients
+        sync, reduction, buffers = not gradients.accumulating, gradients.reduction, gradients.buffers
+        # Not while a graph may hold the buffers: between a forward and its backward.
+        if grad and buffers.stale and sync and not gradients.joining and not reduction.graph_open:
+            buffers.synchronize()
+        if reduction.started() and not gradients.complete():
+            gradients.recover()
+        ddp = gradients.ddp
+        if ddp is None:
+            out = self._core(*args, **kwargs)
+        else:
+            if ddp.require_backward_grad_sync is not sync:  # nn.Module is slow to assign to
+                ddp.require_backward_grad_sync = sync
+            gradients.num_joined += 1
+            out = ddp(*args, **kwargs)
+            if grad and sync:
+                reduction.arm()
+        reduction.opened(grad)
+        if grad:  # forwards without a graph may be one rank's alone: their changes wait for the next step
+            buffers.touch()
+        return out
 
-    def _synchronize_buffers(self) -> None:
-        # Found anew each time: a forward may put another tensor in a buffer's place.
-        broadcast_([b.data for b in self.module.buffers()], self.process.group)
-        self._stale_buffers = False
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """``DistributedDataParallel.join``: ranks that ran out of inputs mirror the others' reductions."""
+        gradients = self.gradients
+        if gradients.ddp is None:
+            yield
+            return
+        gradients.joining, gradients.num_joined = True, 0
+        self.drift.pause()
+        try:
+            with gradients.ddp.join():
+                yield
+        finally:
+            gradients.joining = False
+        counts = agree(f"the end of accel.join ({self.label})", gradients.num_joined)
+        source = counts.index(max(counts))
+        self.holdings.synchronize(source)
+        for optimizer in self.optimizers:
+            _broadcast_state(optimizer, source, self.process.group, self.label)
+        self.drift.restart()
+
+
+def _broadcast_state(optimizer: Optimizer, source: int, group: dist.ProcessGroup | None, label: str) -> None:
+    """Give every rank rank ``source``'s optimizer state; a rank that has none yet gets it. ``label`` names the model."""
+    parameters = [p for g in optimizer.param_groups for p in g["params"]]
+    # Shapes and plain values by pickle, tensors' contents by the flat pieces.
+    mine = [
+        {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in optimizer.state.get(p, {}).items()}
+        for p in parameters
+    ]
+    theirs = agree(f"broadcast of optimizer state ({label})", mine)[source]
+    tensors = []
+    for parameter, entries in zip(parameters, theirs, strict=True):
+        if not entries:
+            optimizer.state.pop(parameter, None)
+            continue
+        state = optimizer.state[parameter]
+        for key, value in entries.items():
+            if not isinstance(value, torch.Tensor):
+                state[key] = value
+                continue
+            if key not in state:
+                device = "cpu" if key == "step" else parameter.device
+                state[key] = torch.zeros(value.shape, dtype=value.dtype, device=device)
+            tensors.append(state[key])
+    broadcast_(tensors, group, source)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 from torch import nn
 from torch.optim import Optimizer
 
-from .engine import Engine, Options
-from .memory import Footprint, MemoryUse, whole
+from .base.engine import Engine, Options
+from .base.memory import Footprint, MemoryUse, whole
 
 logger = logging.getLogger("accel")
 
@@ -44,9 +44,9 @@ class DPEngine(Engine):
         else:
             _say_single(str(self.process.device))
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Split, run the replicas, gather."""
-        return self._parallel(*args, **kwargs)
+        return (self._parallel if function is self.entry else function)(*args, **kwargs)
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Let go of the DataParallel."""

@@ -17,7 +17,7 @@ from ..errors import BackendError, LaunchError, OptimizerError
 from ..gradients.patches import replaced
 from ..process import Process
 from ..process.control import agree, lost
-from ._averaging import DeferredEngine, DeferredOptions
+from ._averaging import AveragingEngine, AveragingOptions
 
 # -- horovod -----------------------------------------------------------------------------------------------------------
 # How Horovod starts: by its own launcher, by MPI, or by accel where another launcher started the processes.
@@ -137,7 +137,7 @@ _KNOWN = (torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Horovod(DeferredOptions):
+class Horovod(AveragingOptions):
     """Options of ``horovod``.
 
     Args:
@@ -155,13 +155,12 @@ class Horovod(DeferredOptions):
 
 
 @final
-class HorovodEngine(DeferredEngine):
+class HorovodEngine(AveragingEngine):
     """Sums the flat pieces by ``horovod.torch``; everything else goes over accel's own process group."""
 
     name = "horovod"
     options_type = Horovod
     requires = {"horovod": "horovod==0.28.1"}
-    hint = " (with torch 2.1 or later its sources need one change: docs/hosts.md)"
     options: Horovod
 
     @classmethod

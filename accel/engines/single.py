@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
-from torch.optim import Optimizer
-
-from .engine import Engine, Options
-from .memory import Footprint, MemoryUse, whole
+from .base.engine import Engine, Options
+from .base.memory import Footprint, MemoryUse, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +28,6 @@ class SingleEngine(Engine):
         """Everything on one device."""
         return whole(footprint, world_size)
 
-    def wrap(self) -> None:
-        """Nothing to build."""
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module."""
-        return self.entry(*args, **kwargs)
-
-    def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        """Nothing to undo."""
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call it."""
+        return function(*args, **kwargs)

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from ..errors import BackendError
 from ..process import Process
-from ._averaging import DeferredEngine, DeferredOptions
+from ._averaging import AveragedGradients, AveragingEngine, AveragingOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class XLA(DeferredOptions):
+class XLA(AveragingOptions):
     """Options of ``xla``.
 
     Args:
@@ -27,12 +27,22 @@ class XLA(DeferredOptions):
 
 
 @final
-class XLAEngine(DeferredEngine):
+class XLAGradients(AveragedGradients):
+    """Averaged in flat pieces before a step."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """End the recorded graph, which would grow from step to step."""
+        if self.process.device.type == "xla":
+            sys.modules["torch_xla"].sync()
+
+
+@final
+class XLAEngine(AveragingEngine):
     """Sums the flat pieces on the device; torch_xla, which only records operations, runs them after each step."""
 
     name = "xla"
     options_type = XLA
-    hears_steps = True
+    gradients_type = XLAGradients
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
@@ -47,8 +57,3 @@ class XLAEngine(DeferredEngine):
     def add(self, flat: torch.Tensor) -> None:
         """Sum by the process group's backend for the device."""
         dist.all_reduce(flat, group=self.process.group)
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """End the recorded graph, which would grow from step to step."""
-        if self.process.device.type == "xla":
-            sys.modules["torch_xla"].sync()

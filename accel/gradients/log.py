@@ -1,14 +1,19 @@
-"""Hears of gradients as autograd accumulates them: from the log an engine knows what is still local or unscaled."""
+"""What autograd does with an engine's parameters: which got gradients, and which may."""
 
 from __future__ import annotations
 
+import logging
+import operator
 import weakref
-from collections.abc import Callable, Container, Iterable
-from typing import Any, final
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+
+logger = logging.getLogger("accel")
 
 
 class GradientLog:
@@ -26,16 +31,26 @@ class GradientLog:
         self.pending = False
         self._plain = False
         self._accepted = 0
+        #: The optimizers that have stepped with the gradients that are there.
+        self._stepped: set[int] = set()
         self._hooks: list[RemovableHandle] = []
         for index, parameter in enumerate(parameters):
             self._hooks += _after_accumulation(parameter, _noting(self.entries, index, parameter.dtype))
 
-    def fold(self, pending: bool) -> None:
-        """Forget the entries; remember whether something is unreduced, or came from a plain backward."""
-        self._plain = self.plain
+    def fold(self, *, pending: bool = False, stepping: Optimizer | None = None) -> None:
+        """Forget the entries; remember whether something is unreduced or came from a plain backward, and who steps with it."""
         self.pending = pending
-        self._accepted = 0
-        self.entries.clear()
+        if self.entries:
+            self._plain = self._plain or len(self.entries) > self._accepted
+            self._accepted = 0
+            self._stepped.clear()
+            self.entries.clear()
+        if stepping is not None:
+            self._stepped.add(id(stepping))
+
+    def repeats(self, optimizer: Optimizer) -> bool:
+        """Whether a step would be the optimizer's second one without a gradient in between: with ones assigned by hand, say."""
+        return not self.entries and id(optimizer) in self._stepped
 
     def drop(self, indices: Container[int]) -> None:
         """Forget the entries of parameters whose gradients were dropped."""
@@ -130,119 +145,49 @@ def _noting(entries: list[int | None], index: int, dtype: torch.dtype) -> Callab
     return note
 
 
-# -- What the gradient log says about a reducer that averages once for each armed backward -----------------------------
+# -- which parameters may get gradients --------------------------------------------------------------------------------
+
+_requires_grad = operator.attrgetter("requires_grad")
+_QUIET_CHECKS = 10_000
 
 
-@final
-class Reduction:
-    """Tells reduced gradients from local ones.
+class TrainableMask:
+    """Compares ``requires_grad`` of every parameter with the mask that the engine was built for.
 
-    A forward *arms* the reducer. The next gradient of each expected parameter then completes one reduction; whatever
-    comes before, after or without it is local until something averages it. Averaging again is harmless: what is
-    already equal on all ranks stays as it is.
-
-    Args:
-        log: the gradients that came.
-        noted: the end of a reduction is noted in the log (as None) instead of being told by counting.
+    The idea of a mask comparison before each forward, on by default, is fairscale's (its pull request 369).
     """
 
-    def __init__(self, log: GradientLog, noted: bool) -> None:
-        self.log = log
-        self.noted = noted
-        self.armed = False
-        #: All existing gradients are known to be final.
-        self.settled = False
-        self._stepped: set[int] = set()
-        self._stepping: int | None = None
-        self._expected: frozenset[int] = frozenset()
-        self._open_since = -1
-        #: Had no gradient when the reduction was completed without them: a later backward must bring one.
-        self._awaited: frozenset[int] = frozenset()
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._quiet_checks = 0
+        self.known = self.now()
 
-    def reset(self, expected: Iterable[int]) -> None:
-        """A new reducer, of these parameters."""
-        self.armed = False
-        self._expected, self._awaited = frozenset(expected), frozenset()
+    def now(self) -> list[bool]:
+        """The mask as it is."""
+        with torch._C.DisableTorchFunctionSubclass():  # a parameter's class may watch its uses, which takes its time
+            return list(map(_requires_grad, self._parameters))
 
-    def arm(self) -> None:
-        """A synchronised forward: the next backward will be reduced, with all that was accumulated before it."""
-        self.settled = False
-        self._awaited = frozenset()
-        if self.log.entries or self.log.pending:
-            local = self.local()
-            self.settled = bool(self.log.entries) and not local
-            self.log.fold(pending=local)
-        self.armed = True
+    def changed(self) -> bool:
+        """Whether it differs from what the engine knows; says once when it never does."""
+        if self.now() != self.known:
+            self._quiet_checks = -1
+            return True
+        if self._quiet_checks >= 0:
+            self._quiet_checks += 1
+            if self._quiet_checks == _QUIET_CHECKS:
+                self._quiet_checks = -1
+                logger.info(
+                    "requires_grad did not change in %d forwards: the option auto_refresh=False saves the check "
+                    "(after a change, call accel.refresh_trainable)",
+                    _QUIET_CHECKS,
+                )
+        return False
 
-    def opened(self, graph: bool) -> None:
-        """Note a forward, and whether it made a graph."""
-        self._open_since = len(self.log.entries) if graph else -1
 
-    @property
-    def graph_open(self) -> bool:
-        """Whether a graph still waits for its backward, as far as is known."""
-        return len(self.log.entries) == self._open_since
-
-    def started(self) -> bool:
-        """Whether the armed backward has begun."""
-        return self.armed and bool(self.log.entries)
-
-    def complete(self) -> bool:
-        """Whether the armed reduction has run."""
-        entries = self.log.entries
-        return None in entries if self.noted else (self._awaited or self._expected).issubset(entries)
-
-    def exact(self) -> bool:
-        """Whether each expected gradient came once after the reducer was armed, and nothing else: the usual step."""
-        entries = self.log.entries
-        return (
-            self.armed
-            and not self.noted
-            and len(entries) == len(self._expected)
-            and self._expected.issuperset(entries)
-            and bool(entries)
-        )
-
-    def local(self) -> bool:
-        """Whether a gradient came that no reduction since has covered."""
-        entries = self.log.entries
-        if not self.armed or not entries:
-            return bool(entries) or self.log.pending
-        if self.noted:
-            return entries[-1] is not None
-        return len(entries) != len(self._expected) or not self.complete()
-
-    def missing(self) -> list[int]:
-        """The expected parameters that got no gradient."""
-        return sorted((self._awaited or self._expected).difference(self.log.entries))
-
-    def unfinished(self) -> bool:
-        """Whether a reduction began that is not known to have all its gradients, of its own backward or of a later one."""
-        return self.started() or bool(self._awaited)
-
-    def completed(self) -> None:
-        """The armed reduction was completed without the missing gradients: all others are final."""
-        self._awaited = frozenset() if self.noted else self._expected.difference(self.log.entries)
-        self.armed, self.settled = False, True
-        self.log.fold(pending=False)
-
-    def stepping(self, optimizer_id: int) -> None:
-        """Note a step: the same optimizer's second one without a gradient in between steps with gradients of unknown origin."""
-        if not self.log.entries and optimizer_id in self._stepped:
-            self.settled = False
-        self._stepped.add(optimizer_id)
-        self._stepping = optimizer_id
-
-    def changed(self) -> list[int]:
-        """The parameters that were frozen, or got another dtype, between their forward and backward."""
-        return [~i for i in self.log.entries if i is not None and i < 0]
-
-    def finish(self) -> None:
-        """Every gradient is final now."""
-        if self.log.entries:
-            self.armed = False
-            self._stepped.intersection_update({self._stepping})
-        self._stepping = None
-        self._awaited = frozenset()
-        self.log.fold(pending=False)
-        self.settled = True
+def explain(masks: Sequence[Sequence[bool]], names: Sequence[str]) -> str:
+    """The first parameter on which the ranks' masks differ."""
+    for i, name in enumerate(names):
+        ranks = [rank for rank, mask in enumerate(masks) if mask[i]]
+        if len(ranks) not in (0, len(masks)):
+            return f"{name} is trainable on ranks {ranks} and frozen on the others"
+    return "they agree"

@@ -1,119 +1,164 @@
 """What accel changes in other libraries: only while something of its own needs it, and so that others can change it too.
 
-Every such change is made here: a function of a module, a value, a filter of warnings. Where another library has put something
-of its own in the place since, that stays, and what of accel is inside of it passes the calls on.
+Every such change is a ``Patch``, and all that are made to torch are in this file, each with its reason. Where another library
+has put something of its own in the place since, that stays, and what of accel is inside of it passes the calls on.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
-from typing import Any, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 import torch
 from torch.nn.utils import clip_grad
 
+from ..errors import BackendError
 from ..process.control import is_lost, lost
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _ABSENT: Final = object()
 
 
+class Table(Protocol):
+    """Where a patch is made: ``vars`` of a module, any dict, or one of the classes below."""
+
+    def get(self, name: Any, default: Any) -> Any: ...
+    def __setitem__(self, name: Any, value: Any) -> None: ...
+    def __delitem__(self, name: Any) -> None: ...
+
+
 @final
 class Patch:
-    """A function that another one stands in for, from ``install`` to ``remove``. A context, too.
+    """Something of another library's that ours stands in for, while an object lives that needs it; or inside of a ``with``.
 
     Args:
-        owner: where it is: ``vars`` of a module, or a table.
+        table: where it is.
         name: under what.
-        act: is called in its place, with the function that was there before the arguments.
-        default: stands for a function that is not there.
+        make: returns what to put there, from what it finds (or ``_ABSENT``) and a function that says whether the patch is needed
+            now: another library may have built what was made into its own, and keep it.
     """
 
-    def __init__(
-        self,
-        owner: MutableMapping[Any, Any],
-        name: Any,
-        act: Callable[..., Any],
-        default: Callable[..., Any] | None = None,
-    ) -> None:
-        self._owner = owner
+    def __init__(self, table: Table, name: Any, make: Callable[[Any, Callable[[], bool]], Any]) -> None:
+        self._table = table
         self._name = name
-        self._act = act
-        self._default = default
-        self._live = False
+        self._make = make
+        self._needed = False
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         #: What was put there, with what was there before: as long as it may be inside of somebody's own.
         self._made: list[tuple[Any, Any]] = []
 
-    def install(self) -> None:
-        """Put it there; again only where it is not."""
-        self._live = True
-        current = self._owner.get(self._name, _ABSENT)
-        if not any(made is current for made, _ in self._made):
-            self._made.append((self._standing_for(current), current))
-            self._owner[self._name] = self._made[-1][0]
+    def need(self, user: Any) -> None:
+        """Be there until ``user`` has gone, or ``drop(user)``; again is no second time."""
+        if user not in self._users:
+            self._users.add(user)
+            weakref.finalize(user, self._prune).atexit = False
+        self.__enter__()
 
-    def remove(self) -> None:
+    def drop(self, user: Any) -> None:
+        """``user`` needs it no longer."""
+        self._users.discard(user)
+        self._prune()
+
+    def users(self) -> list[Any]:
+        """Those that need it and live."""
+        return list(self._users)
+
+    def _prune(self) -> None:
+        if not self.users():
+            self.__exit__()
+
+    def __enter__(self) -> None:
+        self._needed = True
+        current = self._table.get(self._name, _ABSENT)
+        if not any(_same(made, current) for made, _ in self._made):
+            self._made.append((self._make(current, lambda: self._needed), current))
+            self._table[self._name] = self._made[-1][0]
+
+    def __exit__(self, *error: object) -> None:
         """Put back what was there, unless somebody has put something else there."""
-        self._live = False
-        current = first = self._owner.get(self._name, _ABSENT)
+        self._needed = False
+        current = first = self._table.get(self._name, _ABSENT)
         for made, before in reversed(self._made):
-            current = before if made is current else current
+            current = before if _same(made, current) else current
         if current is first:
             return
         self._made.clear()
         if current is _ABSENT:
-            del self._owner[self._name]
+            del self._table[self._name]
         else:
-            self._owner[self._name] = current
+            self._table[self._name] = current
 
-    def _standing_for(self, found: Any) -> Callable[..., Any]:
-        original: Any = self._default if found is _ABSENT else found
+
+def _same(made: Any, current: Any) -> bool:
+    return made is current or (isinstance(made, str) and made == current)  # the environment makes its strings anew
+
+
+def around(table: Table, name: Any, act: Callable[..., Any], default: Callable[..., Any] | None = None) -> Patch:
+    """A function: ``act`` is called in its place, with the function that was there before the arguments.
+
+    ``default`` stands for a function that is not there.
+    """
+
+    def make(found: Any, needed: Callable[[], bool]) -> Callable[..., Any]:
+        original: Any = default if found is _ABSENT else found
 
         def patched(*args: Any, **kwargs: Any) -> Any:
-            return self._act(original, *args, **kwargs) if self._live else original(*args, **kwargs)
+            return act(original, *args, **kwargs) if needed() else original(*args, **kwargs)
 
         return functools.wraps(original)(patched)
 
-    def __enter__(self) -> None:
-        self.install()
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
+    return Patch(table, name, make)
 
 
-@contextlib.contextmanager
-def replaced(owner: MutableMapping[Any, Any], name: Any, value: Any) -> Iterator[None]:
-    """Inside, ``owner[name]`` is ``value``; what somebody puts there meanwhile stays."""
-    before = owner.get(name, _ABSENT)
-    owner[name] = value
-    try:
-        yield
-    finally:
-        if owner.get(name, _ABSENT) == value:
-            if before is _ABSENT:
-                del owner[name]
-            else:
-                owner[name] = before
+def replaced(table: Table, name: Any, value: Any) -> Patch:
+    """A value."""
+    return Patch(table, name, lambda found, needed: value)
 
 
-def ignore_warnings(message: str = "", category: type[Warning] = Warning) -> Callable[[], None]:
-    """Ignore warnings that begin with the regular expression ``message``, until what is returned is called.
-
-    Unlike ``warnings.catch_warnings`` it leaves alone the filters that others add or remove meanwhile.
-    """
+def ignored(message: str = "", category: type[Warning] = Warning) -> Patch:
+    """No warnings that begin with the regular expression ``message``."""
     entry: Any = ("ignore", re.compile(message, re.IGNORECASE) if message else None, category, None, 0)
-    warnings.filters.insert(0, entry)  # type: ignore[attr-defined, unused-ignore]
+    return replaced(_Filters(), entry, entry)
 
-    def undo() -> None:
+
+@final
+class _Filters:
+    """The filters of warnings, each under itself. ``warnings.catch_warnings`` replaces their list."""
+
+    def get(self, entry: Any, default: Any) -> Any:
+        return next((one for one in warnings.filters if one is entry), default)
+
+    def __setitem__(self, entry: Any, value: Any) -> None:
+        warnings.filters.insert(0, value)  # type: ignore[attr-defined, unused-ignore]
+
+    def __delitem__(self, entry: Any) -> None:
         found: Any = warnings.filters
         found[:] = [one for one in found if one is not entry]
 
-    return undo
+
+@final
+class _Attributes:
+    """Those of a class itself."""
+
+    def __init__(self, owner: type[Any]) -> None:
+        self._owner = owner
+
+    def get(self, name: str, default: Any) -> Any:
+        return vars(self._owner).get(name, default)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self._owner, name)
 
 
 # -- backwards ---------------------------------------------------------------------------------------------------------
@@ -149,7 +194,7 @@ def backward_patch(leaf: Callable[[torch.Tensor], torch.Tensor], before: Callabl
                 raise lost("a backward", error) from error
             raise
 
-    return Patch(vars(torch.autograd), "backward", backward)
+    return around(vars(torch.autograd), "backward", backward)
 
 
 # -- Makes torch's own clipping functions see final gradients ----------------------------------------------------------
@@ -181,33 +226,28 @@ class ClipListener(Protocol):
         """These gradients are about to be measured by a call that ``total_norm`` cannot answer."""
 
 
-@final
-class ClipPatch:
+def clip_patches(listener: ClipListener) -> tuple[Patch, ...]:
     """The replaced helpers; ``listener`` hears of their calls."""
+    clip = _Clip(listener)
+    acts: dict[str, Callable[..., Any]] = {_GROUP: clip.group, _NORM: clip.norm, _MULTIPLY: clip.multiply}
+    return tuple(around(vars(clip_grad), name, act) for name, act in acts.items())
+
+
+@final
+class _Clip:
+    """What stands in for the helpers."""
 
     def __init__(self, listener: ClipListener) -> None:
         self._listener = listener
         self._inside = False
-        acts: dict[str, Callable[..., Any]] = {_GROUP: self._group, _NORM: self._norm, _MULTIPLY: self._multiply}
-        self._patches = [Patch(vars(clip_grad), name, act) for name, act in acts.items()]
 
-    def install(self) -> None:
-        """Replace the helpers; again is no second time."""
-        for patch in self._patches:
-            patch.install()
-
-    def remove(self) -> None:
-        """Put torch's own back."""
-        for patch in self._patches:
-            patch.remove()
-
-    def _group(self, original: Callable[..., Any], tensors: Sequence[Sequence[torch.Tensor]], *args: Any) -> Any:
+    def group(self, original: Callable[..., Any], tensors: Sequence[Sequence[torch.Tensor]], *args: Any) -> Any:
         if not self._inside and sys._getframe(2).f_code.co_name == _NORM:  # who has called the patch
             self._listener.before_local_norm(tensors[0])
         self._listener.before_clipping(tensors[0])
         return original(tensors, *args)
 
-    def _norm(
+    def norm(
         self,
         original: Callable[..., torch.Tensor],
         tensors: torch.Tensor | Iterable[torch.Tensor],
@@ -229,7 +269,7 @@ class ClipPatch:
             )
         return total
 
-    def _multiply(self, original: Callable[..., None], parameters: Any, *args: Any, **kwargs: Any) -> None:
+    def multiply(self, original: Callable[..., None], parameters: Any, *args: Any, **kwargs: Any) -> None:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._listener.before_multiplying(parameters)
         original(parameters, *args, **kwargs)
@@ -247,8 +287,10 @@ def _clipped(caller: FrameType) -> list[torch.Tensor]:
 _DATA: Final[Any] = torch.Tensor.data
 
 
-@final
-class DataPatch:
+def data_patch(
+    listener: Callable[[torch.Tensor, torch.Tensor | None], None],
+    take: Callable[[torch.Tensor, torch.Tensor], bool],
+) -> Patch:
     """The attribute in its place.
 
     Args:
@@ -256,43 +298,120 @@ class DataPatch:
         take: is given a tensor and the value to set first, and says whether it has taken it.
     """
 
-    def __init__(
-        self,
-        listener: Callable[[torch.Tensor, torch.Tensor | None], None],
-        take: Callable[[torch.Tensor, torch.Tensor], bool],
-    ) -> None:
-        self._listener = listener
-        self._take = take
-        self._own: property | None = None
-
-    def install(self) -> None:
-        """Put it there; again is no second time, and what another library has put there stays."""
-        if self._own is not None or "data" in vars(torch.Tensor):
-            return
-        listener, take = self._listener, self._take
+    def make(found: Any, needed: Callable[[], bool]) -> property:
+        original = _DATA if found is _ABSENT else found
 
         def get(tensor: torch.Tensor) -> torch.Tensor:
-            alias: torch.Tensor = _DATA.__get__(tensor)
-            listener(tensor, alias)
+            alias: torch.Tensor = original.__get__(tensor)
+            if needed():
+                listener(tensor, alias)
             return alias
 
         def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
             # Conversions that change nothing (`model.to(device)`) put back what they have read.
-            changed = not (_plain(value) and _plain(tensor) and value.data_ptr() == tensor.data_ptr())
-            if changed:
+            same = _plain(value) and _plain(tensor) and value.data_ptr() == tensor.data_ptr()
+            if needed() and not same:
                 listener(tensor, None)
-            if not take(tensor, value):
-                _DATA.__set__(tensor, value)
+            if not (needed() and take(tensor, value)):
+                original.__set__(tensor, value)
 
-        self._own = property(get, put, doc=_DATA.__doc__)
-        torch.Tensor.data = self._own  # type: ignore[assignment]
+        return property(get, put, doc=original.__doc__)
 
-    def remove(self) -> None:
-        """Take it away, unless another library has put its own in its place."""
-        if self._own is not None and vars(torch.Tensor).get("data") is self._own:
-            del torch.Tensor.data
-        self._own = None
+    return Patch(_Attributes(torch.Tensor), "data", make)
 
 
 def _plain(tensor: object) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
+# -- One number read, or a row cut, from a divided tensor --------------------------------------------------------------
+# DTensor would give this rank's part, or a copy, and say nothing. It asks a table by operator before it does its own.
+
+_NUMBER: Final = torch.ops.aten._local_scalar_dense.default
+#: Views that cut, and where their arguments say along which dimensions, with the defaults.
+_CUTS: Final[Mapping[Any, Mapping[int, int]]] = {
+    torch.ops.aten.select.int: {1: 0},
+    torch.ops.aten.slice.Tensor: {1: 0},
+    torch.ops.aten.split.Tensor: {2: 0},
+    torch.ops.aten.split_with_sizes.default: {2: 0},
+    torch.ops.aten.diagonal.default: {2: 0, 3: 1},
+}
+
+
+def divided_patches(backend: Callable[[DTensor], str]) -> tuple[Patch, ...]:
+    """``item()``, ``float()`` and the like, and cuts that could be written to, raise for a tensor that ``backend`` divides.
+
+    ``backend`` gives the name of the one that divides a tensor, or "".
+    """
+    from torch.distributed.tensor import DTensor  # takes its time
+
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+
+    def number(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        tensor = args[0]
+        if all(placement.is_replicate() for placement in tensor.placements) or not (name := backend(tensor)):
+            return original(op, args, kwargs)
+        raise BackendError(
+            f"one number (item(), float(), bool(), ...) of a tensor that backend {name!r} divides over the ranks "
+            f"({', '.join(map(str, tensor.placements))}): on this rank it would be that of a part. Call tensor.full_tensor() on "
+            "every rank first"
+        )
+
+    def cut(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        # Along a divided dimension a view is a copy, gathered from all ranks: what is written to it would be lost.
+        # Autograd refuses writes to a view of what requires gradients, and makes views of its own in backward.
+        tensor = args[0]
+        safe = (torch.is_grad_enabled() and tensor.requires_grad) or torch._C._current_graph_task_id() != -1
+        if safe or not _along_divided(op, args) or not (name := backend(tensor)):
+            return original(op, args, kwargs)
+        raise BackendError(
+            f"an index, a slice or a split of a tensor of shape {tuple(tensor.shape)} that backend {name!r} divides over the "
+            f"ranks ({', '.join(map(str, tensor.placements))}): it would be a copy, so that writes to it are lost, which all "
+            "ranks must make together. To read, index tensor.full_tensor(), called on every rank; to write, change "
+            "full = accel.full_state_dict(model), then model.load_state_dict(full), on every rank"
+        )
+
+    def number_of_this_rank(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return op(args[0].to_local(), *args[1:], **kwargs)
+
+    def by_dtensor(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        own = handlers.pop(op)  # where no function is registered, it goes on by itself
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[op] = own
+
+    return around(handlers, _NUMBER, number, number_of_this_rank), *(
+        around(handlers, op, cut, by_dtensor) for op in _CUTS
+    )
+
+
+def _along_divided(op: Any, args: tuple[Any, ...]) -> bool:
+    tensor = args[0]
+    dims = [(args[at] if at < len(args) else default) % tensor.ndim for at, default in _CUTS[op].items()]
+    if op is torch.ops.aten.slice.Tensor:
+        defaults: tuple[Any, ...] = (None, None, 1)
+        start, end, step = args[2:] + defaults[len(args) - 2 :]
+        if not start and (end is None or end >= tensor.shape[dims[0]]) and step == 1:
+            return False  # all of it
+    return any(placement.is_shard(dim) for placement in tensor.placements for dim in dims)
+
+
+# -- Muon orthogonalises the whole matrix of a momentum, of which each rank has rows -----------------------------------
+# DTensor would cut the products up, whose sums round otherwise in bfloat16, and cannot where a rank has no row. So every
+# rank computes with the whole matrix, one at a time, and keeps its rows.
+
+
+@functools.cache
+def muon_patch() -> Patch:
+    """What computes it, for divided momenta."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    def orthogonalise(original: Callable[..., torch.Tensor], update: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(update, DTensor):
+            return original(update, *args, **kwargs)
+        whole = original(update.full_tensor(), *args, **kwargs)
+        return distribute_tensor(whole, update.device_mesh, update.placements, src_data_rank=None)
+
+    module: Any = torch.optim._muon
+    return around(vars(module), "_zeropower_via_newtonschulz", orthogonalise)

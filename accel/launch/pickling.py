@@ -8,7 +8,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -23,17 +23,15 @@ _MOST = 5  # culprits that an error names
 copyreg.pickle(type(torch.ops), lambda ops: (getattr, (torch, "ops")))
 
 
-class _Nowhere:
+class _NullFile:
     """A file that keeps nothing."""
 
     def write(self, data: Any) -> int:
         return len(data)
 
 
-class _Attempt(Protocol):
-    """Pickles an object without keeping it; returns the objects on the way that have a state to load."""
-
-    def __call__(self, obj: object) -> list[Any]: ...
+#: Pickles an object without keeping it; returns the objects on the way that have a state to load.
+_Attempt: TypeAlias = Callable[[object], list[Any]]
 
 
 def _attempt(pickler: type[Any], obj: object) -> list[Any]:
@@ -48,7 +46,7 @@ def _attempt(pickler: type[Any], obj: object) -> list[Any]:
                 found.setdefault(id(item), item)
             return None
 
-    Attempt(_Nowhere(), protocol=4).dump(obj)
+    Attempt(_NullFile(), protocol=4).dump(obj)
     return list(found.values())
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import contextlib
 import gc
 import logging
+import os
 import sys
 import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -21,41 +21,9 @@ from torch.distributed import distributed_c10d
 from ..errors import AccelError, DeviceError
 from .devices import names, parse_backend, pick, resolve, unserved
 from .environments import Place
-from .startup import UNKNOWN, Meeting, Watch, destroy_groups, disconnect, place_now, select, start
+from .hangs import HangDetector, disconnect, missing_ranks
+from .startup import UNKNOWN, Rendezvous, destroy_groups, place_now, select, start
 from .startup import Process as Process
-from .turns import turn
-
-# -- Who is missing, where a collective failed: gloo does not tell -----------------------------------------------------
-
-
-def roll_call(process: Process, error: object) -> str:
-    """Which ranks do not say that they failed too; empty where ``error`` is not about other ranks."""
-    text = str(error)
-    # A closed connection is noticed at once, a timeout by each rank in its own time.
-    wait = 4.0 if "imed out" in text else 1.0 if "by peer" in text else 0.0
-    if not wait:
-        return ""
-    missing: list[int] = []
-
-    def call() -> None:
-        with contextlib.suppress(RuntimeError):
-            failed = process.store("failed")
-            failed.set(str(process.place.rank), "")
-            time.sleep(wait)
-            missing.extend(r for r in range(process.place.world_size) if not failed.check([str(r)]))
-            missing.append(-1)
-
-    # The store may be on a host that is gone: then even the attempt may never end.
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(wait + 4)
-    if missing[-1:] != [-1]:
-        return f"rank 0 (host {process.hosts[0]}) cannot be reached, or the host of the launcher's store"
-    silent = [f"{r} (host {process.hosts[r]})" for r in missing[:-1]]
-    if not silent:
-        return "all ranks waited in vain"
-    return f"rank {', '.join(silent)} did not answer: it ended or hangs, or the link to it is cut"
-
 
 logger = logging.getLogger("accel")
 
@@ -68,10 +36,14 @@ class _State:
     ended: str = ""
     #: They were ended because the ranks are in different places.
     mismatch: bool = False
-    meeting: Meeting = field(default_factory=Meeting)
+    rendezvous: Rendezvous = field(default_factory=Rendezvous)
+    #: One thread at a time starts it.
+    starting: Any = field(default_factory=threading.RLock)
 
 
 _state = _State()
+# A forked process does not have the thread that had it.
+os.register_at_fork(after_in_child=lambda: setattr(_state, "starting", threading.RLock()))
 
 
 # -- start and end ----------------------------------------------------------------------------------------------------
@@ -114,14 +86,14 @@ def init(
 
 
 def _begin(backend: str | None, timeout: timedelta | None, devices: object) -> Process:
-    with turn:
+    with _state.starting:
         if _state.process is not None:  # another thread was first
             return _state.process
-        process = _state.process = start(backend, timeout, devices, _state.meeting)
+        process = _state.process = start(backend, timeout, devices, _state.rendezvous)
     if process.control is not None:
         limit = process.timeout.total_seconds()
-        process.watch = Watch(process.control, process.begun, limit, lambda: process.doing, _noticed)
-        process.watch.start()
+        process.detector = HangDetector(process.control, process.begun, limit, lambda: process.doing, _noticed)
+        process.detector.start()
         atexit.register(_at_exit)
     return process
 
@@ -160,7 +132,7 @@ def reason_of(error: RuntimeError) -> str:
     ``mismatched`` then says whether they were in different places.
     """
     process, limit = _state.process, time.monotonic() + 2
-    left: dict[int, str] = {} if process is None or process.watch is None else process.watch.left
+    left: dict[int, str] = {} if process is None or process.detector is None else process.detector.left
     while not _state.ended and not left and time.monotonic() < limit:
         time.sleep(0.02)
     if _state.ended:
@@ -169,8 +141,25 @@ def reason_of(error: RuntimeError) -> str:
         return "accel does not run"
     if left:
         return "; ".join(f"rank {number} (host {process.hosts[number]}) {how}" for number, how in sorted(left.items()))
-    reason = roll_call(process, error)
+    reason = _who_is_missing(process, error)
     return _state.ended or reason or "a connection between the ranks broke, and no rank says why"
+
+
+def _who_is_missing(process: Process, error: object) -> str:
+    """Which ranks do not say that they failed too; empty where ``error`` is not about other ranks."""
+    text = str(error)
+    # A closed connection is noticed at once, a timeout by each rank in its own time.
+    wait = 4.0 if "imed out" in text else 1.0 if "by peer" in text else 0.0
+    if not wait:
+        return ""
+    place = process.place
+    missing = missing_ranks(lambda: process.store("failed"), place.rank, place.world_size, wait)
+    if missing is None:
+        return f"rank 0 (host {process.hosts[0]}) cannot be reached, or the host of the launcher's store"
+    if not missing:
+        return "all ranks waited in vain"
+    silent = [f"{rank} (host {process.hosts[rank]})" for rank in missing]
+    return f"rank {', '.join(silent)} did not answer: it ended or hangs, or the link to it is cut"
 
 
 def mismatched() -> bool:
@@ -218,11 +207,11 @@ def _leave(how: str) -> None:
     process = _state.process
     atexit.unregister(_at_exit)
     if process is not None:
-        if process.watch is not None:
+        if process.detector is not None:
             if not _state.ended:
-                process.watch.tell_leave(how)
-            process.watch.stop()
-            process.watch = None
+                process.detector.tell_leave(how)
+            process.detector.stop()
+            process.detector = None
         if _state.ended:
             _finish_end()
         else:
@@ -261,11 +250,11 @@ def end_groups(reason: str, *, mismatch: bool = False) -> None:
 
 
 def _note_end(reason: str, mismatch: bool) -> None:
-    """The first part of an end, also done by the watch while this thread waits in a collective."""
+    """The first part of an end, also done by the hang detector while this thread waits in a collective."""
     if not _state.ended:
         _state.mismatch, _state.ended = mismatch, reason
-        if _state.process is not None and _state.process.watch is not None:
-            _state.process.watch.tell_end(reason, mismatch)
+        if _state.process is not None and _state.process.detector is not None:
+            _state.process.detector.tell_end(reason, mismatch)
     _disconnect_all()
 
 
@@ -276,7 +265,7 @@ def _noticed(reason: str, mismatch: bool) -> None:
 
 
 def _finish_end() -> None:
-    """What the watch leaves to this thread, because this thread may be using it."""
+    """What the hang detector leaves to this thread, because this thread may be using it."""
     if _state.process is not None and dist.group.WORLD is _state.process.group:
         end_groups(_state.ended)
 
@@ -291,8 +280,8 @@ def _at_exit() -> None:
     error = getattr(sys, "last_value", None)
     if error is not None:
         reason = f"rank {rank()} ended with {type(error).__name__}"
-        missing = roll_call(_state.process, error) if _state.process is not None and not _state.ended else ""
-        if missing and not _state.ended:  # the watch may have heard a better reason in the meantime
+        missing = _who_is_missing(_state.process, error) if _state.process is not None and not _state.ended else ""
+        if missing and not _state.ended:  # the hang detector may have heard a better reason in the meantime
             reason = f"{reason}: {missing}"
             logger.error(reason)
         end_groups(reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 from ..errors import AccelError, RankMismatchError
 from ..trees import map_tensors, walk
 from . import Process, current
-from .control import Waiting, agree
-from .turns import in_turn
+from .control import Waiting, agree, locked
+from .packing import broadcast_
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -26,7 +26,7 @@ _OPS = {
 }
 
 
-@in_turn
+@locked
 @torch.no_grad()
 def all_reduce(data: Any, op: str = "sum") -> Any:
     """Combines each tensor over the ranks, as stacking the ranks' tensors and reducing the new dimension would.
@@ -44,7 +44,7 @@ def all_reduce(data: Any, op: str = "sum") -> Any:
     """
     what = f"all_reduce(op={op!r})"
     problem = "" if op in tuple(_OPS) else f"expected op to be one of {', '.join(_OPS)}"
-    process, carrier, tensors, _ = _meet(what, data, problem, lambda tensor: _irreducible(tensor, op))
+    process, carrier, tensors, _ = _begin(what, data, problem, lambda tensor: _irreducible(tensor, op))
     if process.place.world_size == 1:
         return map_tensors(lambda tensor: _free(tensor).to(_reduced_dtype(tensor.dtype, op)), data)
     wide = {path: _widen(tensor.detach()) for path, tensor in tensors.items()}
@@ -60,7 +60,7 @@ def all_reduce(data: Any, op: str = "sum") -> Any:
     return walk(lambda path, _: results[path], data, "data")
 
 
-@in_turn
+@locked
 def all_gather(data: Any, *, gradients: bool = False) -> Any:
     """Concatenates each tensor of all ranks along its first dimension, which may differ between ranks.
 
@@ -79,7 +79,7 @@ def all_gather(data: Any, *, gradients: bool = False) -> Any:
     """
     carry = gradients and torch.is_grad_enabled()
     what = "all_gather(gradients=True)" if carry else "all_gather"
-    process, carrier, tensors, shapes = _meet(what, data, rows=True, gradients=carry)
+    process, carrier, tensors, shapes = _begin(what, data, rows=True, gradients=carry)
     if process.place.world_size == 1:
         return data if carry else map_tensors(_free, data)
     results = _gather(process, carrier, tensors, shapes)
@@ -93,7 +93,7 @@ def all_gather(data: Any, *, gradients: bool = False) -> Any:
 def _gather(
     process: Process, carrier: torch.device, tensors: dict[str, Tensor], shapes: list[dict[str, tuple[int, ...]]]
 ) -> dict[str, Any]:
-    mine = _pack(tensors, carrier)
+    mine = _pack(tensors.values(), carrier)
     sizes = [[math.prod(theirs[path]) * tensor.itemsize for path, tensor in tensors.items()] for theirs in shapes]
     longest = max(map(sum, sizes))
     buffers = [torch.empty(longest, dtype=torch.uint8, device=carrier) for _ in sizes]
@@ -126,7 +126,7 @@ class _WithGradient(torch.autograd.Function):
 _with_gradient: Any = _WithGradient.apply
 
 
-@in_turn
+@locked
 @torch.no_grad()
 def broadcast(data: Any, src: int = 0) -> Any:
     """Gives every rank the tensors of rank ``src``. On one process, an identity.
@@ -141,21 +141,16 @@ def broadcast(data: Any, src: int = 0) -> Any:
     """
     what, world = f"broadcast(src={src!r})", current().place.world_size
     problem = "" if type(src) is int and 0 <= src < world else f"expected src to be a rank from 0 to {world - 1}"
-    process, carrier, tensors, _ = _meet(what, data, problem)
+    process, carrier, tensors, _ = _begin(what, data, problem)
     if world == 1:
         return map_tensors(_free, data)
-    buffer = _pack(tensors, carrier)
+    copies = {path: _pack([tensor], carrier) for path, tensor in tensors.items()}
     with Waiting(process, what):
-        dist.broadcast(buffer, src, group=process.group)
-    pieces = torch.split(buffer, [tensor.numel() * tensor.itemsize for tensor in tensors.values()])
-    results = {
-        path: piece.clone().view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
-        for (path, tensor), piece in zip(tensors.items(), pieces, strict=True)
-    }
-    return walk(lambda path, _: results[path], data, "data")
+        broadcast_(copies.values(), process.group, src)
+    return walk(lambda path, t: copies[path].view(t.dtype).reshape(t.shape).to(t.device), data, "data")
 
 
-def _meet(
+def _begin(
     what: str,
     data: Any,
     problem: str = "",
@@ -237,9 +232,9 @@ def _carrier(process: Process, tensors: dict[str, Tensor]) -> torch.device:
     return torch.device("cpu")
 
 
-def _pack(tensors: dict[str, Tensor], carrier: torch.device) -> Tensor:
+def _pack(tensors: Iterable[Tensor], carrier: torch.device) -> Tensor:
     """The bytes of the tensors: no backend refuses a dtype then."""
-    dense = (tensor.detach().to(carrier).resolve_conj().resolve_neg().contiguous() for tensor in tensors.values())
+    dense = (tensor.detach().to(carrier).resolve_conj().resolve_neg().contiguous() for tensor in tensors)
     return torch.cat(
         [torch.empty(0, dtype=torch.uint8, device=carrier), *(t.reshape(-1).view(torch.uint8) for t in dense)]
     )

@@ -1,25 +1,33 @@
-"""What the ranks tell each other: small values, on accel's own process group."""
+"""What the ranks tell each other: small values, on accel's own process group. Whatever all ranks do together is one of these.
+
+``agree(what, value)``          every rank's value; all ranks are at one place, named by ``what`` (``agree_later``: in two halves)
+``raise_together(what, ...)``   after ``agree`` on what went wrong: one rank's failure is everyone's
+``require_equal(what, value)``  all ranks are here with one value, or every rank ends with an error
+``announce(process, what)``     a collective without names is next; compared only where what came before does not tell it
+``Waiting(process, what)``      around such a collective: tells the others where this rank is, and explains a lost connection
+``locked``                      of a function: one thread at a time, since the ranks match their calls by their order
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import pickle
+import re
 import threading
-import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Final, final
+from typing import Any, Final, ParamSpec, TypeVar, final
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..errors import AccelError, RankMismatchError, TimeoutError
 from . import Process, current, end_groups, ended, local_rank, mismatched, rank, reason_of, running
-from .startup import to_bytes, to_tensor
-from .turns import in_turn, thread_name, turn
+from .hangs import missing_ranks
+from .packing import begin_gather, bytes_left, content_of, framed, gather_framed, to_bytes
 
-_BLOCK = 1024  # bytes that every exchange sends; a longer value takes a second round
 #: What gloo and nccl say where another rank is gone.
 _LOST: Final = (
     "gloo/transport",
@@ -30,13 +38,86 @@ _LOST: Final = (
     "NCCL",
 )
 
+# -- One thread of a process at a time ---------------------------------------------------------------------------------
 
-@in_turn
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def thread_name() -> str:
+    """This thread as all ranks would name it: empty for the main one, and without the numbers that Python gives."""
+    thread = threading.current_thread()
+    if thread is threading.main_thread():
+        return ""
+    return f"{type(thread).__qualname__} {re.sub(r'[0-9]+', '', thread.name)!r}"
+
+
+@final
+class CollectiveLock:
+    """A context that one thread has at a time; a thread that has it enters again.
+
+    The ranks match their calls by their order, which threads do not have: each call that takes several exchanges holds the
+    lock, and the ranks tell each other which thread does.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._name = ""
+        self._waited = False
+        self._waiting: list[str] = []
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            name = thread_name()
+            waited = name == self._name
+            self._waiting.append(name)
+            self._lock.acquire()
+            self._waiting.remove(name)
+            self._waited = waited
+        if not self._depth:
+            self._name = thread_name()
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._waited = False
+        self._lock.release()
+
+    def contended(self) -> str:
+        """The name of the thread that has the lock, if another one of that name waits for it, or had it before."""
+        return self._name if self._waited or self._name in self._waiting else ""
+
+    def forget(self) -> None:
+        """In a forked process, which does not have the thread that had it."""
+        self.__init__()
+
+
+lock: Final = CollectiveLock()
+os.register_at_fork(after_in_child=lock.forget)
+
+
+def locked(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, which one thread at a time is in."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with lock:
+            return function(*args, **kwargs)
+
+    return call
+
+
+# -- Every rank's values -----------------------------------------------------------------------------------------------
+
+
+@locked
 def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list[Any]:
-    """Gathers a small value of every rank, on accel's own group. Collective; other threads wait for their turn.
+    """Gathers a small value of every rank, on accel's own group. Collective; other threads wait.
 
     Args:
-        what: Names this meeting, the same on every rank.
+        what: Names the place in the program, the same on every rank.
         value: What this rank tells; it is pickled.
         timeout: How long to wait for the other ranks; the process's timeout if None.
 
@@ -44,7 +125,7 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
         The values of all ranks, by rank.
 
     Raises:
-        RankMismatchError: another rank is at another meeting, or at this one in another thread; or threads of one name,
+        RankMismatchError: another rank is at another place, or at this one in another thread; or threads of one name,
             which the ranks cannot tell apart, come at once; on every rank.
         TimeoutError: a rank did not come; the process groups are ended, so that no rank hangs.
         AccelError: a rank ended while this one waited; the process groups are ended.
@@ -52,36 +133,30 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
     process = current()
     if process.control is None:
         return [value]
-    framed = _framed(what, value)
     limit = timeout or process.timeout
-    blocks = _gather(process, what, framed[:_BLOCK].ljust(_BLOCK, b"\0"), limit)
-    longest = 8 + max(int.from_bytes(block[:8], "little") for block in blocks)
-    if longest > _BLOCK:
-        blocks = _gather(process, what, framed.ljust(longest, b"\0"), limit)
-    return _values(what, blocks)
+    return _values(what, gather_framed(_content(what, value), lambda message: _gather(process, what, message, limit)))
 
 
-@in_turn
+@locked
 def agree_later(what: str, value: object) -> Callable[[], list[Any]]:
     """``agree`` in two halves: this one sends, and what it returns waits for the others. Each is for all ranks, in one order.
 
     Args:
-        what: names this meeting, the same on every rank.
+        what: names the place in the program, the same on every rank.
         value: a short one.
 
     Returns:
         What gives the values of all ranks, by rank; none where a rank has ended, which the next who needs it will say.
 
     Raises:
-        RankMismatchError: another rank is at another meeting; from the second half.
+        RankMismatchError: another rank is at another place; from the second half.
     """
-    process, framed = current(), _framed(what, value)
-    assert len(framed) <= _BLOCK, "longer than one round"
+    process, (message, *rest) = current(), framed(_content(what, value))
+    assert not rest, "longer than one round"
+    assert process.control is not None
     process.rounds += 1
-    mine = to_tensor(framed.ljust(_BLOCK, b"\0"))
-    theirs = [torch.empty_like(mine) for _ in range(process.place.world_size)]
     try:
-        work = dist.all_gather(theirs, mine, group=process.control, async_op=True)
+        work, theirs = begin_gather(message, process.control)
     except RuntimeError:
         return list
 
@@ -91,22 +166,21 @@ def agree_later(what: str, value: object) -> Callable[[], list[Any]]:
                 return []
         except RuntimeError:
             return []
-        blocks = [to_bytes(tensor) for tensor in theirs]
-        if any(int.from_bytes(block[:8], "little") + 8 > _BLOCK for block in blocks):
+        messages = list(map(to_bytes, theirs))
+        if any(map(bytes_left, messages)):
             raise RankMismatchError(f"the ranks are at different points of the program: not all are in {what!r}")
-        return _values(what, blocks)
+        return _values(what, list(map(content_of, messages)))
 
     return answers
 
 
-def _framed(what: str, value: object) -> bytes:
-    payload = pickle.dumps(((what, thread_name()), turn.crowded(), value))
-    return len(payload).to_bytes(8, "little") + payload
+def _content(what: str, value: object) -> bytes:
+    return pickle.dumps(((what, thread_name()), lock.contended(), value))
 
 
-def _values(what: str, blocks: list[bytearray]) -> list[Any]:
+def _values(what: str, contents: list[bytearray]) -> list[Any]:
     place = (what, thread_name())
-    messages = [pickle.loads(block[8:]) for block in blocks]
+    messages = [pickle.loads(content) for content in contents]
     if any(theirs != place for theirs, _, _ in messages):
         places = "; ".join(f"rank {n} is in {_place(*theirs)}" for n, (theirs, _, _) in enumerate(messages))
         advice = (
@@ -130,39 +204,54 @@ def _place(what: str, thread: str) -> str:
     return f"{what!r} in the thread {thread}" if thread else repr(what)
 
 
-def _gather(process: Process, what: str, block: bytes, limit: timedelta) -> list[bytearray]:
-    """Every rank's block, which are equally long."""
+def _gather(process: Process, what: str, message: bytes, limit: timedelta) -> list[bytearray]:
+    """Every rank's message, which are equally long."""
     process.rounds += 1
     before = process.doing
     process.doing = before or repr(what)
     try:
-        blocks = _exchange(process, what, block, limit)
-        process.meet()
-        return blocks
+        messages = _exchange(process, what, message, limit)
+        process.note_common_point()
+        return messages
     finally:
         process.doing = before
 
 
-def _exchange(process: Process, what: str, block: bytes, limit: timedelta) -> list[bytearray]:
+def _exchange(process: Process, what: str, message: bytes, limit: timedelta) -> list[bytearray]:
+    assert process.control is not None
     arrivals = process.store(str(process.rounds))
-    mine = to_tensor(block)
-    theirs = [torch.empty_like(mine) for _ in range(process.place.world_size)]
     patience = min(timedelta(seconds=1), limit / 4)
     try:
-        work = dist.all_gather(theirs, mine, group=process.control, async_op=True)
+        work, theirs = begin_gather(message, process.control)
         # To say who is missing, the ranks must say that they came; only those that wait for long do.
         late = not _done(work, patience)
         if late:
             arrivals.set(str(process.place.rank), "")
             late = not _done(work, limit - patience)
     except RuntimeError as error:
-        arrivals.set(str(process.place.rank), "")
+        with contextlib.suppress(RuntimeError):
+            arrivals.set(str(process.place.rank), "")
         if ended() or "imed out" not in str(error):
             raise lost(process.doing, error) from error
         late = True
     if late:
         raise _too_late(process, what, limit, arrivals, patience)
-    return [to_bytes(tensor) for tensor in theirs]
+    return list(map(to_bytes, theirs))
+
+
+def _too_late(
+    process: Process, what: str, limit: timedelta, arrivals: distributed_c10d.Store, patience: timedelta
+) -> TimeoutError:
+    seconds = f"{limit.total_seconds():g} s"
+    end_groups(f"not every rank came to {what!r} within {seconds}")
+    # Within its patience a rank that came in the meantime says so.
+    missing = missing_ranks(lambda: arrivals, process.place.rank, process.place.world_size, patience.total_seconds())
+    who = f"rank {', '.join(map(str, missing))} did not come" if missing else "some rank did not come"
+    return TimeoutError(
+        f"rank {process.place.rank} waited {seconds} in {what!r}, but {who}; the process groups were ended so that no "
+        "rank hangs. Every rank must make this call: look for a call on one rank only (`if accel.is_main():`), a rank "
+        "with fewer steps, or one that needs longer than accel.init(timeout=...)"
+    )
 
 
 def _done(work: Any, span: timedelta) -> bool:
@@ -173,6 +262,9 @@ def _done(work: Any, span: timedelta) -> bool:
             return False
         work.wait(span)  # it ended while this rank gave up: well, or with an error of its own
     return True
+
+
+# -- Collectives without names -----------------------------------------------------------------------------------------
 
 
 def lost(what: str, error: RuntimeError) -> AccelError:
@@ -195,7 +287,7 @@ def is_lost(error: BaseException | None) -> bool:
 
 @final
 class Waiting:
-    """Context: this rank is in what needs the others. The watch tells where; a lost connection raises accel's error.
+    """Context: this rank is in what needs the others. The hang detector tells where; a lost connection raises accel's error.
 
     Args:
         process: of this rank.
@@ -242,28 +334,45 @@ def announce(process: Process, what: str, details: Hashable = None) -> None:
     process.order.learn(event)
 
 
-def _too_late(
-    process: Process, what: str, limit: timedelta, arrivals: distributed_c10d.Store, patience: timedelta
-) -> TimeoutError:
-    seconds = f"{limit.total_seconds():g} s"
-    end_groups(f"not every rank came to {what!r} within {seconds}")
-    time.sleep(patience.total_seconds())  # the ranks that came in the meantime say so now
-    missing: list[str] = []
+# -- All ranks are well, and in the same place with the same value, or every rank ends with an error -------------------
 
-    def look() -> None:
-        with contextlib.suppress(RuntimeError):
-            missing.extend(str(r) for r in range(process.place.world_size) if not arrivals.check([str(r)]))
 
-    # The store may be on a host that is gone.
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    thread.join(5)
-    who = f"rank {', '.join(missing)} did not come" if missing else "some rank did not come"
-    return TimeoutError(
-        f"rank {process.place.rank} waited {seconds} in {what!r}, but {who}; the process groups were ended so that no "
-        "rank hangs. Every rank must make this call: look for a call on one rank only (`if accel.is_main():`), a rank "
-        "with fewer steps, or one that needs longer than accel.init(timeout=...)"
-    )
+def raise_together(
+    what: str, own: BaseException | None, problems: Sequence[str], kind: type[AccelError] = RankMismatchError
+) -> None:
+    """Raise where a rank failed: its own error there, on the others one of ``kind``, which names the rank.
+
+    Args:
+        what: failed.
+        own: this rank's error, None where it is well.
+        problems: every rank's error as text, which the ranks agreed on; empty where it is well.
+        kind: the class of the other ranks' error.
+    """
+    if own is not None:
+        raise own
+    for number, text in enumerate(problems):
+        if text:
+            raise kind(f"{what} failed on rank {number}, so on every rank: {text}")
+
+
+def require_equal(what: str, value: Any, explain: Callable[[list[Any]], str] = str) -> None:
+    """Compare ``value`` over the ranks.
+
+    Raises:
+        RankMismatchError: another rank has another value, or did not come; the process groups are ended, so that
+            a rank that waits elsewhere fails too.
+    """
+    try:
+        values = agree(what, value)
+    except TimeoutError as error:
+        raise RankMismatchError(f"{what} did not happen on every rank: {error}") from error
+    if any(v != value for v in values):
+        message = f"{what}: the ranks differ: {explain(values)}; make the same change on every rank"
+        end_groups(message, mismatch=True)
+        raise RankMismatchError(message)
+
+
+# -- What a loop calls -------------------------------------------------------------------------------------------------
 
 
 def barrier() -> None:
@@ -311,23 +420,3 @@ def main_first(*, local: bool = False) -> Iterator[None]:
             raise AccelError(f"main_first: the body failed on rank {number}, which was first: {text}")
     if not first:
         yield
-
-
-# -- All ranks are in the same place with the same value, or every rank ends with an error -----------------------------
-
-
-def require_equal(what: str, value: Any, explain: Callable[[list[Any]], str] = str) -> None:
-    """Compare ``value`` over the ranks.
-
-    Raises:
-        RankMismatchError: another rank has another value, or did not come; the process groups are ended, so that
-            a rank that waits elsewhere fails too.
-    """
-    try:
-        values = agree(what, value)
-    except TimeoutError as error:
-        raise RankMismatchError(f"{what} did not happen on every rank: {error}") from error
-    if any(v != value for v in values):
-        message = f"{what}: the ranks differ: {explain(values)}; make the same change on every rank"
-        end_groups(message, mismatch=True)
-        raise RankMismatchError(message)

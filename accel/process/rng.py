@@ -1,13 +1,14 @@
-"""Random number generators."""
+"""Random number generators: all of a process, seeded or saved; and some of them at states of their own for a while."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import random
 import sys
-from collections.abc import Mapping
-from typing import Any, final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -45,23 +46,18 @@ class RngState:
 
     def state_dict(self) -> dict[str, Any]:
         """Their state now."""
-        numpy, place = sys.modules.get("numpy"), device()
-        return {
-            "python": random.getstate(),
-            "numpy": None if numpy is None else numpy.random.get_state(),
-            "torch": torch.get_rng_state(),
-            "device": None if place.type == "cpu" else torch.get_device_module(place).get_rng_state(place).cpu(),
-        }
+        place = device()
+        there = None if place.type == "cpu" else torch.get_device_module(place).get_rng_state(place).cpu()
+        return {"numpy": None, **Generators(global_generators()).states(), "device": there}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Bring them to a saved state; those that it does not have stay as they are."""
         place = device()
-        random.setstate(state_dict["python"])
-        torch.set_rng_state(state_dict["torch"])
+        names = ["python", "torch"]
         if state_dict["numpy"] is not None:
-            import numpy
-
-            numpy.random.set_state(state_dict["numpy"])
+            importlib.import_module("numpy")
+            names.append("numpy")
+        Generators(global_generators()).put({name: state_dict[name] for name in names})
         if state_dict["device"] is not None and place.type != "cpu":
             torch.get_device_module(place).set_rng_state(state_dict["device"], place)
 
@@ -78,3 +74,179 @@ def rng_state() -> RngState:
     A rank that the saving job did not have gets numbers that no other rank draws.
     """
     return RngState()
+
+
+# -- generators by name ------------------------------------------------------------------------------------------------
+
+
+class _Access(NamedTuple):
+    """How a random generator of torch, random or numpy is read, put back and seeded."""
+
+    get: Callable[[], Any]
+    put: Callable[[Any], object]
+    seed: Callable[[int], object]
+
+
+def _access(generator: Any) -> _Access:
+    """The access to a generator object, or to the modules ``random`` and ``numpy.random``."""
+    if isinstance(generator, torch.Generator):
+        return _Access(generator.get_state, generator.set_state, generator.manual_seed)
+    if hasattr(generator, "getstate"):
+        return _Access(generator.getstate, generator.setstate, generator.seed)
+    if hasattr(generator, "get_state"):
+        return _Access(generator.get_state, generator.set_state, lambda seed: generator.seed(seed % 2**32))
+    bits = generator.bit_generator
+    return _Access(
+        lambda: bits.state,
+        lambda state: setattr(bits, "state", state),
+        lambda seed: setattr(bits, "state", type(bits)(seed).state),
+    )
+
+
+class Generators:
+    """Random generators by name, which are read, put back and seeded together."""
+
+    def __init__(self, named: Mapping[str, Any]) -> None:
+        self._all = {name: _access(generator) for name, generator in named.items()}
+
+    def states(self) -> dict[str, Any]:
+        """Their states now."""
+        return {name: access.get() for name, access in self._all.items()}
+
+    def put(self, states: Mapping[str, Any]) -> None:
+        """Brings those that ``states`` names, and that are here, to their states."""
+        for name in states.keys() & self._all.keys():
+            self._all[name].put(states[name])
+
+    def seeded(self, seed: int) -> dict[str, Any]:
+        """What their states would be after seeding."""
+        before = self.states()
+        try:
+            for access in self._all.values():
+                access.seed(seed)
+            return self.states()
+        finally:
+            self.put(before)
+
+
+def global_generators() -> dict[str, Any]:
+    """The global CPU generators; those of other devices are the model's."""
+    numpy = sys.modules.get("numpy")
+    return {"torch": torch.default_generator, "python": random, **({"numpy": numpy.random} if numpy else {})}
+
+
+class Private:
+    """Generators at states of their own inside ``with``, which go on there; put away outside."""
+
+    again: bool = True  # what they give can be drawn again
+
+    def __init__(self, generators: Generators, states: Mapping[str, Any]) -> None:
+        self._generators = generators
+        self.states = dict(states)
+
+    def __enter__(self) -> None:
+        outer = self._generators.states()
+        self._outer = {name: outer[name] for name in self.states if name in outer}
+        self._generators.put(self.states)
+
+    def __exit__(self, *_: object) -> None:
+        inner = self._generators.states()
+        self.states = {name: inner[name] for name in self._outer}
+        self._generators.put(self._outer)
+
+    def settled(self, began: Mapping[str, Any], own: Iterable[str]) -> Private | InPlace:
+        """How a program that resumes goes on reading what began at some states: in place, where its generators are here.
+
+        They are where the program brought them back too (``rng_state``). ``own`` ones are the loader's, and brought here.
+        """
+        mine = set(own)
+        self._generators.put({name: state for name, state in self.states.items() if name in mine})
+        now = self._generators.states()
+        if all(_same(state, now[name]) for name, state in self.states.items()):
+            return InPlace(self._generators, began)
+        self.states = {name: state for name, state in self.states.items() if name not in mine}
+        return self
+
+
+class InPlace:
+    """Reading inside ``with`` from generators that others may use too, as raw PyTorch does.
+
+    What was read can be drawn again from ``states``, where reading began, as long as nobody else drew in between from a
+    generator that reading draws from later.
+
+    Args:
+        generators: those that reading may draw from.
+        began: the states where it began, if that was before.
+        once: nothing is drawn after the first time, so that there is nothing to watch.
+    """
+
+    def __init__(self, generators: Generators, began: Mapping[str, Any] | None = None, *, once: bool = False) -> None:
+        self._generators, self._once = generators, once
+        self._last = generators.states()
+        self.states = dict(began or self._last)
+        self.drew = set(began or ())
+        self._moved: set[str] = set()
+        self.again = True
+
+    def __enter__(self) -> None:
+        if self._once and self.drew:
+            return
+        self._before = self._generators.states()
+        self._moved |= _changed(self._last, self._before) & self.drew
+        # What did not draw yet begins here.
+        self.states.update((name, state) for name, state in self._before.items() if name not in self.drew)
+
+    def __exit__(self, *_: object) -> None:
+        if self._once and self.drew:
+            return
+        self._last = self._generators.states()
+        drawn = _changed(self._before, self._last)
+        self.drew |= drawn
+        self.again = self.again and not drawn & self._moved
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
+    return {name for name, state in before.items() if not _same(state, after[name])}
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two states of a generator are equal."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, tuple) and any(hasattr(value, "tobytes") for value in one):
+        return all(map(_same, one, other))
+    return bool((one == other).all()) if hasattr(one, "tobytes") else bool(one == other)
+
+
+def to_plain(state: Any) -> Any:
+    """A generator's state as what JSON holds."""
+    if isinstance(state, torch.Tensor):
+        return {"bytes": bytes(state.tolist()).hex()}
+    if isinstance(state, dict):
+        return {name: to_plain(value) for name, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [to_plain(value) for value in state]
+    return state.tolist() if hasattr(state, "tolist") else state
+
+
+def from_plain(state: Any) -> Any:
+    """The generator's state that ``to_plain`` was given, or its equal."""
+    if isinstance(state, dict):
+        if state.keys() == {"bytes"}:
+            return torch.frombuffer(bytearray.fromhex(state["bytes"]), dtype=torch.uint8)
+        return {name: from_plain(value) for name, value in state.items()}
+    return tuple(map(from_plain, state)) if isinstance(state, list | tuple) else state
+
+
+def is_generator(value: Any) -> bool:
+    """Whether an object is a random generator: of torch, random or numpy."""
+    if isinstance(value, torch.Generator | random.Random):
+        return True
+    return type(value).__module__.startswith("numpy.random") and hasattr(value, "random")
+
+
+def seed_of(generator: Any) -> Any:
+    """What a generator was seeded with; torch's tell, of others it is their state."""
+    return generator.initial_seed() if isinstance(generator, torch.Generator) else to_plain(_access(generator).get())

@@ -12,21 +12,18 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Final, Protocol, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rendezvous import rendezvous as rendezvous_at
 
 from ..errors import AccelError, DeviceError, LaunchError
 from .devices import available, default_backend, identity, parse_backend, pick, refuse_shared, resolve, unserved
 from .environments import ALONE, Place, detect
-from .watch import Watch as Watch
-from .watch import counts
-from .watch import disconnect as disconnect
-from .watch import to_bytes as to_bytes
-from .watch import to_tensor as to_tensor
+from .hangs import HangDetector, counts
+from .packing import begin_gather, gather_framed, to_bytes
 
 # -- order -------------------------------------------------------------------------------------------------------------
 # Whether all ranks do the same collectives in the same order: they carry no names, so that they would be mixed up.
@@ -83,13 +80,6 @@ class Order:
         self._last = (event, number)
 
 
-class Dependent(Protocol):
-    """What uses the process groups, and must let go of them when they are ended."""
-
-    def abandon(self, reason: str) -> None:
-        """Let go of the groups; local."""
-
-
 @final
 @dataclass(eq=False, kw_only=True)
 class Process:
@@ -110,18 +100,19 @@ class Process:
     explicit: bool = False
     #: Names this start among all, for keys in the store that all ranks share.
     token: str = ""
-    watch: Watch | None = None
+    detector: HangDetector | None = None
     #: The hosts of all ranks.
     hosts: tuple[str, ...] = ()
     #: How many exchanges the control group has seen; after how many of them all ranks were together last, and what this
     #: rank had begun on the other groups then, where messages between two ranks are counted too.
     rounds: int = 0
-    met: tuple[int, Mapping[str, int]] = field(default_factory=lambda: (0, {}))
-    #: What of accel's the thread that trains is in that needs the other ranks; for the watch.
+    common: tuple[int, Mapping[str, int]] = field(default_factory=lambda: (0, {}))
+    #: What of accel's the thread that trains is in that needs the other ranks; for the detector.
     doing: str = ""
     #: The collectives of the engines, one after the other.
     order: Order = field(default_factory=Order)
-    dependents: weakref.WeakSet[Dependent] = field(default_factory=weakref.WeakSet)
+    #: What uses the process groups: ``abandon(reason)`` makes it let go of them when they are ended.
+    dependents: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     #: What lets go of the groups that other libraries keep for themselves.
     releases: list[Callable[[], None]] = field(default_factory=list)
 
@@ -136,13 +127,13 @@ class Process:
         through_cpu = "cpu" in self.backends and self.backends.get(self.device.type) in (None, "gloo")
         return torch.device("cpu") if through_cpu else self.device
 
-    def meet(self) -> None:
+    def note_common_point(self) -> None:
         """Note that all ranks are together."""
-        self.met = self.rounds, counts(self.control, self.place.world_size)
+        self.common = self.rounds, counts(self.control, self.place.world_size)
 
     def begun(self) -> dict[str, int]:
         """How many collectives this rank has begun, by group, so that ranks can compare: since they were together last."""
-        number, before = self.met
+        number, before = self.common
         now = counts(self.control, self.place.world_size)
         since = {f"{name} since {number}": count - before.get(name, 0) for name, count in now.items()}
         return {"accel": self.rounds, **since}
@@ -159,10 +150,9 @@ class Process:
 
 
 UNKNOWN = -1  # the local rank in a process group made outside accel, until the ranks have told their hosts
-_FRAME = 4096  # bytes of one rank's report
 
 
-def start(backend: str | None, timeout: timedelta | None, request: object, meeting: Meeting) -> Process:
+def start(backend: str | None, timeout: timedelta | None, request: object, rendezvous: Rendezvous) -> Process:
     """Brings this rank up; what is wrong on one rank is told to all, so that all raise."""
     place, problem = place_now(), ""
     explicit = backend is not None or dist.is_initialized()
@@ -187,17 +177,17 @@ def start(backend: str | None, timeout: timedelta | None, request: object, meeti
     )
     if place.world_size > 1:
         # As the other ranks, which may have no problem, choose it.
-        _connect(process, backend or default_backend(available()[0]), problem, meeting)
+        _connect(process, backend or default_backend(available()[0]), problem, rendezvous)
     select(process.device)
     return process
 
 
-def _connect(process: Process, backend: str, problem: str, meeting: Meeting) -> None:
+def _connect(process: Process, backend: str, problem: str, rendezvous: Rendezvous) -> None:
     if process.group is None:
         importlib.import_module(
             "torch.distributed.nn"
         )  # optimizers do so later, when it would hold the group (`unseen_group`)
-        process.group, process.owns_group = meeting.make_group(process.place, backend, process.timeout), True
+        process.group, process.owns_group = rendezvous.make_group(process.place, backend, process.timeout), True
         process.backends = parse_backend(dist.get_backend_config(process.group))
     try:
         process.control = dist.new_group(timeout=process.timeout, backend="gloo", group_desc="accel control")
@@ -215,7 +205,7 @@ def _connect(process: Process, backend: str, problem: str, meeting: Meeting) -> 
 
 
 @dataclass
-class Meeting:
+class Rendezvous:
     """Where the ranks meet. Its store is kept over restarts, so that no rank comes to one that is about to end."""
 
     store: distributed_c10d.Store | None = None
@@ -234,7 +224,7 @@ class Meeting:
         rank, world = place.rank, place.world_size
         try:
             if self.store is None or self.where != place:
-                self.store, self.where = next(rendezvous(url, rank, world, timeout=timeout))[0], place
+                self.store, self.where = next(rendezvous_at(url, rank, world, timeout=timeout))[0], place
             self.store.set_timeout(timeout)
             self.starts += 1
             store = distributed_c10d.PrefixStore(f"accel/{self.starts}", self.store)
@@ -253,7 +243,7 @@ def _agree_on_devices(process: Process, problem: str) -> None:
     """Picks this rank's device; where a rank has a problem, or two ranks one device, all raise."""
     host, first = socket.gethostname(), process.asked[0]
     problem = problem or unserved(first, process.backends)
-    reports = _exchange(process, (problem[:1500], host, f"{first.type} by {process.backends.get(first.type)}"))
+    reports = _exchange(process, (problem, host, f"{first.type} by {process.backends.get(first.type)}"))
     for rank, (text, *_) in enumerate(reports):
         if text:
             raise DeviceError(f"rank {rank}: {text}")
@@ -272,10 +262,14 @@ def _agree_on_devices(process: Process, problem: str) -> None:
 
 def _exchange(process: Process, value: object) -> list[Any]:
     """Every rank's value; torch's own all_gather_object needs NumPy."""
-    mine = to_tensor(pickle.dumps(value).ljust(_FRAME, b"\0"))
-    theirs = [torch.empty_like(mine) for _ in range(process.place.world_size)]
-    dist.all_gather(theirs, mine, group=process.control)
-    return [pickle.loads(to_bytes(tensor)) for tensor in theirs]
+
+    def gather(message: bytes) -> list[bytearray]:
+        assert process.control is not None
+        work, theirs = begin_gather(message, process.control)
+        work.wait()
+        return list(map(to_bytes, theirs))
+
+    return list(map(pickle.loads, gather_framed(pickle.dumps(value), gather)))
 
 
 def place_now() -> Place:

@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.gradients.log import GradientLog
-from accel.gradients.mask import TrainableMask
+from accel.gradients.log import GradientLog, TrainableMask
 
 from .contenders import RIVALS, installed_rivals
 from .ranks import run
@@ -58,7 +57,7 @@ def _log(seconds: float) -> dict[str, Times]:
 
         def once() -> None:
             torch.stack(parameters).sum().backward()
-            log.fold(pending=False)
+            log.fold()
 
         return once
 

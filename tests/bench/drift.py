@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 import accel
-from accel.gradients.drift import DriftGuard
+from accel.engines.base.drift import DriftGuard
 from accel.process import current
 from accel.registry import registry
 

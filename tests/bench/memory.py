@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.engines.memory import MemoryUse
+from accel.engines.base.memory import MemoryUse
 from examples.big import gpt_70b
 
 from .ranks import run

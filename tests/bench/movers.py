@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 import accel
-from accel.checkpoint.dtypes import memory
+from accel.checkpoint.safetensors import memory
 
 PIECE = 8 << 20
 #: Does the work; what it returns is to be waited for afterwards, when the clock has stopped.

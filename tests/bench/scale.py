@@ -18,11 +18,21 @@ from typing import Any, TypeVar
 import torch
 
 from accel.checkpoint import record, shards
-from accel.checkpoint.layout import Listing, Packed, Row, make_listing, make_plan, parts, sources, unpack
-from accel.checkpoint.leaves import Listed
+from accel.checkpoint.layout import (
+    Inventory,
+    PackedInventory,
+    Row,
+    make_inventory,
+    make_layout,
+    parts,
+    unpack,
+    write_items,
+)
+from accel.checkpoint.objects import LocalRange
 from accel.checkpoint.reader import Reader
 from accel.checkpoint.record import Record, Stored
-from accel.checkpoint.shards import Entry, Source, Written
+from accel.checkpoint.safetensors import Entry
+from accel.checkpoint.shards import WriteItem, Written
 from accel.shard import Shard
 
 from .ranks import run
@@ -58,12 +68,12 @@ def simulate(world: int, tensors: int, loading: int, directory: str) -> Scale:
     """Plan a save of ``tensors`` on ``world`` ranks, and load the share of the middle one of ``loading`` ranks."""
     table: list[Row] = [(f"model/layers.{i}.weight", "F32", (4096 - i % 7, COLUMNS)) for i in range(tensors)]
     memory = torch.ones(4096, COLUMNS)
-    mine = [Listed(s, sure=True) for s in _rows_of(world // 2, world, table, memory)]
-    listing, list_s = _timed(lambda: make_listing(mine, compare=True))
+    mine = [LocalRange(s, equal=True) for s in _rows_of(world // 2, world, table, memory)]
+    listing, list_s = _timed(lambda: make_inventory(mine, compare=True))
     packed = [_pack(rank, world, table) for rank in range(world)]
     assert packed[world // 2].numbers == listing.pack(0).numbers
-    plan, plan_s = _timed(lambda: make_plan(unpack(packed), world))
-    assert len(sources(plan, world // 2, mine)) == sum(one.shard.tensor.numel() > 0 for one in mine)
+    plan, plan_s = _timed(lambda: make_layout(unpack(packed), world))
+    assert len(write_items(plan, world // 2, mine)) == sum(one.shard.tensor.numel() > 0 for one in mine)
 
     found = parts(plan.ranges, torch.arange(world))
     stored = {name: Stored(dtype, shape, tuple(found.get(i, ()))) for i, (name, dtype, shape) in enumerate(table)}
@@ -102,11 +112,11 @@ def _rows_of(rank: int, world: int, table: list[Row], memory: torch.Tensor) -> l
     ]
 
 
-def _pack(rank: int, world: int, table: list[Row]) -> Packed:
+def _pack(rank: int, world: int, table: list[Row]) -> PackedInventory:
     """What a rank sends, without making its tensors."""
     begin, end = _rows(rank, world, torch.tensor([shape[0] for _, _, shape in table]))
     numbers = torch.stack([torch.arange(len(table)), begin * COLUMNS, (end - begin) * COLUMNS, torch.zeros_like(begin)])
-    return Listing(table, numbers).pack(0 if rank else None)
+    return Inventory(table, numbers).pack(0 if rank else None)
 
 
 def _write(rank: int, world: int, table: list[Row], memory: torch.Tensor, directory: str, *, real: bool) -> Written:
@@ -114,7 +124,7 @@ def _write(rank: int, world: int, table: list[Row], memory: torch.Tensor, direct
     if not real:
         return Written(name, 1 << 40, ("0" * 16,))
     own = [
-        Source(Entry(s.name, "F32", s.shape, s.start, s.tensor.numel()), s.tensor, 0)
+        WriteItem(Entry(s.name, "F32", s.shape, s.start, s.tensor.numel()), s.tensor, 0)
         for s in _rows_of(rank, world, table, memory)
         if s.tensor.numel()
     ]

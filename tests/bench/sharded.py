@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel.engines.sharded.exchange import broadcast_from_owners
 from accel.engines.sharded.owners import Owners
+from accel.process.packing import broadcast_from_owners
 
 from .contenders import by_accel, plain_step, raw_ddp
 from .section import Data, Panel, Section, Verdict

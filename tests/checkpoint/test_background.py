@@ -16,8 +16,8 @@ import torch
 import accel
 from accel.checkpoint import shards
 from accel.errors import CheckpointError
-from tests.checkpoint.test_faults import file_limit
 from tests.distributed import outcomes, refusals, run, wait_for
+from tests.faults import Fault, full_disk
 
 
 def large(value: float) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def test_load_and_latest_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_failure_comes_out_of_the_future_and_of_the_next_save(tmp_path: Path) -> None:
     accel.save(large(1.0), tmp_path)
-    with file_limit(1000):
+    with full_disk(1000):
         pending = accel.save(large(2.0), tmp_path, wait=False)
         assert pending is not None
         with pytest.raises(CheckpointError, match="File too large"):
@@ -170,11 +170,8 @@ def test_a_directory_that_goes_meanwhile_is_an_error_on_every_rank(tmp_path: Pat
     assert "No such file" in second
 
 
-def dies(directory: Path, begun: Path) -> str:
-    """Rank 1 ends before its part is written."""
+def in_the_background(directory: Path, begun: Path) -> str:
     accel.init(timeout=2)
-    if accel.rank() == 1:
-        shards.write = lambda *a: (wait_for(begun.exists), os._exit(1))  # type: ignore[assignment,return-value]
     pending = accel.save(large(2.0), directory, wait=False)
     assert pending is not None
     if accel.is_main():
@@ -184,7 +181,9 @@ def dies(directory: Path, begun: Path) -> str:
 
 def test_a_rank_that_dies_is_named_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
     accel.save(large(1.0), tmp_path / "c")
-    first, _ = outcomes(2, dies, tmp_path / "c", tmp_path / "begun", breaks=True)
+    begun = tmp_path / "begun"
+    end = Fault("exit 1", at="accel.checkpoint.shards:write", rank=1, when=str(begun))
+    first, _ = outcomes(2, in_the_background, tmp_path / "c", begun, breaks=True, fails=[end])
     assert "rank 1 " in first.value
     assert accel.load(tmp_path / "c")["n"] == 1.0
 

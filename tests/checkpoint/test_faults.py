@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import os
 import random
-import resource
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,8 @@ import torch
 import accel
 from accel.checkpoint import folder
 from accel.errors import CheckpointError
-from tests.distributed import GUARD, _context, _initialise, outcomes, refusals, run, wait_for
+from tests.distributed import GUARD, _context, outcomes, refusals, run, wait_for
+from tests.faults import Fault, full_disk
 
 KILLS = int(os.environ.get("ACCEL_TEST_KILLS", "6"))
 
@@ -40,14 +38,9 @@ def read(directory: Any) -> float:
     return float(state["n"])
 
 
-def save_for_ever(rank: int, world: int, store: str, directory: str, wait: bool, ready: Any) -> None:
-    _initialise(rank, world, store)
-    value = 1.0
-    while True:
+def save_for_ever(directory: str, wait: bool) -> None:
+    for value in itertools.count(1.0):
         accel.save(tensors(value), directory, wait=wait)
-        if value == 2.0 and rank == 0:
-            ready.set()
-        value += 1
 
 
 @pytest.mark.parametrize(("world", "wait"), [(1, True), (2, True), (2, False)])
@@ -57,36 +50,19 @@ def test_killed_at_any_moment(world: int, wait: bool, tmp_path: Path) -> None:
     numbers = random.Random(world)
     last = 0.0
     for _ in range(max(1, KILLS // 3)):
-        ready = _context.Event()
-        with tempfile.TemporaryDirectory() as store:
-            arguments = [(r, world, f"{store}/s", str(directory), wait, ready) for r in range(world)]
-            processes = [_context.Process(target=save_for_ever, args=a, daemon=True) for a in arguments]
-            for process in processes:
-                process.start()
-            assert ready.wait(GUARD)
-            time.sleep(numbers.uniform(0, 0.05))
-            for process in numbers.sample(processes, world):
-                process.kill()  # nothing, where it heard of the other's end and is gone already
-            for process in processes:
-                process.join(GUARD)
-                assert process.exitcode in (-signal.SIGKILL, 1)  # 1: it heard of the other's end first
+        ends = [
+            Fault("SIGKILL", at="accel:save", rank=rank, turn=3, after=numbers.uniform(0, 0.05))
+            for rank in range(world)
+        ]
+        for result in outcomes(world, save_for_ever, str(directory), wait, breaks=True, fails=ends):
+            assert result.error  # where not of its own end, it heard of the other's first
+            assert result.error != ("Died",) or result.message == "exit status -9"
         accel.verify(directory)
         assert read(directory) >= 1
         last -= 1
         accel.save(tensors(last), directory)
         assert read(directory) == last
         assert sorted(p.suffix for p in directory.iterdir()) == [".json", ".lock", ".safetensors"]
-
-
-@contextlib.contextmanager
-def file_limit(size: int) -> Iterator[None]:
-    """No file may grow beyond ``size``: the disk is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -97,7 +73,7 @@ def content(directory: Path) -> dict[str, bytes]:
 def test_a_full_disk_changes_nothing(limit: int, tmp_path: Path) -> None:
     accel.save(tensors(1.0), tmp_path / "c")
     before = content(tmp_path / "c")
-    with file_limit(limit), pytest.raises(CheckpointError, match="File too large"):
+    with full_disk(limit), pytest.raises(CheckpointError, match="File too large"):
         accel.save(tensors(2.0), tmp_path / "c")
     assert content(tmp_path / "c") == before
     assert read(tmp_path / "c") == 1
@@ -108,7 +84,7 @@ def test_a_full_disk_changes_nothing(limit: int, tmp_path: Path) -> None:
 def save_on_a_full_disk(directory: str, wait: bool) -> None:
     accel.save(tensors(1.0), directory)
     try:
-        with file_limit(10_000 if accel.rank() == 1 else 10**9):
+        with full_disk(10_000 if accel.rank() == 1 else 10**9):
             pending = accel.save(tensors(2.0), directory, wait=wait)
             if pending is not None:
                 pending.exception(60)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import accel
 from accel import CheckpointError
 from accel.__main__ import main
+from tests.backends import deepspeed_alone
 from tests.distributed import outcomes, run
 
 
@@ -191,8 +192,6 @@ def test_a_directory_of_dcp(tmp_path: Path) -> None:
 
 def save_zero(directory: str, stage: int) -> None:
     """By the library alone, from its own engine."""
-    import deepspeed
-
     net, raw = make()
     config = {
         "train_micro_batch_size_per_gpu": 8,
@@ -201,7 +200,7 @@ def save_zero(directory: str, stage: int) -> None:
         "zero_allow_untrusted_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    engine, _, _, _ = deepspeed.initialize(model=net, optimizer=raw, config=config, dist_init_required=False)
+    engine, _, _, _ = deepspeed_alone(model=net, optimizer=raw, config=config, dist_init_required=False)
     for step in range(3):
         x, y = batch(step)
         engine.backward(F.mse_loss(engine(x), y))

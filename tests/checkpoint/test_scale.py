@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import accel
-from accel.checkpoint.layout import Listing, Row, make_plan, parts
+from accel.checkpoint.layout import Inventory, Row, make_layout, parts
 from accel.checkpoint.record import Record, Stored, encode, parse
 from accel.checkpoint.shards import Written
 from accel.errors import CheckpointError
@@ -61,7 +61,7 @@ def work(act: Callable[[], Any]) -> int:
     return lines + elements.count
 
 
-def listings(kind: str, world: int, tensors: int) -> list[Listing]:
+def inventories(kind: str, world: int, tensors: int) -> list[Inventory]:
     """What the ranks list; in ``pairs`` each half of the ranks has all, divided, so that two ranks hold each range."""
     divided = {"replicated": 1, "sharded": world, "pairs": world // 2}[kind]
     count = 4096 // divided
@@ -71,13 +71,13 @@ def listings(kind: str, world: int, tensors: int) -> list[Listing]:
     found = []
     for rank in range(world):
         columns[1] = rank % divided * count
-        found.append(Listing(table, columns.clone()))
+        found.append(Inventory(table, columns.clone()))
     return found
 
 
-def record_of(everyone: list[Listing], world: int) -> bytes:
+def record_of(everyone: list[Inventory], world: int) -> bytes:
     """Plan, and write the record."""
-    plan = make_plan(everyone, world)
+    plan = make_layout(everyone, world)
     found = parts(plan.ranges, torch.arange(world))
     files = [Written(f"accel-{SAVE}-{r:05d}.safetensors", 1 << 30, ("0" * 16,)) for r in range(world)]
     stored = {name: Stored(dtype, shape, tuple(found[i])) for i, (name, dtype, shape) in enumerate(plan.table)}
@@ -93,7 +93,7 @@ def find(content: bytes) -> None:
 @pytest.mark.parametrize("kind", ["replicated", "sharded", "pairs"])
 def test_planning_grows_with_the_number_of_ranges(kind: str) -> None:
     def spent(world: int, tensors: int) -> int:
-        everyone = listings(kind, world, tensors)
+        everyone = inventories(kind, world, tensors)
         return work(lambda: record_of(everyone, world))
 
     spent(2, 2)  # what torch imports at its first use is not counted
@@ -103,7 +103,7 @@ def test_planning_grows_with_the_number_of_ranges(kind: str) -> None:
 
 
 def test_reading_a_record_grows_with_its_size() -> None:
-    contents = [record_of(listings("sharded", world, 400), world) for world in (2, 2, 16, 512)]
+    contents = [record_of(inventories("sharded", world, 400), world) for world in (2, 2, 16, 512)]
     _, _, small, large = (work(lambda content=content: find(content)) for content in contents)  # type: ignore[misc]
     assert large / small < 1.2 * len(contents[3]) / len(contents[2]) < 4
 

@@ -14,9 +14,9 @@ import torch
 
 import accel
 from accel.checkpoint import reader
-from accel.checkpoint.shards import CHUNK
+from accel.checkpoint.safetensors import CHUNK
 from accel.errors import CheckpointError
-from accel.process.turns import turn
+from accel.process.control import lock
 from tests.checkpoint.crafting import shard_of
 from tests.distributed import run, wait_for
 
@@ -69,7 +69,7 @@ def test_threads_work_at_once_and_are_done_when_one_fails() -> None:
         done.append(number)
 
     with pytest.raises(ValueError, match="the second"):
-        reader.Crew().each(act, range(100))
+        reader.ReaderThreads().each(act, range(100))
     so_far = len(done)
     time.sleep(0.5)
     assert so_far == len(done) < 99
@@ -158,7 +158,7 @@ def reduce_in_alike_threads(ready: Path) -> list[Any]:
     if not accel.is_main():
         wait_for(ready.exists)
         return list(in_threads(calls, one_by_one=True).values())
-    watching = threading.Thread(target=lambda: (wait_for(lambda: turn._waiting), ready.touch()))
+    watching = threading.Thread(target=lambda: (wait_for(lambda: lock._waiting), ready.touch()))
     watching.start()
     try:
         return list(in_threads(calls).values())

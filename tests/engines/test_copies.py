@@ -16,15 +16,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import accel
 from tests.backends import BACKENDS, need
 from tests.distributed import run
+from tests.models import sgd
 
 
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3), nn.Linear(3, 1))
-
-
-def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
 
 def pickled(value: Any) -> Any:

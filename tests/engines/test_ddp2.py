@@ -12,6 +12,7 @@ from torch import nn
 import accel
 from accel.process import current
 from tests.distributed import refusals, run
+from tests.models import mlp, sgd
 
 
 def two_devices() -> None:
@@ -21,9 +22,8 @@ def two_devices() -> None:
 
 
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model = mlp(4, 8, 2, seed=3)
+    return model, sgd(model)
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,9 +16,9 @@ from torch import nn
 import accel
 from accel.engines.horovod import _position
 from tests.distributed import outcomes, refusals, run
-from tests.test_process import clean_environ
+from tests.faults import Fault, reach
+from tests.programs import clean_environ
 
-ROOT = Path(__file__).parent.parent.parent
 MISSING = importlib.util.find_spec("horovod") is None
 needs_horovod = pytest.mark.skipif(MISSING, reason="horovod is not installed: docs/hosts.md says how to build it")
 
@@ -50,7 +50,7 @@ def test_positions(hosts: list[str], positions: list[Any]) -> None:
 UNDER_HOROVODRUN = """
 import sys
 import accel
-from tests.engines.test_contract import Cell, check_cells
+from tests.engines.matrix import Cell, check_cells
 if "first" in sys.argv:
     import horovod.torch as hvd
     hvd.init()
@@ -162,16 +162,15 @@ def test_a_horovod_of_other_ranks_is_refused() -> None:
 def one_rank_dies() -> None:
     raw = nn.Linear(2, 1)
     model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 0.1), backend="horovod")
-    for step in range(3):
-        if step == 1 and accel.rank() == 1:
-            os._exit(3)
+    for _ in range(3):
+        reach("step")
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
 
 
 @needs_horovod
 def test_a_rank_that_dies_ends_the_others_with_an_error() -> None:
-    first, second = outcomes(2, one_rank_dies, breaks=True)
+    first, second = outcomes(2, one_rank_dies, breaks=True, fails=[Fault("exit 3", at="step", rank=1, turn=2)])
     assert "AccelError" in first.error, first.trace
     assert "cannot go on in 'the reduction of gradients (Linear, step 2)'" in first.message
     assert second.message == "exit status 3"

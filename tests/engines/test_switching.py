@@ -20,7 +20,7 @@ import accel
 from accel.registry import registry
 from tests.backends import BACKENDS, engine_of, need
 from tests.distributed import refusals, run
-from tests.engines.test_contract import OPTIMIZERS, batches, build, distance, parts
+from tests.engines.matrix import OPTIMIZERS, apart, batches, build, parts
 
 STEPS = 3
 
@@ -66,7 +66,7 @@ def switch(backends: list[Any], kind: str) -> tuple[float, float, list[list[floa
     train_raw(reference, reference_optimizer, reference_scheduler, range(end + 2), world)
     moved = max(float((p.cpu() - q).detach().abs().max()) for p, q in zip(reference.parameters(), start, strict=True))
     rates = [[g["lr"] for g in o.param_groups] for o in (raw_optimizer, reference_optimizer)]
-    return distance((raw, raw_optimizer), (reference, reference_optimizer)), moved, rates
+    return apart((raw, raw_optimizer), (reference, reference_optimizer)), moved, rates
 
 
 def backends_of(synchronizes: tuple[bool, ...]) -> list[Any]:

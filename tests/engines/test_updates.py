@@ -18,15 +18,15 @@ from accel.process import current
 from accel.registry import registry
 from tests.backends import need
 from tests.distributed import refusals, run
-from tests.engines.test_deferred import known
+from tests.engines.test_averaging import known
+from tests.models import mlp
 
 WHOLE = ["ddp", "sharded", "deferred", accel.DeepSpeed(stage=0)]
 STEPS = 3
 
 
 def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    return mlp(4, 6, 6, 3)
 
 
 class Pair:

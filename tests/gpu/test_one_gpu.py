@@ -6,8 +6,6 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from tests.distributed import run
-
-ROOT = Path(__file__).parent.parent.parent
-
-
-@pytest.fixture(autouse=True)
-def _teardown() -> Iterator[None]:
-    yield
-    accel.teardown()
+from tests.programs import ROOT
 
 
 def net() -> nn.Sequential:

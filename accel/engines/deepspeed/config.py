@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ...errors import BackendError, PrecisionError
-from .. import memory as memory
-from ..memory import Footprint, MemoryUse
+from ..base import memory as memory
+from ..base.memory import Footprint, MemoryUse
 
 #: Keys that are handed on as they are.
 _PASSED: Final = frozenset(

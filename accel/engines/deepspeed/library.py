@@ -8,7 +8,6 @@ import importlib
 import logging
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
 from typing import Any, Final, final
@@ -19,12 +18,13 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from ...errors import BackendError
-from ...gradients.patches import Patch, ignore_warnings, replaced
+from ...gradients.patches import around, ignored, replaced
 from ...process import running
 from ...process.startup import unseen_group
+from ..base.private import require
 
 #: What torch says, in every step, about functions that DeepSpeed calls.
-_RENAMED: Final = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor`"
+_renamed: Final = ignored(r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor`", FutureWarning)
 
 
 def _quiet(record: logging.LogRecord) -> bool:
@@ -47,10 +47,94 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         logger = logging.getLogger("DeepSpeed")
         logger.addFilter(_quiet)
         undo.callback(logger.removeFilter, _quiet)
-        undo.callback(ignore_warnings())
+        undo.enter_context(ignored())
         # Its Muon is decorated by torch.compile, whose import takes longer than all the rest.
-        undo.enter_context(Patch(vars(torch), "compile", _compile))
+        undo.enter_context(around(vars(torch), "compile", _compile))
         yield
+
+
+# -- The private names of the library that this backend relies on ------------------------------------------------------
+
+_ZERO12: Final = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer."
+_ZERO3: Final = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3."
+_OFFLOAD: Final = "deepspeed.runtime.zero.parameter_offload:"
+_COORDINATOR: Final = "deepspeed.runtime.zero.partitioned_param_coordinator:"
+_OWN: Final = f"{_COORDINATOR}PartitionedParameterCoordinator."
+#: What it puts on a parameter of stage 3.
+_PARAMETER: Final = "deepspeed.runtime.zero.partition_parameters:Init."
+_PRIVATE: Final = (
+    ("deepspeed.accelerator:", "get_accelerator", "which device it runs on"),
+    ("deepspeed.utils.debug:", "debug_clear_module_and_param_names", "letting go of models"),
+    (
+        "deepspeed.utils.groups:",
+        "_WORLD_GROUP _ZERO_PARAM_INTRA_PARALLEL_GROUP _ALL_TO_ALL_GROUP",
+        "letting go of process groups",
+    ),
+    ("deepspeed.comm.comm:", "cdb", "letting go of process groups"),
+    (
+        "deepspeed.runtime.engine:DeepSpeedEngine.",
+        "module_forward_pre_hook module_forward_post_hook",
+        "several forwards before a backward",
+    ),
+    ("deepspeed.runtime.engine:DeepSpeedEngine.", "destroy", "teardown"),
+    (_ZERO12, "round_robin_bit16_groups bit16_groups_flat", "the flat memory, and what lies there"),
+    (_ZERO12, "partition_size real_dp_process_group", "this rank's part of it"),
+    (_ZERO12, "single_partition_of_fp32_groups", "weights that are stepped elsewhere"),
+    (_ZERO12, "_grad_acc_hooks", "which gradients exist"),
+    (_ZERO12, "copy_grads_in_partition", "reduced gradients"),
+    (
+        _ZERO12,
+        "reduce_independent_p_g_buckets_and_remove_grads reduce_ipg_grads setup_buckets ipg_buckets overlap_comm "
+        "extra_large_param_to_reduce params_already_reduced get_param_id _release_ipg_buffers _clear_previous_reduced_grads",
+        "its buckets",
+    ),
+    (
+        _ZERO12,
+        "parallel_partitioned_bit16_groups nccl_start_alignment_factor allgather_bucket_size",
+        "the weights after a step",
+    ),
+    ("deepspeed.runtime.utils:", "all_gather_dp_groups", "the weights after a step"),
+    (_ZERO3, "_grad_acc_hooks _leaf_module_hooks", "which gradients exist"),
+    (
+        _ZERO3,
+        "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition grad_partitions_flat_buffer micro_step_id",
+        "reduced gradients",
+    ),
+    (
+        _ZERO3,
+        "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads reduce_independent_p_g_buckets_and_remove_grads "
+        "reduce_and_partition_stream ipg_buckets params_already_reduced",
+        "its buckets",
+    ),
+    (_ZERO3, "offload_optimizer fp32_partitioned_groups_flat", "weights that are stepped elsewhere"),
+    (_ZERO3, "parameter_offload persistent_parameters _partition_all_parameters", "gathered weights"),
+    (_OFFLOAD, "FWD_MODULE_STACK ZeROOrderedDict._in_forward", "weights that one module reads from another"),
+    (_OFFLOAD, "DeepSpeedZeRoOffload.get_param_coordinator", "what gathers weights"),
+    (_OFFLOAD, "DeepSpeedZeRoOffload.release_backward_leftovers", "the end of a backward"),
+    (_COORDINATOR, "iter_params z3_leaf_module", "the weights of a module"),
+    (_OWN, "fetch_sub_module release_sub_module reset_step", "what is gathered, and divided again"),
+    (_OWN, "trace_prologue release_and_reset_all", "its hooks on plain tensors"),
+    (
+        _OWN,
+        "_PartitionedParameterCoordinator__params_to_release _PartitionedParameterCoordinator__submodule_order",
+        "letting go of models",
+    ),
+    (
+        _OWN,
+        "_PartitionedParameterCoordinator__inflight_param_registry",
+        "weights that one module reads from another",
+    ),
+    ("deepspeed.runtime.zero:", "register_external_parameter", "weights that one module reads from another"),
+    ("deepspeed.runtime.zero.partition_parameters:", "ZeroParamStatus.AVAILABLE", "whether a weight is gathered"),
+    (
+        _PARAMETER,
+        "ds_status ds_tensor ds_numel ds_shape ds_id ds_persist ds_active_sub_modules ds_zero_partition_world_size "
+        "all_gather all_gather_coalesced partition item",
+        "what this rank has of a weight",
+    ),
+)
+#: The version with which this backend's tests were run. With 0.19.6 and 0.19.7 they fail, although these have the names.
+_RAN: Final = ("0.19.8",)
 
 
 def library(name: str = "deepspeed") -> Any:
@@ -60,6 +144,7 @@ def library(name: str = "deepspeed") -> Any:
 
 def _import(device: torch.device) -> Any:
     deepspeed = library()
+    require("backend 'deepspeed'", "deepspeed", _PRIVATE, _RAN)
     found = library("deepspeed.accelerator").get_accelerator()._name
     if found != device.type:
         raise BackendError(
@@ -139,7 +224,7 @@ def initialise(
         # Its shared-memory op takes a minute to compile and serves only inference.
         with replaced(vars(library("deepspeed.ops")), "__compatible_ops__", collections.defaultdict(bool)):
             engine = deepspeed.initialize(model=module, optimizer=stand_in, config=config, dist_init_required=False)[0]
-    weakref.finalize(engine, ignore_warnings(_RENAMED, FutureWarning)).atexit = False
+    _renamed.need(engine)
     for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
         hook.remove()
     library("deepspeed.utils.debug").debug_clear_module_and_param_names()

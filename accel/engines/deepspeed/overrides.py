@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from torch.optim import Optimizer
 
 from ...errors import AccelError
 from .stage3 import Method
+
+if TYPE_CHECKING:
+    from . import DeepSpeedEngine
 
 #: What stands in the place of a raw object's own.
 _OWN: Final = ("zero_grad", "__deepcopy__", "__getstate__")
@@ -23,10 +26,10 @@ class Overrides:
     """Puts them into the raw objects of one engine, which it holds weakly.
 
     Args:
-        engine: with ``zero_grad(optimizer, args, kwargs)`` and ``drop_gradients(parameters, set_to_none)``.
+        engine: drops the gradients.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = weakref.ref(engine)
         self._copying = False
 
@@ -81,22 +84,22 @@ class Overrides:
         return getstate
 
 
-def _module_zero_grad(reference: weakref.ref[Any]) -> Callable[..., None]:
+def _module_zero_grad(reference: weakref.ref[DeepSpeedEngine]) -> Callable[..., None]:
     def zero_grad(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         engine, own = reference(), list(module.parameters())
         _, dropped = call_zero_grad(module, own, args, kwargs)
         if engine is not None:  # a copy of the module has this method too, and other parameters
-            engine.drop_gradients(own, dropped)
+            engine.gradients.drop(own, dropped)
 
     return zero_grad
 
 
-def _optimizer_zero_grad(reference: weakref.ref[Any]) -> Callable[..., Any]:
+def _optimizer_zero_grad(reference: weakref.ref[DeepSpeedEngine]) -> Callable[..., Any]:
     def zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         engine = reference()
         if engine is None:
             return type(optimizer).zero_grad(optimizer, *args, **kwargs)
-        return engine.zero_grad(optimizer, args, kwargs)
+        return engine.gradients.zero(optimizer, args, kwargs)
 
     return zero_grad
 

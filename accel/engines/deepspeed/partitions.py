@@ -11,7 +11,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ...process import Process
 from ...process.control import Waiting, announce
+from ..base.absent import plainly
 from .library import Snapshot, initialise, library
-from .weights import plainly
 
 # -- One process's part of one parameter -------------------------------------------------------------------------------
 
@@ -80,9 +80,11 @@ class Partitions(ABC):
         masters: give each fragment fp32 weights of its own.
         weights_on: where the optimizer's weights are; None where the model's are.
         process: of this rank.
-        title: of the engine, for messages.
+        label: of the engine, for messages.
     """
 
+    #: Weights are divided too.
+    divides_weights: ClassVar[bool] = False
     #: Gradients are reduced while backward runs; else when ``flush`` is called.
     eager: bool
 
@@ -93,11 +95,11 @@ class Partitions(ABC):
         masters: bool,
         weights_on: torch.device | None,
         process: Process,
-        title: str,
+        label: str,
     ) -> None:
         self.module = module
         self.process = process
-        self.title = title
+        self.label = label
         self.parameters = parameters
         self.shapes = [p.shape for p in parameters]
         self.fragments: dict[int, Fragment] = {}
@@ -199,7 +201,7 @@ class Partitions(ABC):
 
     def announced(self, reduce: Callable[..., None], came: Callable[..., Any]) -> Callable[..., None]:
         """The library's ``reduce`` of a bucket, announced before; ``came`` lists what is in it."""
-        process, what = self.process, f"the reduction of a bucket of gradients ({self.title})"
+        process, what = self.process, f"the reduction of a bucket of gradients ({self.label})"
         waiting = Waiting(process, what)
 
         def call(*args: Any, **kwargs: Any) -> None:
@@ -256,36 +258,13 @@ class Partitions(ABC):
         for index, grad in zip(indices, assigned, strict=True):
             self.parameters[index].grad = grad
 
-    def norm(self, norm_type: float, group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
-        """The global norm of all gradients. Collective."""
-        self.widen()
-        grads = [f.grad for f in self.fragments.values() if f.grad is not None]
-        if dist.get_rank(group) == 0:  # every rank has the same
-            grads += self._whole_gradients()
-        infinite, local = norm_type == float("inf"), torch.zeros((), dtype=torch.float32, device=device)
-        if grads:
-            norms = torch.stack([n.float().to(device) for n in torch._foreach_norm(grads, norm_type)])
-            local = norms.max() if infinite else norms.pow(norm_type).sum()
-        dist.all_reduce(local, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
-        return local if infinite else local.pow(1.0 / norm_type)
-
-    def widen(self) -> None:
-        """Before gradients are computed with."""
+    def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """This rank's part of the final gradients, ready to be computed with, and those that every rank has whole."""
         for fragment in self.fragments.values():
             fragment.widen()
-
-    def scale(self, factor: torch.Tensor) -> None:
-        """Multiply every gradient."""
-        self.widen()
-        for fragment in self.fragments.values():
-            if fragment.grad is not None:
-                fragment.grad.mul_(factor.to(device=fragment.grad.device, dtype=fragment.grad.dtype))
-        for grad in self._whole_gradients():
-            grad.mul_(factor.to(device=grad.device, dtype=grad.dtype))
-
-    def _whole_gradients(self) -> list[torch.Tensor]:
-        grads = [self.parameters[i].grad for i in sorted(self.whole_gradients)]
-        return [grad for grad in grads if grad is not None]
+        whole = [self.parameters[i].grad for i in sorted(self.whole_gradients)]
+        mine = [f.grad for f in self.fragments.values() if f.grad is not None]
+        return mine, [grad for grad in whole if grad is not None]
 
     def reset(self) -> None:
         """Forget a backward or forward that ended half-way. Collective."""
@@ -370,13 +349,15 @@ class Flat(Partitions):
         for g, parameters in enumerate(zero.round_robin_bit16_groups):
             size = int(zero.partition_size[g])
             first = size * dist.get_rank(zero.real_dp_process_group[g])
-            for parameter, offset in zip(parameters, zero.round_robin_bit16_offsets[g], strict=True):
+            flat = zero.bit16_groups_flat[g]
+            for parameter in parameters:
                 index = self.numbers[id(parameter)]
+                offset = parameter.data.storage_offset() - flat.storage_offset()
                 self._groups[index] = g
                 self._places[index] = parameter.data
                 start, end = max(offset, first), min(offset + parameter.numel(), first + size)
                 if start < end:
-                    self.own(index, start - offset, zero.bit16_groups_flat[g].narrow(0, start, end - start))
+                    self.own(index, start - offset, flat.narrow(0, start, end - start))
             # The library's copy of the weights, and views of it: the fragments have their own, where they need one.
             zero.single_partition_of_fp32_groups[g].data = torch.empty(0)
             for parameter in parameters:

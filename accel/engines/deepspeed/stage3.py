@@ -17,9 +17,10 @@ from ...errors import BackendError
 from ...process import Process
 from ...process.control import Waiting, announce, is_lost
 from ...trees import walk
+from ..base.absent import plainly
 from .library import library
 from .partitions import Partitions
-from .weights import Watch, plainly, promise, set_grad, take_back
+from .weights import Stage3Weights, promise, set_grad, take_back
 
 # -- DeepSpeed's coordinator of gathers --------------------------------------------------------------------------------
 # Where stage 3 decides which weights to gather: what its coordinator and its modules' dicts do otherwise here.
@@ -85,14 +86,14 @@ def _exchange(give: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
 
 
 def watch_order(
-    coordinator: Any, model: Any, process: Process, title: str, backward: weakref.WeakMethod[Callable[[], None]]
+    coordinator: Any, model: Any, process: Process, label: str, backward: weakref.WeakMethod[Callable[[], None]]
 ) -> None:
     """Announce which modules gather weights, theirs or in advance, and tell ``backward`` of one. Small weights stay gathered."""
     fetch, reset = coordinator.fetch_sub_module, coordinator.reset_step
     divided = any(not p.ds_persist for p in model.parameters())
     texts = {id(m): f"the gathering of {n or 'the model itself'}" for n, m in model.named_modules()}
     waits = {
-        (key, forward): (what := f"{text} for its {kind} ({title})", Waiting(process, what))
+        (key, forward): (what := f"{text} for its {kind} ({label})", Waiting(process, what))
         for key, text in texts.items()
         for forward, kind in ((True, "forward"), (False, "backward"))
     }
@@ -106,7 +107,7 @@ def watch_order(
         with waiting:
             fetch(module, forward)
 
-    start = f"the start of a forward ({title})"
+    start = f"the start of a forward ({label})"
     in_start = Waiting(process, start)
 
     def resetting() -> None:
@@ -245,6 +246,7 @@ class _Gradients(dict[int, torch.Tensor]):
 class Stage3(Partitions):
     """Stage 3: every rank holds a part of each parameter, and gathers the rest when a module runs."""
 
+    divides_weights = True
     eager = True
     _running = 0
     _versions: list[int]
@@ -284,7 +286,7 @@ class Stage3(Partitions):
         name, numbers, buckets = f"{_STAGE3}reduce_and_partition_ipg_grads", self.numbers, zero.ipg_buckets
         came = lambda dtype: tuple(numbers[id(p)] for p in buckets[dtype].params)  # noqa: E731
         setattr(zero, name, self.announced(getattr(zero, name), came))
-        watch_order(coordinator, self.module, self.process, self.title, weakref.WeakMethod(self.enter_backward))
+        watch_order(coordinator, self.module, self.process, self.label, weakref.WeakMethod(self.enter_backward))
         watch_library(coordinator)
         method = weakref.WeakMethod(self.reveal)
         reveal = lambda weight: (bound := method()) is not None and bound(weight)  # noqa: E731
@@ -294,7 +296,7 @@ class Stage3(Partitions):
         shorten_methods(self.module.modules())
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             self.snapshot.change_hooks(name, among_tensors)
-        self.weights = Watch(self.module, reveal, self.process, self.title)
+        self.weights = Stage3Weights(self.module, reveal, self.process, self.label)
         adopt = weakref.WeakMethod(self.adopt)
         for weight in self.parameters:
             vars(weight)["partition"] = adopting(adopt, vars(weight)["partition"])
@@ -360,7 +362,6 @@ class Stage3(Partitions):
         stream = zero.reduce_and_partition_stream
         if stream is not None:
             stream.synchronize()
-        zero._offload_boundary_param_ids.clear()
         for number in zero.params_already_reduced:
             zero.params_already_reduced[number] = False
         self._hand_out()
@@ -439,7 +440,7 @@ class Stage3(Partitions):
         if handle is not None:
             plainly(handle.wait)()
         library("deepspeed.runtime.zero").register_external_parameter(self._stack[-1], weight)
-        weight.all_gather()  # announced by the watch
+        weight.all_gather()  # announced by its own method
         return True
 
     def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

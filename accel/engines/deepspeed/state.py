@@ -10,16 +10,15 @@ from typing import Any, final
 import torch
 from torch.optim import Optimizer
 
-from ...gradients.step import refuse_steps
 from ...precision import convert_optimizer
 from ...shard import Shard, StateEntry
-from ..gather import Item
-from ..holdings import Holdings
+from ..base.absent import plainly
+from ..base.gather import Item
+from ..base.holdings import Holdings
+from ..base.step import refuse_steps
 from . import foreign
 from .library import without_groups
 from .partitions import Fragment, Partitions
-from .stage3 import Stage3
-from .weights import plainly
 
 logger = logging.getLogger("accel")
 
@@ -33,7 +32,7 @@ class DeepSpeedHoldings(Holdings):
     def partial(self, optimizer: Optimizer | None) -> bool:
         """The optimizers' state always; the model where it does not hold what they step."""
         zero: Partitions | None = self.engine.zero
-        return zero is not None and (optimizer is not None or isinstance(zero, Stage3) or zero.masters)
+        return zero is not None and (optimizer is not None or zero.divides_weights or zero.masters)
 
     def prepare(self, *, writing: bool) -> None:
         """What the loop has written is taken over, or refused."""
@@ -103,7 +102,7 @@ class DeepSpeedHoldings(Holdings):
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
         """None where weights are divided."""
-        return [] if isinstance(self.engine.zero, Stage3) else super().replicas()
+        return [] if self.engine.zero is not None and self.engine.zero.divides_weights else super().replicas()
 
     def filled(self) -> None:
         """Every rank sees the weights that were filled."""
@@ -136,7 +135,7 @@ class DeepSpeedHoldings(Holdings):
         for optimizer in optimizers:
             for fragment in zero.fragments.values():
                 optimizer.state.pop(fragment.weights, None)
-            refuse_steps(optimizer, self.engine._ended)
+            refuse_steps(optimizer, self.engine.ended)
         with without_groups():
             zero.end([zero.here(i) for i in range(len(self.engine.parameters))])
 

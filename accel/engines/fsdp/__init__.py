@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MethodType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -14,19 +13,22 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import AccelError, BackendError, OptimizerError
-from ...gradients.flat import broadcast_
-from ...gradients.step import refuse_steps
+from ...gradients.clip import clip_
+from ...gradients.patches import muon_patch
 from ...process import Process, reason_of
 from ...process.control import Waiting
 from ...shard import Shard, StateEntry
-from ..engine import Context, Engine, Options, refuse_sparse
-from ..holdings import Holdings
-from ..memory import Footprint, MemoryUse, even_shards
+from ..base.engine import Context, Engine, Options, lost_weights
+from ..base.gradients import Buffers, Gradients, refuse_sparse
+from ..base.holdings import Holdings
+from ..base.memory import Footprint, MemoryUse, even_shards
+from ..base.step import refuse_steps
 from . import wrap
 from .wrap import Checkpointed, Wrap
 
 if TYPE_CHECKING:
     from .conversion import Conversion
+    from .pending import Backwards
 
 
 @final
@@ -34,27 +36,28 @@ class FSDPHoldings(Holdings):
     """Rows of each tensor."""
 
     offloads = True
+    undoes_writes = divides_weights = True
 
     def partial(self, optimizer: Optimizer | None) -> bool:
         """Once there are shards."""
-        return self.engine._parts is not None
+        return self.engine.parts is not None
 
     def prepare(self, *, writing: bool) -> None:
         """What is gathered is let go."""
-        if self.engine._parts is not None:
-            self.engine._parts.sharded.reshard()
+        if self.engine.parts is not None:
+            self.engine.parts.sharded.reshard()
 
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
         """This rank's rows."""
-        parts = self.engine._parts
+        parts = self.engine.parts
         made: Shard | None = super().part(name, tensor, key) if parts is None else parts.part(name, tensor, key)
         return made
 
     def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Cut as the parameter."""
-        if self.engine._parts is None:
+        if self.engine.parts is None:
             return super().new_state(entry, key, shape, dtype)
-        made: torch.Tensor = self.engine._parts.new(entry.parameter, shape, dtype)
+        made: torch.Tensor = self.engine.parts.new(entry.parameter, shape, dtype)
         return made
 
     def whole(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -78,7 +81,7 @@ class FSDPHoldings(Holdings):
         whole: dict[tuple[str, Any], torch.Tensor] | None = None
         old = {name: p for name, (p, _) in parts.replaced.items()}
         try:
-            if not engine._ended:
+            if not engine.ended:
                 held = [(name, "", p) for name, p in zip(engine.names, engine.parameters, strict=True) if name in old]
                 grads = [(name, key, grad) for name, key, grad in self.gradients() if name in old]
                 whole = self.gather(what, [*held, *grads])
@@ -86,21 +89,21 @@ class FSDPHoldings(Holdings):
                     state = self.whole_state(what, optimizer, strays=True)
                     self.give_back(optimizer, state, dict(zip(engine.names, engine.parameters, strict=True)) | old)
         except (RuntimeError, AccelError) as error:
-            engine._ended, whole = str(error) if isinstance(error, AccelError) else reason_of(error), None
+            engine.ended, whole = str(error) if isinstance(error, AccelError) else reason_of(error), None
         parts.restore(whole, optimizers)
         if whole is None:
             for optimizer in optimizers:
-                refuse_steps(optimizer, engine._ended)
+                refuse_steps(optimizer, engine.ended)
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
         """What cannot be cut."""
-        parts = self.engine._parts
+        parts = self.engine.parts
         shards = {} if parts is None else {id(p.sharded_param) for p in parts.sharded.params}
         return [(name, p) for name, p in super().replicas() if id(p) not in shards]
 
     def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
         """Shards take values of their own form."""
-        parts = self.engine._parts
+        parts = self.engine.parts
         return parts is not None and bool(parts.sharded.set_data(parameter, value))
 
 
@@ -157,25 +160,114 @@ class FSDP(Options):
 
 
 @final
-class FSDPEngine(Engine):
+class FSDPGradients(Gradients):
     """FSDP2 reduces in its hooks while backward runs; ``settle`` reduces what it left unreduced."""
+
+    reduced = partial = before_any_step = True
+    engine: FSDPEngine
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.buffers = Buffers(engine.module, engine.process)
+        self.backwards: Backwards | None = None
+
+    def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The shard that a gathered or replaced parameter stands for."""
+        parts = self.engine.parts
+        return parameter if parts is None else parts.canonical(parameter)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse strangers; replaced parameters become their shards."""
+        super().check(optimizer)
+        if self.engine.parts is not None:
+            self.engine.holdings.rebind(optimizer, self.engine.parts)
+
+    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The gathered parameter, which is what forward computes with."""
+        parts = self.engine.parts
+        return parameter if parts is None else parts.leaf(parameter)
+
+    def accumulate(self, accumulating: bool) -> None:
+        """Let backward passes accumulate without reduction."""
+        super().accumulate(accumulating)
+        if self.engine.parts is not None:
+            self.engine.parts.sharded.synchronise(not accumulating)
+
+    def holders(self) -> Sequence[torch.Tensor]:
+        """Shards, and the gathered parameters that hold what was not reduced."""
+        parts = self.engine.parts
+        if parts is None or self.backwards is None:
+            return self.engine.parameters
+        self.backwards.take_markers()
+        return [*self.engine.parameters, *(whole for whole, _ in parts.sharded.gathered())]
+
+    def pending(self) -> bool:
+        """Whether gradients were not reduced."""
+        parts = self.engine.parts
+        return parts is not None and (bool(parts.sharded.pending()) or parts.scalars_pending())
+
+    def settle(self, optimizer: Optimizer | None = None) -> None:
+        """Reduce what is pending; take rank 0's buffers."""
+        engine, parts = self.engine, self.engine.parts
+        if parts is None or self.backwards is None:
+            super().settle()
+            return
+        self.backwards.notice_exception()
+        self.backwards.refuse_broken()
+        self.backwards.take_markers()
+        sharded = parts.sharded
+        if pending := sharded.pending():
+            names = engine.holdings.parameter_names
+            engine.compare("a reduction of accumulated gradients", [names[id(p.sharded_param)] for p in pending])
+            sharded.reduce(not self.accumulating)
+        if parts.scalars_pending():
+            parts.average_scalars()
+        sharded.reshard()
+        if self.buffers.stale:
+            engine.announce("the broadcast of buffers")
+            self.buffers.synchronize()
+
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip by the global norm; one all-reduce of local norms."""
+        engine, parts = self.engine, self.engine.parts
+        if parts is None:
+            return super().clip(max_norm, norm_type)
+        engine.announce("accel.clip_grad_norm_")
+        self.settle()
+        with Waiting(self.process, "accel.clip_grad_norm_"):
+            mine, common = parts.gradients()
+            return clip_(mine, max_norm, norm_type, self.process, common)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Make a backward from an earlier forward an error, as a step in place does in one process."""
+        if self.engine.parts is not None:
+            self.announce_step(optimizer)
+            self.engine.parts.age(optimizer)
+
+    def outside_step(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
+        """What was gathered before is old then."""
+        if self.engine.parts is not None:
+            self.engine.parts.sharded.reshard()
+        return super().outside_step(optimizer)
+
+
+@final
+class FSDPEngine(Engine):
+    """Puts shards in the parameters' places when it starts; FSDP2 gathers and frees them in its hooks."""
 
     name = "fsdp"
     options_type = FSDP
+    gradients_type = FSDPGradients
+    gradients: FSDPGradients
     holdings_type = FSDPHoldings
     holdings: FSDPHoldings
-    reduces = partial_gradients = True
-    logs = False
-    hears_strangers = True
-    materializes = undoes_writes = divides_weights = True
+    materializes = True
     options: FSDP
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         super().__init__(module, entry, context)
-        self._parts: Conversion | None = None
+        self.parts: Conversion | None = None
         self._checkpointed = Checkpointed()
-        self._sync = True
-        self._stale_buffers = False
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
@@ -213,9 +305,7 @@ class FSDPEngine(Engine):
                 f"{type(optimizer).__name__}(fused=True) cannot train sharded parameters: leave fused out"
             )
         if self.distributed and isinstance(optimizer, _WHOLE_MATRICES):
-            from . import muon  # with DTensor, whose import takes its time
-
-            muon.attach(optimizer)
+            muon_patch().need(optimizer)
         super().attach(optimizer)
         if self.distributed:
             self.holdings.guard.watch(optimizer)
@@ -224,154 +314,58 @@ class FSDPEngine(Engine):
         """Give the optimizer back to its user."""
         self.holdings.guard.release(optimizer)
         if self.distributed and isinstance(optimizer, _WHOLE_MATRICES):
-            from . import muon
-
-            muon.detach(optimizer)
+            muon_patch().drop(optimizer)
         super().detach(optimizer)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Rank 0's weights, then shards in their place; the optimizers are rebound in place."""
         if not self.distributed:
             return
-        if self._parts is None:
+        if self.parts is None:
             from .conversion import Conversion  # heavy, as torch's own code for it is
             from .pending import Backwards
 
             self.holdings.synchronize()
             names = [name for name, _ in wrap.blocks(self.module, self.options.wrap)]
             self.compare("the choice of FSDP(wrap=...)", names)
-            self._parts = Conversion(self.module, self.process, self.options, self.label)
-            self._parts.shard(names, self.holdings.whole)
+            self.parts = Conversion(self.module, self.process, self.options, self.label)
+            self.parts.shard(names, self.holdings.whole)
             self.holdings.guard.watch_modules(self.module, lambda m: any(True for _ in m.parameters()))
-            self.read_parameters()
-            self._backwards = Backwards(
-                self._parts, self.holdings.parameter_names, self.log if self.precision.scaled else None
-            )
-            self._parts.sharded.begin(self.process, self.title, self._backwards.begin, self._backwards.end)
-            self._parts.mark_gathered()
-            self.known = self._parts.known
-            self._started = True
+            self._read_parameters()
+            log = self.gradients.log if self.precision.scaled else None
+            backwards = self.gradients.backwards = Backwards(self.parts, self.holdings.parameter_names, log)
+            self.parts.sharded.begin(self.process, self.label, backwards.begin, backwards.end)
+            self.parts.mark_gathered()
+            self.known = self.parts.known
+            self.started = True
         for optimizer in optimizers:
-            self.holdings.rebind(optimizer, self._parts)
-
-    def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The shard that a gathered or replaced parameter stands for."""
-        return parameter if self._parts is None else self._parts.canonical(parameter)
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse strangers; replaced parameters become their shards."""
-        super().check_optimizer(optimizer)
-        if self._parts is not None:
-            self.holdings.rebind(optimizer, self._parts)
-
-    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The gathered parameter, which is what forward computes with."""
-        return parameter if self._parts is None else self._parts.leaf(parameter)
+            self.holdings.rebind(optimizer, self.parts)
 
     # -- forward --------------------------------------------------------------------------------------------------
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward; FSDP2 gathers and frees in its hooks."""
-        return self.entry(*args, **kwargs) if self._parts is None else self._run(self.entry, args, kwargs)
-
-    def compute(self, bound: MethodType, *args: Any, **kwargs: Any) -> Any:
-        """A method of the user's, with the root's parameters gathered."""
-        if self._parts is None:
-            return bound(*args, **kwargs)
-        sharded = self._parts.sharded
-        return self._run(lambda *a, **k: sharded.compute(bound, a, k), args, kwargs)
-
-    def _run(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self._parts is not None
-        sharded, grad = self._parts.sharded, torch.is_grad_enabled()
-        self._backwards.notice_exception()
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call it; FSDP2 gathers and frees in its hooks, and what methods use of the root is gathered for them."""
+        parts, backwards = self.parts, self.gradients.backwards
+        if parts is None or backwards is None:
+            return function(*args, **kwargs)
+        sharded, grad = parts.sharded, torch.is_grad_enabled()
+        backwards.notice_exception()
         try:
-            out = fn(*args, **kwargs)
+            out = function(*args, **kwargs) if function is self.entry else sharded.compute(function, args, kwargs)
         except BaseException:
             sharded.reset()
             raise
         # Whoever asks for parameters must find shards: they have the gradients, and an edit of a gathered one is lost.
         if torch._C._current_graph_task_id() == -1 and (not grad or sharded.exposed_gradients()):
             sharded.reshard()
-        self._stale_buffers = self._stale_buffers or grad
+        if grad:
+            self.gradients.buffers.touch()
         return out
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let backward passes accumulate without reduction."""
-        before = self._sync
-        self._set_sync(False)
-        try:
-            yield
-        finally:
-            self._set_sync(before)
-
-    def _set_sync(self, value: bool) -> None:
-        self._sync = value
-        if self._parts is not None:
-            self._parts.sharded.synchronise(value)
-
-    # -- gradients ------------------------------------------------------------------------------------------------
-
-    def accumulators(self) -> Sequence[torch.Tensor]:
-        """Shards, and the gathered parameters that hold what was not reduced."""
-        if self._parts is None:
-            return self.parameters
-        self._backwards.take_markers()
-        return [*self.parameters, *(whole for whole, _ in self._parts.sharded.gathered())]
-
-    def unsettled(self) -> bool:
-        """Whether gradients were not reduced."""
-        if self._parts is None:
-            return False
-        return bool(self._parts.sharded.pending()) or self._parts.scalars_pending()
-
-    def settle(self) -> None:
-        """Reduce what is pending; take rank 0's buffers."""
-        if self._parts is None:
-            super().settle()
-            return
-        self._backwards.notice_exception()
-        self._backwards.refuse_broken()
-        self._backwards.take_markers()
-        sharded = self._parts.sharded
-        if pending := sharded.pending():
-            names = self.holdings.parameter_names
-            self.compare("a reduction of accumulated gradients", [names[id(p.sharded_param)] for p in pending])
-            sharded.reduce(self._sync)
-        if self._parts.scalars_pending():
-            self._parts.average_scalars()
-        sharded.reshard()
-        if self._stale_buffers:
-            self.announce("the broadcast of buffers")
-            broadcast_([b.data for b in self.module.buffers()], self.process.group)
-            self._stale_buffers = False
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Make a backward from an earlier forward an error, as a step in place does in one process."""
-        if self._parts is not None:
-            self.announce_step(optimizer)
-            self._parts.age(optimizer)
-
-    def outside_step(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
-        """What was gathered before is old then."""
-        if self._parts is not None:
-            self._parts.sharded.reshard()
-        return super().outside_step(optimizer)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip by the global norm; one all-reduce of local norms."""
-        if self._parts is None:
-            return super().clip_grad_norm_(max_norm, norm_type)
-        self.announce("accel.clip_grad_norm_")
-        self.settle()
-        with Waiting(self.process, "accel.clip_grad_norm_"):
-            return self._parts.clip(max_norm, norm_type)
 
     def rebuild(self) -> None:
         """FSDP2 follows ``requires_grad`` by itself; only its dtypes are of those that were trainable first."""
-        if self._parts is not None:
-            for group in self._parts.sharded.groups:
+        if self.parts is not None:
+            for group in self.parts.sharded.groups:
                 group._init_mp_dtypes()
 
     # -- the end --------------------------------------------------------------------------------------------------
@@ -379,16 +373,16 @@ class FSDPEngine(Engine):
     def abandon(self, reason: str) -> None:
         """Let go of the groups that FSDP2 holds."""
         super().abandon(reason)
-        if self._parts is not None:
-            self._parts.sharded.let_go()
+        if self.parts is not None:
+            self.parts.sharded.let_go()
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Whole parameters, in the objects that held them before. Collective."""
         self._checkpointed.unwrap()
         self.holdings.guard.release_modules()
-        if self._parts is not None:
-            self.holdings.restore(self._parts, optimizers)
-            self._parts = None
-            self.read_parameters()
-            if self._ended:
-                raise self.lost()
+        if self.parts is not None:
+            self.holdings.restore(self.parts, optimizers)
+            self.parts = None
+            self._read_parameters()
+            if self.ended:
+                raise lost_weights(self)

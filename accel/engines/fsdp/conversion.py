@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...deferred import borrowing, refuse_without_values, reset_own, resetting, weights_of, without_values
-from ...gradients.flat import average_gradients_, broadcast_
+from ...gradients.average import average_gradients_
 from ...gradients.log import GradientLog
 from ...process import Process
-from ...process.control import agree
+from ...process.packing import broadcast_
 from ...shard import Shard
 from . import shards, standin
 from .module import ShardedModule, kept_whole
@@ -88,6 +88,7 @@ class Conversion:
         assert process.group is not None
         self.group: dist.ProcessGroup = process.group
         self.scalars: list[nn.Parameter] = []
+        self._scalar_names: list[str] = []
         self.scalar_log = GradientLog(())
         #: By identity: the shard of every parameter object, old, gathered or the shard itself.
         self.known: dict[int, nn.Parameter] = {}
@@ -113,6 +114,8 @@ class Conversion:
         if weights is None:  # else they are read into the shards
             initialize(self.module, waiting, borrowed, whole_of, self.process.device, self.group)
         new = dict(self.module.named_parameters())
+        names = {id(parameter): name for name, parameter in new.items()}
+        self._scalar_names = [names[id(p)] for p in self.scalars]
         for name, parameter in old.items():
             shard = new[name]
             self.known[id(shard)] = shard
@@ -126,8 +129,8 @@ class Conversion:
 
     def _mean_gradients(self, parameters: list[nn.Parameter]) -> dict[str, torch.Tensor]:
         """Gradients that were there before, as their mean."""
-        if any(agree(f"gradients before accel.setup ({self.label})", any(p.grad is not None for p in parameters))):
-            average_gradients_(parameters, self.group)
+        names = [name for name, _ in self.module.named_parameters()]
+        average_gradients_(f"gradients before accel.setup ({self.label})", parameters, names, self.process)
         return {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
 
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -152,14 +155,15 @@ class Conversion:
 
     def average_scalars(self) -> None:
         """Make the scalars' gradients final. Collective."""
-        average_gradients_(self.scalars, self.group)
-        self.scalar_log.fold(pending=False)
+        what = f"the reduction of scalars ({self.label})"
+        average_gradients_(what, self.scalars, self._scalar_names, self.process)
+        self.scalar_log.fold()
 
     def drop_pending(self) -> None:
         """Drop what was not reduced."""
         for param in self.sharded.pending():
             drop(param)
-        self.scalar_log.fold(pending=False)
+        self.scalar_log.fold()
 
     def age(self, optimizer: Optimizer) -> None:
         """Mark gathered parameters as changed where the optimizer will change their shards."""
@@ -168,26 +172,11 @@ class Conversion:
         if aged:
             torch.autograd.graph.increment_version(aged)
 
-    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip final gradients by their global norm; returns the norm before, on this process's device."""
-        norm_type, device = float(norm_type), self.process.device
+    def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What lies on this rank of the final gradients, and those of scalars, which every rank has."""
         scalars = set(map(id, self.scalars))
-        gradients = [(p, here(p.grad)) for p in self.known_shards() if p.grad is not None]
-        # A scalar is on every rank: the first one counts it. An empty shard has no norm.
-        mine = [g for p, g in gradients if g.numel() and (id(p) not in scalars or self.process.place.rank == 0)]
-        norms = torch._foreach_norm(mine, norm_type) if mine else [torch.zeros((), device=device)]
-        stacked = torch.stack([n.to(device) for n in norms]).float()
-        if norm_type == float("inf"):
-            total = stacked.max()
-            dist.all_reduce(total, dist.ReduceOp.MAX, group=self.group)
-        else:
-            total = stacked.pow(norm_type).sum()
-            dist.all_reduce(total, group=self.group)
-            total = total.pow(1.0 / norm_type)
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for _, gradient in gradients:
-            gradient.mul_(factor.to(gradient.device))
-        return total
+        found = [(id(p) in scalars, here(p.grad)) for p in self.known_shards() if p.grad is not None]
+        return [g for common, g in found if not common], [g for common, g in found if common]
 
     def known_shards(self) -> Iterable[nn.Parameter]:
         """Every parameter of the module as it is between steps."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -18,111 +18,26 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 
 from ...errors import BackendError
-from ...gradients.patches import Patch
+from ...gradients.patches import divided_patches
 from ...process import Process
 from ...process.control import Waiting, announce
 from .standin import Gathered
 
-# -- one number read from a part ---------------------------------------------------------------------------------------
-# One number read, or a row cut, from what is divided: DTensor would give this rank's part, or a copy, and say nothing.
 
-_NUMBER: Final = torch.ops.aten._local_scalar_dense.default
-#: Views that cut, and where their arguments say along which dimensions, with the defaults.
-_CUTS: Final[Mapping[Any, Mapping[int, int]]] = {
-    torch.ops.aten.select.int: {1: 0},
-    torch.ops.aten.slice.Tensor: {1: 0},
-    torch.ops.aten.split.Tensor: {2: 0},
-    torch.ops.aten.split_with_sizes.default: {2: 0},
-    torch.ops.aten.diagonal.default: {2: 0, 3: 1},
-}
-_meshes: Final[weakref.WeakValueDictionary[int, DeviceMesh]] = weakref.WeakValueDictionary()
-
-
-def guard(mesh: DeviceMesh) -> None:
-    """From now on these raise for a part on ``mesh``: ``item()``, ``float()`` and the like, and cuts that could be written to."""
-    _meshes[id(mesh)] = mesh
-    for patch in _patches:
-        patch.install()
-
-
-def release(mesh: DeviceMesh) -> None:
-    """Undo ``guard``."""
-    _meshes.pop(id(mesh), None)
-    if not _meshes:
-        for patch in _patches:
-            patch.remove()
-
-
-def _of_this_rank(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What DTensor does by itself."""
-    return op(args[0].to_local(), *args[1:], **kwargs)
-
-
-def _number(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    tensor = args[0]
-    if all(placement.is_replicate() for placement in tensor.placements) or not _ours(tensor):
-        return original(op, args, kwargs)
-    raise BackendError(
-        "one number (item(), float(), bool(), ...) of a tensor that backend 'fsdp' divides over the ranks "
-        f"({', '.join(map(str, tensor.placements))}): on this rank it would be that of a part. Call tensor.full_tensor() on "
-        "every rank first"
-    )
-
-
-def _ours(tensor: DTensor) -> bool:
+def _backend_of(tensor: DTensor) -> str:
     # By equality: DTensor remembers what it has computed, and with it the mesh of an engine that was like this one.
-    return tensor.device_mesh in _meshes.values()
+    return "fsdp" if any(module.mesh == tensor.device_mesh for module in _patches[0].users()) else ""
 
 
-def _as_without(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What DTensor does where no function is registered: nothing else calls it."""
-    own = _handlers.pop(op)
-    try:
-        return op(*args, **kwargs)
-    finally:
-        _handlers[op] = own
-
-
-def _cut(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Along a divided dimension a view is a copy, gathered from all ranks: what is written to it would be lost."""
-    tensor = args[0]
-    # Autograd refuses writes to a view of what requires gradients, and makes views of its own in backward.
-    safe = (torch.is_grad_enabled() and tensor.requires_grad) or torch._C._current_graph_task_id() != -1
-    if safe or not _along_divided(op, args) or not _ours(tensor):
-        return original(op, args, kwargs)
-    raise BackendError(
-        f"an index, a slice or a split of a tensor of shape {tuple(tensor.shape)} that backend 'fsdp' divides over the ranks "
-        f"({', '.join(map(str, tensor.placements))}): it would be a copy, so that writes to it are lost, which all ranks must "
-        "make together. To read, index tensor.full_tensor(), called on every rank; to write, change "
-        "full = accel.full_state_dict(model), then model.load_state_dict(full), on every rank"
-    )
-
-
-def _along_divided(op: Any, args: tuple[Any, ...]) -> bool:
-    tensor = args[0]
-    dims = [(args[at] if at < len(args) else default) % tensor.ndim for at, default in _CUTS[op].items()]
-    if op is torch.ops.aten.slice.Tensor:
-        defaults: tuple[Any, ...] = (None, None, 1)
-        start, end, step = args[2:] + defaults[len(args) - 2 :]
-        if not start and (end is None or end >= tensor.shape[dims[0]]) and step == 1:
-            return False  # all of it
-    return any(placement.is_shard(dim) for placement in tensor.placements for dim in dims)
-
-
-_handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-_patches: Final = (
-    Patch(_handlers, _NUMBER, _number, _of_this_rank),
-    *(Patch(_handlers, op, _cut, _as_without) for op in _CUTS),
-)
-
+_patches: Final = divided_patches(_backend_of)
 
 # -- What FSDP2 gathers and reduces, announced before it does so -------------------------------------------------------
 
 
-def watch(process: Process, group: Any, name: str, title: str) -> None:
+def watch(process: Process, group: Any, name: str, label: str) -> None:
     """Announce what one group of FSDP2's parameters gathers and reduces; ``name`` is its module's."""
     unshard, post_backward = group.unshard, group.post_backward
-    gathering, reducing = (f"the {verb} of {name} ({title})" for verb in ("gathering", "reduction"))
+    gathering, reducing = (f"the {verb} of {name} ({label})" for verb in ("gathering", "reduction"))
     in_gather, in_reduce = Waiting(process, gathering), Waiting(process, reducing)
 
     def gather(*args: Any, **kwargs: Any) -> Any:
@@ -172,8 +87,9 @@ class ShardedModule:
     def apply(self, blocks: Sequence[nn.Module]) -> None:
         """Put shards in the parameters' places, but for what cannot be cut. ``blocks`` are gathered as one, inner ones first."""
         options = self._options
-        self._mesh = DeviceMesh.from_group(self._group, self._device.type)
-        guard(self._mesh)
+        self.mesh = DeviceMesh.from_group(self._group, self._device.type)
+        for patch in _patches:
+            patch.need(self)
         offload = CPUOffloadPolicy(pin_memory=self._device.type != "cpu") if options.cpu_offload else OffloadPolicy()
         whole_ones = set(kept_whole(self.module))
         for child in [*blocks, self.module]:
@@ -186,14 +102,14 @@ class ShardedModule:
             self._modules.append(child)
             fully_shard(
                 child,
-                mesh=self._mesh,
+                mesh=self.mesh,
                 reshard_after_forward=None if options.reshard_after_forward else False,
                 mp_policy=policy,
                 offload_policy=offload,
                 ignored_params=whole_ones,
             )
 
-    def begin(self, process: Process, title: str, before: Callable[[], None], after: Callable[[], None]) -> None:
+    def begin(self, process: Process, label: str, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Take over, once every parameter has its values: ``before`` and ``after`` hear of each backward."""
         self.root = self.module._get_fsdp_state()
         self.root._lazy_init()
@@ -205,7 +121,7 @@ class ShardedModule:
         self._by_shard = {id(param.sharded_param): param for param in self.params}
         names = {id(m): n or "the parameters outside of all blocks" for n, m in self.module.named_modules()}
         for group in self.groups:
-            watch(process, group, names[id(group.modules[0])], title)
+            watch(process, group, names[id(group.modules[0])], label)
         for state in self.context.all_states:
             _tell(state, self.context, before, after)
         inside = {id(m) for child in self._modules if child is not self.module for m in child.modules()}
@@ -306,7 +222,8 @@ class ShardedModule:
 
     def undo(self) -> None:
         """Make the modules plain again; whoever calls puts parameters in the shards' places. Local."""
-        release(self._mesh)
+        for patch in _patches:
+            patch.drop(self)
         for hook in self._hooks:
             hook.remove()
         for child in self._modules:

@@ -9,6 +9,7 @@ import torch
 from ...errors import BackendError
 from ...gradients.log import GradientLog
 from ...process.control import agree, announce
+from ..base.gradients import broken_backward
 from .shards import here, wrap
 
 if TYPE_CHECKING:
@@ -148,10 +149,7 @@ class Backwards:
             BackendError: says what to do.
         """
         if self._broken:
-            raise BackendError(
-                "an exception ended a backward, so that its gradients are incomplete: call optimizer.zero_grad(), then forward "
-                "and backward again"
-            )
+            raise broken_backward()
 
     def _any_gradient(self) -> bool:
         # Zeros are dropped gradients too.

@@ -9,21 +9,12 @@ from torch import nn
 
 from ...deferred import swap
 from ...errors import BackendError
+from ..base.absent import Absent, name_of
 
-_T: Any = torch.Tensor
-_REQUIRES_GRAD: Any = _T.requires_grad.__get__
-_PLAIN = frozenset(
-    f
-    for f in [
-        *(getattr(_T, n).__get__ for n in ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "is_meta")),
-        *(getattr(_T, n).__get__ for n in ("is_sparse", "is_cuda", "itemsize", "nbytes")),
-        *(getattr(_T, n) for n in ("size", "dim", "numel", "is_floating_point", "is_complex", "element_size")),
-        *(getattr(_T, n) for n in ("__hash__", "ndimension", "nelement", "__len__", "is_contiguous", "stride")),
-    ]
-)
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
-class StandIn(nn.Parameter):
+class StandIn(Absent, nn.Parameter):
     """A replaced parameter: ``grad`` and ``requires_grad`` are its shard's; any use of its values raises."""
 
     shard: nn.Parameter
@@ -55,14 +46,10 @@ class StandIn(nn.Parameter):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"a parameter of shape {tuple(self.shape)} whose shard is in use"
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Shape, dtype and the like; nothing else."""
-        if func in _PLAIN:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+    def fetch(self, function: Any) -> None:
+        """Raise: they are in the shards alone."""
         raise BackendError(
-            f"{getattr(func, '__name__', func)} uses a parameter that was taken from the module before accel.setup sharded "
+            f"{name_of(function)} uses a parameter that was taken from the module before accel.setup sharded "
             "it, and whose values are not here: take it from model.parameters(), give its optimizer to accel.setup, "
             "or call accel.teardown(model) first"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -12,13 +12,14 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from ...errors import BackendError, OptimizerError, PrecisionError
-from ...gradients.methods import only
-from ...gradients.step import refuse_steps
 from ...precision import convert_module, convert_optimizer
 from ...process import Process
 from ...trees import map_tensors
-from ..engine import Context, Engine, Options
-from ..memory import Footprint, MemoryUse
+from ..base.engine import Context, Engine, Options, lost_weights
+from ..base.gradients import Gradients
+from ..base.memory import Footprint, MemoryUse
+from ..base.methods import only
+from ..base.step import refuse_steps
 from .channel import Channel
 from .checks import batchnorms_of, check_balance, check_forward, check_layers, check_sequential
 from .parts import Parts, PipelineHoldings, refuse_tied
@@ -74,14 +75,48 @@ class Pipeline(Options):
 
 
 @final
+class PipelineGradients(Gradients):
+    """Final after backward, on the rank of their stage, which steps them."""
+
+    spread = partial = True
+    engine: PipelineEngine
+
+    def steps_part(self, optimizer: Optimizer) -> bool:
+        """Its stage."""
+        return self.engine.parts is not None
+
+    def outside_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """On this rank's stage only."""
+        parts = self.engine.parts
+        away = {id(p) for _, p in parts.away} if parts is not None else set()
+        return only(optimizer, lambda p: id(p) not in away) if away else super().outside_step(optimizer)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Refuse gradients of what lies on other ranks, and a scaler that looked at this stage alone."""
+        parts = self.engine.parts
+        if parts is None:
+            return
+        away = [name for name, parameter in parts.away if parameter.grad is not None]
+        if away:
+            raise BackendError(
+                f"{', '.join(away[:5])} has a gradient on rank {self.process.place.rank}, but lies on rank "
+                f"{parts.owner(away[0])}: a loss may use the pipeline's output, not its parameters"
+            )
+        if getattr(optimizer, "found_inf", None) is not None:
+            raise PrecisionError(
+                "a GradScaler sees the overflow of one stage only, on each rank of a pipeline: use accel.backward(loss)"
+            )
+
+
+@final
 class PipelineEngine(Engine):
     """Over several ranks each one runs, and holds, its stage; in one process all stages run on its devices."""
 
     name = "pipeline"
     options_type = Pipeline
+    gradients_type = PipelineGradients
     holdings_type = PipelineHoldings
     holdings: PipelineHoldings
-    spreads = partial_gradients = True
     options: Pipeline
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
@@ -90,7 +125,7 @@ class PipelineEngine(Engine):
         self._children: list[Named] = list(module._modules.items())  # type: ignore[arg-type]
         self._batchnorms = batchnorms_of(module)
         self._stages: list[Stage] = []
-        self._parts: Parts | None = None
+        self.parts: Parts | None = None
         self._channel = Channel(context.process, self.label)
         self._relay = Relay(module, self._channel)
 
@@ -141,31 +176,33 @@ class PipelineEngine(Engine):
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Rank 0's weights, then each rank keeps its own stage of them."""
         super().start(optimizers)
-        if self.distributed and self._parts is None and self._balance != "time":
+        if self.distributed and self.parts is None and self._balance != "time":
             self._part(listed(self._balance, self._children, self.process.place.world_size))
-        elif self._parts is not None:
+        elif self.parts is not None:
             for optimizer in optimizers:
                 self._release(optimizer)
 
     def _part(self, balance: Sequence[int]) -> None:
         parts = split(self._children, balance)
-        self._parts = Parts(self.module, parts, self._channel.rank)
-        elsewhere = self._parts.elsewhere
+        self.parts = Parts(self.module, parts, self._channel.rank)
+        elsewhere = self.parts.elsewhere
         self.holdings.guard.watch_modules(self.module, lambda m: m is self.module or id(m) in elsewhere)
         self._stages = [Stage(parts[self._channel.rank], self.process.device)]
-        for stepper in self.steppers.values():
-            self._release(stepper.optimizer)
+        for optimizer in self.optimizers:
+            self._release(optimizer)
 
     def _release(self, optimizer: Optimizer) -> None:
         """Keep this stage's part of an optimizer's state."""
-        assert self._parts is not None
-        self._parts.release_state(optimizer, self.holdings.parameter_names)
+        assert self.parts is not None
+        self.parts.release_state(optimizer, self.holdings.parameter_names)
         self.holdings.guard.watch(optimizer)
 
     # -- forward and backward -----------------------------------------------------------------------------------------
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The batch through all stages, in micro-batches."""
+        if function is not self.entry:
+            return function(*args, **kwargs)
         if len(args) != 1 or kwargs:
             raise TypeError(f"a Sequential takes one input; got {len(args)} and {sorted(kwargs)}")
         tensors, form = flatten(args[0], "input")
@@ -194,7 +231,7 @@ class PipelineEngine(Engine):
         mask = self.mask.now()
         self._relay.meet(tensors, form, mask)
         self.mask.known = mask
-        if self._parts is None:
+        if self.parts is None:
             self._part(balanced(self._relay.times(self._children, batch), self.process.place.world_size))
         wanted = torch.is_grad_enabled() and (any(mask) or any(t.requires_grad for t in tensors))
         return self._relay.run(self._stages[0], tensors, form, where, keep, wanted)
@@ -215,44 +252,20 @@ class PipelineEngine(Engine):
         super().detach(optimizer)
         self.holdings.guard.release(optimizer)
 
-    def steps_part(self, optimizer: Optimizer) -> bool:
-        """Its stage."""
-        return self._parts is not None
-
-    def outside_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """On this rank's stage only."""
-        away = {id(p) for _, p in self._parts.away} if self._parts is not None else set()
-        return only(optimizer, lambda p: id(p) not in away) if away else super().outside_step(optimizer)
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Refuse gradients of what lies on other ranks, and a scaler that looked at this stage alone."""
-        if self._parts is None:
-            return
-        away = [name for name, parameter in self._parts.away if parameter.grad is not None]
-        if away:
-            raise BackendError(
-                f"{', '.join(away[:5])} has a gradient on rank {self._channel.rank}, but lies on rank "
-                f"{self._parts.owner(away[0])}: a loss may use the pipeline's output, not its parameters"
-            )
-        if getattr(optimizer, "found_inf", None) is not None:
-            raise PrecisionError(
-                "a GradScaler sees the overflow of one stage only, on each rank of a pipeline: use accel.backward(loss)"
-            )
-
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """The whole module and the whole state of its optimizers, on every rank."""
-        if self._parts is not None:
-            self._parts.close()
+        if self.parts is not None:
+            self.parts.close()
             self.holdings.guard.release_modules()
-            if self._ended:
-                self._parts = None
+            if self.ended:
+                self.parts = None
                 for optimizer in optimizers:
-                    refuse_steps(optimizer, self._ended)
-                raise self.lost()
-            self.holdings.restore(self._parts, optimizers)
-            self._parts = None
+                    refuse_steps(optimizer, self.ended)
+                raise lost_weights(self)
+            self.holdings.restore(self.parts, optimizers)
+            self.parts = None
         elif len(self.process.devices) > 1 and self._stages:
             for _, child in self._children:
                 convert_module(child, self.process.device, None, ExitStack())

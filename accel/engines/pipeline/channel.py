@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from ...process import Process
 from ...process.control import lost
-from ...process.startup import to_bytes, to_tensor
+from ...process.packing import framed, to_bytes, to_tensor, unframed
 
-_HEAD: Final = 512  # bytes that every message begins with; a longer head takes a second piece
 _TAG: Final = 0x919E
 
 Failure = tuple[int, str]
@@ -32,7 +31,7 @@ class Message(NamedTuple):
         kinds = [None if t is None else (tuple(t.shape), t.dtype, t.requires_grad) for t in self.tensors]
         data = pickle.dumps((kinds, self.form, self.failure))
         full = [t.detach() for t in self.tensors if t is not None and t.numel()]
-        return len(data).to_bytes(8, "little") + data, [t.resolve_conj().resolve_neg().contiguous() for t in full]
+        return data, [t.resolve_conj().resolve_neg().contiguous() for t in full]
 
 
 @final
@@ -56,12 +55,8 @@ class Channel:
     def send(self, to: int, message: Message) -> None:
         """Begin to send; ``flush`` waits for the end."""
         head, tensors = message.head()
-        pieces = [to_tensor(head[:_HEAD].ljust(_HEAD, b"\0"))]
-        if len(head) > _HEAD:
-            pieces.append(to_tensor(head[_HEAD:]))
-        pieces += tensors
         with self._transfer():
-            for piece in pieces:
+            for piece in (*map(to_tensor, framed(head)), *tensors):
                 travelling = piece.to(self.carrier)
                 self._sent.append((dist.isend(travelling, to, self.group, _TAG), travelling))
 
@@ -83,20 +78,15 @@ class Channel:
             return self._read(lambda tensor: dist.broadcast(tensor, source, group))
         head, tensors = message.head()
         with self._transfer():
-            dist.broadcast(to_tensor(head[:_HEAD].ljust(_HEAD, b"\0")).to(self.carrier), source, group)
-            if len(head) > _HEAD:
-                dist.broadcast(to_tensor(head[_HEAD:]).to(self.carrier), source, group)
+            for piece in framed(head):
+                dist.broadcast(to_tensor(piece).to(self.carrier), source, group)
             for tensor in tensors:
                 dist.broadcast(_bytes(tensor.to(self.carrier)), source, group)
         return message
 
     def _read(self, get: Callable[[torch.Tensor], object]) -> Message:
         with self._transfer():
-            head = self._bytes(get, _HEAD)
-            rest = int.from_bytes(head[:8], "little") + 8 - _HEAD
-            if rest > 0:
-                head += self._bytes(get, rest)
-            kinds, form, failure = pickle.loads(head[8:])
+            kinds, form, failure = pickle.loads(unframed(lambda count: self._bytes(get, count)))
             tensors: list[torch.Tensor | None] = []
             for kind in kinds:
                 if kind is None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...errors import BackendError, RankMismatchError
 from ...process.control import agree
-from ..memory import is_sequence
+from ..base.memory import is_sequence
 from .stages import Named
 
 _TIED = nn.modules.batchnorm._BatchNorm

@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ...errors import BackendError
 from ...shard import Shard, StateEntry
-from ..gather import Item
-from ..holdings import Holdings
+from ..base.gather import Item
+from ..base.holdings import Holdings
 from .stages import Named
 
 
@@ -117,11 +117,11 @@ class PipelineHoldings(Holdings):
 
     def partial(self, optimizer: Optimizer | None) -> bool:
         """Once the stages are apart."""
-        return self.engine._parts is not None
+        return self.engine.parts is not None
 
     def has(self, name: str) -> bool:
         """What runs on this rank."""
-        return self.engine._parts is None or bool(self.engine._parts.owns(name))
+        return self.engine.parts is None or bool(self.engine.parts.owns(name))
 
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
         """All of what is in its stage."""

@@ -28,7 +28,7 @@ class _Kept(NamedTuple):
     ends: list[GradientEdge | None]
 
 
-class Gradients(NamedTuple):
+class PassGradients(NamedTuple):
     """What a backward gives: gradients of the batch (on the first stage) and of the stage's parameters."""
 
     inputs: list[torch.Tensor | None]
@@ -124,7 +124,9 @@ class Pass:
         self.form = out.form
         return [t for t in out.tensors if t is not None]
 
-    def backward(self, grads: Sequence[torch.Tensor | None], retain: bool) -> tuple[Gradients, Exception | None, str]:
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], retain: bool
+    ) -> tuple[PassGradients, Exception | None, str]:
         """Run the micro-batches back through this stage.
 
         Returns:
@@ -159,7 +161,7 @@ class Pass:
             self.used = True
             self._kept.clear()
         text = "" if failure is None else f"the backward of the pipeline failed on rank {failure[0]}: {failure[1]}"
-        return Gradients(inputs, totals.values), error, text
+        return PassGradients(inputs, totals.values), error, text
 
     def _piece(self, grads: Sequence[torch.Tensor | None], number: int) -> list[torch.Tensor | None]:
         where = self._where.slices[number]
@@ -250,7 +252,7 @@ class Ends(NamedTuple):
     """What the engine does around a pass's backward: compare the ranks before, and their errors and results after."""
 
     before: Callable[[Sequence[torch.Tensor | None], bool], None]
-    after: Callable[[Gradients, Exception | None, str], Gradients]
+    after: Callable[[PassGradients, Exception | None, str], PassGradients]
 
 
 class Node(torch.autograd.Function):
@@ -364,7 +366,7 @@ class Relay:
         def before(grads: Sequence[torch.Tensor | None], retain: bool) -> None:
             meet(what, {"retain_graph": retain}, grads, _SAME_LOSS)
 
-        def after(found: Gradients, error: Exception | None, failure: str) -> Gradients:
+        def after(found: PassGradients, error: Exception | None, failure: str) -> PassGradients:
             failures = [text for text in agree(f"the end of {what}", failure) if text]
             if error is not None:
                 raise error
@@ -373,6 +375,6 @@ class Relay:
             inputs: Sequence[torch.Tensor | None] = [None] * len(wanted)
             if any(wanted):
                 inputs = channel.broadcast(0, Message(found.inputs) if channel.rank == 0 else None).tensors
-            return Gradients(list(inputs), found.parameters)
+            return PassGradients(list(inputs), found.parameters)
 
         return Ends(before, after)

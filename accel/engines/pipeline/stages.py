@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ...errors import BackendError
 from ...process import Process
 from ...trees import map_tensors, walk
-from ..memory import Footprint, MemoryUse, layers, stages
+from ..base.memory import Footprint, MemoryUse, layers, stages
 
 Named = tuple[str, nn.Module]
 

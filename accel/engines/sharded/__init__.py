@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -15,16 +15,17 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from ...errors import BackendError, RankMismatchError
-from ...gradients.flat import average_, broadcast_
-from ...gradients.methods import only
-from ...gradients.step import refuse_steps
+from ...gradients.clip import clip_
 from ...handles import Slot
 from ...process.control import agree
-from .. import memory
-from ..engine import Context, Engine, Options
-from ..memory import Footprint, MemoryUse
+from ...process.packing import average_, broadcast_from_owners, reduce_to_owners
+from ..base import memory
+from ..base.engine import Context, Engine, Options
+from ..base.gradients import Buffers, Gradients
+from ..base.memory import Footprint, MemoryUse
+from ..base.methods import only
+from ..base.step import refuse_steps
 from . import owners as parts
-from .exchange import broadcast_from_owners, clip_parts_, reduce_to_owners
 from .owners import EVERYWHERE, LOCAL, NONE, OWNED, SPARSE, Owners, ShardedHoldings
 
 logger = logging.getLogger("accel")
@@ -47,32 +48,187 @@ class Sharded(Options):
 
 
 @final
-class ShardedEngine(Engine):
+class ShardedGradients(Gradients):
     """Backward stays local; before a step each gradient goes to its owner, and after it the new values come back.
 
-    A gradient carries a note of where it is final (``_sharded.EVERYWHERE``, ``OWNED``); without one it is this rank's
+    A gradient carries a note of where it is final (``owners.EVERYWHERE``, ``OWNED``); without one it is this rank's
     own. So all that the loop may do with gradients in between, or not do on some ranks, is known at the step.
     """
 
+    reduced = partial = logged = deferred = True
+    engine: ShardedEngine
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._rank, self._world = engine.process.place.rank, engine.process.place.world_size
+        self._index: dict[int, int] = {}
+        self.owners = Owners(self._rank, self._world)
+        self.buffers = Buffers(engine.module, engine.process, engine.options.broadcast_buffers)
+        # Parameters that their owners have stepped, or may have, and the other ranks do not have yet.
+        self._unpublished: set[int] = set()
+
+    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Number the parameters."""
+        super().follow(parameters)
+        self._index = {id(p): i for i, p in enumerate(parameters)}
+
+    def pending(self) -> bool:
+        """Always: what other ranks have is known only together."""
+        return self.engine.distributed and self.engine.started
+
+    def settle(self, optimizer: Optimizer | None = None) -> None:
+        """Bring the gradients of one optimizer to their owners; all of them to every rank for code that looks at ``p.grad``."""
+        engine = self.engine
+        if not engine.distributed:
+            super().settle()
+            return
+        if optimizer is None:
+            self._settle("the gradients", range(len(engine.parameters)), everywhere=True, weakest=OWNED)
+            return
+        split = self.steps_part(optimizer)
+        indices = [self._index[id(p)] for p in parts.parameters_of(optimizer) if id(p) in self._index]
+        number = [*engine.steppers, id(optimizer)].index(id(optimizer))
+        what = f"a step of {type(optimizer).__name__} (optimizer {number}, {len(indices)} parameters)"
+        live = self._settle(what, indices, everywhere=not split, weakest=LOCAL if split else OWNED)
+        if split:
+            self._unpublished.update(live)
+
+    def end_backward(self, indices: Sequence[int]) -> None:
+        """On every rank: whoever updates these by hand does it everywhere."""
+        self._settle(f"a backward ({len(indices)} parameters in no optimizer)", indices, everywhere=True, weakest=OWNED)
+
+    def settle_clipped(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Gradients that only their owners still have cannot be clipped by a function that sees this rank's alone."""
+        parameters = self.engine.parameters
+        before = sum(p.grad is not None for p in parameters)
+        self._settle("clipping by torch.nn.utils", range(len(parameters)), everywhere=True, weakest=LOCAL)
+        grown = sum(p.grad is not None for p in parameters) > before
+        return grown or any(Slot.get(gradient) == OWNED for gradient in gradients)
+
+    def _settle(self, what: str, indices: Sequence[int], *, everywhere: bool, weakest: int) -> list[int]:
+        """Bring the gradients that are known as ``weakest`` or less to their owners, or everywhere.
+
+        Returns the parameters that have a gradient on any rank.
+        """
+        engine = self.engine
+        codes = self._agree(what, indices)
+        if SPARSE in codes:
+            names = [engine.names[i] for i, code in zip(indices, codes, strict=True) if code == SPARSE]
+            raise BackendError(
+                f"backend {engine.name!r} cannot split the sparse gradient of {', '.join(names[:5])}: use dense gradients "
+                "(nn.Embedding(sparse=False))"
+            )
+        live = [i for i, code in zip(indices, codes, strict=True) if code != NONE]
+        if len(self.owners.rank_of) < len(engine.parameters):
+            self.owners.take(engine.parameters[i] for i in live)
+        pending = [engine.parameters[i] for i, code in zip(indices, codes, strict=True) if code >= weakest]
+        gradients = parts.complete(pending, self._world)
+        if everywhere:
+            average_(gradients, self._world, lambda flat: dist.all_reduce(flat, group=self.process.group))
+            for gradient in gradients:
+                Slot.put(gradient, EVERYWHERE)
+        else:
+            reduce_to_owners(self._by_owner(pending, gradients), self._rank, self.process.group)
+            self._leave_to_owners(live)
+        if self.log.entries:  # only now: what raises before leaves all as it was
+            self.log.fold()
+        return live
+
+    def _agree(self, what: str, indices: Sequence[int]) -> bytes:
+        """What is known of each gradient on all ranks together; brings stale buffers up to date."""
+        touched = {i if i >= 0 else ~i for i in self.log.entries if i is not None}
+        # Those that are not looked at now must not pass for final later.
+        for i in touched.difference(indices):
+            if (grad := self.engine.parameters[i].grad) is not None:
+                Slot.clear(grad)
+        mine = bytes([parts.knowledge(self.engine.parameters[i].grad, i in touched) for i in indices])
+        if touched:
+            self.buffers.touch()
+        what = f"{what} of {self.engine.label}"
+        told = agree(what, (zlib.compress(mine, 1), self.buffers.stale, self.owners.digest))
+        if len({digest for *_, digest in told}) > 1:
+            raise RankMismatchError(f"{what}: the ranks gave owners to different parameters; add groups on every rank")
+        if any(stale for _, stale, _ in told):
+            self.buffers.synchronize()
+        codes = {code for code, *_ in told}
+        return mine if len(codes) == 1 else bytes(map(max, *map(zlib.decompress, codes)))
+
+    def _by_owner(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Any]) -> list[list[torch.Tensor]]:
+        by_owner: list[list[torch.Tensor]] = [[] for _ in range(self._world)]
+        rank_of = self.owners.rank_of
+        for parameter, tensor in zip(parameters, tensors, strict=True):
+            by_owner[rank_of[id(parameter)]].append(tensor)
+        return by_owner
+
+    def _leave_to_owners(self, live: Sequence[int]) -> None:
+        """Drop final gradients that are not this rank's: an optimizer skips what has none, and makes no state for it."""
+        rank_of, rank = self.owners.rank_of, self._rank
+        for parameter in (self.engine.parameters[i] for i in live):
+            if rank_of[id(parameter)] != rank:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                Slot.put(parameter.grad, OWNED)
+
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip each owner's part by the norm of all parts."""
+        parameters = self.engine.parameters
+        if not self.engine.distributed or any(parameters[i].requires_grad for i in self.unoptimized):
+            return super().clip(max_norm, norm_type)
+        self._settle("clipping by accel.clip_grad_norm_", range(len(parameters)), everywhere=False, weakest=LOCAL)
+        return clip_([p.grad for p in parameters if p.grad is not None], max_norm, norm_type, self.process)
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Give every rank the stepped parameters."""
+        self.publish()
+
+    def steps_part(self, optimizer: Optimizer) -> bool:
+        """Where its state is split."""
+        return self.engine.splits(optimizer)
+
+    @contextlib.contextmanager
+    def outside_step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Owners write theirs, and give them to the others."""
+        if not self.steps_part(optimizer):
+            yield
+            return
+        parameters = parts.parameters_of(optimizer)
+        self.owners.take(parameters)
+        self._unpublished.update(self._index[id(p)] for p in parameters)
+        with only(optimizer, self.owners.owns):
+            yield
+        self.publish()
+
+    def before_closure(self, optimizer: Optimizer) -> None:
+        """Give every rank what the owners have moved."""
+        with self.outside_step(optimizer):
+            pass
+
+    def publish(self) -> None:
+        """Give every rank what the owners have stepped since the last time. Collective where there is something."""
+        if self._unpublished:
+            stepped = [self.engine.parameters[i] for i in sorted(self._unpublished)]
+            broadcast_from_owners(self._by_owner(stepped, stepped), self._rank, self.process.group)
+            self._unpublished.clear()
+
+
+@final
+class ShardedEngine(Engine):
+    """The module runs as it is; optimizers whose kind allows keep on each rank the state of its own parameters."""
+
     name = "sharded"
     options_type = Sharded
+    requires = {"fairscale": "fairscale"}
+    gradients_type = ShardedGradients
+    gradients: ShardedGradients
     holdings_type = ShardedHoldings
     holdings: ShardedHoldings
-    requires = {"fairscale": "fairscale"}
-    reduces = partial_gradients = True
-    hears_steps = True
-    defers = undoes_writes = True
     options: Sharded
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         super().__init__(module, entry, context)
-        self._rank, self._world = context.process.place.rank, context.process.place.world_size
-        self._index = {id(p): i for i, p in enumerate(self.parameters)}
-        self._owners = Owners(self._rank, self._world)
         self._split: set[int] = set()
-        self._has_buffers = self._stale_buffers = False
-        # Parameters that their owners have stepped, or may have, and the other ranks do not have yet.
-        self._unpublished: set[int] = set()
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
@@ -80,11 +236,6 @@ class ShardedEngine(Engine):
         return memory.owners(footprint, world_size)
 
     # -- life -----------------------------------------------------------------------------------------------------
-
-    def wrap(self) -> None:
-        """Nothing to build: the module runs as it is."""
-        buffers = any(True for _ in self.module.buffers())
-        self._has_buffers = self.distributed and self.options.broadcast_buffers and buffers
 
     def attach(self, optimizer: Optimizer) -> None:
         """Add an optimizer, whose state is split if its kind allows."""
@@ -128,158 +279,20 @@ class ShardedEngine(Engine):
                 Slot.clear(parameter.grad)
         try:
             for optimizer in filter(self._splittable, optimizers):
-                if self._ended:
-                    refuse_steps(optimizer, self._ended)
-                elif self._started:
+                if self.ended:
+                    refuse_steps(optimizer, self.ended)
+                elif self.started:
                     whole = self.holdings.whole_state("the whole state of an optimizer", optimizer, strays=True)
                     self.holdings.give_back(optimizer, whole, dict(zip(self.names, self.parameters, strict=True)))
         finally:
-            self._owners.close()
+            self.gradients.owners.close()
 
-    # -- the loop -------------------------------------------------------------------------------------------------
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module."""
-        if self._unpublished:  # a step raised half-way
-            self._publish()
-        out = self.entry(*args, **kwargs)
-        self._stale_buffers = self._stale_buffers or (self._has_buffers and torch.is_grad_enabled())
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call it."""
+        if function is not self.entry:
+            return function(*args, **kwargs)
+        self.gradients.publish()  # a step raised half-way
+        out = function(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self.gradients.buffers.touch()
         return out
-
-    def unsettled(self) -> bool:
-        """Always: what other ranks have is known only together."""
-        return self.distributed and self._started
-
-    def settle(self) -> None:
-        """Make every gradient final on every rank, for code that looks at ``p.grad`` itself."""
-        if self.distributed:
-            self._settle("the gradients", range(len(self.parameters)), everywhere=True, weakest=OWNED)
-        else:
-            super().settle()
-
-    def settle_for(self, optimizer: Optimizer) -> None:
-        """Bring the gradients of one optimizer to their owners, or to every rank where each steps all of them."""
-        if not self.distributed:
-            super().settle_for(optimizer)
-            return
-        split = self.splits(optimizer)
-        indices = [self._index[id(p)] for p in parts.parameters_of(optimizer) if id(p) in self._index]
-        number = [*self.steppers, id(optimizer)].index(id(optimizer))
-        what = f"a step of {type(optimizer).__name__} (optimizer {number}, {len(indices)} parameters)"
-        live = self._settle(what, indices, everywhere=not split, weakest=LOCAL if split else OWNED)
-        if split:
-            self._unpublished.update(live)
-
-    def settle_unoptimized(self, indices: Sequence[int]) -> None:
-        """On every rank: whoever updates these by hand does it everywhere."""
-        self._settle(f"a backward ({len(indices)} parameters in no optimizer)", indices, everywhere=True, weakest=OWNED)
-
-    def settle_clipped(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Gradients that only their owners still have cannot be clipped by a function that sees this rank's alone."""
-        before = sum(p.grad is not None for p in self.parameters)
-        self._settle("clipping by torch.nn.utils", range(len(self.parameters)), everywhere=True, weakest=LOCAL)
-        grown = sum(p.grad is not None for p in self.parameters) > before
-        return grown or any(Slot.get(gradient) == OWNED for gradient in gradients)
-
-    def _settle(self, what: str, indices: Sequence[int], *, everywhere: bool, weakest: int) -> list[int]:
-        """Bring the gradients that are known as ``weakest`` or less to their owners, or everywhere.
-
-        Returns the parameters that have a gradient on any rank.
-        """
-        codes = self._agree(what, indices)
-        if SPARSE in codes:
-            names = [self.names[i] for i, code in zip(indices, codes, strict=True) if code == SPARSE]
-            raise BackendError(
-                f"backend {self.name!r} cannot split the sparse gradient of {', '.join(names[:5])}: use dense gradients "
-                "(nn.Embedding(sparse=False))"
-            )
-        live = [i for i, code in zip(indices, codes, strict=True) if code != NONE]
-        if len(self._owners.rank_of) < len(self.parameters):
-            self._owners.take(self.parameters[i] for i in live)
-        pending = [self.parameters[i] for i, code in zip(indices, codes, strict=True) if code >= weakest]
-        gradients = parts.complete(pending, self._world)
-        if everywhere:
-            average_(gradients, self._world, lambda flat: dist.all_reduce(flat, group=self.process.group))
-            for gradient in gradients:
-                Slot.put(gradient, EVERYWHERE)
-        else:
-            reduce_to_owners(self._by_owner(pending, gradients), self._rank, self.process.group)
-            self._leave_to_owners(live)
-        if self.log.entries:  # only now: what raises before leaves all as it was
-            self.log.fold(pending=False)
-        return live
-
-    def _agree(self, what: str, indices: Sequence[int]) -> bytes:
-        """What is known of each gradient on all ranks together; brings stale buffers up to date."""
-        touched = {i if i >= 0 else ~i for i in self.log.entries if i is not None}
-        # Those that are not looked at now must not pass for final later.
-        for i in touched.difference(indices):
-            if (grad := self.parameters[i].grad) is not None:
-                Slot.clear(grad)
-        mine = bytes([parts.knowledge(self.parameters[i].grad, i in touched) for i in indices])
-        stale = self._stale_buffers or (self._has_buffers and bool(touched))
-        what = f"{what} of {self.label}"
-        told = agree(what, (zlib.compress(mine, 1), stale, self._owners.digest))
-        if len({digest for *_, digest in told}) > 1:
-            raise RankMismatchError(f"{what}: the ranks gave owners to different parameters; add groups on every rank")
-        if any(stale for _, stale, _ in told):
-            broadcast_([b.data for b in self.module.buffers()], self.process.group)
-            self._stale_buffers = False
-        codes = {code for code, *_ in told}
-        return mine if len(codes) == 1 else bytes(map(max, *map(zlib.decompress, codes)))
-
-    def _by_owner(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Any]) -> list[list[torch.Tensor]]:
-        by_owner: list[list[torch.Tensor]] = [[] for _ in range(self._world)]
-        rank_of = self._owners.rank_of
-        for parameter, tensor in zip(parameters, tensors, strict=True):
-            by_owner[rank_of[id(parameter)]].append(tensor)
-        return by_owner
-
-    def _leave_to_owners(self, live: Sequence[int]) -> None:
-        """Drop final gradients that are not this rank's: an optimizer skips what has none, and makes no state for it."""
-        rank_of, rank = self._owners.rank_of, self._rank
-        for parameter in (self.parameters[i] for i in live):
-            if rank_of[id(parameter)] != rank:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                Slot.put(parameter.grad, OWNED)
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Give every rank the stepped parameters."""
-        if self._unpublished:
-            self._publish()
-
-    def steps_part(self, optimizer: Optimizer) -> bool:
-        """Where its state is split."""
-        return self.splits(optimizer)
-
-    @contextlib.contextmanager
-    def outside_step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Owners write theirs, and give them to the others."""
-        if not self.splits(optimizer):
-            yield
-            return
-        parameters = parts.parameters_of(optimizer)
-        self._owners.take(parameters)
-        self._unpublished.update(self._index[id(p)] for p in parameters)
-        with only(optimizer, self._owners.owns):
-            yield
-        self._publish()
-
-    def before_closure(self, optimizer: Optimizer) -> None:
-        """Give every rank what the owners have moved."""
-        with self.outside_step(optimizer):
-            pass
-
-    def _publish(self) -> None:
-        stepped = [self.parameters[i] for i in sorted(self._unpublished)]
-        broadcast_from_owners(self._by_owner(stepped, stepped), self._rank, self.process.group)
-        self._unpublished.clear()
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip each owner's part by the norm of all parts."""
-        if not self.distributed or any(self.parameters[i].requires_grad for i in self.unoptimized):
-            return super().clip_grad_norm_(max_norm, norm_type)
-        self._settle("clipping by accel.clip_grad_norm_", range(len(self.parameters)), everywhere=False, weakest=LOCAL)
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        return clip_parts_(grads, max_norm, norm_type, self.process.device, self.process.group)

@@ -8,7 +8,7 @@ import weakref
 import zlib
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -18,10 +18,16 @@ from torch.utils.hooks import RemovableHandle
 from ...handles import Slot
 from ...process.startup import unseen_group
 from ...shard import StateEntry
-from ..holdings import Holdings
+from ..base.holdings import Holdings
+from ..base.private import require
 
 #: What is known of a gradient, in the order in which one rank's knowledge outranks another's.
 NONE, EVERYWHERE, OWNED, LOCAL, SPARSE = range(5)
+
+
+#: The names of fairscale that this backend relies on, and the versions with which its tests were run.
+_PRIVATE: Final = (("fairscale.optim.oss:OSS.", "partition_parameters", "which rank steps which parameter"),)
+_RAN: Final = ("0.4.12", "0.4.13")
 
 
 @final
@@ -48,6 +54,7 @@ class Owners:
         if not new:
             return
         with unseen_group():
+            require("backend 'sharded'", "fairscale", _PRIVATE, _RAN)
             from fairscale.optim.oss import OSS  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
         # Trainable ones first: these have gradients and state. From large to small, which balances best.
@@ -142,6 +149,8 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 class ShardedHoldings(Holdings):
     """Of an optimizer that can be split, the state of the parameters that this rank owns."""
 
+    undoes_writes = True
+
     def partial(self, optimizer: Optimizer | None) -> bool:
         """Never the model."""
         return optimizer is not None and bool(self.engine.splits(optimizer))
@@ -151,7 +160,7 @@ class ShardedHoldings(Holdings):
         held = super().entries(optimizer)
         if not self.partial(optimizer):
             return held
-        owners = self.engine._owners
+        owners = self.engine.gradients.owners
         owners.take(parameters_of(optimizer))
         return [entry for entry in held if owners.owns(entry.parameter)]
 

@@ -1,0 +1,107 @@
+"""Failures: what a message says of one, and steps of all ranks, of which one's failure is everyone's."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterator
+from typing import Final, TypeVar
+
+from ..errors import AccelError, CheckpointError
+from ..process import running
+from ..process.control import agree
+
+T = TypeVar("T")
+M = TypeVar("M")
+
+
+def exchange(what: str, act: Callable[[], tuple[T, M]]) -> tuple[T, list[M]]:
+    """Run ``act`` on every rank, and go on only if it succeeded on all, with what each tells. Collective.
+
+    Args:
+        what: names the step, the same on every rank.
+        act: local; returns what this rank keeps, and what it tells the others.
+
+    Returns:
+        What this rank keeps, and what every rank told.
+
+    Raises:
+        CheckpointError: it failed here, or on another rank, which is named.
+    """
+    problem: AccelError | None = None
+    cause: Exception | None = None
+    answer: tuple[T, M] | None = None
+    try:
+        answer = act()
+    except AccelError as error:
+        problem = error
+    except Exception as error:
+        problem, cause = CheckpointError(f"{what}: {explain(error)}"), error
+    replies = agree(what, (str(problem) if problem else "", answer[1] if answer else None))
+    if problem is not None:
+        raise problem from cause
+    for number, (text, _) in enumerate(replies):
+        if text:
+            raise CheckpointError(f"{what} failed on rank {number}, so on every rank: {text}")
+    assert answer is not None
+    return answer[0], [told for _, told in replies]
+
+
+def on_every_rank(what: str, act: Callable[[], T]) -> T:
+    """Run ``act`` on every rank, and go on only if it succeeded on all. Collective.
+
+    Raises:
+        CheckpointError: as ``exchange``.
+    """
+    return exchange(what, lambda: (act(), None))[0]
+
+
+def on_running_ranks(what: str, act: Callable[[], T]) -> T:
+    """Run ``act`` on every rank if accel runs over several, else here alone; needs no process group.
+
+    Raises:
+        CheckpointError: it failed here, or on another rank, or the system refused something.
+    """
+    process = running()
+    if process is not None and process.place.world_size > 1:
+        return on_every_rank(what, act)
+    try:
+        return act()
+    except OSError as error:
+        raise CheckpointError(f"{what}: {explain(error)}") from error
+
+
+def explain(error: BaseException) -> str:
+    """An error of the system or of the user's code, as a part of a sentence."""
+    if isinstance(error, AccelError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        advice = _ADVICE.get(error.errno or 0)
+        return f"{error.strerror}{f': {error.filename}' if error.filename else ''}{f'; {advice}' if advice else ''}"
+    return f"{type(error).__name__}: {error}"
+
+
+_ADVICE: Final = {
+    errno.ENOSPC: "free space on that file system, or choose a directory on another one",
+    errno.EDQUOT: "this user's quota there is used up: remove files, or choose a directory on another file system",
+    errno.EFBIG: "files there cannot be so large (ulimit -f, or the file system's own limit): choose another directory",
+    errno.EROFS: "that file system cannot be written to: choose a directory on another one",
+    errno.EACCES: "this user may not do that: change the permissions, or choose another directory",
+    errno.EPERM: "this user may not do that: change the permissions, or choose another directory",
+    errno.EIO: "the disk or its server failed, of which the system's log tells more: choose another file system",
+    errno.ESTALE: "the server of that file system has lost the file: mount it again, or choose another one",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EMFILE: "this process has too many open files: raise ulimit -n",
+}
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Context: errors of the system name this path, where they name none (writing to an open file, say)."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise

@@ -1,0 +1,417 @@
+"""Checkpoints of other libraries, written again as accel's. Pickled files are read as ``weights_only``: nothing in them runs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import os
+import pickle
+import re
+import tempfile
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, final
+
+import torch
+
+from ..engines import ENGINES
+from ..errors import CheckpointError
+from ..process import running
+from ..process.control import locked
+from . import folder, record
+from .background import background
+from .failures import explain, naming, on_running_ranks
+from .objects import Imported
+from .safetensors import check_tensor
+from .save import save_alone
+from .shards import reserve
+from .values import DEPTH, place
+from .weights import is_weights_alone
+
+logger = logging.getLogger("accel")
+
+
+@locked
+def import_checkpoint(
+    source: str | os.PathLike[str], dir: str | os.PathLike[str], *, optimizer: bool = True
+) -> dict[str, list[str]]:
+    """Write a checkpoint of another library as one of accel's, which ``load`` takes into any backend.
+
+    ``source`` is a file of ``torch.save``, a directory of ``torch.distributed.checkpoint``, or one that a backend's own
+    library wrote (ZeRO). Models, optimizers, tensors and plain values keep their keys; a state dict alone is ``"model"``.
+    The prefixes ``module.`` and ``_orig_mod.`` of wrappers are taken off. Needs no process group; on several ranks rank 0 writes,
+    and all wait and see its error.
+
+    Args:
+        source: what is read. Nothing in it is run: pickled objects other than tensors and plain values are refused.
+        dir: a directory without a checkpoint.
+        optimizer: take optimizers' state too.
+
+    Returns:
+        The keys that were found, under ``"models"``, ``"optimizers"``, ``"values"`` and ``"left out"``; empty but on rank 0.
+
+    Raises:
+        CheckpointError: ``source`` is none of these, is damaged, or holds what cannot be taken over rightly; names it.
+    """
+    process = running()
+
+    def act() -> dict[str, list[str]]:
+        if process is not None and process.place.rank != 0:
+            return {}
+        return convert(folder.absolute(source), folder.absolute(dir), optimizer=optimizer)
+
+    return on_running_ranks("accel.import_checkpoint", act)
+
+
+def convert(
+    source: str, directory: str, *, optimizer: bool, progress: Callable[[int], Any] = lambda nbytes: None
+) -> dict[str, list[str]]:
+    """``import_checkpoint`` in this process; ``progress`` hears how many bytes of tensors were put together."""
+    if record.exists(directory):
+        raise CheckpointError(f"{directory} has a checkpoint already: import into another directory")
+    background.settle()
+    try:
+        parent = os.path.dirname(directory)
+        folder.make(parent)
+        with tempfile.TemporaryDirectory(prefix=".accel-import-", dir=parent) as scratch:
+            state, found = recognize(read(source, Scratch(scratch, progress)), source, optimizer=optimizer)
+            save_alone(state, directory)
+    except OSError as error:
+        raise CheckpointError(f"accel.import_checkpoint: {explain(error)}") from error
+    return found
+
+
+def read(source: str, scratch: Scratch) -> Any:
+    """The state as nested dicts of tensors and values; tensors may lie in files."""
+    if os.path.isfile(source):
+        return load_pickled(source)
+    if not os.path.isdir(source):
+        raise CheckpointError(f"{source} does not exist")
+    if os.path.isfile(os.path.join(source, _DCP_RECORD)):
+        return _read_dcp(source, scratch.tensor)
+    for engine in ENGINES.values():
+        state = engine.holdings_type.read_foreign(source, load_pickled, scratch.tensor)
+        if state is not None:
+            return state
+    if record.exists(source) or is_weights_alone(source):
+        raise CheckpointError(f"{source} needs no import: accel.load reads it as it is")
+    raise CheckpointError(
+        f"{source} is no checkpoint that accel knows: expected a file of torch.save, a directory of "
+        "torch.distributed.checkpoint (with .metadata), or one of a backend's own library"
+    )
+
+
+def load_pickled(path: str, inert: Sequence[str] = ()) -> Any:
+    """What ``torch.save`` wrote, its tensors mapped from the file where they can be.
+
+    Args:
+        path: the file.
+        inert: classes, by their full names, that are read as objects which hold their data and do nothing.
+
+    Raises:
+        CheckpointError: it is no such file, or holds pickled objects; names them.
+    """
+    zipped = zipfile.is_zipfile(path)
+    allowed: list[Any] = [(type(name.rpartition(".")[2], (Inert,), {}), name) for name in inert]
+    try:
+        with torch.serialization.safe_globals(allowed):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True if zipped else None)
+    except pickle.UnpicklingError as error:
+        objects: list[str] = []
+        with contextlib.suppress(Exception):
+            objects = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - set(inert))
+        raise CheckpointError(
+            f"{path} holds pickled objects, which could run code when they are read ({', '.join(objects[:5]) or error}): save "
+            "it again with tensors and plain values only"
+        ) from error
+    except (RuntimeError, ValueError, EOFError, KeyError, IndexError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path} is no whole file of torch.save ({type(error).__name__}: {error})") from error
+
+
+class Inert:
+    """A pickled object of a class that is not to be used: its arguments and state, and nothing else."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+@final
+class Scratch:
+    """Tensors in files of a directory, so that they need not fit into memory."""
+
+    def __init__(self, directory: str, progress: Callable[[int], Any]) -> None:
+        self._directory = directory
+        self._progress = progress
+        self._count = 0
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A new one, of zeros."""
+        numel = math.prod(shape)
+        if not numel:
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        self._count += 1
+        path = os.path.join(self._directory, str(self._count))
+        self._progress(numel * dtype.itemsize)
+        with naming(path), open(path, "xb") as file:
+            reserve(file.fileno(), numel * dtype.itemsize)  # writing to its memory on a full disk would end the process
+        return torch.from_file(path, shared=True, size=numel, dtype=dtype).view(tuple(shape))
+
+
+# -- Directories of torch.distributed.checkpoint, read without its pickles: what they name becomes inert objects --------
+
+#: What names everything else in such a directory.
+_DCP_RECORD: Final = ".metadata"
+_DCP_FILE: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+NewTensor = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+
+
+def _read_dcp(directory: str, new: NewTensor) -> dict[str, Any]:
+    """The state as nested dicts; tensors are made by ``new``.
+
+    Raises:
+        CheckpointError: it is damaged, or not as DCP's file writer leaves it.
+    """
+    try:
+        return _dcp_state(directory, new)
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        EOFError,
+        RuntimeError,
+        pickle.PickleError,
+    ) as error:
+        raise CheckpointError(
+            f"{directory} is no whole checkpoint of torch.distributed.checkpoint's file writer ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _dcp_state(directory: str, new: NewTensor) -> dict[str, Any]:
+    with open(os.path.join(directory, _DCP_RECORD), "rb") as file:
+        metadata = _Metadata(file).load().state
+    places: dict[tuple[str, tuple[int, ...] | None], Any] = {}
+    for index, info in metadata["storage_data"].items():
+        offset = index.state.get("offset")
+        places[index.state["fqn"], None if offset is None else tuple(offset)] = info.state
+    paths = metadata.get("planner_data") or {}
+    state: dict[Any, Any] = {}
+    for name, described in metadata["state_dict_metadata"].items():
+        facts = getattr(described, "state", None)
+        if isinstance(facts, Mapping) and "chunks" in facts:
+            value: Any = _tensor(directory, name, facts, places, new)
+        else:
+            value = _load(directory, name, places[name, None])
+        _put(state, tuple(paths.get(name, (name,))), value)
+    return {key: _lists(value) for key, value in state.items()}
+
+
+def _tensor(
+    directory: str, name: str, facts: Mapping[str, Any], places: Mapping[Any, Any], new: NewTensor
+) -> torch.Tensor:
+    size = tuple(facts["size"])
+    dtype = facts["properties"].state[0]
+    chunks = [(tuple(c.state["offsets"]), tuple(c.state["sizes"])) for c in facts["chunks"]]
+    infos = [places[name, offsets] for offsets, _ in chunks]
+    numels = [math.prod(sizes) for _, sizes in chunks]
+    if not isinstance(dtype, torch.dtype) or any(type(n) is not int or n < 0 for n in size):
+        raise ValueError(f"{name} has dtype {dtype} and size {size}")
+    room = sum(os.path.getsize(os.path.join(directory, f)) for f in {_file(info) for info in infos})
+    if sum(numels) != math.prod(size) or math.prod(size) * dtype.itemsize > room:
+        raise ValueError(f"the parts of {name} do not make it up")
+    whole = new(size, dtype)
+    seen = torch.zeros(size, dtype=torch.bool, device="cpu") if len(chunks) > 1 else None
+    for (offsets, sizes), info in zip(chunks, infos, strict=True):
+        part = _load(directory, name, info)
+        if not isinstance(part, torch.Tensor) or tuple(part.shape) != sizes or part.dtype is not dtype:
+            raise ValueError(f"a part of {name} is not what {_DCP_RECORD} says")
+        box = tuple(slice(at, at + length) for at, length in zip(offsets, sizes, strict=True))
+        whole[box].copy_(part)
+        if seen is not None:
+            seen[box] = True
+    if seen is not None and not bool(seen.all()):
+        raise ValueError(f"the parts of {name} overlap or leave a hole")
+    return whole
+
+
+def _file(info: Mapping[str, Any]) -> str:
+    name = info["relative_path"]
+    if not isinstance(name, str) or not _DCP_FILE.fullmatch(name):
+        raise ValueError(f"{name!r} is not a name of a file of this directory")
+    if info.get("transform_descriptors"):
+        raise ValueError(f"{name} was written through transforms ({info['transform_descriptors']})")
+    return name
+
+
+def _load(directory: str, name: str, info: Mapping[str, Any]) -> Any:
+    path = os.path.join(directory, _file(info))
+    if os.path.islink(path):
+        raise ValueError(f"{path} is a link")
+    offset, length = info["offset"], info["length"]
+    with open(path, "rb") as file:
+        if (
+            type(offset) is not int
+            or type(length) is not int
+            or not 0 <= offset <= offset + length <= os.path.getsize(path)
+        ):
+            raise ValueError(f"{name} lies beyond the end of {path}")
+        file.seek(offset)
+        content = file.read(length)
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: {name} is a pickled object, which could run code when it is read: save it again without it"
+        ) from error
+
+
+def _put(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    for key in path[:-1]:
+        state = state.setdefault(key, {})
+    state[path[-1]] = value
+
+
+def _lists(value: Any) -> Any:
+    """Dicts whose keys are 0, 1, 2, ... were lists."""
+    if type(value) is not dict:
+        return value
+    parts = {key: _lists(item) for key, item in value.items()}
+    if parts and all(type(key) is int for key in parts) and sorted(parts) == list(range(len(parts))):
+        return [parts[i] for i in range(len(parts))]
+    return parts
+
+
+class _Metadata(pickle.Unpickler):
+    """Reads the record of a checkpoint. No class or function that it names is ever called, but sizes and dtypes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = getattr(torch, name, None) if module == "torch" else None
+        if found is torch.Size or isinstance(found, torch.dtype):
+            return found
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        return type(name.rpartition(".")[2], (Inert,), {})
+
+
+# -- What is read as a state that accel saves: which dicts are models and optimizers, told by what is in them -----------
+
+_PREFIXES: Final = ("module.", "_orig_mod.")
+_EXTRA: Final = "_extra_state"
+
+
+def recognize(state: Any, source: str, *, optimizer: bool) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """The state to save, and the paths of what was found.
+
+    Raises:
+        CheckpointError: it is no dict, or an optimizer's state cannot be taken over.
+    """
+    found: dict[str, list[str]] = {"models": [], "optimizers": [], "values": [], "left out": []}
+    if not isinstance(state, Mapping) or not state:
+        raise CheckpointError(f"{source} holds a {type(state).__name__}; expected a dict with a state dict in it")
+    if is_model(state):
+        state = {"model": state}
+    taken = {key: _recognize(value, str(key), source, optimizer, found, 0) for key, value in state.items()}
+    return {key: value for key, value in taken.items() if value is not _LEFT_OUT}, found
+
+
+_LEFT_OUT: Final = object()
+
+
+def _recognize(value: Any, path: str, source: str, optimizer: bool, found: dict[str, list[str]], depth: int) -> Any:
+    if depth > DEPTH:
+        raise CheckpointError(f"{source}: {path} is nested more than {DEPTH} levels deep")
+    if is_optimizer(value):
+        found["optimizers" if optimizer else "left out"].append(path)
+        try:
+            return _optimizer(value) if optimizer else _LEFT_OUT
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{source}: the optimizer's state {path} cannot be taken over ({error}); optimizer=False leaves it out"
+            ) from error
+    if is_model(value):
+        found["models"].append(path)
+        return _model(value, f"{source}: {path}")
+    if type(value) is dict or (isinstance(value, list | tuple) and type(value) in (list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        taken = [(k, _recognize(v, place(path, k), source, optimizer, found, depth + 1)) for k, v in items]
+        if isinstance(value, dict):
+            return {k: v for k, v in taken if v is not _LEFT_OUT}
+        return type(value)(None if v is _LEFT_OUT else v for _, v in taken)
+    found["values"].append(path)
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def is_model(value: Any) -> bool:
+    """Whether a value is a module's state dict: tensors by name."""
+    if not isinstance(value, Mapping) or not value or not all(type(key) is str for key in value):
+        return False
+    tensors = [key for key in value if not key.endswith(_EXTRA)]
+    return bool(tensors) and all(isinstance(value[key], torch.Tensor) for key in tensors)
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether a value is an optimizer's state dict."""
+    if not isinstance(value, Mapping) or not {"state", "param_groups"} <= value.keys():
+        return False
+    groups = value["param_groups"]
+    return isinstance(groups, list) and all(isinstance(g, Mapping) and "params" in g for g in groups)
+
+
+def _model(state: Mapping[str, Any], where_from: str) -> Imported:
+    prefix = ""
+    while more := next((p for p in _PREFIXES if all(key.startswith(prefix + p) for key in state)), None):
+        prefix += more
+    if prefix:
+        logger.info("the prefix %s was taken off the names of a model", prefix)
+    tensors: dict[str, torch.Tensor] = {}
+    extra: dict[str, Any] = {}
+    seen: set[tuple[Any, ...]] = set()
+    for full, value in state.items():
+        name = full[len(prefix) :]
+        if name.rpartition(".")[2] == _EXTRA:
+            extra[name] = value
+            continue
+        check_tensor(value, f"{where_from}, {full}")
+        place_of = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride())
+        where = (*place_of, value.dtype, value.is_conj(), value.is_neg())
+        if value.numel() and where in seen:
+            continue  # tied: it is there under its first name
+        seen.add(where)
+        tensors[name] = value.detach()
+    return Imported("module", tensors, {"extra": extra})
+
+
+def _optimizer(state: Mapping[str, Any]) -> Imported:
+    """Names are the state's own where it has some; else parameters are numbered, in the order of the groups."""
+    groups: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    given = [n for g in state["param_groups"] for n in g.get("param_names", g["params"])]
+    named = bool(given) and all(isinstance(name, str) for name in given)
+    for group in state["param_groups"]:
+        labels = group.get("param_names", group["params"]) if named else group["params"]
+        for key, label in zip(group["params"], labels, strict=True):
+            names[str(key)] = label if named else str(len(names))
+        params = [names[str(key)] for key in group["params"]]
+        groups.append({**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": params})
+    tensors: dict[str, torch.Tensor] = {}
+    rest: dict[str, dict[str, Any]] = {}
+    for key, entries in state["state"].items():
+        if str(key) not in names:
+            raise ValueError(f"it has state of {key!r}, which is in no group")
+        name = names[str(key)]
+        rest[name] = {}
+        number = all(v.dim() == 0 for v in entries.values() if isinstance(v, torch.Tensor))
+        for what, value in entries.items():
+            if isinstance(value, torch.Tensor) and (value.dim() or (number and what != "step")):
+                tensors[f"{name}/{what}"] = value.detach()
+            else:
+                rest[name][what] = value
+    node = {"class": "", "named": named, "groups": groups, "state": rest, "frozen": [], "scale": None}
+    return Imported("optimizer", tensors, node)

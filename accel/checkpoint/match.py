@@ -1,0 +1,336 @@
+"""A user's state matched with the saved values: what a load fills, what it replaces, and where the two do not fit. Local."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import NoneType
+from typing import Any, Final, final
+
+import torch
+
+from ..errors import CheckpointError
+from ..shard import Shard, overlaps_itself
+from .objects import StateObject
+from .record import Stored
+from .safetensors import BY_NAME
+from .state import KEPT, State, below, component, former_component, is_object, items_of
+from .values import TAG, Decoder, Json, items_in, members, place
+
+logger = logging.getLogger("accel")
+
+#: Gives a value of the state its new content, and returns what takes its place.
+Apply = Callable[[], Any]
+
+
+@final
+class SavedNames:
+    """How a checkpoint names what its containers hold.
+
+    Args:
+        tensors: the names of all its tensors.
+    """
+
+    def __init__(self, tensors: Iterable[str]) -> None:
+        self._tensors = tensors
+
+    @functools.cached_property
+    def _in_order(self) -> list[str]:
+        return sorted(self._tensors)
+
+    def _holds(self, name: str) -> bool:
+        """Whether a tensor has this name, or is below it."""
+        first = (self._in_order[at : at + 1] for at in (bisect_left(self._in_order, n) for n in (name, f"{name}/")))
+        return any(n == name or n.startswith(f"{name}/") for found in first for n in found)
+
+    def of(self, children: Iterable[Any], name: str) -> dict[Any, str]:
+        """The name of what each key leads to: by the saved key, since 1, True and numpy's 1 are one key with several names."""
+        names = {key: below(name, component(key)) for key in children}
+        former = {key: below(name, former_component(key)) for key in children if not isinstance(key, _SETTLED)}
+        taken = set(names.values()) if former else ()
+        for key, other in former.items():
+            if other not in taken and self._holds(other) and not self._holds(names[key]):
+                names[key] = other
+        return names
+
+
+#: Keys whose names are as they always were.
+_SETTLED: Final = (str, int, float, NoneType)
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """Between a state and a checkpoint, as this rank sees them.
+
+    Args:
+        missing: in the checkpoint.
+        unfit: with both sides.
+        untouched: tensors that the checkpoint has of the state's modules, and this rank does not need.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unfit: list[str] = field(default_factory=list)
+    untouched: set[str] = field(default_factory=set)
+
+
+@final
+class Match:
+    """A state and saved values: what a load will do.
+
+    Args:
+        state: what is filled.
+        decoder: of the saved values.
+        tensors: the names of all tensors of the checkpoint.
+
+    Attributes:
+        objects: of the state, with their saved nodes.
+        plain: the saved nodes of plain values.
+        differences: what does not fit.
+    """
+
+    def __init__(self, state: State, decoder: Decoder, tensors: Iterable[str]) -> None:
+        self._state = state
+        self._decoder = decoder
+        self._names = SavedNames(tensors)
+        self.objects: list[tuple[StateObject, Mapping[str, Json]]] = []
+        self.plain: list[Json] = []
+        self.differences = Differences()
+
+    def visit(self, value: Any, node: Json, name: str = "", path: str = "state") -> Apply:
+        """Match ``value`` with its saved node; returns what gives its replacement once everything is decoded."""
+        walked = isinstance(value, dict) or self._state.holds_object(value)
+        if is_object(value):
+            self._visit_object(self._state.object_of(value, name, path), node)
+        elif walked:
+            children = children_of(node, self._decoder)
+            if children is not None and (isinstance(value, dict) or len(children) == len(value)):
+                return self._visit_container(value, children, name, path)
+            here = f"a {type(value).__name__} of {len(value)}"
+            self.differences.unfit.append(f"{path} is {here}, and in the checkpoint {_describe(node)}")
+        elif self._decoder.holds_object(node):
+            here = f"a {type(value).__name__}"
+            self.differences.unfit.append(f"{path} is {here}, and in the checkpoint {_describe(node)}")
+        else:
+            self.plain.append(node)
+            return functools.partial(self._decoder.decode, node)
+        return lambda: value
+
+    def _visit_object(self, one: StateObject, node: Json) -> None:
+        if not isinstance(node, dict) or node.get(TAG) != one.kind:
+            self.differences.unfit.append(f"{one.path} is a {one.kind}, and in the checkpoint {_describe(node)}")
+            return
+        try:
+            one.check(node)
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{self._decoder.source}: {one.path}: {error}") from error
+        problem = one.problem(node)
+        if problem:
+            self.differences.unfit.append(f"{one.path}: {problem}")
+        else:
+            self.objects.append((one, node))
+
+    def _visit_container(self, value: Any, children: Mapping[Any, Json], name: str, path: str) -> Apply:
+        applies: dict[Any, Apply] = {}
+        names = self._names.of(children, name)
+        for key, item in items_of(value):
+            where = place(path, key)
+            if key in children:
+                applies[key] = self.visit(item, children[key], names[key], where)
+            else:
+                self.differences.missing.append(where)
+        if isinstance(value, dict) and name and not self._state.holds_object(value):
+            self._add(value, children, path, applies)
+
+        def apply() -> Any:
+            new = {key: one() for key, one in applies.items()}
+            if isinstance(value, tuple):
+                items = [new.get(i, item) for i, item in enumerate(value)]
+                changed = any(a is not b for a, b in zip(items, value, strict=True))
+                make = getattr(value, "_make", type(value))
+                return make(items) if changed else value
+            for key, item in new.items():
+                value[key] = item
+            return value
+
+        return apply
+
+    def _add(self, value: dict[Any, Any], children: Mapping[Any, Json], path: str, applies: dict[Any, Apply]) -> None:
+        """A dict of plain values is one: what it has not yet is taken as well, as a history that grew."""
+        for key, node in children.items():
+            if key in value:
+                continue
+            if not self._decoder.holds_object(node):
+                self.plain.append(node)
+                applies[key] = functools.partial(self._decoder.decode, node)
+            elif not value:
+                where = place(path, key)
+                self.differences.unfit.append(
+                    f"{path} is an empty dict, and in the checkpoint {where} holds {_describe(node)} to be filled"
+                )
+
+
+# -- Saved values, as JSON ---------------------------------------------------------------------------------------------
+
+_MAPPINGS: Final = frozenset({"dict", "OrderedDict", "defaultdict", "Counter"})
+_OBJECTS: Final = frozenset({"module", "optimizer", "stateful", "ranks"})
+_ARRAYS: Final = frozenset({"tensor", "numpy", "ndarray"})
+
+
+def children_of(node: Json, decoder: Decoder) -> dict[Any, Json] | None:
+    """Keys and nodes of a saved container; None if it is none."""
+    if isinstance(node, list):
+        return dict(enumerate(node))
+    if not isinstance(node, dict):
+        return None
+    tag = str(node.get(TAG))
+    if TAG not in node:
+        return dict(node)
+    try:
+        if tag == "tuple":
+            return dict(enumerate(items_in(node)))
+        if tag in _MAPPINGS:
+            keys = members([decoder.decode(key) for key, _ in items_in(node)])
+            return dict(zip(keys, [item for _, item in items_in(node)], strict=True))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{decoder.source}: a container is not as accel writes it ({error})") from error
+    return None
+
+
+def _nodes(node: Json) -> Iterator[dict[str, Json]]:
+    """All JSON objects in a node."""
+    todo = [node]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, dict):
+            yield one
+            todo += one.values()
+        elif isinstance(one, list):
+            todo += one
+
+
+def objects_in(root: Json) -> set[int]:
+    """The ids of the nodes that are, or hold, what can only be filled into an object of the state; in one pass over all.
+
+    Raises:
+        RecursionError: they are nested far more deeply than a state can be.
+    """
+    found: set[int] = set()
+
+    def visit(node: Json) -> bool:
+        holds = type(node) is dict and TAG in node and _is_saved_object(node)
+        for child in node.values() if type(node) is dict else node:
+            if child and type(child) in _CONTAINERS and visit(child):
+                holds = True
+        if holds:
+            found.add(id(node))
+        return holds
+
+    visit(root)
+    return found
+
+
+_CONTAINERS: Final = (dict, list)
+
+
+def _is_saved_object(node: dict[str, Json]) -> bool:
+    tensor = node.get(TAG) == "tensor" and not str(node.get("name", KEPT)).startswith(KEPT)
+    return tensor or str(node.get(TAG)) in _OBJECTS
+
+
+def value_tensors(node: Json) -> Iterator[str]:
+    """The tensors that the values in a node consist of."""
+    return (str(one["name"]) for one in _nodes(node) if str(one.get(TAG)) in _ARRAYS and "name" in one)
+
+
+def plain(node: Json, decoder: Decoder) -> Any:
+    """The plain values of a saved state, without its objects: in dicts they are left out, in lists None."""
+    if not decoder.holds_object(node):
+        return decoder.decode(node)
+    children = children_of(node, decoder)
+    if children is None:
+        return None
+    if isinstance(node, list) or node.get(TAG) == "tuple":
+        items = [plain(child, decoder) for child in children.values()]
+        return items if isinstance(node, list) else tuple(items)
+    return {
+        key: plain(child, decoder)
+        for key, child in children.items()
+        if not (isinstance(child, dict) and _is_saved_object(child))
+    }
+
+
+def _describe(node: Json) -> str:
+    if isinstance(node, dict):
+        return f"a {node[TAG]}" if TAG in node else f"a dict of {len(node)}"
+    return f"a list of {len(node)}" if isinstance(node, list) else f"the value {node!r}"
+
+
+# -- Where they do not fit ---------------------------------------------------------------------------------------------
+
+_FIRST: Final = 10  # differences that a message lists
+
+
+def report(directory: str, differences: Sequence[Differences], strict: bool, rank: int) -> None:
+    """Raise, or warn of, what does not fit on any rank."""
+    lines = []
+    missing = dict.fromkeys(name for d in differences for name in d.missing)
+    untouched = set.intersection(*(d.untouched for d in differences))
+    for what, names in (
+        ("in the state, not in the checkpoint", list(missing)),
+        ("in the checkpoint, not in the state", sorted(untouched)),
+    ):
+        if names:
+            more = f", and {len(names) - _FIRST} more" if len(names) > _FIRST else ""
+            lines.append(f"{what}: {', '.join(names[:_FIRST])}{more}")
+    unfit = list(dict.fromkeys(text for d in differences for text in d.unfit))
+    lines += unfit[:_FIRST]
+    if len(unfit) > _FIRST:
+        lines.append(f"and {len(unfit) - _FIRST} more")
+    if lines and strict:
+        raise CheckpointError(
+            f"{directory} does not fit the state, and nothing was changed (strict=False loads what fits):\n  "
+            + "\n  ".join(lines)
+        )
+    if lines and rank == 0:
+        logger.warning("%s does not fit the state; skipped:\n  %s", directory, "\n  ".join(lines))
+
+
+def unfit(stored: Stored, slot: Shard, convert: bool, planned: bool) -> str:
+    """Why a saved tensor cannot be read into a range; empty if it can."""
+    dtype = BY_NAME[stored.dtype]
+    if stored.shape != tuple(slot.shape):
+        return f"{list(stored.shape)} in the checkpoint, {list(slot.shape)} here"
+    if dtype is not slot.tensor.dtype:
+        if not torch.can_cast(dtype, slot.tensor.dtype):
+            return f"{dtype} in the checkpoint, {slot.tensor.dtype} here, which cannot hold its values"
+        if not convert:
+            return f"{dtype} in the checkpoint, {slot.tensor.dtype} here (convert=True converts)"
+    if slot.tensor.is_meta and not planned:
+        return "it is on the meta device, which holds no values; give it memory first (module.to_empty(device=...))"
+    if overlaps_itself(slot.tensor):
+        return "its elements share memory (an expanded or overlapping view), so that they cannot be filled; give its clone()"
+    return ""
+
+
+def check_engines(what: str, told: Sequence[Mapping[str, str]]) -> None:
+    """Refuse, in ``what``, that the ranks give different models: a part of one would pass for a part of the other."""
+    for rank, theirs in enumerate(told):
+        for path in dict.fromkeys([*told[0], *theirs]):
+            first, other = told[0].get(path, "without an engine"), theirs.get(path, "without an engine")
+            if first != other:
+                raise CheckpointError(
+                    f"{what}: {path} is {first} on rank 0 and {other} on rank {rank}: give every rank the same model there"
+                )
+
+
+def check_objects(digests: Sequence[str]) -> None:
+    """What is filled on some ranks only would let the others go on with another model, optimizer or position."""
+    for rank, one in enumerate(digests):
+        if one != digests[0]:
+            raise CheckpointError(
+                f"accel.load: the state of rank {rank} has other objects than that of rank 0, and nothing was changed; give "
+                "every rank the same keys"
+            )

@@ -1,0 +1,509 @@
+"""What a state holds beside plain values: the objects that a checkpoint fills in place."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .. import shard
+from ..data import LoaderHandle
+from ..engines import Engine
+from ..errors import CheckpointError
+from ..process.rng import RngState
+from ..shard import Manifest, Shard
+from .values import TAG, Decoder, Encoder, Json, items_in, place
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRange:
+    """A range that lies on this rank.
+
+    Args:
+        shard: the range, under its name in the checkpoint.
+        equal: the ranks that have it have the same values; else this is compared, and the lowest rank's are saved.
+        frozen: it may not have changed since the last checkpoint.
+    """
+
+    shard: Shard
+    equal: bool
+    frozen: bool = False
+
+
+class StateObject(ABC):
+    """One object of a state.
+
+    Args:
+        name: what the names of its tensors begin with.
+        path: where it is in the state, for errors.
+    """
+
+    kind: ClassVar[str]
+    #: What a saved node must have, with its type.
+    fields: ClassVar[Mapping[str, type]] = {}
+    #: Its node is made of all ranks' ``value``; else rank 0's is taken.
+    merged = False
+
+    def __init__(self, name: str, path: str) -> None:
+        self.name = name
+        self.path = path
+        #: Its place in the record's values, filled in when the ranks have told theirs.
+        self.node: dict[str, Json] = {TAG: self.kind}
+
+    def ranges(self) -> Iterator[LocalRange]:
+        """The ranges that lie on this rank. Local."""
+        return iter(())
+
+    def value(self, encoder: Encoder) -> dict[str, Json]:
+        """The rest of its node, as this rank knows it. Local."""
+        return {}
+
+    def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
+        """The rest of its node, of all ranks' ``value``, where ``merged``."""
+        return values[0]
+
+    @classmethod
+    def check(cls, node: Mapping[str, Json]) -> None:
+        """Refuse a node that accel did not write.
+
+        Raises:
+            ValueError: says what is wrong.
+        """
+        for key, kind in cls.fields.items():
+            if key not in node or not isinstance(node[key], kind):
+                raise ValueError(f"{key!r} of a {cls.kind} is {str(node.get(key))[:60]}")
+
+    def problem(self, node: Mapping[str, Json]) -> str:
+        """Why this object cannot take a saved node; empty if it can. Local, changes nothing."""
+        return ""
+
+    def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
+        """The ranges that this rank needs, each with the name of the saved tensor (without ``name``)."""
+        return []
+
+    @classmethod
+    def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
+        """The values in a saved node that ``fill`` decodes."""
+        return []
+
+    @abstractmethod
+    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
+        """Take over what is no tensor; the slots are filled."""
+
+    def undo(self) -> Callable[[], None]:
+        """What brings back how it is now, after ``slots`` have created state."""
+        return lambda: None
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine that must hear that its slots were filled."""
+        return None
+
+    def _range(self, own: Shard, equal: bool, frozen: bool) -> LocalRange:
+        """Of one of its shards, which gets the name that it has in the checkpoint."""
+        return LocalRange(Shard(f"{self.name}/{own.name}", own.shape, own.start, own.tensor), equal, frozen)
+
+
+def engines_of(objects: Iterable[StateObject]) -> dict[str, str]:
+    """By path the models with an engine: two of one class have equal names and shapes, which hides them from other checks."""
+    return {one.path: one.engine.label for one in objects if one.engine is not None}
+
+
+@final
+class StatefulObject(StateObject):
+    """Anything with ``state_dict`` and ``load_state_dict``: schedulers, scalers, samplers, loader handles."""
+
+    kind = "stateful"
+    fields: ClassVar[Mapping[str, type]] = {"state": object}
+
+    def __init__(self, name: str, path: str, value: Any) -> None:
+        super().__init__(name, path)
+        self.value_object = value
+
+    def value(self, encoder: Encoder) -> dict[str, Json]:
+        return {"state": encoder.encode(self.value_object.state_dict(), f"{self.path}.state_dict()")}
+
+    @classmethod
+    def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
+        return [node["state"]]
+
+    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
+        self.value_object.load_state_dict(decoder.decode(node["state"]))
+
+
+@final
+class TensorObject(StateObject):
+    """A tensor in the state, which is filled in place."""
+
+    kind = "tensor"
+
+    def __init__(self, name: str, path: str, tensor: torch.Tensor) -> None:
+        super().__init__(name, path)
+        self._tensor = tensor
+
+    def _shard(self, name: str) -> Shard:
+        return shard.whole(name, self._tensor)
+
+    def ranges(self) -> Iterator[LocalRange]:
+        yield LocalRange(self._shard(self.name), equal=False)
+
+    def value(self, encoder: Encoder) -> dict[str, Json]:
+        return {"name": self.name}
+
+    def problem(self, node: Mapping[str, Json]) -> str:
+        return "" if "name" in node else "the checkpoint has a small tensor inside a value here"
+
+    def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
+        return [("", self._shard(self.name))]
+
+    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
+        return
+
+
+@final
+class RankObject(StateObject):
+    """What each rank has its own state of: the random generators, and loaders that each rank reads by itself."""
+
+    kind = "ranks"
+    fields: ClassVar[Mapping[str, type]] = {"name": str}
+
+    def __init__(self, name: str, path: str, value: RngState | LoaderHandle) -> None:
+        super().__init__(name, path)
+        self._object = value
+
+    def own(self, encoder: Encoder) -> Json:
+        """This rank's value."""
+        return encoder.encode(self._object.state_dict(), self.path)
+
+    def value(self, encoder: Encoder) -> dict[str, Json]:
+        return {"name": self.name}
+
+    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
+        raise CheckpointError(f"{self.path}: filled with fill_own")
+
+    def fill_own(self, values: Sequence[Json], decoder: Decoder, rank: int) -> None:
+        """Take over this rank's value; a rank that the saving job did not have draws numbers of its own."""
+        state = decoder.decode(values[rank % len(values)])
+        self._object.load_state_dict(state)
+        if rank >= len(values) and isinstance(self._object, RngState):
+            self._object.diverge(rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """In a state that is saved: an object of another library's checkpoint, whose tensors and node are known.
+
+    Args:
+        kind: of object.
+        tensors: by name.
+        values: the rest of the node.
+    """
+
+    kind: str
+    tensors: Mapping[str, torch.Tensor]
+    values: Mapping[str, Any]
+
+
+@final
+class ImportedObject(StateObject):
+    """The same at its place."""
+
+    kind = "imported"
+
+    def __init__(self, name: str, path: str, value: Imported) -> None:
+        super().__init__(name, path)
+        self.node = {TAG: value.kind}
+        self._value = value
+
+    def ranges(self) -> Iterator[LocalRange]:
+        return (self._range(shard.whole(name, t), True, False) for name, t in self._value.tensors.items())
+
+    def value(self, encoder: Encoder) -> dict[str, Json]:
+        return {key: encoder.encode(value, f"{self.path}.{key}") for key, value in self._value.values.items()}
+
+    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
+        raise CheckpointError(f"{self.path} can only be saved")
+
+
+# -- modules and optimizers --------------------------------------------------------------------------------------------
+# Modules and optimizers in a state: raw ones, those of an engine, and parts of an engine's module.
+
+
+@final
+class ModuleObject(StateObject):
+    """A module: raw, of an engine, or a part of an engine's module."""
+
+    kind = "module"
+    fields: ClassVar[Mapping[str, type]] = {"extra": dict}
+
+    def __init__(self, name: str, path: str, module: nn.Module, engine: Engine | None, prefix: str) -> None:
+        super().__init__(name, path)
+        self.module = module
+        self._engine = engine
+        self._prefix = prefix
+        # One model on all ranks together: what is no tensor lies on one of them, too.
+        spread = engine is not None and engine.synchronizes and engine.replica(engine.process)[1] == 1
+        self._spread = spread
+        self.merged = spread and engine is not None and engine.distributed
+        #: The names that the engine gives to what is in this part of its module, and the part's own.
+        self._own_names: dict[str, str] = {}
+        if engine is not None and prefix:
+            whole = shard.tensor_names(engine.module)
+            self._own_names = {whole[key][0]: names[0] for key, names in shard.tensor_names(module).items()}
+
+    def _own(self, name: str) -> str | None:
+        """What is called ``name`` in the engine's module, by its name in this one; None if it is not in it."""
+        return self._own_names.get(name) if self._prefix else name
+
+    def _parts(self, shards: Sequence[Shard]) -> list[Shard]:
+        return [replace(s, name=own) for s in shards if (own := self._own(s.name)) is not None]
+
+    def ranges(self) -> Iterator[LocalRange]:
+        engine = self._engine
+        if engine is None:
+            shards, equal = shard.module_shards(self.module), set()
+            parameters = dict(self.module.named_parameters())
+        else:
+            shards = self._parts(engine.holdings.shards(None))
+            named = zip(engine.names, engine.parameters, strict=True)
+            parameters = {own: p for n, p in named if (own := self._own(n)) is not None}
+            equal = set(parameters) if engine.synchronizes else set()
+            if self._spread:
+                equal.update(s.name for s in shards)  # each buffer lies on one rank
+        frozen = {n for n, p in parameters.items() if not p.requires_grad}
+        for s in shards:
+            yield self._range(s, s.name in equal, s.name in frozen)
+
+    def value(self, encoder: Encoder) -> dict[str, Json]:
+        if (engine := self._engine) is None:
+            extra = shard.module_values(self.module)
+        else:  # by the engine's names
+            names = {id(part): name for name, part in shard.extra_modules(engine.module).items()}
+            found = engine.holdings.values(None)
+            parts = shard.extra_modules(self.module).items()
+            extra = {own: found[names[id(part)]] for own, part in parts if names[id(part)] in found}
+        # What only one rank has cannot be in the shards, whose plan is made of tensors that all ranks know of.
+        return {"extra": (Encoder(None) if self.merged else encoder).encode(extra, f"{self.path}.state_dict()")}
+
+    def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
+        return {"extra": {name: extra for value in reversed(values) for name, extra in value["extra"].items()}}
+
+    def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
+        engine = self._engine
+        if engine is None:
+            return [(s.name, s) for s in shard.module_shards(self.module)]
+        whole = {f"{self._prefix}{name}": value for name, value in manifest.items()}
+        return [(s.name, s) for s in self._parts(engine.holdings.slots(None, whole))]
+
+    @classmethod
+    def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
+        return [node["extra"]]
+
+    def tied(self) -> dict[str, list[str]]:
+        """The further names of parameters and buffers that have several, by the first, which a checkpoint has."""
+        return {names[0]: names[1:] for names in shard.tensor_names(self.module).values() if len(names) > 1}
+
+    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
+        shard.fill_module_values(self.module, decoder.decode(node["extra"]))
+
+    @property
+    def engine(self) -> Engine | None:
+        return self._engine
+
+
+@final
+class OptimizerObject(StateObject):
+    """An optimizer, raw or of an engine.
+
+    It speaks of the parameters in its own groups alone: what a model has beside them, frozen or not, is left as it is.
+
+    Args:
+        name: what the names of its tensors begin with.
+        path: where it is in the state.
+        optimizer: the raw one.
+        engine: that it belongs to, if any.
+        names: of the model's parameters, by ``id``; None where they are unknown, and parameters are met by position.
+
+    Raises:
+        CheckpointError: it holds a parameter that has no name in its model.
+    """
+
+    kind = "optimizer"
+    merged = True
+    fields: ClassVar[Mapping[str, type]] = {"class": str, "named": bool, "groups": list, "state": dict, "frozen": list}
+
+    def __init__(
+        self, name: str, path: str, optimizer: Optimizer, engine: Engine | None, names: Mapping[int, str] | None
+    ) -> None:
+        super().__init__(name, path)
+        self.optimizer = optimizer
+        self._engine = engine
+        self._named = names is not None
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        self._names = {id(p): str(i) for i, p in enumerate(held)} if names is None else names
+        strangers = [tuple(p.shape) for p in held if id(p) not in self._names]
+        if strangers:
+            raise CheckpointError(
+                f"{path}: this {type(optimizer).__name__} holds parameters that are not of its model (of shape "
+                f"{', '.join(map(str, strangers[:5]))}), so that they have no name in a checkpoint: make them part of the model"
+            )
+        self._parameters = {self._names[id(p)]: p for p in held}
+
+    def ranges(self) -> Iterator[LocalRange]:
+        engine, optimizer = self._engine, self.optimizer
+        shards = engine.holdings.shards(optimizer) if engine else shard.optimizer_shards(optimizer, self._names)
+        frozen = self._frozen()
+        equal = engine is not None and engine.synchronizes
+        for s in shards:
+            yield self._range(s, equal, s.name.rpartition("/")[0] in frozen)
+
+    def _frozen(self) -> set[str]:
+        return {n for n, p in self._parameters.items() if not p.requires_grad}
+
+    def _values(self) -> dict[str, Any]:
+        if self._engine is not None:
+            return self._engine.holdings.values(self.optimizer)
+        return shard.optimizer_values(self.optimizer, self._names)
+
+    def value(self, encoder: Encoder) -> dict[str, Json]:
+        values = self._values()
+        return {
+            "class": type(self.optimizer).__name__,
+            "named": self._named,
+            "groups": [
+                encoder.encode(group, place(f"{self.path}.param_groups", i)) for i, group in enumerate(values["groups"])
+            ],
+            "state": {
+                name: encoder.encode(state, place(f"{self.path}.state", name))
+                for name, state in values["state"].items()
+            },
+            "frozen": sorted(self._frozen()),
+            "scale": None
+            if self._engine is None or not self._engine.precision.scaled
+            else [*self._engine.loss_scale.state()],
+        }
+
+    def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
+        merged = dict(values[0])
+        merged["state"] = {name: state for value in reversed(values) for name, state in value["state"].items()}
+        return merged
+
+    def _renamed(self, node: Mapping[str, Json]) -> dict[str, str]:
+        """Saved names to those of this optimizer: by name where both have some, else by position."""
+        saved = [name for group in node["groups"] for name in _options(group)["params"]]
+        mine = [name for group in self._values()["groups"] for name in group["params"]]
+        return {name: name for name in saved} if node["named"] and self._named else dict(zip(saved, mine, strict=True))
+
+    @classmethod
+    def check(cls, node: Mapping[str, Json]) -> None:
+        super().check(node)
+        names: set[Any] = set()
+        for group in node["groups"]:
+            params = _options(group).get("params")
+            if not isinstance(params, list):
+                raise ValueError("a parameter group is not as accel writes it")
+            names.update(params)
+        # Those frozen need not be in a group: accel 0.1.0 wrote the names of all that the model had frozen.
+        if not all(isinstance(name, str) for name in (*names, *node["frozen"])):
+            raise ValueError("the name of a parameter is no text")
+        if not names.issuperset(node["state"]):
+            raise ValueError("an optimizer has state of parameters that are in no group")
+        scale = node.get("scale")
+        if scale is not None and [type(n) for n in scale] != [float, int]:
+            raise ValueError(f"the loss scale is {scale!r}")
+        if not all(isinstance(state, dict) for state in node["state"].values()):
+            raise ValueError("an optimizer's state is not as accel writes it")
+
+    def problem(self, node: Mapping[str, Json]) -> str:
+        mine = [group["params"] for group in self._values()["groups"]]
+        saved = [_options(group)["params"] for group in node["groups"]]
+        kind = type(self.optimizer).__name__
+        if node["class"] and node["class"] != kind:
+            return f"the checkpoint has the state of a {node['class']}, and this is a {kind}"
+        if [len(g) for g in mine] != [len(g) for g in saved]:
+            return (
+                f"the checkpoint has parameter groups of {[len(g) for g in saved]} parameters, and this optimizer has "
+                f"{[len(g) for g in mine]}"
+            )
+        if not node["class"]:
+            # From another library's checkpoint, which does not say whose state it is; the groups' options tell.
+            lacking = sorted(
+                {k for g in self._values()["groups"] for k in g} - {k for g in node["groups"] for k in _options(g)}
+            )
+            if lacking:
+                return f"the checkpoint's groups have no {', '.join(lacking)}, so that they are not those of a {kind}"
+        if node["named"] and self._named:
+            for i, (ours, theirs) in enumerate(zip(mine, saved, strict=True)):
+                if ours != theirs:
+                    first = next(k for k, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
+                    return f"parameter {first} of group {i} is {theirs[first]} in the checkpoint and {ours[first]} here"
+        return ""
+
+    def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
+        renamed = self._renamed(node)
+        saved_names = {}
+        mine = {}
+        for name, value in manifest.items():
+            parameter, _, key = name.rpartition("/")
+            if parameter in renamed:
+                mine[f"{renamed[parameter]}/{key}"] = value
+                saved_names[f"{renamed[parameter]}/{key}"] = name
+        if self._engine is not None:
+            slots = self._engine.holdings.slots(self.optimizer, mine)
+        else:
+            slots = shard.optimizer_slots(self.optimizer, self._names, mine)
+        return [(saved_names[s.name], s) for s in slots]
+
+    @classmethod
+    def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
+        return [*node["groups"], *node["state"].values()]
+
+    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
+        renamed = self._renamed(node)
+        groups = [decoder.decode(group) for group in node["groups"]]
+        values = {
+            "groups": [{**group, "params": [renamed[name] for name in group["params"]]} for group in groups],
+            "state": {renamed[name]: decoder.decode(state) for name, state in node["state"].items()},
+        }
+        self._fill_values(values)
+        if self._engine is not None and self._engine.precision.scaled and node.get("scale") is not None:
+            self._engine.loss_scale.restore(*node["scale"])
+        if not node["class"]:
+            return  # another library's, which does not say what was frozen
+        frozen = set(node["frozen"])
+        for saved, name in renamed.items():
+            parameter = self._parameters[name]
+            if parameter.requires_grad == (saved in frozen):
+                parameter.requires_grad_(saved not in frozen)
+
+    def _fill_values(self, values: dict[str, Any]) -> None:
+        if self._engine is not None:
+            self._engine.holdings.fill(self.optimizer, values)
+        else:
+            shard.fill_optimizer_values(self.optimizer, self._names, values)
+
+    def undo(self) -> Callable[[], None]:
+        before = self._values()
+        return lambda: self._fill_values(before)
+
+    @property
+    def engine(self) -> Engine | None:
+        return self._engine
+
+
+def _options(group: Json) -> dict[str, Json]:
+    """A saved parameter group by its keys that are strings, also where it has others.
+
+    Raises:
+        ValueError: it is no dict.
+    """
+    if isinstance(group, dict) and TAG not in group:
+        return group
+    if isinstance(group, dict) and group[TAG] == "dict":
+        return {key: value for key, value in items_in(group) if type(key) is str}
+    raise ValueError("a parameter group is not as accel writes it")

@@ -1,0 +1,316 @@
+"""The commands on checkpoints: convert, diff, export, inspect and verify."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint import folder, foreign, latest
+from ..checkpoint.export import write_export
+from ..checkpoint.failures import explain
+from ..checkpoint.reader import Reader
+from ..checkpoint.record import Record, read
+from ..checkpoint.safetensors import ITEM_BYTES
+from ..checkpoint.verify import compare_all
+from ..checkpoint.weights import STEMS
+from ..errors import CheckpointError
+from ..memory import new_figure, write_figure
+from . import Command
+
+# -- convert -----------------------------------------------------------------------------------------------------------
+
+
+def _convert_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", help="a file of torch.save, or a directory")
+    parser.add_argument("directory", help="where the checkpoint goes")
+    parser.add_argument("--no-optimizer", action="store_true", help="leave the state of optimizers out")
+
+
+def convert(args: argparse.Namespace) -> int:
+    """Write a checkpoint of torch.save, torch.distributed.checkpoint or a backend's own library (ZeRO) as one of accel.
+
+    Pickled objects in it are refused, not run.
+    """
+    with Bar("convert") as progress:
+        found = foreign.convert(
+            folder.absolute(args.source),
+            folder.absolute(args.directory),
+            optimizer=not args.no_optimizer,
+            progress=progress,
+        )
+    for kind, names in found.items():
+        if names:
+            print(f"{kind}: {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}")
+    return 0
+
+
+# -- diff --------------------------------------------------------------------------------------------------------------
+
+
+def _diff_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", help="a checkpoint")
+    parser.add_argument("second", help="another")
+    parser.add_argument(
+        "--tolerance", type=_tolerance, default=0.0, help="largest difference that counts as equal (default 0)"
+    )
+
+
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 on, found {text!r}")
+    return value
+
+
+def diff(args: argparse.Namespace) -> int:
+    """Show where two checkpoints differ; the exit status is 1 if they do.
+
+    World size and backend of the jobs that saved them make no difference.
+    """
+    args.first, args.second = folder.absolute(args.first), folder.absolute(args.second)
+    (first, _), (second, _) = read(args.first), read(args.second)
+    lines = [*_tensors(args, first, second), *_values(first.values, second.values, "state")]
+    for rank, (one, other) in enumerate(zip(first.ranks, second.ranks, strict=False)):
+        lines += _values(one, other, f"rank {rank}")
+    for line in lines:
+        print(line)
+    print(f"{len(lines)} differences" if lines else "no difference")
+    return 1 if lines else 0
+
+
+def _tensors(args: argparse.Namespace, first: Record, second: Record) -> Iterator[str]:
+    readers = Reader(args.first, first, stream=True), Reader(args.second, second, stream=True)
+    for name in sorted(first.tensors.keys() | second.tensors.keys()):
+        one, other = first.tensors.get(name), second.tensors.get(name)
+        if one is None or other is None:
+            yield f"{name}: only in {args.second if one is None else args.first}"
+        elif (one.dtype, one.shape) != (other.dtype, other.shape):
+            yield f"{name}: {one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}"
+        elif one.numel:
+            yield from _content(name, readers[0].read(name), readers[1].read(name), args.tolerance)
+
+
+def _content(name: str, one: torch.Tensor, other: torch.Tensor, tolerance: float) -> Iterator[str]:
+    if torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)):
+        return
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    a, b = one.to(wide), other.to(wide)
+    distance = (a - b).abs()
+    if one.is_complex() or one.is_floating_point():
+        differ = (a != b) & ~(a.isnan() & b.isnan())
+    else:
+        differ = one.to(torch.int64) != other.to(torch.int64)  # as floats large ones could be equal
+    if tolerance > 0:
+        differ &= ~(distance <= tolerance)
+    if count := int(differ.sum()):
+        yield f"{name}: {count} of {one.numel()} elements differ, by at most {float(distance[differ].max()):.3g}"
+
+
+def _values(one: object, other: object, path: str) -> Iterator[str]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in sorted(one.keys() | other.keys()):
+            if key in one and key in other:
+                yield from _values(one[key], other[key], f"{path}.{key}")
+            else:
+                yield f"{path}.{key}: only in the {'first' if key in one else 'second'}"
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for i, (a, b) in enumerate(zip(one, other, strict=True)):
+            yield from _values(a, b, f"{path}[{i}]")
+    elif json.dumps(one) != json.dumps(other):
+        yield f"{path}: {json.dumps(one)[:60]} and {json.dumps(other)[:60]}"
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", help="a checkpoint")
+    parser.add_argument("out", help="where the weights go, in one file, or its parts and their index")
+    parser.add_argument("--name", help="which model, where the checkpoint has several")
+    parser.add_argument("--max-shard-size", default="50GB", help="of a file (%(default)s)")
+    parser.add_argument("--dtype", help="convert floating-point tensors, such as to bfloat16")
+    parser.add_argument("--library", choices=tuple(STEMS), default="transformers", help="whose names (%(default)s)")
+    parser.add_argument("--overwrite", action="store_true", help="replace weights that are there")
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write a model of a checkpoint as safetensors files for transformers, vLLM and diffusers."""
+    directory, out = folder.absolute(args.directory), folder.absolute(args.out)
+    with Bar("export") as progress:
+        write_export(
+            directory,
+            out,
+            name=args.name,
+            max_shard_size=args.max_shard_size,
+            dtype=args.dtype,
+            overwrite=args.overwrite,
+            library=args.library,
+            progress=progress,
+            begin=progress.begin,
+        )
+    print(f"{args.directory}: exported to {args.out}")
+    return 0
+
+
+# -- inspect -----------------------------------------------------------------------------------------------------------
+
+
+_FILES = 64  # that a picture shows
+_OBJECTS = 9
+
+
+def file_bytes(record: Record) -> list[dict[str, int]]:
+    """For each file the bytes of data by the first part of the tensors' names, the largest first in all."""
+    found: list[dict[str, int]] = [{} for _ in record.files]
+    total: dict[str, int] = {}
+    for name, tensor in record.tensors.items():
+        leaf = name.partition("/")[0]
+        for file, _, count in tensor.overlaps(0, tensor.numel):
+            nbytes = count * ITEM_BYTES[tensor.dtype]
+            found[file][leaf] = found[file].get(leaf, 0) + nbytes
+            total[leaf] = total.get(leaf, 0) + nbytes
+    order = sorted(total, key=lambda leaf: -total[leaf])
+    return [{leaf: file[leaf] for leaf in order if leaf in file} for file in found]
+
+
+def save_picture(record: Record, title: str, path: str | os.PathLike[str]) -> Path:
+    """A bar for each file, in parts for the objects of the state; the form is by the suffix.
+
+    Raises:
+        AccelError: matplotlib is missing, or cannot write such a file.
+    """
+    files = file_bytes(record)[:_FILES]
+    leaves = list(dict.fromkeys(leaf for file in files for leaf in file))
+    labels = [file.name for file in record.files[: len(files)]]
+    figure = new_figure(path, 9, 1.6 + 0.32 * max(len(files), 1))
+    axes = figure.subplots()
+    starts = [0.0] * len(files)
+    for group in (*((leaf,) for leaf in leaves[:_OBJECTS]), tuple(leaves[_OBJECTS:])):
+        sizes = _sizes(files, group)
+        if any(sizes):
+            axes.barh(labels, sizes, left=starts, label=group[0] if len(group) == 1 else f"{len(group)} more")
+        starts = [start + size for start, size in zip(starts, sizes, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("MiB")
+    more = len(record.files) - len(files)
+    axes.set_title(
+        f"{title}: {len(record.files)} files{f', the first {len(files)} of them' if more else ''}", fontsize=10
+    )
+    if leaves:
+        figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    return write_figure(figure, path)
+
+
+def _sizes(files: Sequence[dict[str, int]], group: Sequence[str]) -> list[float]:
+    return [sum(file.get(leaf, 0) for leaf in group) / 2**20 for file in files]
+
+
+def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", help="a checkpoint, or a directory of some: then the newest")
+    parser.add_argument("--plot", metavar="PATH", help="draw how it lies in its files, too")
+    parser.add_argument("--values", action="store_true", help="print the values as JSON instead")
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Show what a checkpoint holds: files, tensors and values.
+
+    Reads the record only; `verify` compares the bytes.
+    """
+    directory = latest(args.directory) or args.directory
+    record, _ = read(folder.absolute(directory))
+    if args.values:
+        print(json.dumps(record.values, indent=2))
+        return 0
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.time))
+    print(
+        f"{directory}: saved {when} by {record.world_size} processes, {record.nbytes:,} bytes in {len(record.files)} files"
+    )
+    for file, parts in zip(record.files, file_bytes(record), strict=True):
+        print(f"  {file.name}  {file.size:,} bytes: {', '.join(f'{leaf} {size:,}' for leaf, size in parts.items())}")
+    width = max(map(len, record.tensors), default=0)
+    for name, tensor in record.tensors.items():
+        pieces = sum(part[3] for part in tensor.parts)
+        print(f"  {name:{width}}  {tensor.dtype:5} {list(tensor.shape)}{f' in {pieces} parts' if pieces > 1 else ''}")
+    if not isinstance(record.values, dict):
+        raise CheckpointError(f"{directory}: the values are no object")
+    for key, value in record.values.items():
+        text = json.dumps(value)
+        print(f"  {key} = {text if len(text) <= 100 else text[:97] + '...'}")
+    if args.plot:
+        print(f"picture: {save_picture(record, directory, args.plot)}")
+    return 0
+
+
+# -- verify ------------------------------------------------------------------------------------------------------------
+
+
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", nargs="+", help="checkpoints")
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Compare every byte of a checkpoint with its checksums."""
+    for directory in args.directory:
+        path = folder.absolute(directory)
+        with Bar("verify", read(path)[0].nbytes) as progress:
+            try:
+                compare_all(path, 0, 1, progress)
+            except OSError as error:
+                raise CheckpointError(explain(error)) from error
+        print(f"{directory}: every byte is as it was written")
+    return 0
+
+
+# -- How far long work has come, for a person who watches a terminal ---------------------------------------------------
+
+
+class Bar:
+    """Is called with how many more bytes are done, and draws a bar where stderr is a terminal and tqdm is there. A context.
+
+    Args:
+        what: is done.
+        total: how many bytes it will be; None where ``begin`` tells.
+    """
+
+    def __init__(self, what: str, total: int | None = None) -> None:
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            with contextlib.suppress(ImportError):
+                from tqdm import tqdm
+
+                self._bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False)
+
+    def __call__(self, nbytes: int) -> None:
+        if self._bar is not None:
+            self._bar.update(nbytes)
+
+    def begin(self, total: int) -> None:
+        """Learn how many bytes it will be."""
+        if self._bar is not None:
+            self._bar.reset(total)
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+COMMANDS = {
+    "convert": Command(convert, _convert_arguments),
+    "diff": Command(diff, _diff_arguments),
+    "export": Command(export, _export_arguments),
+    "inspect": Command(inspect, _inspect_arguments),
+    "verify": Command(verify, _verify_arguments),
+}

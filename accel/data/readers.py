@@ -1,0 +1,320 @@
+"""What one copy of a loader reads in one epoch: this rank's part of a sampler's order, or all of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, final
+
+from torch.utils.data import BatchSampler, DataLoader, Sampler
+
+from ..errors import LoaderError
+from ..process.rng import Generators, InPlace, Private
+from .sampling import (
+    Division,
+    SampleOrder,
+    digest,
+    divide,
+    drawn_from,
+    draws_once,
+    mix,
+    notify,
+    own_generators,
+    parts,
+)
+
+
+class Shape(NamedTuple):
+    """What a loader batches; with ``units`` each item of its sampler, such as a custom batch, stays whole."""
+
+    sampler: Any
+    batch: int
+    drop_last: bool
+    units: bool
+
+
+def shape_of(loader: DataLoader[Any]) -> Shape:
+    """The shape of a loader now; its batch sampler is an object that the user may change."""
+    batcher = loader.batch_sampler
+    if batcher is None:
+        return Shape(loader.sampler, 1, False, True)
+    if type(batcher) is BatchSampler:
+        return Shape(batcher.sampler, batcher.batch_size, batcher.drop_last, False)
+    return Shape(batcher, 1, False, True)
+
+
+class Start(NamedTuple):
+    """Where an epoch starts, and what decides its order.
+
+    ``at`` counts the samples to skip of each stream. The order is decided by ``seed``, or where that is None by ``states``
+    of the generators; where both are None they are the program's, which are drawn from in place.
+    """
+
+    epoch: int
+    seed: int | None = None
+    at: tuple[int, ...] = ()
+    checksum: int | None = None
+    states: Mapping[str, Any] | None = None
+    #: The order, where it is drawn to this position already.
+    order: SampleOrder | None = None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the order is drawn now, as in raw PyTorch."""
+        return self.seed is None and self.states is None
+
+
+class Kept(NamedTuple):
+    """What of a batch is no padding: the first ``real`` of ``rows``; all or nothing where ``rows`` is None."""
+
+    pads: bool
+    rows: int | None
+    real: int
+
+
+WHOLE = Kept(False, None, 1)
+
+
+def kept_of(division: Division, units: bool, count: int) -> Kept:
+    """What is kept of this rank's batch of a global step of ``count`` samples."""
+    if not division.pads:
+        return WHOLE
+    share = division.share(count)
+    return Kept(True, None if units else share.size, share.real)
+
+
+class Position(NamedTuple):
+    """Where the loops of all ranks stand.
+
+    ``at`` counts the samples of each stream that they were given, ``checksum`` is of those of an order. ``states`` are the
+    generators' where the order began, if it was drawn in place.
+    """
+
+    at: tuple[int, ...]
+    checksum: int | None = None
+    states: Mapping[str, Any] | None = None
+
+
+class EpochReader(ABC):
+    """One rank's reading of one epoch, and how much of it was handed to the loop."""
+
+    start: Start
+    kept: Kept = WHOLE
+    given: int = 0
+
+    def install(self, loader: DataLoader[Any]) -> None:
+        """Takes its place in a copy of the user's loader."""
+        return
+
+    def begin(self, start: Start, in_place: bool) -> None:
+        """Starts an epoch, of a loader whose orders are drawn in place or not."""
+        self.start, self.given = start, 0
+
+    def take(self, item: Any) -> Any:
+        """Counts one item of the loader's iterator; returns the user's batch in it."""
+        self.given += 1
+        return item
+
+    def close(self) -> None:
+        """The loader's iterator has ended: checks that it gave what was planned."""
+        return
+
+    @abstractmethod
+    def complete(self) -> bool:
+        """Whether this epoch is known to have nothing more, for any rank."""
+
+    @abstractmethod
+    def position(self) -> Position:
+        """Where the loops of all ranks stand."""
+
+    @abstractmethod
+    def resume(self, start: Start) -> Start:
+        """A saved start, checked against what would be read now, as far as that is known now."""
+
+    @abstractmethod
+    def length(self) -> int:
+        """This rank's batches of a whole epoch."""
+
+
+@final
+class UndividedReader(EpochReader):
+    """A loader that accel cannot follow, with the off switch."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    def complete(self) -> bool:
+        """Where the loader has a length."""
+        try:
+            return self.given >= len(self._loader)
+        except TypeError:
+            return False
+
+    def position(self) -> Position:
+        """Known at the start of an epoch only."""
+        if self.given:
+            raise LoaderError(
+                "the position of a loader with LoaderOptions(shard=False) was asked for in mid-epoch, after "
+                f"{self.given} batches. Its class reads in a way of its own ({type(self._loader).__qualname__}, over a "
+                f"{type(self._loader.dataset).__qualname__}), which accel could not resume there: save between epochs, or use a "
+                "plain DataLoader over a plain dataset, with in_order=True."
+            )
+        return Position((0,))
+
+    def resume(self, start: Start) -> Start:
+        """Between epochs only."""
+        if any(start.at):
+            raise LoaderError(
+                f"the state is {sum(start.at)} samples into epoch {start.epoch}, and this loader with "
+                "LoaderOptions(shard=False) reads in a way of its own, so that it can only resume between epochs."
+            )
+        return start
+
+    def length(self) -> int:
+        """As the loader says."""
+        return len(self._loader)
+
+
+class _Pending(NamedTuple):
+    """What the loader has asked for and the loop has not been given yet: the items of all ranks, and this rank's share."""
+
+    items: list[Any]
+    kept: Kept
+
+
+@final
+class SamplerReader(EpochReader):
+    """Stands in for the sampler, or batch sampler, of a map-style loader."""
+
+    def __init__(self, loader: DataLoader[Any], division: Division) -> None:
+        self._shape = shape_of(loader)
+        self._division = division
+        self._own = own_generators(loader)
+
+    def install(self, loader: DataLoader[Any]) -> None:
+        """Becomes the loader's index sampler."""
+        vars(loader)["sampler" if loader.batch_sampler is None else "batch_sampler"] = self
+
+    def _generators(self) -> Generators:
+        return Generators(drawn_from(self._shape.sampler, self._own))
+
+    def _open(self, start: Start) -> SampleOrder:
+        """The order from a position, drawn from private generators."""
+        sampler, generators = self._shape.sampler, self._generators()
+        if start.seed is not None:
+            for part in parts(sampler):
+                if part is sampler or isinstance(part, Sampler):
+                    notify(part, start.epoch)
+            rng = Private(generators, generators.seeded(mix(start.seed, start.epoch)))
+        else:
+            rng = Private(generators, start.states or {})
+        order = SampleOrder(sampler, rng, ahead=start.seed is not None)
+        wanted = sum(start.at)
+        found, checksum = order.skip(wanted, self._division.world - 1)
+        if wanted and (len(start.at) != 1 or (found, checksum) != (wanted, start.checksum)):
+            raise LoaderError(
+                f"the state is {wanted} samples into epoch {start.epoch}, and the sampler {type(sampler).__name__} now draws "
+                f"another order for that epoch ({found} of them), so that its rest cannot be known. Expected the same "
+                "dataset, sampler and weights as when the state was saved, a sampler that draws from global generators or from "
+                "one among its attributes, and a version of accel that draws alike. To go on without it, load the state "
+                "without the loader: its epoch begins anew."
+            )
+        return order
+
+    def begin(self, start: Start, in_place: bool) -> None:
+        """Opens the order, unless it is drawn in place, from the moment when the loader asks."""
+        super().begin(start, in_place)
+        self._asked = False
+        self._pending: deque[_Pending] = deque()
+        self._at, self._checksum = sum(start.at), start.checksum or 0
+        self._states = start.states
+        order = self._order = None if start.in_place else start.order or self._open(start)
+        if order is None:
+            return
+        if start.states is not None and in_place and isinstance(order.rng, Private):
+            order.rng = order.rng.settled(start.states, self._own)
+        if start.seed is not None:
+            order.peek(1)  # a sampler that cannot be read fails before the epoch has begun
+
+    def _open_in_place(self) -> SampleOrder:
+        rng = InPlace(self._generators(), once=draws_once(self._shape.sampler))
+        self._states = rng.states
+        self._order = SampleOrder(self._shape.sampler, rng, ahead=False)
+        return self._order
+
+    def __iter__(self) -> Iterator[Any]:
+        self._asked = True
+        # A batch sampler of the user's own begins here, torch's with the first batch; the order of draws is raw PyTorch's.
+        return self._divide(self._open_in_place() if self.start.in_place and self._shape.units else None)
+
+    def _divide(self, order: SampleOrder | None) -> Iterator[Any]:
+        order = order or (self._open_in_place() if self.start.in_place else self._order)
+        assert order is not None
+        for mine, items in divide(order.read, self._division, order.head):
+            if mine:
+                self._pending.append(_Pending(items, kept_of(self._division, self._shape.units, len(items))))
+                yield mine[0] if self._shape.units else mine
+
+    def __len__(self) -> int:
+        return self._division.local_steps(max(0, len(self._shape.sampler) - sum(self.start.at)))
+
+    def take(self, item: Any) -> Any:
+        self.given += 1
+        if not self._pending:
+            self._refuse()
+        items, self.kept = self._pending.popleft()
+        self._at += len(items)
+        self._checksum = digest(items, self._checksum)
+        return item
+
+    def close(self) -> None:
+        """A loader that gives fewer batches would shift every position."""
+        if self._pending or not self._exhausted():
+            self._refuse()
+
+    def _refuse(self) -> None:
+        """Raises for a loader that does not give one batch for each batch of indices."""
+        raise LoaderError(
+            f"epoch {self.start.epoch}: the sampler of the loader gave {self.given + len(self._pending)} batches or more for "
+            f"this rank, and the loader gave {self.given}{'' if self._asked else ' without asking its sampler'}. Its class or "
+            "dataset does not give one batch for each batch of its sampler, so that accel can know neither padding nor "
+            "position. Use a plain DataLoader, or LoaderOptions(shard=False)."
+        )
+
+    def _exhausted(self) -> bool:
+        """Whether the order has no further batch for this rank, which may mean to draw its next items."""
+        if self._order is None:
+            return False
+        width = self._division.width
+        left = self._order.peek(width)
+        return left < width if self._division.drop_last else not self._division.share(left).size
+
+    def complete(self) -> bool:
+        """On every rank at the same step, also where this one has no share in the last."""
+        if self._pending or self._order is None:
+            return False
+        try:
+            due = self._at + (self._division.width if self._division.drop_last else 1) > len(self._shape.sampler)
+        except (TypeError, NotImplementedError):
+            return self._order.ended
+        left = self._order.peek(self._division.width) if due else self._division.width
+        return left < self._division.width if self._division.drop_last else not left
+
+    def position(self) -> Position:
+        """One stream: the order."""
+        if self.given and self._order is not None and not self._order.rng.again:
+            raise LoaderError(
+                f"the position of this loader in mid-epoch could not be resumed: its {type(self._shape.sampler).__name__} draws "
+                "random numbers while the loop does, from the same generator. Give it a generator of its own, or use "
+                "LoaderOptions(seed=...), or save between epochs."
+            )
+        return Position((self._at,), self._checksum if self._at else None, self._states)
+
+    def resume(self, start: Start) -> Start:
+        """Draws the order and compares it with the saved one; without a seed, only when it is iterated."""
+        return start._replace(order=self._open(start)) if start.seed is not None and any(start.at) else start
+
+    def length(self) -> int:
+        """As the sampler says."""
+        return self._division.local_steps(len(self._shape.sampler))

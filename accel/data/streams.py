@@ -1,0 +1,429 @@
+"""What one copy of a loader reads of an iterable dataset, and whether all ranks read the same.
+
+Every rank reads the whole stream in chunks of a global step and keeps its part. That works inside worker processes, each with
+its copy of the dataset; what a batch is made of travels with the batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from itertools import islice
+from typing import Any, NamedTuple, final
+
+import torch
+from torch.distributed.distributed_c10d import Store
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from ..errors import LoaderError
+from ..process import Process, end_groups, ended
+from ..process.rng import Generators, InPlace, Private, global_generators
+from .readers import EpochReader, Position, Shape, Start, kept_of
+from .sampling import Division, divide, mix, notify
+
+# -- What the first items of a stream are, in a few bytes that are the same in every process ---------------------------
+
+
+class Fingerprint(NamedTuple):
+    """Checksums of what names an item (integers, text), and of its other numbers; None where there are none.
+
+    Two readers of one sample have the same names, also where each adds noise of its own to the other numbers.
+    """
+
+    names: int | None
+    numbers: int | None
+
+    def differs(self, other: Fingerprint) -> bool:
+        """Whether these are other items, as far as that can be told."""
+        if self.names is None and other.names is None:
+            return self.numbers != other.numbers
+        return self.names != other.names
+
+
+def fingerprint(items: list[Any]) -> Fingerprint:
+    """The fingerprint of items of any kind; what is neither a tensor, an array nor plain counts by its type."""
+    crcs: dict[bool, int] = {}
+    for is_name, content in _leaves(items):
+        crcs[is_name] = zlib.crc32(content, crcs.get(is_name, 0))
+    return Fingerprint(crcs.get(True), crcs.get(False))
+
+
+def _leaves(value: Any) -> Iterator[tuple[bool, bytes]]:
+    """The leaves of a nested value: whether each names the item, and its content."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(key if isinstance(key, str) else None)
+            yield from _leaves(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, int | str | bytes):
+        yield True, repr(value).encode()
+    elif isinstance(value, torch.Tensor):
+        yield _counts(value.dtype), repr((tuple(value.shape), _plain(value))).encode()
+    elif hasattr(value, "dtype") and hasattr(value, "tolist"):
+        yield value.dtype.kind in "iuSU" and value.dtype.itemsize > 1, repr(value.tolist()).encode()
+    else:
+        yield False, (repr(value) if isinstance(value, float | complex) else type(value).__qualname__).encode()
+
+
+def _counts(dtype: torch.dtype) -> bool:
+    """Whether numbers of this type are labels or tokens; bytes are most often pixels."""
+    return not dtype.is_floating_point and not dtype.is_complex and dtype.itemsize > 1
+
+
+def _plain(tensor: torch.Tensor) -> Any:
+    """The values of a tensor, where it has them."""
+    return None if tensor.device.type == "meta" or tensor.layout is not torch.strided else tensor.tolist()
+
+
+# -- One rank's part of a stream ----------------------------------------------------------------------------------------
+
+
+class Tag(NamedTuple):
+    """What a batch is made of.
+
+    ``stream`` is its worker, ``position`` that after it there, ``samples`` are those of its global step. ``again`` says
+    whether the stream would come out the same once more, ``first`` what its first items are.
+    """
+
+    stream: int
+    position: int
+    samples: int
+    again: bool = True
+    first: Fingerprint | None = None
+
+
+@final
+class _DividedStream:
+    """Reads a stream. ``control`` (in place, epoch, seed, samples to skip) is shared with workers that outlive an epoch."""
+
+    def __init__(self, dataset: Any, division: Division, control: torch.Tensor) -> None:
+        self.dataset = dataset
+        self.division = division
+        self.control = control
+        self.tag = Tag(0, 0, 0)
+        #: Where the generators were when the stream began, if it is read in this process.
+        self.states: Mapping[str, Any] = {}
+        #: Whether a stream that was resumed goes on in place.
+        self.settles = False
+        self._epochs = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        stream = info.id if info else 0
+        in_place, epoch, seed, *skips = self.control.tolist()
+        self._rng = self._open(bool(in_place), epoch, seed, stream, bool(info))
+        self._epochs += 1
+        with self._rng:
+            self._items = iter(self.dataset)
+        return self._divide(stream, skips[stream])
+
+    def _open(self, in_place: bool, epoch: int, seed: int, stream: int, worker: bool) -> Private | InPlace:
+        """In one process the stream draws from the program's generators, as in raw PyTorch.
+
+        Over several ranks it has generators of its own, apart from the loop's: every rank must see the same stream.
+        """
+        generators = Generators(global_generators())
+        if not in_place:
+            notify(self.dataset, epoch)
+            return Private(generators, generators.seeded(mix(seed, stream)))
+        if self.states and not worker:
+            return Private(generators, self.states)
+        rng = InPlace(generators)
+        self.states = rng.states
+        return rng
+
+    def _divide(self, stream: int, skipped: int) -> Iterator[Any]:
+        self.tag = Tag(stream, skipped, 0)
+        head, first = self._skip(skipped), None
+        if self.settles and self.states and isinstance(self._rng, Private):
+            self._rng = self._rng.settled(self.states, ())
+        for mine, chunk in divide(self._read, self.division, head):
+            first = fingerprint(chunk) if first is None and self.division.world > 1 else first
+            self.tag = Tag(stream, self.tag.position + len(chunk), len(chunk), self._again(), first)
+            yield from mine
+
+    def _again(self) -> bool:
+        """Whether what was read can be read again; workers that outlive an epoch have generators in a state that nobody knows."""
+        if isinstance(self._rng, Private):
+            return True
+        return self._rng.again and not (self._epochs > 1 and self._rng.drew and get_worker_info() is not None)
+
+    def _read(self, count: int) -> list[Any]:
+        """The next items of the stream, at most ``count``."""
+        with self._rng:
+            return list(islice(self._items, count))
+
+    def _skip(self, count: int) -> list[Any]:
+        """Reads and drops ``count`` items, all but the first ones: those that padding may need."""
+        head = self._read(min(count, self.division.world - 1))
+        with self._rng:
+            read = len(head) + sum(1 for _ in islice(self._items, count - len(head)))
+        if read < count:
+            raise LoaderError(
+                f"{type(self.dataset).__name__} ended after {read} items where the saved position is {count} items into "
+                "it: expected the same dataset, giving the same stream, as when the state was saved."
+            )
+        return head
+
+
+@final
+class _StreamView(IterableDataset[Any]):
+    """One rank's part of an iterable dataset; its attributes are those of the user's dataset, as in get_worker_info()."""
+
+    def __init__(self, reader: _DividedStream) -> None:
+        vars(self)["_accel_reader"] = reader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(vars(self)["_accel_reader"])
+
+    def __len__(self) -> int:
+        return len(vars(self)["_accel_reader"].dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(vars(self)["_accel_reader"].dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_accel_reader"].dataset, name, value)
+
+
+@final
+class _Tagging:
+    """The user's collate function, with the reader's tag beside each batch."""
+
+    def __init__(self, collate: Callable[[Any], Any], reader: _DividedStream) -> None:
+        self.collate = collate
+        self.reader = reader
+
+    def __call__(self, items: Any) -> tuple[Tag, Any]:
+        return self.reader.tag, self.collate(items)
+
+
+@final
+class StreamReader(EpochReader):
+    """Stands in for the dataset of an iterable loader."""
+
+    def __init__(self, loader: DataLoader[Any], shape: Shape, division: Division) -> None:
+        self._division = division
+        self._units = shape.units
+        self._workers = loader.num_workers
+        # What a loader with workers seeds them from; the stream is drawn again where they get the same seeds.
+        self._seeding = Generators({"seeds": loader.generator or torch.default_generator})
+        self._control = torch.zeros(3 + max(1, self._workers), dtype=torch.int64)
+        if self._workers:
+            self._control.share_memory_()
+        self._reader = _DividedStream(loader.dataset, division, self._control)
+        self.tag = Tag(0, 0, 0)
+        self._again = True
+
+    def install(self, loader: DataLoader[Any]) -> None:
+        """Its dataset reads this rank's part, and its batches carry their tags."""
+        vars(loader)["dataset"] = _StreamView(self._reader)
+        loader.collate_fn = _Tagging(loader.collate_fn, self._reader)
+
+    def begin(self, start: Start, in_place: bool) -> None:
+        """Tells the readers, in this process or in workers that live on."""
+        self._at = list(start.at) or [0] * max(1, self._workers)
+        seed = 0 if start.seed is None else mix(start.seed, start.epoch)
+        self._control.copy_(torch.tensor([start.seed is None, start.epoch, seed, *self._at]))
+        self._reader.states, self._reader.settles = start.states or {}, in_place
+        self._seeds = self._seeding.states()
+        self.start, self.given, self._closed, self._again = start, 0, False, True
+
+    def take(self, item: Any) -> Any:
+        """Counts one batch; its tag says of which stream."""
+        self.tag, batch = item
+        self.given += 1
+        self._again = self._again and self.tag.again
+        if self._division.world > 1:
+            self._check_again()  # the other ranks may read another stream
+        self._at[self.tag.stream] = self.tag.position
+        self.kept = kept_of(self._division, self._units, self.tag.samples)
+        return batch
+
+    def close(self) -> None:
+        """How much there was is known now."""
+        self._closed = True
+
+    def complete(self) -> bool:
+        """Known at the end only; a rank without a share in the last batch still had an epoch."""
+        return self._closed and (self._division.pads or self._reader.tag.position == sum(self.start.at))
+
+    def position(self) -> Position:
+        """In the stream of each worker."""
+        if self.given:
+            self._check_known()
+        states = self.start.states
+        if self.start.in_place and self.given:
+            states = self._seeds if self._workers else self._reader.states
+        return Position(tuple(self._at), None, states)
+
+    def resume(self, start: Start) -> Start:
+        """The items are skipped when the epoch starts."""
+        if not any(start.at):
+            return start
+        self._check_known()
+        expected = max(1, self._workers)
+        seeded = start.states is None or ("seeds" in start.states) == bool(self._workers)
+        if len(start.at) != expected or start.checksum is not None or not seeded:
+            raise LoaderError(
+                f"the state is {sum(start.at)} samples into epoch {start.epoch}, read from {len(start.at)} streams (one "
+                f"for each worker), and this loader has an iterable dataset with {expected}: use the same dataset and "
+                "num_workers as when the state was saved, or save between epochs."
+            )
+        return start
+
+    def _check_known(self) -> None:
+        """With uneven batches each worker's tail makes the ranks' loops shift against each other."""
+        if self._workers and self._division.ragged:
+            raise LoaderError(
+                "the position of an iterable dataset in mid-epoch cannot be known with num_workers="
+                f"{self._workers} and even_batches=False: the ranks' loops are at different samples. Use "
+                "even_batches=True, drop_last=True or num_workers=0, or save between epochs."
+            )
+        self._check_again()
+
+    def _check_again(self) -> None:
+        """A stream that would come out otherwise has no position."""
+        if not self._again:
+            raise LoaderError(
+                f"the position of {type(self._reader.dataset).__name__} in mid-epoch could not be resumed: it draws random "
+                "numbers from a generator that others draw from too while it is read, or whose state outlives an epoch in "
+                "persistent workers. Give it a generator of its own, or use LoaderOptions(seed=...), or save between epochs."
+            )
+
+    def length(self) -> int:
+        """As the dataset says, as if one process read it."""
+        return self._division.local_steps(len(self._reader.dataset))
+
+
+# -- What the ranks read, compared through the store that they share ---------------------------------------------------
+# Nobody waits for a rank that does not read, as where rank 0 alone looks at a batch: a collective would.
+
+_PATIENCE = 2.0  # seconds that the first batch of a loader waits for the other ranks' first ones
+_PAUSE = 0.005
+
+
+@final
+class StreamComparisons:
+    """What the ranks tell each other of one loader.
+
+    Args:
+        process: whose store is used.
+        name: of the loader, the same on all ranks and in this process no other loader's.
+        dataset: what the errors call it.
+        even: whether all ranks must get equally many batches.
+    """
+
+    def __init__(self, process: Process, name: str, dataset: str, even: bool) -> None:
+        self.process, self.name, self.dataset, self.even = process, name, dataset, even
+        self._begun: Counter[tuple[int, ...]] = Counter()
+
+    def begin(self, epoch: int, at: tuple[int, ...]) -> StreamComparison:
+        """One iteration begins, of an epoch from a position."""
+        place = (epoch, *at)
+        self._begun[place] += 1
+        return StreamComparison(self, f"{place} {self._begun[place]}", _PATIENCE if self._begun.total() == 1 else 0.0)
+
+
+@final
+class StreamComparison:
+    """What the ranks read in one iteration."""
+
+    def __init__(self, stream: StreamComparisons, name: str, patience: float) -> None:
+        place = stream.process.place
+        self._stream, self._rank, self._patience = stream, place.rank, patience
+        self._others = [r for r in range(place.world_size) if r != place.rank]
+        self._unknown = list(self._others)
+        self._name = name
+        self._started = time.monotonic()
+        self._silent = False
+
+    @cached_property
+    def _store(self) -> Store:
+        return self._stream.process.store("loader", self._stream.name, self._name)
+
+    def gave(self, given: int, first: Fingerprint | None) -> None:
+        """The loop gets its batch ``given`` now; ``first`` is of the first items of the whole stream.
+
+        Raises:
+            LoaderError: another rank read other items first.
+        """
+        with self._if_reached():
+            if self._stream.even:
+                self._store.set(f"given {self._rank}", str(given))
+            if given == 1:
+                self._mine = first
+                self._store.set(f"first {self._rank}", json.dumps(first))
+            self._ask(self._unknown, self._agrees, self._patience if given == 1 else 0.0)
+
+    def end(self, given: int) -> None:
+        """This rank's iterator has ended after ``given`` batches.
+
+        Raises:
+            LoaderError: another rank has more or fewer of them; the process groups are ended, since that rank may wait in
+                a collective that this one does not come to.
+        """
+        if not self._stream.even:
+            return
+        with self._if_reached():
+            self._store.set(f"end {self._rank}", str(given))
+            per_batch = (time.monotonic() - self._started) / max(1, given)
+            reading = [rank for rank in self._others if self._store.check([f"first {rank}"])]
+            # A rank that is slower than this, or has left its loop, is no error.
+            self._ask(reading, lambda rank: self._ended_alike(rank, given), 5.0 + 3 * per_batch)
+
+    @contextlib.contextmanager
+    def _if_reached(self) -> Iterator[None]:
+        """What needs the store; without it, as when rank 0 has ended, the ranks compare nothing more."""
+        if self._silent or ended():
+            return
+        try:
+            yield
+        except (RuntimeError, ValueError):
+            self._silent = True
+
+    def _ask(self, ranks: list[int], is_known: Callable[[int], bool], patience: float) -> None:
+        """Asks after each of ``ranks`` until it is known, but not for longer than ``patience`` seconds."""
+        until = time.monotonic() + patience
+        while ranks:
+            ranks[:] = [rank for rank in ranks if not is_known(rank)]
+            if time.monotonic() >= until:
+                return
+            time.sleep(_PAUSE if ranks else 0.0)
+
+    def _agrees(self, rank: int) -> bool:
+        """Whether a rank is known to have read what this one did."""
+        if not self._store.check([f"first {rank}"]):
+            return False
+        theirs = json.loads(self._store.get(f"first {rank}"))
+        if self._mine is not None and theirs is not None and self._mine.differs(Fingerprint(*theirs)):
+            raise LoaderError(
+                f"rank {self._rank} and rank {rank} read other items first from {self._stream.dataset}: it divides itself over "
+                "the ranks, or shuffles differently on each, and dividing it once more would lose most samples. Use "
+                "accel.LoaderOptions(shard=False), with which each rank reads its own part, or let it give every rank the same "
+                "whole stream"
+            )
+        return True
+
+    def _ended_alike(self, rank: int, given: int) -> bool:
+        """Whether a rank is known to have ended where this one did."""
+        over = self._store.check([f"end {rank}"])
+        theirs = int(self._store.get(f"end {rank}" if over else f"given {rank}"))
+        if theirs > given or (over and theirs != given):
+            message = (
+                f"{self._stream.dataset} gave rank {self._rank} {given} batches and rank {rank} {'' if over else 'at least '}"
+                f"{theirs}: its stream is not the same on all ranks. It must give every rank the same items; where each rank has "
+                "a stream of its own, use accel.LoaderOptions(shard=False)"
+            )
+            end_groups(message)
+            raise LoaderError(message)
+        return over

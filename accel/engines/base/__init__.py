@@ -1,0 +1,1 @@
+"""What all backends share: the engine contract, its gradients and its holdings."""

@@ -1,0 +1,469 @@
+"""The drift guard: what must be equal on all ranks is compared while training goes on.
+
+Comparing replicas by a hash every so many steps is Megatron-LM's idea (``--check-weight-hash-across-dp-replicas-interval``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ...errors import RankMismatchError
+from ...process.control import agree, agree_later
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+#: Of a step's time. Half of what docs/design.md promises: the message's own thread is not measured.
+_SHARE: Final = 5e-4
+#: Steps from the first comparison to the second, from which the costs are known.
+_FIRST: Final = 16
+_LEAST, _MOST = 16, 1 << 14
+_NEVER: Final = sys.maxsize
+_NAMED: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """What this rank had at a step: texts by what they say, and digests of tensors by name."""
+
+    step: int
+    facts: dict[str, str]
+    names: list[str]
+    digests: list[int]
+
+    def summary(self) -> int:
+        return _of_bytes(repr((sorted(self.facts.items()), self.digests)).encode())
+
+
+@final
+class DriftGuard:
+    """Counts one engine's steps, and every so many compares what its ranks must have alike.
+
+    Args:
+        engine: held weakly.
+        every: steps from one comparison to the next; None chooses them by what they cost, 0 means never.
+    """
+
+    __slots__ = (
+        "_begun", "_cost", "_engine", "_equal", "_every", "_hooks", "_kind", "_loads", "_next", "_numbers", "_todo",
+        "_uses", "_versions", "_writes", "due", "interval", "judged", "steps", "__weakref__",
+    )  # fmt: skip
+
+    def __init__(self, engine: Engine, every: int | None) -> None:
+        self._engine = weakref.ref(engine)
+        self._every = every
+        self._kind = engine.label
+        #: Steps of the engine's optimizers so far, the one from which on ``judge`` is to be called, and whether ``begin`` is.
+        self.steps, self.judged = 0, False
+        self.due = self._next = _NEVER if every == 0 else 1
+        #: Steps from the last comparison to the next one, once there was one.
+        self.interval = every or _FIRST
+        self._equal = 0
+        self._todo: Callable[[], None] | None = None
+        self._cost, self._begun = 0.0, (0, 0.0)
+        # Of engines whose steps undo what one rank wrote: see `watch`.
+        self._numbers: dict[int, int] = {}
+        self._uses: dict[int, _Use] = {}
+        self._writes: dict[str, tuple[int, int]] = {}
+        self._versions: list[int] = []
+        self._hooks: list[RemovableHandle] = []
+        self._loads: dict[int, RemovableHandle] = {}
+
+    def judge(self) -> None:
+        """End the comparison that is under way; comes before a step that is due.
+
+        Raises:
+            RankMismatchError: the ranks differ; on every rank, which says in what.
+        """
+        start = time.thread_time()
+        self._note_writes(self.steps)
+        self.judged = True
+        todo, self._todo = self._todo, None
+        if todo is not None:
+            todo()
+        self._cost += time.thread_time() - start
+
+    def begin(self) -> None:
+        """Begin a comparison, if it is time for one; comes after ``judge``, when the gradients of the step are final."""
+        start = time.thread_time()
+        self.judged = False
+        if self._todo is None and self.steps >= self._next:
+            self._take()
+        self.due = self._next if self._todo is None else self.steps + 1
+        self._cost += time.thread_time() - start
+
+    def pause(self) -> None:
+        """Compare nothing until ``restart``: the ranks may make different numbers of steps."""
+        self.due, self._todo = _NEVER, None
+
+    def restart(self) -> None:
+        """Count anew, on every rank."""
+        self.steps, self._equal, self._begun = 0, 0, (0, 0.0)
+        self.due = self._next = _NEVER if self._every == 0 else 1
+
+    def stop(self) -> None:
+        """Compare no more. Local."""
+        self.due, self._todo, self._every = _NEVER, None, 0
+        for hook in (*self._hooks, *self._loads.values()):
+            hook.remove()
+        self._hooks.clear()
+        self._loads.clear()
+        self._uses.clear()
+        self._numbers.clear()
+
+    # -- one comparison -------------------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        engine = self._engine()
+        assert engine is not None  # it is stepping
+        facts = self._facts(engine)
+        tensors = [*engine.holdings.replicas(), *_tensors_of_groups(engine.optimizers)]
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            digests = [digest(tensor) for _, tensor in tensors]
+        snapshot = _Snapshot(self.steps, facts, [name for name, _ in tensors], [])
+        steps, then = self._begun
+        self._begun = (self.steps, time.perf_counter())
+        pace = (self._begun[1] - then) / (self.steps - steps) if steps else 0.0
+        costs, self._cost = (self._cost, pace), 0.0
+        remote = [d for d in digests if isinstance(d, torch.Tensor)]
+        if not remote:
+            snapshot.digests.extend(d for d in digests if isinstance(d, int))
+            self._send(snapshot, costs)
+            return
+        # By the next step the device has them ready: waiting for them leaves it a whole step's work.
+        values, copied = _to_host(remote)
+
+        def send() -> None:
+            copied()
+            arrived = iter(values.tolist())
+            snapshot.digests.extend(d if isinstance(d, int) else next(arrived) for d in digests)
+            self._send(snapshot, costs)
+
+        self._todo = send
+
+    def _send(self, snapshot: _Snapshot, costs: tuple[float, float]) -> None:
+        answers = agree_later(f"the drift guard of {self._kind}", (snapshot.summary(), *costs))
+        self._todo = functools.partial(self._judge, snapshot, answers)
+
+    def _judge(self, snapshot: _Snapshot, answers: Callable[[], list[Any]]) -> None:
+        told = answers()
+        self.interval = self._every or _interval([costs for _, *costs in told])
+        self._next = snapshot.step + self.interval
+        if len({summary for summary, *_ in told}) <= 1:
+            self._equal = snapshot.step if told else self._equal
+            return
+        mine = (snapshot.facts, dict(zip(snapshot.names, snapshot.digests, strict=True)))
+        everyone = agree(f"the drift guard of {self._kind}, comparing what differs", mine)
+        since = f"at step {self._equal} they were equal" if self._equal else "they have not been found equal before"
+        raise RankMismatchError(
+            f"the ranks of {self._kind} have drifted apart by step {snapshot.step}, {since}: {_difference(everyone)}"
+        )
+
+    def _facts(self, engine: Engine) -> dict[str, str]:
+        """What must be equal and is not a tensor, as text by what it says."""
+        facts = {"number of optimizers": str(len(engine.optimizers))}
+        for place, group in _groups_of(engine.optimizers):
+            facts |= {f"{key} {place}": _plain(value) for key, value in group.items() if _comparable(key, value)}
+        if engine.gradients.reduced:
+            frozen = [name for name, trainable in zip(engine.names, engine.mask.now(), strict=True) if not trainable]
+            facts["frozen parameters"] = ", ".join(frozen)
+        for name, (count, last) in sorted(self._writes.items()):
+            facts[f"changes of {name} outside of steps"] = f"{count}, the last before step {last},"
+        for name, parameter, before in zip(engine.names, engine.parameters, self._versions, strict=False):
+            facts[f"changes of {name} in place"] = f"{parameter._version - before}"
+        return facts
+
+    # -- writes that a step undoes --------------------------------------------------------------------------------
+
+    @property
+    def watching(self) -> bool:
+        """Whether ``read`` is to hear of every use of ``p.data``."""
+        return bool(self._numbers)
+
+    def watch(self) -> None:
+        """Count what the program writes to weights, where a step would spread or undo what one rank wrote alone.
+
+        To those engines' weights values tell nothing later: after the step they are equal again, partly edited.
+        """
+        engine = self._engine()
+        if engine is None or self._every == 0 or not engine.holdings.undoes_writes:
+            return
+        self._numbers = {id(p): number for number, p in enumerate(engine.parameters)}
+        if engine.holdings.divides_weights:
+            self._versions = [p._version for p in engine.parameters]
+        hook = _LoadHook(self)
+        self._hooks = [m.register_load_state_dict_pre_hook(hook) for m in engine.module.modules()]
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Count what is loaded into an optimizer of which each rank has a part."""
+        engine = self._engine()
+        if engine is not None and self._every != 0 and engine.holdings.undoes_writes:
+            name, reference = f"the state of {type(optimizer).__name__}", weakref.ref(self)
+
+            def loaded(_: Optimizer) -> None:
+                if (guard := reference()) is not None:
+                    guard._wrote(name, guard.steps + 1)
+
+            self._loads[id(optimizer)] = optimizer.register_load_state_dict_post_hook(loaded)
+
+    def leave(self, optimizer: Optimizer) -> None:
+        """The end of ``follow``."""
+        if (hook := self._loads.pop(id(optimizer), None)) is not None:
+            hook.remove()
+
+    def read(self, tensor: torch.Tensor, alias: torch.Tensor | None) -> None:
+        """Hear that reading ``tensor.data`` gives ``alias``, or that it is about to be set (None)."""
+        number = self._numbers.get(id(tensor))
+        if number is None:
+            return
+        use = self._uses.get(number) or self._use(number, None if tensor.device.type != "cpu" else tensor)
+        use.add(alias)
+
+    def loading(self, module: nn.Module, prefix: str, state: Mapping[str, Any]) -> None:
+        """Hear that a module's own parameters are about to be loaded."""
+        for name, parameter in module._parameters.items():
+            number = self._numbers.get(id(parameter))
+            if number is not None and prefix + name in state:
+                (self._uses.get(number) or self._use(number, parameter)).add(None)
+
+    def _use(self, number: int, tensor: torch.Tensor | None) -> _Use:
+        """The first use of a parameter since the last step; of a tensor that is given the values are remembered."""
+        self.due = self.steps + 1
+        before = None
+        if tensor is not None and not self._versions:  # a part may stay as it is where others change
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                before = int(digest(tensor))
+        use = self._uses[number] = _Use(before)
+        return use
+
+    def _note_writes(self, step: int) -> None:
+        engine = self._engine()
+        uses, self._uses = self._uses, {}
+        for number, use in uses.items() if engine is not None else ():
+            assert engine is not None
+            if use.changed(engine.parameters[number]):
+                self._wrote(engine.names[number], step)
+
+    def _wrote(self, name: str, step: int) -> None:
+        count, last = self._writes.get(name, (0, 0))
+        if last != step:
+            self._writes[name] = (count + 1, step)
+
+
+@final
+class _Use:
+    """What a program may have written to a parameter since the last step."""
+
+    def __init__(self, before: int | None) -> None:
+        self._before = before
+        self._written = False
+        self._aliases: list[torch.Tensor] = []
+
+    def add(self, alias: torch.Tensor | None) -> None:
+        """An alias that may be written to; None for a write."""
+        if alias is None or len(self._aliases) >= 8:
+            self._fold()
+        if alias is None:
+            self._written = True
+        else:
+            self._aliases.append(alias)
+
+    def changed(self, parameter: torch.Tensor) -> bool:
+        """Whether something was written, and is not undone as far as that is known."""
+        self._fold()
+        if not self._written or self._before is None:
+            return self._written
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            return int(digest(parameter)) != self._before
+
+    def _fold(self) -> None:
+        # An alias has a version counter of its own, which a write through it, or through a view of it, moves.
+        self._written = self._written or any(not a.is_inference() and a._version for a in self._aliases)
+        self._aliases.clear()
+
+
+@final
+class _LoadHook:
+    """Tells a guard of ``load_state_dict``; a copy or a pickle of the module has one that tells nobody."""
+
+    def __init__(self, guard: DriftGuard | None = None) -> None:
+        self._guard = None if guard is None else weakref.ref(guard)
+
+    def __call__(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        guard = None if self._guard is None else self._guard()
+        if guard is not None:
+            guard.loading(module, prefix, state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _LoadHook:
+        return _LoadHook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_LoadHook, ())
+
+
+def _interval(costs: Iterable[Sequence[float]]) -> int:
+    """Steps to the next comparison, so that on no rank they cost more than their share; the same on all ranks."""
+    worst = max((cost / pace for cost, pace in costs if pace), default=None)
+    if worst is None:
+        return _FIRST
+    # A power of two, so that it does not follow every disturbance.
+    return int(min(max(2 ** math.ceil(math.log2(max(worst / _SHARE, 1))), _LEAST), _MOST))
+
+
+# -- what is compared -------------------------------------------------------------------------------------------------
+
+
+def _groups_of(optimizers: Sequence[Optimizer]) -> Iterable[tuple[str, dict[str, Any]]]:
+    for number, optimizer in enumerate(optimizers):
+        which = f" (optimizer {number})" if len(optimizers) > 1 else ""
+        for index, group in enumerate(optimizer.param_groups):
+            yield f"of group {index} of {type(optimizer).__name__}{which}", group
+
+
+def _tensors_of_groups(optimizers: Sequence[Optimizer]) -> Iterable[tuple[str, torch.Tensor]]:
+    for place, group in _groups_of(optimizers):
+        for key, value in group.items():
+            for number, item in enumerate(value if isinstance(value, tuple | list) and key != "params" else (value,)):
+                if isinstance(item, torch.Tensor):
+                    yield f"{key}[{number}] {place}" if item is not value else f"{key} {place}", item
+
+
+_TEXTS: Final = (bool, int, float, complex, str, bytes, torch.dtype, type(None))
+
+
+def _comparable(key: str, value: Any) -> bool:
+    return key != "params" and isinstance(value, (*_TEXTS, tuple, list, dict))
+
+
+def _plain(value: Any) -> str:
+    """Text that is the same on every rank where the value is; what has no such text is told by its class."""
+    if isinstance(value, _TEXTS):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_plain, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {_plain(v)}' for key, v in value.items())}}}"
+    return type(value).__name__
+
+
+def _difference(everyone: Sequence[tuple[Mapping[str, str], Mapping[str, int]]]) -> str:
+    facts, digests = zip(*everyone, strict=True)
+    if differing := _differing(facts):
+        values = [theirs.get(differing[0], "none") for theirs in facts]
+        by_value = {value: [r for r, v in enumerate(values) if v == value] for value in dict.fromkeys(values)}
+        said = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
+        written = differing[0].startswith("changes of ")
+        return f"{differing[0]}: {said}{_more(differing[1:])}; " + (_WRITES if written else _VALUES)
+    differing = _differing(digests)
+    values = [theirs.get(differing[0]) for theirs in digests]
+    others = [rank for rank, value in enumerate(values) if value != values[0]]
+    return f"{differing[0]} on ranks {others} is not what it is on rank 0{_more(differing[1:])}; {_WEIGHTS}"
+
+
+_VALUES: Final = (
+    "change groups on every rank alike, and step a scheduler with a value that all ranks share (accel.all_reduce(loss, "
+    '"mean") for ReduceLROnPlateau)'
+)
+_WRITES: Final = (
+    "with this backend a rank steps its part of the weights only, so that the model is now partly the one, partly the other: "
+    "load state and change weights on every rank, never under accel.is_main(), and go on from a checkpoint"
+)
+_WEIGHTS: Final = (
+    "load state and change weights on every rank, never under accel.is_main(), and step optimizers with the same values; "
+    "where ranks have different kinds of devices, which round differently, use the option drift_check=0"
+)
+
+
+def _differing(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = dict.fromkeys(name for theirs in everyone for name in theirs)
+    return [name for name in names if len({theirs.get(name) for theirs in everyone}) > 1]
+
+
+def _more(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    return f"; also {', '.join(names[:_NAMED])}" + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+# -- digests ----------------------------------------------------------------------------------------------------------
+
+
+def digest(tensor: torch.Tensor) -> int | torch.Tensor:
+    """64 bits that differ where the tensor's bits do; on an accelerator a tensor, so that nothing waits for it."""
+    if hasattr(tensor, "__tensor_flatten__"):  # made of others; of a DTensor this rank has a part
+        inner = (
+            []
+            if hasattr(tensor, "full_tensor")
+            else [digest(getattr(tensor, n)) for n in tensor.__tensor_flatten__()[0]]
+        )
+        return _of_bytes(repr([int(d) for d in inner]).encode())
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if dense.is_complex():
+        dense = torch.view_as_real(dense)
+    if dense.device.type != "cpu":
+        return sums(dense)
+    return _of_bytes((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr())) if dense.nbytes else 0
+
+
+@functools.cache
+def _hashing() -> Any:
+    import xxhash
+
+    return xxhash
+
+
+def _of_bytes(data: Any) -> int:
+    value: int = _hashing().xxh3_64_intdigest(data)
+    return value
+
+
+_INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WIDTH: Final = 1024
+
+
+def sums(dense: torch.Tensor) -> torch.Tensor:
+    """A digest from integer sums, which any order of adding gives alike: of rows and of columns, each by weights of its own.
+
+    One changed element always shows, and two swapped ones.
+    """
+    flat = dense.reshape(-1).view(_INTEGERS[dense.element_size()])
+    whole = flat.numel() // _WIDTH * _WIDTH
+    table, rest = flat[:whole].view(-1, _WIDTH), flat[whole:].to(torch.int64)
+    rows, columns = table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64)
+    total = sum(
+        (part * _weights(len(part), part.device, salt)).sum() for salt, part in enumerate((rows, columns, rest))
+    )
+    assert isinstance(total, torch.Tensor)
+    return total
+
+
+def _weights(length: int, device: torch.device, salt: int) -> torch.Tensor:
+    """Odd numbers, mixed as by splitmix64's multiplications."""
+    mixed = torch.arange(1, length + 1, dtype=torch.int64, device=device) * (0x1E3779B97F4A7C15 + 2 * salt)
+    return ((mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9) | 1
+
+
+def _to_host(remote: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+    """The values on their way to the host, and what waits until they are there."""
+    stacked = torch.stack([value.to(remote[0].device) for value in remote])
+    kind = stacked.device.type
+    if kind != "cuda":
+        return stacked, lambda: None
+    values = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+    values.copy_(stacked, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return values, event.synchronize

@@ -1,0 +1,330 @@
+"""The engine contract: what every backend must be able to do, and the bookkeeping that all share."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ...errors import AccelError, BackendError
+from ...gradients.log import TrainableMask, explain
+from ...handles import ModelHandle, OptimizerHandle, Slot, end
+from ...precision import Dtypes, LossScale, Precision, restore_dtypes
+from ...process import Process
+from ...process.control import announce, is_lost, lost, require_equal
+from .drift import DriftGuard
+from .gradients import Gradients
+from .holdings import Holdings
+from .memory import Footprint, MemoryUse
+from .step import Stepper, refuse_changes
+
+logger = logging.getLogger("accel")
+
+# -- What an engine is built with --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Base of the backends' options.
+
+    Args:
+        drift_check: compare every so many steps what must be equal on all ranks (None: chosen by what it costs, 0: never).
+    """
+
+    drift_check: int | None = None
+
+    #: Options with which the engine works in another way than with the default ones; the contract's tests run them too.
+    variants: ClassVar[tuple[Options, ...]] = ()
+
+    @final
+    def __post_init__(self) -> None:
+        """Refuse anything but True and False where one of them is expected, and what ``check_values`` refuses.
+
+        Raises:
+            BackendError: names the option.
+        """
+        every = self.drift_check
+        if every is not None and (type(every) is not int or every < 0):
+            raise BackendError(f"{type(self).__name__}(drift_check={every!r}): expected a number of steps, 0 or None")
+        for option in dataclasses.fields(self):
+            value = getattr(self, option.name)
+            if option.type in (bool, "bool") and type(value) is not bool:
+                raise BackendError(f"{type(self).__name__}({option.name}={value!r}): expected True or False")
+        self.check_values()
+
+    def check_values(self) -> None:
+        """Refuse other values that these options cannot have.
+
+        Raises:
+            BackendError: names the option.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What an engine is built with beside its module."""
+
+    process: Process
+    precision: Precision
+    loss_scale: LossScale
+    options: Any
+    #: The engine's number, the same on all ranks, and no other engine's.
+    serial: int
+
+
+class Engine(ABC):
+    """One model's engine, with its ``gradients`` and its ``holdings``. Subclasses are final.
+
+    *Local* methods run no collective; *collective* ones are called on every rank. docs/design.md shows who calls what.
+
+    Args:
+        module: the user's raw module.
+        entry: what a forward calls: the raw module or its ``torch.compile`` wrapper.
+        context: process, precision, loss scale and options.
+    """
+
+    name: ClassVar[str]
+    options_type: ClassVar[type[Options]]
+    #: Packages beside torch: the module to import, and what to say to a user who lacks it.
+    requires: ClassVar[dict[str, str]] = {}
+    #: Keeps one model equal on all ranks; without it an optimizer at world size > 1 would train one model a rank.
+    synchronizes: ClassVar[bool] = True
+    #: Gives values to parameters on the meta device by itself, in ``start``.
+    materializes: ClassVar[bool] = False
+    #: When gradients are final, and who steps with them.
+    gradients_type: ClassVar[type[Gradients]] = Gradients
+    #: What of the model and its optimizers lies on this rank.
+    holdings_type: ClassVar[type[Holdings]] = Holdings
+
+    def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
+        self.module = module
+        self.entry = entry
+        self.process, self.options = context.process, context.options
+        self.precision, self.loss_scale = context.precision, context.loss_scale
+        self.serial = context.serial
+        #: Its name in whatever the ranks tell each other: models of one class must not be taken for each other.
+        self.label = f"{type(module).__name__} #{self.serial}"
+        self.distributed = context.process.place.world_size > 1
+        #: Why the process groups were ended, or the other ranks take no part in the end of this engine.
+        self.ended = ""
+        self.handle = ModelHandle(self)
+        self.steppers: dict[int, Stepper] = {}
+        self.optimizer_handles: dict[int, OptimizerHandle] = {}
+        #: The raw ones, in the order in which they were added.
+        self.optimizers: list[Optimizer] = []
+        self.dtypes: Dtypes = []
+        self.gradients = self.gradients_type(self)
+        self._read_parameters()
+        self.holdings = self.holdings_type(self)
+        watching = self.gradients.reduced and self.distributed and getattr(self.options, "auto_refresh", True)
+        self._watching_mask = watching
+        self.restructured = self.started = False
+        compared = self.distributed and self.synchronizes
+        self.drift = DriftGuard(self, self.options.drift_check if compared else 0)
+        context.process.dependents.add(self)
+
+    def _read_parameters(self) -> None:
+        """Take the module's parameters as they are: at first, and where ``start`` put others in their place."""
+        named = dict(self.module.named_parameters())
+        self.names = list(named)
+        self.parameters = list(named.values())
+        #: Identities of all parameter objects that are this engine's.
+        self.known: Container[int] = {id(p) for p in self.parameters}
+        self.mask = TrainableMask(self.parameters)
+        self.gradients.follow(self.parameters)
+
+    # -- before there is an engine --------------------------------------------------------------------------------
+
+    @classmethod
+    def check(cls, module: nn.Module, options: Any, process: Process) -> None:
+        """Refuse what cannot work before anything changes. Local and pure."""
+        return
+
+    @classmethod
+    def replica(cls, process: Process) -> tuple[int, int]:
+        """This rank's place among the replicas of the model, and their number: ranks of one replica read one batch."""
+        return process.place.rank, process.place.world_size
+
+    @classmethod
+    @abstractmethod
+    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
+        """What each rank will hold, by rank; nothing where the backend does not take such a module. Pure.
+
+        It needs neither the backend's package nor a process group.
+        """
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    def wrap(self) -> None:
+        """Build the backend's object around the module. Local."""
+        return
+
+    def start(self, optimizers: Sequence[Optimizer]) -> None:
+        """What all ranks do together once each has wrapped and attached. Collective; again where optimizers are added."""
+        if not self.started:
+            self.holdings.synchronize()
+            self.started = True
+        self.gradients.find_unoptimized()
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Add an optimizer of this model's parameters; ``start`` follows. Local."""
+        self.steppers[id(optimizer)] = Stepper(self, optimizer)
+        handle = self.optimizer_handles[id(optimizer)] = OptimizerHandle(self, optimizer)
+        Slot.put(optimizer, weakref.ref(handle))
+        self.optimizers.append(optimizer)
+        self.drift.follow(optimizer)
+
+    def detach(self, optimizer: Optimizer) -> None:
+        """Give the optimizer back to its user. Local."""
+        self.drift.leave(optimizer)
+        self.steppers.pop(id(optimizer)).close()
+        Slot.clear(optimizer)
+        end(self.optimizer_handles.pop(id(optimizer)))
+        self.optimizers[:] = [o for o in self.optimizers if o is not optimizer]
+        self.gradients.find_unoptimized()
+
+    def rebuild(self) -> None:
+        """Make the changed trainable mask take effect; the ranks have agreed on it. Collective."""
+        return
+
+    def abandon(self, reason: str) -> None:
+        """Let go of everything that uses a process group, because the groups are ended. Local."""
+        self.ended = reason
+        self.restructured = True
+        self.drift.stop()
+
+    def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
+        """Undo ``wrap`` and ``start``: module and optimizers as their author made them, with their trained values.
+
+        Collective, but where ``ended`` says why the other ranks take no part: then what lies there is nan, and the error
+        of ``lost_weights`` is raised.
+        """
+        return
+
+    @final
+    def teardown(self, alone: str = "") -> None:
+        """End the engine: the raw module and optimizers are the user's own again.
+
+        Args:
+            alone: why the other ranks take no part; empty where they do. Then it is local, and ``p.grad`` that is not
+                final is dropped.
+
+        Raises:
+            AccelError: weights lay on ranks that take no part, and are lost; the engine has ended all the same.
+        """
+        self.ended = self.ended or alone
+        with contextlib.ExitStack() as last:
+            last.callback(end, self.handle)
+            last.callback(self.process.dependents.discard, self)
+            self._finish_gradients()
+            optimizers = list(self.optimizers)
+            last.callback(restore_dtypes, self.dtypes, optimizers)
+            for optimizer in optimizers:
+                self.detach(optimizer)
+            self.gradients.close()
+            self.drift.stop()
+            self.unwrap(optimizers)
+
+    def _finish_gradients(self) -> None:
+        problem = ""
+        try:
+            if self.gradients.pending():
+                problem = self.ended
+                if not problem:
+                    self.gradients.settle()
+        except AccelError as error:
+            problem = str(error)
+        if problem:
+            if any(p.grad is not None for p in self.parameters):
+                logger.warning("teardown drops gradients of %s that cannot be made final: %s", self.label, problem)
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    # -- forwards -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``function`` through the backend: ``entry``, which is a forward, or a method that may use parameters."""
+
+    @final
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward (``entry``), or a method of the user's, in the engine's precision."""
+        if self.restructured:
+            refuse_changes(self)
+        if self._watching_mask and function is self.entry and torch.is_grad_enabled() and self.mask.changed():
+            self.refresh()
+        try:
+            if self.precision.plain:
+                return self.run(function, args, kwargs)
+            return self.precision.call(self.run, (function, args, kwargs), {})
+        except RuntimeError as error:
+            if is_lost(error):
+                name = (
+                    "a forward" if function is self.entry else f"the method {getattr(function, '__name__', function)}"
+                )
+                raise lost(f"{name} ({self.label})", error) from error
+            raise
+
+    @final
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Skip the reduction of gradients in the backward passes of the forwards inside. Nests."""
+        before = self.gradients.accumulating
+        self.gradients.accumulate(True)
+        try:
+            yield
+        finally:
+            self.gradients.accumulate(before)
+
+    def join(self) -> contextlib.AbstractContextManager[None]:
+        """Let ranks run out of inputs at different times."""
+        if self.distributed:
+            raise BackendError(f"backend {self.name!r} does not support uneven inputs (accel.join)")
+        return contextlib.nullcontext()
+
+    @final
+    def refresh(self) -> None:
+        """Apply a change of ``requires_grad``, or refuse it (``accel.refresh_trainable``). Collective."""
+        mask = self.mask.now()
+        if self.gradients.reduced and self.distributed and mask != self.mask.known:
+            self.compare("a change of requires_grad", mask, lambda masks: explain(masks, self.names))
+            if self.gradients.pending() and not self.gradients.deferred:
+                raise BackendError(
+                    "requires_grad changed while gradients are pending that were accumulated without reduction (accel."
+                    "no_sync): end the accumulation with optimizer.step() before freezing or unfreezing"
+                )
+            self.rebuild()
+        self.mask.known = mask
+
+    # -- what the ranks tell each other ---------------------------------------------------------------------------
+
+    @final
+    def compare(self, what: str, value: Any = None, explain: Callable[[list[Any]], str] = str) -> None:
+        """Make sure that all ranks do ``what`` to this very model with the same ``value``. Collective.
+
+        Raises:
+            RankMismatchError: they do not; on every rank.
+        """
+        require_equal(f"{what} ({self.label})", value, explain)
+
+    @final
+    def announce(self, what: str, details: Hashable = None) -> None:
+        """Say that a collective is next that has no comparison of its own. Collective where it was not to be expected."""
+        announce(self.process, f"{what} ({self.label})", details)
+
+
+def lost_weights(engine: Engine) -> AccelError:
+    """The error of weights that lay on ranks which take no part in an engine's end."""
+    return AccelError(
+        f"the weights of {engine.label} are lost (nan now): parts of them lay on other ranks, and {engine.ended}; load a "
+        "checkpoint"
+    )

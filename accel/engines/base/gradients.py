@@ -1,0 +1,289 @@
+"""The gradients of one model, and the steps that use them: what is pending, how it becomes final, who may step with it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ...errors import BackendError, OptimizerError, PrecisionError
+from ...gradients.log import BackwardEnd, GradientLog
+from ...precision import Accumulator, all_finite, here
+from ...process import Process
+from ...process.control import agree
+from ...process.packing import broadcast_
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class Gradients:
+    """As written here it serves engines whose backward leaves whole and final gradients in ``p.grad``.
+
+    *Local* methods run no collective; *collective* ones are called on every rank.
+
+    Args:
+        engine: whose gradients these are.
+    """
+
+    #: Each rank has a part of the gradients, or of what is stepped, so that nothing is said of all without the others.
+    partial: ClassVar[bool] = False
+    #: Of those the whole gradients of some parameters, and nothing of the others: a norm over all adds up over the ranks.
+    spread: ClassVar[bool] = False
+    #: The ranks' gradients are reduced together, so that what is trainable must be the same on all.
+    reduced: ClassVar[bool] = False
+    #: Reduced gradients are told from others by the log.
+    logged: ClassVar[bool] = False
+    #: Gradients stay this rank's own until a step or clipping, so that a change of ``requires_grad`` loses none.
+    deferred: ClassVar[bool] = False
+    #: Also optimizers that were never given to ``setup`` need ``before_step``.
+    before_any_step: ClassVar[bool] = False
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.process = engine.process
+        self.log = GradientLog(())
+        #: The numbers of the parameters that are in no optimizer: a loop may update them by hand.
+        self.unoptimized: list[int] = []
+        #: Inside ``no_sync``; whether a backward there left gradients that ``end_backward`` would have made final.
+        self.accumulating = self.held_back = False
+        self._backward_end = BackwardEnd((), self._end_backward)
+        kind = type(self)
+        #: Whether ``before_step`` and ``after_step`` do something here.
+        self.prepares_steps = kind.before_step is not Gradients.before_step
+        self.finishes_steps = kind.after_step is not Gradients.after_step
+
+    @property
+    def watched(self) -> bool:
+        """Whether torch's clipping and the steps of optimizers that accel does not know concern these gradients."""
+        engine = self.engine
+        return engine.precision.scaled or (engine.distributed and (self.reduced or self.spread))
+
+    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Log the gradients of these parameters, where they are logged."""
+        self.log.close()
+        engine = self.engine
+        needed = engine.precision.scaled or (engine.distributed and self.logged)
+        self.log = GradientLog(parameters if needed else ())
+
+    @final
+    def close(self) -> None:
+        """Let go of the parameters."""
+        self.log.close()
+        self._backward_end.close()
+
+    # -- what there is --------------------------------------------------------------------------------------------
+
+    def holders(self) -> Sequence[Accumulator]:
+        """Everything in whose ``grad`` a backward may leave gradients of this model. Local."""
+        return self.engine.parameters
+
+    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The tensor in whose place a parameter of ``engine.known`` stands in a graph. Local."""
+        return parameter
+
+    def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The one of ``engine.parameters`` that a parameter of the module stands for. Local."""
+        return parameter
+
+    def exist(self, *, zeros: bool) -> bool:
+        """Whether there are any, judged alike on all ranks that saw the same backwards; ``zeros`` counts those of zeros."""
+        mine = any(a.grad is not None and (zeros or bool(here(a.grad).any())) for a in self.holders())
+        return any(agree(f"the gradients ({self.engine.label})", mine)) if self.partial else mine
+
+    def pending(self) -> bool:
+        """Whether ``settle`` has something to do. Local."""
+        return False
+
+    def hidden(self) -> bool:
+        """Whether there are gradients that ``p.grad`` does not show, now or once they are final. Local."""
+        return False
+
+    def finite(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer``'s final gradients hold neither inf nor nan, judged alike on all ranks."""
+        mine = all_finite(optimizer)
+        return all(agree(f"the gradients' finiteness ({self.engine.label})", mine)) if self.partial else mine
+
+    # -- making them final ----------------------------------------------------------------------------------------
+
+    def before_backward(self) -> None:
+        """Hear that a backward is about to begin, of whatever graph."""
+        return
+
+    def end_backward(self, indices: Sequence[int]) -> None:
+        """At the end of a backward: make final what no step will, the gradients of parameters in no optimizer. Collective.
+
+        Only for engines that override it; in the others these are final by themselves.
+        """
+        return
+
+    def settle(self, optimizer: Optimizer | None = None) -> None:
+        """Make gradients final. Collective where there is something to reduce.
+
+        Args:
+            optimizer: is about to step: only its gradients, and each rank needs those only that it steps. None: all of them,
+                for code that looks at ``p.grad`` on this rank.
+        """
+        if self.log.entries:
+            self.log.fold(stepping=optimizer)
+
+    def settle_clipped(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """``settle`` where torch clips these gradients of the model; True where it cannot, as it does not see them all."""
+        before = sum(p.grad is not None for p in self.engine.parameters)
+        self.settle()
+        return sum(p.grad is not None for p in self.engine.parameters) > before
+
+    def accumulate(self, accumulating: bool) -> None:
+        """Begin or end ``no_sync``: whether backward passes of the forwards from now on skip the reduction. Local."""
+        self.accumulating = accumulating
+
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip by the global norm of the model's gradients; returns the norm before, 0-dim. Collective."""
+        self.settle()
+        return nn.utils.clip_grad_norm_(self.engine.parameters, max_norm, norm_type)
+
+    def zero(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Drop the optimizer's gradients, by its own ``zero_grad`` with its own arguments. Local."""
+        return optimizer.zero_grad(*args, **kwargs)
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse parameters that the engine would not keep equal on all ranks. Local."""
+        engine = self.engine
+        if engine.distributed:
+            check_parameters(optimizer, engine.known, engine.module, type(optimizer).__name__)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Hear that ``optimizer`` is about to step."""
+        return
+
+    def before_closure(self, optimizer: Optimizer) -> None:
+        """Hear that the closure in a step of ``optimizer`` is about to run, with weights that the step may have moved."""
+        return
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Hear that ``optimizer`` has stepped."""
+        return
+
+    def break_step(self) -> None:
+        """Hear that an optimizer's step ended with an exception. Local."""
+        return
+
+    def steps_part(self, optimizer: Optimizer) -> bool:
+        """Whether each rank steps other parameters, or other parts of them. Local."""
+        return False
+
+    def outside_step(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
+        """Inside, ``optimizer`` writes weights as in a step; afterwards every rank sees them. Collective where ``steps_part``."""
+        return contextlib.nullcontext()
+
+    # -- the same for all -----------------------------------------------------------------------------------------
+
+    def find_unoptimized(self) -> None:
+        """See which parameters are in no optimizer's groups. Local."""
+        engine = self.engine
+        held = {id(p) for optimizer in engine.optimizers for group in optimizer.param_groups for p in group["params"]}
+        self.unoptimized = [i for i, p in enumerate(engine.parameters) if id(p) not in held]
+        self._backward_end.close()
+        if engine.distributed and type(self).end_backward is not Gradients.end_backward:
+            self._backward_end = BackwardEnd([engine.parameters[i] for i in self.unoptimized], self._end_backward)
+
+    @final
+    def announce_step(self, optimizer: Optimizer) -> None:
+        """Say that a step is next, which comes after equally many backwards on all ranks."""
+        steppers = list(self.engine.steppers)
+        self.engine.announce("optimizer.step()", steppers.index(id(optimizer)) if id(optimizer) in steppers else None)
+        self.process.order.restart()
+
+    @final
+    def _end_backward(self) -> None:
+        if self.accumulating:
+            self.held_back = True
+        elif not self.engine.ended:
+            self.end_backward(self.unoptimized)
+            self.held_back = False
+
+    @final
+    def refuse_plain(self, *, zeros: bool) -> None:
+        """Refuse gradients of an unscaled loss where accel scales it; ``zeros`` refuses zero gradients too.
+
+        Raises:
+            PrecisionError: says what to call instead.
+        """
+        if self.log.plain and self.exist(zeros=zeros):
+            raise PrecisionError(
+                f"gradients of this '16-mixed' {type(self.engine.module).__name__} came from a plain loss.backward(), so that "
+                "the loss was not scaled: call accel.backward(loss), or use torch.amp.GradScaler as in raw PyTorch"
+            )
+
+
+class Buffers:
+    """A module's buffers, which all ranks take from rank 0 once a step, where forwards may have changed them.
+
+    Args:
+        module: their module. They are found anew each time: a forward may put another tensor in a buffer's place.
+        process: of this rank.
+        wanted: whether the options ask for it.
+    """
+
+    def __init__(self, module: nn.Module, process: Process, wanted: bool = True) -> None:
+        self._module = module
+        self._process = process
+        self.wanted = wanted and process.place.world_size > 1 and any(True for _ in module.buffers())
+        self.stale = False
+
+    def touch(self) -> None:
+        """Note a forward whose changes are to reach all ranks."""
+        self.stale = self.wanted
+
+    def synchronize(self) -> None:
+        """Give every rank rank 0's, where there are any. Collective."""
+        if self.wanted:
+            broadcast_([b.data for b in self._module.buffers()], self._process.group)
+        self.stale = False
+
+
+def check_parameters(optimizer: Optimizer, known: Any, module: nn.Module, path: str) -> None:
+    """Refuse an optimizer's parameters whose identity is not among ``known``.
+
+    Raises:
+        OptimizerError: names them.
+    """
+    strangers = [
+        f"param_groups[{g}]['params'][{i}] of shape {tuple(p.shape)}"
+        for g, group in enumerate(optimizer.param_groups)
+        for i, p in enumerate(group["params"])
+        if id(p) not in known
+    ]
+    if strangers:
+        raise OptimizerError(
+            f"{path} holds parameters that are not of this {type(module).__name__}: {', '.join(strangers[:5])}; each "
+            "rank would train its own: make them part of the model"
+        )
+
+
+def refuse_sparse(module: nn.Module, backend: str) -> None:
+    """Refuse embeddings with sparse gradients, for an engine that cuts gradients into parts.
+
+    Raises:
+        BackendError: names them.
+    """
+    names = [n for n, m in module.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    if names:
+        raise BackendError(
+            f"backend {backend!r} cannot divide the sparse gradients of {', '.join(names[:5])}: use sparse=False there, or "
+            "a backend with whole gradients"
+        )
+
+
+def broken_backward() -> BackendError:
+    """The error of a step, or a forward, after a backward that did not come to its end."""
+    return BackendError(
+        "an exception ended a backward, so that its gradients are incomplete: call zero_grad(), then forward and backward "
+        "again"
+    )

@@ -1,0 +1,464 @@
+"""Memory of an engine: predicted from a model's sizes, and measured on what lives."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...errors import OptimizerError
+
+# -- footprint ---------------------------------------------------------------------------------------------------------
+# What a model and its optimizers need room for, without needing that room: the input of every prediction of memory.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes on one rank.
+
+    Args:
+        parameters: of the model, frozen ones included.
+        gradients: as they are when the optimizer steps.
+        optimizer_state: once every trainable parameter was stepped; with master copies of parameters.
+        buffers: the module's buffers, such as BatchNorm's statistics.
+        buckets: memory to communicate with that is kept from step to step.
+        transient: about what a step needs for a while beside all that; without activations and an optimizer's temporaries.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0
+    buffers: int = 0
+    buckets: int = 0
+    transient: int = 0
+
+    @property
+    def total(self) -> int:
+        """What stays from step to step: all but ``transient``."""
+        return self.parameters + self.gradients + self.optimizer_state + self.buffers + self.buckets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSize:
+    """One parameter.
+
+    Args:
+        name: as in ``named_parameters()``.
+        shape: of the whole parameter.
+        itemsize: bytes of an element.
+        trainable: whether it gets gradients.
+        state_bytes: what its optimizer keeps for it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    trainable: bool = True
+    state_bytes: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameter, and of its gradient where it has one."""
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """A model with its optimizers.
+
+    Args:
+        parameters: in the model's order.
+        buffers: bytes of the module's buffers.
+        optimizers: for each optimizer the indices of its parameters, in the order of its groups.
+        layers: of a plain ``nn.Sequential`` the children: the name, and bytes of buffers; of another module none.
+    """
+
+    parameters: tuple[ParameterSize, ...]
+    buffers: int = 0
+    optimizers: tuple[tuple[int, ...], ...] = ()
+    layers: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def trainable(self) -> tuple[ParameterSize, ...]:
+        """The parameters that get gradients."""
+        return tuple(p for p in self.parameters if p.trainable)
+
+    @property
+    def blocks(self) -> dict[str, list[ParameterSize]]:
+        """The parameters by the repeated part of the model that they lie in, as ``layers.3``; "" is outside of any.
+
+        A part that has submodules of its own and a sibling with the same names is repeated; the innermost one counts.
+        """
+        inside: dict[str, list[str]] = {}
+        for parameter in self.parameters:
+            for prefix, rest in _numbered(parameter.name):
+                inside.setdefault(prefix, []).append(rest)
+        alike = Counter((prefix.rpartition(".")[0], *names) for prefix, names in inside.items())
+        blocks: dict[str, list[ParameterSize]] = {}
+        for parameter in self.parameters:
+            block = ""
+            for prefix, _ in _numbered(parameter.name):
+                names = inside[prefix]
+                if any("." in name for name in names) and alike[(prefix.rpartition(".")[0], *names)] > 1:
+                    block = prefix
+            blocks.setdefault(block, []).append(parameter)
+        return blocks
+
+
+def _numbered(name: str) -> Iterator[tuple[str, str]]:
+    """The prefixes of a name that end in a number, from short to long, each with what follows."""
+    parts = name.split(".")
+    for i, part in enumerate(parts[:-1]):
+        if part.isdigit():
+            yield ".".join(parts[: i + 1]), ".".join(parts[i + 1 :])
+
+
+def take(
+    module: nn.Module,
+    optimizers: Sequence[Optimizer] = (),
+    *,
+    named: Mapping[str, torch.Tensor] | None = None,
+    names: Mapping[int, str] | None = None,
+    shape_of: Callable[[torch.Tensor], Sequence[int]] = lambda tensor: tensor.shape,
+) -> Footprint:
+    """The footprint of a module on any device, also the meta device; nothing is allocated or changed.
+
+    Args:
+        module: with its buffers.
+        optimizers: over its parameters.
+        named: its parameters by name; by default those it has now.
+        names: the names by the identity of what the optimizers' groups hold; by default that of ``named``.
+        shape_of: the whole shape of a parameter of which this rank may hold a part.
+
+    Raises:
+        OptimizerError: an optimizer holds other tensors, or its state cannot be told without real tensors.
+    """
+    named = dict(module.named_parameters()) if named is None else named
+    shapes = {name: tuple(shape_of(p)) for name, p in named.items()}
+    names = {id(p): name for name, p in named.items()} if names is None else names
+    place = {name: i for i, name in enumerate(named)}
+    state_bytes: dict[str, int] = {}
+    held = []
+    for optimizer in optimizers:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        strangers = [tuple(p.shape) for p in parameters if id(p) not in names]
+        if strangers:
+            raise OptimizerError(
+                f"this {type(optimizer).__name__} holds {len(strangers)} tensors that are not parameters of the model "
+                f"(the first of shape {strangers[0]}): build it from the parameters of the module that is measured"
+            )
+        held.append(tuple(place[names[id(p)]] for p in parameters))
+        sizes = _state_bytes(optimizer, [shapes[names[id(p)]] for p in parameters])
+        for parameter, size in zip(parameters, sizes, strict=True):
+            name = names[id(parameter)]
+            state_bytes[name] = state_bytes.get(name, 0) + size
+    return Footprint(
+        parameters=tuple(
+            ParameterSize(
+                name=name,
+                shape=shapes[name],
+                itemsize=p.dtype.itemsize,
+                trainable=p.requires_grad,
+                state_bytes=state_bytes.get(name, 0),
+            )
+            for name, p in named.items()
+        ),
+        buffers=_buffers(module),
+        optimizers=tuple(held),
+        layers=tuple((name, _buffers(child)) for name, child in module.named_children()) if is_sequence(module) else (),
+    )
+
+
+def is_sequence(module: nn.Module) -> bool:
+    """Whether the module calls its children one after the other, and does nothing else."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _buffers(module: nn.Module) -> int:
+    return sum(b.nbytes for b in module.buffers())
+
+
+# -- the state that an optimizer will have ----------------------------------------------------------------------------
+
+
+@final
+class _ScalarsOfNothing(TorchDispatchMode):
+    """Gives 1 where an optimizer asks a tensor without data for its value: sizes do not depend on it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return True if args[0].dtype is torch.bool else 1.0 if args[0].is_floating_point() else 1
+        return func(*args, **(kwargs or {}))
+
+
+def _state_bytes(optimizer: Optimizer, shapes: Sequence[Sequence[int]]) -> list[int]:
+    """Bytes of state per parameter after a step, found by stepping a copy of the optimizer on the meta device."""
+    stand_in, parameters = _stand_in(optimizer, shapes)
+    # The class's own step: not what a scheduler put before it, and without the hooks that registered optimizers have.
+    step = type(optimizer).step
+    try:
+        with torch.no_grad(), _ScalarsOfNothing():
+            getattr(step, "__wrapped__", step)(stand_in)
+    except Exception as error:
+        raise OptimizerError(
+            f"the memory of {type(optimizer).__name__} cannot be told without real tensors: its step on the meta device "
+            f"raised {type(error).__name__}: {error}"
+        ) from error
+    return [sum(_tensor_bytes(value) for value in stand_in.state.get(p, {}).values()) for p in parameters]
+
+
+def _tensor_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(map(_tensor_bytes, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def _stand_in(optimizer: Optimizer, shapes: Sequence[Sequence[int]]) -> tuple[Optimizer, list[nn.Parameter]]:
+    """A copy of the optimizer over meta parameters with gradients, and these parameters; it shares nothing with the original."""
+    memo: dict[int, Any] = {}
+    parameters = []
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter, shape in zip(held, shapes, strict=True):
+        other = nn.Parameter(torch.empty(tuple(shape), dtype=parameter.dtype, device="meta"), requires_grad=False)
+        if parameter.requires_grad:
+            other.requires_grad_()
+            other.grad = torch.empty_like(other)
+        memo[id(parameter)] = other
+        parameters.append(other)
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                memo[id(value)] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    # Without what stands in the place of its methods, and knows the original.
+    copied = {
+        k: v
+        for k, v in vars(optimizer).items()
+        if k not in ("step", "zero_grad") and not k.startswith(("_optimizer_", "__"))
+    }
+    stand_in = type(optimizer).__new__(type(optimizer))
+    try:
+        stand_in.__dict__.update(copy.deepcopy(copied, memo))
+    except Exception as error:
+        raise OptimizerError(
+            f"the memory of {type(optimizer).__name__} cannot be told: it cannot be copied "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    for kind in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre"):
+        setattr(stand_in, f"_optimizer_{kind}_hooks", {})
+    for group in stand_in.param_groups:
+        # Ways to compute the same that exist for some devices only.
+        group.update({key: False for key in ("foreach", "fused", "capturable", "differentiable") if key in group})
+    return stand_in, parameters
+
+
+# -- units ------------------------------------------------------------------------------------------------------------
+
+
+UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def human(nbytes: float) -> str:
+    """Bytes in binary units with three digits: ``1.50 GiB``."""
+    return _scaled(nbytes, 1024, UNITS)
+
+
+def count(number: float) -> str:
+    """A number of parameters in thousands, millions or billions: ``70.6 B``."""
+    return _scaled(number, 1000, ("", "k", "M", "B", "T"))
+
+
+def _scaled(number: float, base: int, units: Sequence[str]) -> str:
+    power = 0
+    while number >= base - 0.5 and power < len(units) - 1:
+        number, power = number / base, power + 1
+    digits = 0 if power == 0 or number >= 99.95 else 1 if number >= 9.995 else 2
+    return f"{number:.{digits}f} {units[power]}".rstrip()
+
+
+# -- predictions: pure functions of sizes, by rank --------------------------------------------------------------------
+
+
+def whole(footprint: Footprint, world_size: int, buckets: int = 0) -> tuple[MemoryUse, ...]:
+    """Everything on every rank, and ``buckets`` beside it."""
+    return (_use(footprint, footprint.parameters, buckets=buckets),) * world_size
+
+
+def owners(footprint: Footprint, world_size: int) -> tuple[MemoryUse, ...]:
+    """All parameters on every rank; gradients and state of a parameter on the one rank that owns it.
+
+    One optimizer after the other deals its parameters out whole, trainable ones first, from large to small, each to the
+    rank that has least so far. A gradient that no optimizer steps stays everywhere. Until a step's reduction all
+    gradients are there, and those of one owner once more.
+    """
+    owned: list[list[ParameterSize]] = [[] for _ in range(world_size)]
+    loads = [0] * world_size
+    dealt: set[int] = set()
+    for indices in footprint.optimizers:
+        new = [i for i in dict.fromkeys(indices) if i not in dealt]
+        dealt.update(new)
+        parameters = sorted((footprint.parameters[i] for i in new), key=lambda p: (not p.trainable, -p.numel))
+        for parameter in parameters:
+            rank = loads.index(min(loads))
+            owned[rank].append(parameter)
+            loads[rank] += parameter.numel
+    rest = [p for i, p in enumerate(footprint.parameters) if i not in dealt]
+    uses = [_use(footprint, [*mine, *rest]) for mine in owned]
+    gradients = _gradients(footprint.parameters)
+    piece = max(use.gradients for use in uses) if world_size > 1 else 0
+    return tuple(replace(use, transient=gradients - use.gradients + piece) for use in uses)
+
+
+def even_shards(footprint: Footprint, world_size: int) -> tuple[MemoryUse, ...]:
+    """Every parameter, gradient and state cut along the first dimension into equal pieces, the last of them padded.
+
+    In backward a block and the next one are there whole, with a block's gradients until they are reduced; and so is
+    from first to last what lies in no block.
+    """
+    parameters = sum(_rows(p, world_size) * _row_bytes(p) for p in footprint.parameters)
+    gradients = sum(_rows(p, world_size) * _row_bytes(p) for p in footprint.trainable)
+    blocks = dict(footprint.blocks)
+    rest = blocks.pop("", [])
+    gathered = sum(p.nbytes for p in rest) + _gradients(rest)
+    gathered += max((2 * sum(p.nbytes for p in block) + _gradients(block) for block in blocks.values()), default=0)
+    use = MemoryUse(
+        parameters=parameters,
+        gradients=gradients,
+        buffers=footprint.buffers,
+        transient=gathered if world_size > 1 else 0,
+    )
+    stateful = [p for p in footprint.parameters if p.state_bytes]
+    return tuple(
+        replace(use, optimizer_state=sum(_state_share(p, rank, world_size) for p in stateful))
+        for rank in range(world_size)
+    )
+
+
+def zero(
+    footprint: Footprint,
+    world_size: int,
+    stage: int,
+    *,
+    masters: bool = False,
+    whole_below: int = 0,
+    bucket: int = 0,
+) -> tuple[MemoryUse, ...]:
+    """The stages of ZeRO (Rajbhandari et al., arXiv 1910.02054): 1 cuts optimizer state, 2 gradients too, 3 parameters too.
+
+    Once they are reduced, stage 1 as well keeps only the gradients of what a rank steps. Stage 0 is ``whole``.
+
+    Args:
+        footprint: the model.
+        world_size: number of ranks.
+        stage: 1 to 3.
+        masters: the optimizer steps fp32 copies, which count as its state; its other state is fp32 too. The model's own
+            parameters have two bytes, and so has a gradient of one backward.
+        whole_below: at stage 3, parameters of so many elements or fewer are whole on every rank, beside the parts.
+        bucket: elements of the memory to reduce in that stage 3 keeps; no more than the model has.
+    """
+    if world_size == 1:
+        return whole(footprint, 1)
+    sizes = {p.name: p.numel * (2 if masters else p.itemsize) for p in footprint.parameters}
+    stepped = {index for indices in footprint.optimizers for index in indices}
+    state = gradients = 0
+    for index, parameter in enumerate(footprint.parameters):
+        if parameter.trainable:
+            gradients += sizes[parameter.name]
+        if not masters:
+            state += parameter.state_bytes
+        elif index in stepped and parameter.trainable:
+            state += 4 * parameter.numel + parameter.state_bytes * 4 // parameter.itemsize
+    block = max((sum(sizes[p.name] for p in block) for block in footprint.blocks.values()), default=0)
+    mine = _share(gradients, world_size)
+    kept = sum(sizes[p.name] for p in footprint.parameters if p.numel <= whole_below) if stage == 3 else 0
+    numel = sum(p.numel for p in footprint.parameters)
+    itemsize = max((2 if masters else p.itemsize for p in footprint.parameters), default=0)
+    # Stage 1 keeps all gradients until they are reduced, 2 a block's; 3 has a block's parameters too.
+    transient = {1: sum(sizes[p.name] for p in footprint.trainable), 2: block, 3: 2 * block}[stage]
+    use = MemoryUse(
+        parameters=_share(sum(sizes.values()), world_size if stage == 3 else 1) + kept,
+        gradients=mine,
+        optimizer_state=_share(state, world_size),
+        buffers=footprint.buffers,
+        buckets=min(bucket, numel + numel % 2) * itemsize if stage == 3 else 0,
+        transient=transient,
+    )
+    return (use,) * world_size
+
+
+def layers(footprint: Footprint) -> list[list[ParameterSize]]:
+    """The parameters of each layer of a Sequential."""
+    children: dict[str, list[ParameterSize]] = {name: [] for name, _ in footprint.layers}
+    for parameter in footprint.parameters:
+        children[parameter.name.partition(".")[0]].append(parameter)
+    return list(children.values())
+
+
+def stages(footprint: Footprint, counts: Sequence[int]) -> tuple[MemoryUse, ...]:
+    """On each rank the next ``counts[rank]`` of the layers, and nothing of the others."""
+    rest = iter(zip(layers(footprint), footprint.layers, strict=True))
+    uses = []
+    for count in counts:
+        taken = list(itertools.islice(rest, count))
+        mine = [p for parameters, _ in taken for p in parameters]
+        buffers = sum(nbytes for _, (_, nbytes) in taken)
+        uses.append(replace(_use(footprint, mine), parameters=sum(p.nbytes for p in mine), buffers=buffers))
+    return tuple(uses)
+
+
+def _use(footprint: Footprint, mine: Iterable[ParameterSize], buckets: int = 0) -> MemoryUse:
+    """All parameters, and gradients and state of some."""
+    mine = list(mine)
+    return MemoryUse(
+        parameters=sum(p.nbytes for p in footprint.parameters),
+        gradients=_gradients(mine),
+        optimizer_state=sum(p.state_bytes for p in mine),
+        buffers=footprint.buffers,
+        buckets=buckets,
+    )
+
+
+def _gradients(parameters: Iterable[ParameterSize]) -> int:
+    return sum(p.nbytes for p in parameters if p.trainable)
+
+
+def _share(total: int, parts: int) -> int:
+    return -(-total // parts)
+
+
+def _first(parameter: ParameterSize) -> int:
+    return parameter.shape[0] if parameter.shape else 1
+
+
+def _rows(parameter: ParameterSize, world_size: int) -> int:
+    """Rows of a piece; on the last ranks some of them are padding."""
+    return _share(_first(parameter), world_size)
+
+
+def _row_bytes(parameter: ParameterSize) -> int:
+    return parameter.nbytes // max(_first(parameter), 1)
+
+
+def _state_share(parameter: ParameterSize, rank: int, world_size: int) -> int:
+    """State of the rows that ``rank`` has, which are no padding."""
+    rows = _rows(parameter, world_size)
+    mine = min(max(_first(parameter) - rank * rows, 0), rows)
+    return parameter.state_bytes * mine // max(_first(parameter), 1)

@@ -1,0 +1,292 @@
+"""What happens around the step of a user's optimizer, whichever object the user steps."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ...errors import AccelError, BackendError, OptimizerError, PrecisionError, RankMismatchError
+from ...precision import gradients_of
+from ...process.control import Waiting, is_lost, lost
+from .methods import Methods
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+_PROTOCOL: Final = "_step_supports_amp_scaling"
+
+
+def refuse_changes(engine: Engine) -> None:
+    """Refuse to go on with ended groups, or with other parameters than ``setup`` found. Local.
+
+    Raises:
+        AccelError: the groups were ended.
+        BackendError: names the parameters that were added or replaced.
+    """
+    if engine.ended:
+        raise AccelError(f"the process groups were ended, this engine cannot go on: {engine.ended}")
+    found = {n: id(engine.gradients.canonical(p)) for n, p in engine.module.named_parameters()}
+    known = {n: id(p) for n, p in zip(engine.names, engine.parameters, strict=True)}
+    changed = sorted(n for n in found.keys() | known.keys() if found.get(n) != known.get(n))
+    if changed:
+        raise BackendError(
+            f"parameters of this {type(engine.module).__name__} were added or replaced after accel.setup: "
+            f"{', '.join(changed[:5])}; call raw = accel.teardown(model) and set it up again"
+        )
+    engine.restructured = False
+
+
+def prepare(engine: Engine, optimizer: Optimizer, *, by_grad_scaler: bool = False, in_closure: bool = False) -> None:
+    """Make the gradients final before ``optimizer`` steps, or before a closure in its step returns, or refuse it. Collective."""
+    if engine.restructured:
+        refuse_changes(engine)
+    gradients, scaled = engine.gradients, engine.precision.scaled
+    if scaled and not by_grad_scaler:
+        gradients.refuse_plain(zeros=True)
+    try:
+        if gradients.prepares_steps and not in_closure:
+            gradients.before_step(optimizer)
+        gradients.settle(optimizer)
+    except RuntimeError as error:
+        if is_lost(error):
+            raise lost(f"the reduction of gradients before a step ({engine.label})", error) from error
+        raise
+    if engine.drift.judged:  # not before all ranks have come as far as this
+        engine.drift.begin()
+    if scaled:
+        gradients.log.accept()
+
+
+@final
+class Stepper:
+    """Hooks on one raw optimizer: gradients are final before it steps, and a step that overflowed changes nothing.
+
+    A user's ``torch.amp.GradScaler`` is met by torch's own protocol: an optimizer that says it supports scaling is
+    always stepped, and finds scale and overflow in its attributes ``grad_scale`` and ``found_inf``.
+    The engine is held weakly: an optimizer that is kept does not keep its model.
+    """
+
+    def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
+        self._engine = weakref.ref(engine)
+        self.optimizer = optimizer
+        self._methods = Methods(engine, self) if engine.distributed else None
+        self._num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+        self._serial = engine.loss_scale.serial
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        #: Whether the last step was skipped, and how many were; tensors where an optimizer judges on its device.
+        self.skipped: bool | torch.Tensor = False
+        self.skips: int | torch.Tensor = 0
+        self._calling = False
+        #: Whether a step runs that has not called its closure yet.
+        self.awaits_closure = False
+        #: An optimizer of torch calls a closure before it writes anything.
+        self._foreign = not type(optimizer).__module__.startswith("torch.optim.")
+        names = list(inspect.signature(type(optimizer).step).parameters)
+        self._closure_at = names.index("closure") if "closure" in names else -1
+        self._fused = hasattr(optimizer, _PROTOCOL)
+        if not self._fused:
+            setattr(optimizer, _PROTOCOL, True)
+        self._prepare = optimizer.register_step_pre_hook(self._before)
+        self._finish: RemovableHandle | None = None
+        if engine.gradients.finishes_steps:
+            self._finish = optimizer.register_step_post_hook(self._after)
+
+    def close(self) -> None:
+        """Give the optimizer back to its user."""
+        if self._methods is not None:
+            self._methods.close()
+        for hook in (self._prepare, self._finish):
+            if hook is not None:
+                hook.remove()
+        if not self._fused:
+            delattr(self.optimizer, _PROTOCOL)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Add a group to the optimizer, which is left as it was when the group is refused."""
+        engine = self._engine()
+        assert engine is not None  # its handle is not ended
+        self.optimizer.add_param_group(group)
+        try:
+            engine.gradients.check(self.optimizer)
+        except OptimizerError:
+            self.optimizer.param_groups.pop()
+            raise
+        engine.gradients.find_unoptimized()
+
+    def call(self, engine: Engine, method: Callable[[], Any], gradients: bool) -> Any:
+        """Call a method of the optimizer's own class that writes weights or state. Collective where each rank steps a part.
+
+        Args:
+            engine: of the optimizer.
+            method: is called without arguments.
+            gradients: whether it uses them.
+        """
+        if self._calling:  # one calls another
+            return method()
+        if gradients:
+            prepare(engine, self.optimizer, in_closure=True)
+        elif engine.restructured:
+            refuse_changes(engine)
+        self._calling = True
+        try:
+            with engine.gradients.outside_step(self.optimizer):
+                return method()
+        finally:
+            self._calling = False
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        engine = self._engine()
+        if engine is None:
+            return None
+        drift = engine.drift
+        drift.steps += 1
+        if drift.steps >= drift.due:
+            drift.judge()
+        num_parameters = 0
+        for group in optimizer.param_groups:
+            num_parameters += len(group["params"])
+        if num_parameters != self._num_parameters:
+            engine.gradients.check(optimizer)
+            engine.gradients.find_unoptimized()
+            self._num_parameters = num_parameters
+        self.awaits_closure = False
+        if (len(args) > 1 or kwargs) and (replaced := self._with_global_closure(engine, args, kwargs)):
+            self.awaits_closure = True
+            if self._foreign:  # it may use the gradients that are there already
+                prepare(engine, optimizer)
+            else:
+                engine.gradients.before_step(optimizer)
+            return replaced
+        found_inf = optimizer.__dict__.get("found_inf")
+        if found_inf is not None:
+            self._note(self._prepare_scaled(engine, found_inf))
+        else:
+            prepare(engine, optimizer)
+            if self._serial != engine.loss_scale.serial:
+                self._note(not self._judge(engine))
+            elif self.skipped is not False:
+                self.skipped = False
+        # By this mark a scheduler built on the other object knows that a step came before its own.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return None
+
+    def _prepare_scaled(self, engine: Engine, found_inf: torch.Tensor) -> bool | torch.Tensor:
+        """Ready for a step by a GradScaler; whether it is skipped."""
+        try:
+            self._refuse_double_scaling(engine)
+            prepare(engine, self.optimizer, by_grad_scaler=True)
+        except BaseException:
+            # A GradScaler takes these back after a step only; the next one would be taken for its own.
+            for name in ("grad_scale", "found_inf"):
+                self.optimizer.__dict__.pop(name, None)
+            raise
+        return self._unscale_for_user(found_inf)
+
+    def _note(self, skipped: bool | torch.Tensor) -> None:
+        """Remember whether this step is skipped, and skip it."""
+        self.skipped = skipped
+        self.skips = self.skips + skipped
+        if skipped is True:
+            self._hide_gradients()
+
+    def _with_global_closure(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments of ``step`` with its closure replaced; None where there is none."""
+        at = self._closure_at
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": self._global(engine, kwargs["closure"])}
+        if 0 < at < len(args) and args[at] is not None:
+            return (*args[:at], self._global(engine, args[at]), *args[at + 1 :]), kwargs
+        return None
+
+    def _judge(self, engine: Engine) -> bool:
+        """Whether the gradients may be stepped with, where a scaled loss has made them."""
+        self._serial = engine.loss_scale.serial
+        return engine.loss_scale.judge(engine.gradients.finite(self.optimizer))
+
+    def _refuse_double_scaling(self, engine: Engine) -> None:
+        if self._serial != engine.loss_scale.serial:
+            raise PrecisionError(
+                "a GradScaler steps gradients that accel.backward made, which are not scaled: use one of the two"
+            )
+        if engine.gradients.pending() or engine.gradients.hidden():
+            raise PrecisionError(
+                "a GradScaler looked for overflow in gradients that were not reduced yet (accel.no_sync, a second backward, "
+                "a call around the handle, or an engine that reduces at the step), where each rank sees its own, or that "
+                "are divided over the ranks: use accel.backward and optimizer.step()"
+            )
+
+    def _unscale_for_user(self, found_inf: torch.Tensor) -> bool | torch.Tensor:
+        """Whether the step is skipped; an optimizer that supports scaling unscales and skips by itself, without a sync."""
+        if self._fused:
+            return found_inf > 0
+        scale, self.optimizer.grad_scale = self.optimizer.grad_scale, None  # type: ignore[attr-defined]
+        self.optimizer.found_inf = None  # type: ignore[attr-defined]
+        if scale is not None and (grads := gradients_of(self.optimizer)):
+            torch._foreach_mul_(grads, scale.double().reciprocal().float().to(grads[0].device))
+        return bool(found_inf.item())
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for parameter, grad in self._hidden:
+            parameter.grad = grad
+        self._hidden.clear()
+        engine = self._engine()
+        if engine is not None:
+            with Waiting(engine.process, "the end of optimizer.step()"):
+                engine.gradients.after_step(optimizer)
+
+    def _hide_gradients(self) -> None:
+        """Let the overflowed step find no gradient: optimizers then skip the parameter, its state included."""
+        if self._finish is None:
+            self._finish = self.optimizer.register_step_post_hook(self._after)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._hidden.append((parameter, parameter.grad))
+                    parameter.grad = None
+
+    def _global(self, engine: Engine, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure as it would be in one process: final gradients, and the ranks' mean loss."""
+        if engine.precision.scaled:
+            raise PrecisionError("optimizer.step(closure) has no loss scaling: use 'bf16-mixed' or '32-true'")
+        process = engine.process
+
+        def global_closure() -> Any:
+            self.awaits_closure = False
+            if self._foreign:
+                engine.gradients.before_closure(self.optimizer)
+            loss = closure()
+            prepare(engine, self.optimizer, in_closure=True)
+            world = process.place.world_size
+            if world == 1:
+                return loss
+            value = torch.as_tensor(0.0 if loss is None else loss, device=process.device).detach().reshape(())
+            value = value if value.is_floating_point() else value.float()
+            total = torch.stack([value, torch.full_like(value, float(loss is not None))])
+            dist.all_reduce(total, group=process.group)
+            num_losses = int(total[1].item())
+            if num_losses not in (0, world):
+                raise RankMismatchError(
+                    f"the closure gave a loss on {num_losses} of {world} ranks: return it on every rank"
+                )
+            return total[0] / world if num_losses else None
+
+        return global_closure
+
+
+def refuse_steps(optimizer: Optimizer, reason: str) -> None:
+    """Make an optimizer raise whose state on this rank will stay partial."""
+
+    def refuse(stepped: Optimizer, args: Any, kwargs: Any) -> None:
+        raise OptimizerError(
+            f"{type(stepped).__name__} has only this rank's part of its state, since the other ranks took no part in the end "
+            f"of its model's engine ({reason}): build a new optimizer and load a checkpoint"
+        )
+
+    optimizer.register_step_pre_hook(refuse)

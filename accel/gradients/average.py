@@ -1,0 +1,73 @@
+"""The mean of gradients that any rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import BackendError
+from ..process import Process
+from ..process.control import agree
+from ..process.packing import average_
+
+_NONE, _DENSE, _SPARSE = "012"
+
+
+def held_anywhere(what: str, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> list[int]:
+    """The numbers of the parameters that have a gradient on any rank. Collective.
+
+    Args:
+        what: is to be done with them, for messages.
+        parameters: the same on every rank.
+        names: of these.
+
+    Raises:
+        BackendError: a rank has a sparse one; on every rank.
+    """
+    if not parameters:
+        return []
+    mine = "".join(_NONE if p.grad is None else _SPARSE if p.grad.is_sparse else _DENSE for p in parameters)
+    everyone = [format(code, "x").zfill(len(mine)) for code in agree(what, int(mine, 16))]
+    held = [max(codes) for codes in zip(*everyone, strict=True)]
+    if _SPARSE in held:
+        sparse = [name for name, code in zip(names, held, strict=True) if code == _SPARSE]
+        raise BackendError(
+            f"{what} cannot take the sparse gradients of {', '.join(sparse[:5])}: use nn.Embedding(sparse=False), or "
+            "another backend"
+        )
+    return [i for i, code in enumerate(held) if code == _DENSE]
+
+
+def average_gradients_(
+    what: str,
+    parameters: Sequence[nn.Parameter],
+    names: Sequence[str],
+    process: Process,
+    add: Callable[[torch.Tensor], object] | None = None,
+) -> bool:
+    """Average the gradients of every parameter that has one on any rank; a rank that has none counts as zero. Collective.
+
+    Args:
+        what: as for ``held_anywhere``.
+        parameters: the same on every rank.
+        names: of these.
+        process: of this rank.
+        add: sums a flat tensor over the ranks, in place; None is ``dist.all_reduce``.
+
+    Returns:
+        Whether there were any.
+
+    Raises:
+        BackendError: a rank has a sparse one; on every rank.
+    """
+    gradients = []
+    for number in held_anywhere(what, parameters, names):
+        parameter = parameters[number]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
+    average_(gradients, process.place.world_size, add or (lambda flat: dist.all_reduce(flat, group=process.group)))
+    return bool(gradients)

@@ -1,0 +1,82 @@
+"""Clipping by a norm over gradients of which each rank has a part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from ..errors import BackendError
+from ..process import Process
+
+#: Reduces a tensor over the ranks in place: ``dist.all_reduce``, or what does the same.
+Reduce: TypeAlias = Callable[[torch.Tensor, dist.ReduceOp.RedOpType], object]
+
+
+@torch.no_grad()
+def total_norm(
+    mine: Iterable[torch.Tensor],
+    common: Iterable[torch.Tensor],
+    norm_type: float,
+    device: torch.device,
+    reduce: Reduce,
+) -> torch.Tensor:
+    """The norm of all ranks' gradients together, a 0-dim float32 tensor on ``device``. Collective.
+
+    Args:
+        mine: what lies on this rank and no other.
+        common: what is the same on all ranks, and counts once.
+        norm_type: above 0; infinity is the largest absolute value.
+        device: where it is computed.
+        reduce: over the ranks.
+
+    Raises:
+        BackendError: a norm of another order does not add up over the ranks.
+    """
+    order = float(norm_type)
+    if not order > 0:
+        raise BackendError(
+            f"norm_type={norm_type!r}: a norm of this order does not add up over the ranks; use one above 0"
+        )
+    infinite = math.isinf(order)
+    total = _power(mine, order, device)
+    reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
+    once = _power(common, order, device)
+    return torch.maximum(total, once).float() if infinite else (total + once).pow(1.0 / order).float()
+
+
+def _power(gradients: Iterable[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
+    """What of the norm adds up: its power, or the maximum; in float64, so that the order of adding does not show."""
+    some = [g for g in gradients if g.numel()]  # nothing has no norm
+    norms = [n.to(device, torch.float64) for n in torch._foreach_norm(some, order)] if some else []
+    stacked = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
+    return stacked.max() if math.isinf(order) else stacked.pow(order).sum()
+
+
+@torch.no_grad()
+def scale_(gradients: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    """Multiply gradients so that a ``norm`` above ``max_norm`` becomes it, by torch's rule; without waiting for a device."""
+    factor = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    for device, some in by_device.items():
+        torch._foreach_mul_(some, factor.to(device))
+
+
+def clip_(
+    mine: Sequence[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    process: Process,
+    common: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
+    """Clip all ranks' gradients by their norm together, in place; returns the norm before. Collective."""
+    norm = total_norm(
+        mine, common, norm_type, process.device, lambda total, op: dist.all_reduce(total, op, group=process.group)
+    )
+    scale_([*mine, *common], max_norm, norm)
+    return norm

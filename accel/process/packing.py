@@ -1,0 +1,287 @@
+"""What the ranks send each other in one piece: values as framed bytes, many tensors as few flat ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+# -- Bytes of any length in messages of a known one --------------------------------------------------------------------
+
+_FIRST: Final = 1024  # bytes of the first message, which a second one follows where the content is longer
+_LENGTH: Final = 8  # of them, in front of the content
+
+
+def to_tensor(data: bytes) -> torch.Tensor:
+    """The bytes in memory of torch's own: a thread of gloo may be the last to let go, and must not need Python then."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()
+
+
+def to_bytes(tensor: torch.Tensor) -> bytearray:
+    """What a tensor of bytes holds."""
+    data = bytearray(len(tensor))
+    torch.frombuffer(data, dtype=torch.uint8).copy_(tensor)
+    return data
+
+
+def framed(content: bytes) -> list[bytes]:
+    """The one or two messages that carry ``content``."""
+    data = len(content).to_bytes(_LENGTH, "little") + content
+    return [data[:_FIRST].ljust(_FIRST, b"\0"), *filter(None, [data[_FIRST:]])]
+
+
+def bytes_left(first: bytearray) -> int:
+    """How many bytes come after the first message."""
+    return max(0, _LENGTH + int.from_bytes(first[:_LENGTH], "little") - len(first))
+
+
+def content_of(messages: bytearray) -> bytearray:
+    """The content of messages that ``framed`` made, one after the other."""
+    return messages[_LENGTH : _LENGTH + int.from_bytes(messages[:_LENGTH], "little")]
+
+
+def unframed(receive: Callable[[int], bytearray]) -> bytearray:
+    """The content of messages that ``framed`` made; ``receive`` gets the next one, of so many bytes."""
+    first = receive(_FIRST)
+    rest = bytes_left(first)
+    return content_of(first + receive(rest) if rest else first)
+
+
+def gather_framed(content: bytes, gather: Callable[[bytes], list[bytearray]]) -> list[bytearray]:
+    """Every rank's content; ``gather`` gives every rank's message, which are equally long. A second time if one is longer."""
+    first, *rest = framed(content)
+    messages = gather(first)
+    longest = max(map(bytes_left, messages))
+    if longest:
+        more = gather(b"".join(rest).ljust(longest, b"\0"))
+        messages = [one + other for one, other in zip(messages, more, strict=True)]
+    return list(map(content_of, messages))
+
+
+def begin_gather(message: bytes, group: dist.ProcessGroup) -> tuple[Any, list[torch.Tensor]]:
+    """Begins to give every rank the messages of all, which are equally long: what waits for it, and where they come."""
+    mine = to_tensor(message)
+    theirs = [torch.empty_like(mine) for _ in range(group.size())]
+    return dist.all_gather(theirs, mine, group=group, async_op=True), theirs
+
+
+# -- Many tensors in few collectives -----------------------------------------------------------------------------------
+
+# What one collective moves. On the CPU the copies should stay in its cache; elsewhere calls are dear.
+_PIECE_BYTES: Final = 32 << 20
+_CPU_PIECE_BYTES: Final = 8 << 20
+_ALIGNMENT: Final = 16
+
+
+def _limit(dtype: torch.dtype, device: torch.device, owners: int) -> int:
+    """How many elements of one owner go into a collective."""
+    piece = _CPU_PIECE_BYTES if device.type == "cpu" else _PIECE_BYTES
+    return max(1, piece // dtype.itemsize // owners)
+
+
+def _limited(tensors: Iterable[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
+    """Lists of at most ``limit`` elements in all; a larger tensor, which is contiguous, comes in flat parts."""
+    piece: list[torch.Tensor] = []
+    room = limit
+    for tensor in tensors:
+        size = tensor.numel()
+        if size > room and piece:
+            yield piece
+            piece, room = [], limit
+        if size > limit:
+            *full, tensor = tensor.view(-1).split(limit)
+            yield from ([part] for part in full)
+            size = tensor.numel()
+        piece.append(tensor)
+        room -= size
+    if piece:
+        yield piece
+
+
+def _pieces(by_owner: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[list[torch.Tensor], ...]]:
+    """For each collective the part of each owner; one dtype and device at a time."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
+    for owner, tensors in enumerate(by_owner):
+        for tensor in tensors:
+            kind = (tensor.dtype, tensor.device)
+            if kind not in kinds:
+                kinds[kind] = [[] for _ in by_owner]
+            if tensor.numel():
+                kinds[kind][owner].append(tensor)
+    for (dtype, device), same in kinds.items():
+        limit = _limit(dtype, device, sum(map(bool, same)) or 1)
+        yield from itertools.zip_longest(*(_limited(tensors, limit) for tensors in same), fillvalue=[])
+
+
+def _cuttable(tensors: Iterable[torch.Tensor], owners: int) -> list[torch.Tensor]:
+    """The same, with a contiguous copy in the place of one that may be too large for one collective."""
+    return [
+        t if t.is_contiguous() or t.numel() <= _limit(t.dtype, t.device, owners) else t.contiguous() for t in tensors
+    ]
+
+
+def _put_back(tensors: Iterable[torch.Tensor], used: Iterable[torch.Tensor]) -> None:
+    """Write what ``_cuttable`` had to copy."""
+    for tensor, copied in zip(tensors, used, strict=True):
+        if copied is not tensor:
+            tensor.copy_(copied)
+
+
+def _numel(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.numel() for t in tensors)
+
+
+def _flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensors one after the other; one that is contiguous is its own memory."""
+    flat: torch.Tensor = _flatten_dense_tensors(tensors)
+    return flat.resolve_conj().resolve_neg()
+
+
+def _unflatten_into(tensors: list[torch.Tensor], flat: torch.Tensor) -> None:
+    torch._foreach_copy_(tensors, _unflatten_dense_tensors(flat, tensors))
+
+
+@torch.no_grad()
+def broadcast_from_owners(
+    by_owner: Sequence[Sequence[torch.Tensor]], rank: int, group: dist.ProcessGroup | None
+) -> None:
+    """Give every rank the owners' values, in place; as bytes, since not every backend knows every dtype. Collective.
+
+    Args:
+        by_owner: for each rank the tensors that it owns, with the same shapes on every rank.
+        rank: this rank.
+        group: all of them.
+    """
+    used = [_cuttable(tensors, len(by_owner)) for tensors in by_owner]
+    for parts in _pieces(used):
+        buffers = []
+        for owner, part in enumerate(parts):
+            if part:
+                buffer = _flatten(part) if owner == rank else part[0].new_empty(_numel(part))
+                work = dist.broadcast(buffer.view(torch.uint8), owner, group=group, async_op=True)
+                buffers.append((owner, part, buffer, work))
+        for owner, part, buffer, work in buffers:
+            work.wait()
+            if owner != rank:
+                _unflatten_into(part, buffer)
+    for owner, tensors in enumerate(by_owner):
+        if owner != rank:
+            _put_back(tensors, used[owner])
+
+
+def broadcast_(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None, src: int = 0) -> None:
+    """Give every rank rank ``src``'s values, in place. Collective."""
+    owned = list(tensors)
+    world = dist.get_world_size(group)
+    broadcast_from_owners([owned if owner == src else [] for owner in range(world)], dist.get_rank(group), group)
+
+
+@torch.no_grad()
+def reduce_to_owners(by_owner: Sequence[Sequence[torch.Tensor]], rank: int, group: dist.ProcessGroup | None) -> None:
+    """Replace, on each owner, its tensors by their means over the ranks; elsewhere they stay as they are. Collective.
+
+    Each rank sends each owner its part and the owner adds them up: less traffic than reductions to one rank after the
+    other, and one order of addition on any transport.
+
+    Args:
+        by_owner: for each rank the tensors that it owns, with the same shapes on every rank.
+        rank: this rank.
+        group: all of them.
+    """
+    world = len(by_owner)
+    used = [_cuttable(tensors, world) for tensors in by_owner]
+    for parts in _pieces(used):
+        mine = parts[rank]
+        others = [part if owner != rank else [] for owner, part in enumerate(parts)]
+        tensors = [t for part in others for t in part]
+        sent = _flatten(tensors) if tensors else mine[0].new_empty(0)
+        # As bytes: not every transport knows every dtype.
+        width = sent.itemsize
+        size = width * _numel(mine)
+        came = torch.empty((world - 1) * size, dtype=torch.uint8, device=sent.device)
+        dist.all_to_all_single(
+            came,
+            sent.view(torch.uint8),
+            [size if owner != rank else 0 for owner in range(world)],
+            [width * _numel(part) for part in others],
+            group=group,
+        )
+        if mine:
+            rows = came.view(sent.dtype).view(world - 1, -1)
+            torch._foreach_add_(mine, _unflatten_dense_tensors(rows.sum(0) if world > 2 else rows[0], mine))
+            torch._foreach_mul_(mine, 1 / world)
+    _put_back(by_owner[rank], used[rank])
+
+
+@torch.no_grad()
+def average_(tensors: Iterable[torch.Tensor], world_size: int, add: Callable[[torch.Tensor], object]) -> None:
+    """Replace each tensor by its mean over the ranks, in place; ``add`` sums a flat piece over them, in place. Collective."""
+    averaged = list(tensors)
+    used = _cuttable(averaged, 1)
+    for (piece,) in _pieces([used]):
+        flat = torch.cat([t.reshape(-1) for t in piece]).mul_(1.0 / world_size)
+        add(flat)
+        _unflatten_into(piece, flat)
+    _put_back(averaged, used)
+
+
+class Portion(NamedTuple):
+    """A tensor to put together.
+
+    Args:
+        shape: of the whole.
+        dtype: of the whole.
+        ranges: what of it lies on this rank: where in row-major order each part begins, and its elements.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    ranges: Sequence[tuple[int, torch.Tensor]]
+
+    @property
+    def room(self) -> int:
+        """The bytes that it takes beside others."""
+        return -(-self.shape.numel() * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+@torch.no_grad()
+def put_together(
+    portions: Iterable[Portion], group: dist.ProcessGroup | None, device: torch.device
+) -> list[torch.Tensor]:
+    """The whole tensors, on every rank; each element lies on exactly one of them. Collective.
+
+    Args:
+        portions: of the same tensors on every rank, in one order.
+        group: the ranks.
+        device: where the whole tensors come to lie.
+    """
+    whole: list[torch.Tensor] = []
+    waiting: list[Portion] = []
+    size, limit = 0, _limit(torch.uint8, device, 1)
+    for portion in portions:
+        if size > limit:
+            whole += _put_together(waiting, group, device)
+            waiting, size = [], 0
+        waiting.append(portion)
+        size += portion.room
+    return whole + _put_together(waiting, group, device)
+
+
+def _put_together(
+    portions: Sequence[Portion], group: dist.ProcessGroup | None, device: torch.device
+) -> list[torch.Tensor]:
+    # As bytes, since zeros added to them are exact for every dtype.
+    flat = torch.zeros(sum(p.room for p in portions), dtype=torch.uint8, device=device)
+    places = []
+    for room, portion in zip(flat.split([p.room for p in portions]), portions, strict=True):
+        place = room[: portion.shape.numel() * portion.dtype.itemsize].view(portion.dtype)
+        for start, part in portion.ranges:
+            place.narrow(0, start, part.numel()).copy_(part.reshape(-1))
+        places.append(place)
+    if flat.numel():
+        dist.all_reduce(flat, group=group)
+    return [place.clone().view(portion.shape) for place, portion in zip(places, portions, strict=True)]

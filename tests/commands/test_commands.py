@@ -1,0 +1,131 @@
+"""``python -m accel``: run and env."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import accel
+from accel import __main__, engines
+from accel.engines import ENGINES
+from accel.errors import BackendError
+from tests.programs import ROOT, free_port
+
+
+def accel_command(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    kept = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    environment = {**kept, "PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-m", "accel", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, cwd=cwd)
+
+
+SCRIPT = """
+import os, sys
+import accel
+accel.init()
+line = [accel.rank(), accel.world_size(), sys.argv[1:], int(os.environ["OMP_NUM_THREADS"]), accel.any_rank(accel.rank() == 1)]
+with open(f"rank{accel.rank()}.txt", "w") as file:
+    print(line, file=file)
+if "--fail" in sys.argv and accel.rank() == 1:
+    raise ValueError("boom")
+"""
+
+
+def ranks(folder: Path) -> list[Any]:
+    return [eval(path.read_text()) for path in sorted(folder.glob("rank*.txt"))]
+
+
+def test_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    out = accel_command("run", "--processes", "2", "train.py", "--lr", "0.1", "-n", "x", cwd=tmp_path)
+    assert out.returncode == 0, out.stderr
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert ranks(tmp_path) == [[rank, 2, ["--lr", "0.1", "-n", "x"], threads, True] for rank in (0, 1)]
+
+
+def test_run_of_a_module_that_fails(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    out = accel_command("run", "-n", "2", "-m", "train", "--fail", cwd=tmp_path, OMP_NUM_THREADS="3")
+    assert out.returncode == 1
+    assert "accel run: rank 1 ended with exit status 1; its own error is above" in out.stderr
+    assert "ValueError: boom" in out.stderr
+    assert [line[3] for line in ranks(tmp_path)] == [3, 3]
+
+
+def test_run_on_several_hosts_meets_at_the_first(tmp_path: Path) -> None:
+    """Two agents on this machine, which has both names; the second is no place of the meeting."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [
+        sys.executable,
+        "-m",
+        "accel",
+        "run",
+        "-n",
+        "1",
+        "--hosts",
+        "localhost,other",
+        "--port",
+        str(free_port()),
+    ]
+    agents = [subprocess.Popen([*command, "train.py"], env=environment, cwd=tmp_path) for _ in range(2)]
+    try:
+        assert [agent.wait(240) for agent in agents] == [0, 0]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [line[:2] for line in ranks(tmp_path)] == [[0, 2], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--processes", "0", "x.py"), "--processes 0: expected at least 1"),
+        (("--processes", "2", "nowhere.py"), "there is no file nowhere.py in "),
+        (("--max-restarts", "-1", __file__), "--max-restarts -1: expected at least 0"),
+        (("--hosts", "a,b", "--port", "0", __file__), "--port 0: expected a port"),
+        (("--hosts", "a,,b", __file__), "--hosts a,,b: expected different names"),
+        (("--hosts", "a,a", __file__), "--hosts a,a: expected different names"),
+        (("--hosts", "no-such-host.invalid,b", __file__), "--hosts: no address is known for 'no-such-host.invalid'"),
+    ],
+)
+def test_run_refuses(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setattr("accel.commands.run._KNOWN_WITHIN", 0.1)
+    assert __main__.main(["run", *arguments]) == 1
+    assert capsys.readouterr().err.startswith(f"accel run: {message}")
+
+
+def test_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve = engines.resolve
+
+    def without_dp(backend: object) -> Any:
+        if backend == "dp":
+            raise BackendError("needs a thing, which is not installed: pip install 'thing'")
+        return resolve(backend)
+
+    monkeypatch.setattr("accel.commands.env.resolve", without_dp)
+    monkeypatch.setenv("ACCEL_BACKEND", "ddp")
+    monkeypatch.setenv("RANK", "1")
+    assert __main__.main(["env"]) == 0
+    rows = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows["torch"].startswith(torch.__version__)
+    assert rows["accel"] == accel.__version__
+    assert rows["cloudpickle"][0].isdigit()
+    assert "gloo" in rows["process groups"]
+    assert rows["backend dp"] == "cannot run: needs a thing, which is not installed: pip install 'thing'"
+    assert {f"backend {name}" for name in ENGINES} <= rows.keys()
+    assert rows["backend ddp"] == "can run"
+    assert rows["ACCEL_BACKEND"] == "ddp"
+    assert rows["launcher"].startswith("cannot be told: WORLD_SIZE is not set")
+    assert "HOME" not in rows

@@ -1,0 +1,205 @@
+"""The handle of a loader: its refusals, and what it leaves of the raw loader as it was."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    Subset,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from accel import LoaderError
+from accel.data import LoaderOptions, check, describe
+from tests.data.loaders import Counting, EndlessSized, Numbers, flat, make, numbers, sampled
+from tests.distributed import run
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+def test_the_raw_loader_stays_as_it_is() -> None:
+    raw = numbers(10, 2, shuffle=True)
+    before = dict(vars(raw))
+    handle = make(raw, 1, 2)
+    list(handle)
+    assert vars(raw) == before
+    assert sorted(flat(raw)) == list(range(10))
+    assert (handle.batch_size, handle.dataset, handle.sampler) == (2, raw.dataset, raw.sampler)
+    handle.collate_fn = tuple
+    handle.note = "mine"
+    assert (raw.collate_fn, raw.note) == (tuple, "mine")
+    assert isinstance(next(iter(handle)), tuple)
+    del handle.note
+    assert not hasattr(raw, "note")
+    for name in ("batch_size", "sampler", "dataset"):
+        with pytest.raises(ValueError, match=name):
+            setattr(handle, name, 1)
+    with pytest.raises(AttributeError):
+        _ = handle.nothing
+    public = {name for name in set(dir(handle)) - set(dir(raw)) if not name.startswith("_")}
+    assert public == {"set_epoch", "state_dict", "load_state_dict"}
+    assert "rank 1 of 2" in repr(handle)
+
+
+def test_pickle_is_refused_and_deepcopy_gives_a_raw_copy() -> None:
+    raw = numbers(4, 2)
+    handle = make(raw)
+    for refused in (pickle.dumps, copy.copy):
+        with pytest.raises(LoaderError, match="pickled"):
+            refused(handle)
+    clone = copy.deepcopy({"loader": handle})["loader"]
+    assert type(clone) is DataLoader
+    assert clone is not raw
+    assert list(clone) == [[0, 1], [2, 3]]
+
+
+def test_a_dropped_handle_is_freed_at_once() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        handle = make(numbers(4, 2, num_workers=1, persistent_workers=True))
+        iterator = iter(handle)
+        next(iterator)
+        gone = [weakref.ref(handle), weakref.ref(handle._accel.persistent[1])]  # type: ignore[index]
+        del handle, iterator
+        assert [ref() for ref in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_off_is_raw_pytorch() -> None:
+    for kwargs in ({"shuffle": True}, {"shuffle": True, "generator": torch.Generator()}, {"num_workers": 1}):
+        raw, handle = numbers(20, 3, **kwargs), make(numbers(20, 3, **copy.deepcopy(kwargs)), 1, 2, shard=False)
+        assert len(handle) == len(raw)
+        for _ in range(2):
+            torch.manual_seed(5)
+            expected = list(raw)
+            torch.manual_seed(5)
+            assert list(handle) == expected
+    own = DistributedSampler(Numbers(20), 2, 1, shuffle=True)
+    handle = make(DataLoader(Numbers(20), batch_size=3, sampler=own, collate_fn=list), 1, 2, shard=False)
+    handle.sampler.set_epoch(3)
+    assert flat(handle) == list(own)
+
+
+def test_subclasses_keep_their_class_and_must_obey_their_sampler() -> None:
+    class Shouting(DataLoader[Any]):
+        def __init__(self, *args: Any, word: str, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.word = word
+
+        def __iter__(self) -> Any:
+            return ((self.word, batch) for batch in super().__iter__())
+
+    handle = make(Shouting(Numbers(5), batch_size=2, collate_fn=list, word="hey"), 1, 2)
+    assert (handle.word, list(handle)) == ("hey", [("hey", [2, 3]), ("hey", [0])])
+
+    class Ready(DataLoader[Any]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.ready = super().__iter__()
+
+        def __iter__(self) -> Any:
+            return self.ready
+
+    with pytest.raises(LoaderError, match="without asking its sampler"):
+        next(iter(make(Ready(Numbers(5)))))
+
+    class Skipping(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return (batch for k, batch in enumerate(super().__iter__()) if k != 1)
+
+    with pytest.raises(LoaderError, match="gave 4"):
+        list(make(Skipping(Numbers(5))))
+    with pytest.raises(LoaderError, match="__iter__"):
+        make(Skipping(Counting(5)))
+
+
+class Foreign(Sampler[int]):
+    num_replicas = 2
+
+    def __len__(self) -> int:
+        return 5
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "message"),
+    [
+        (lambda: [1, 2], {}, "found a list"),
+        (lambda: make(numbers(4)), {}, "found a LoaderHandle"),
+        (lambda: sampled(DistributedSampler(Numbers(4), 1, 0)), {}, "distributed already, by a DistributedSampler"),
+        (
+            lambda: sampled(BatchSampler(DistributedSampler(Numbers(4), 2, 0), 2, False), batch_size=None),
+            {},
+            "distributed already",
+        ),
+        (lambda: sampled(Foreign()), {}, "distributed already, by a Foreign"),
+        (lambda: numbers(4, num_workers=1, in_order=False), {}, "in_order"),
+        (lambda: numbers(4), {"seed": 1.5}, "seed"),
+        (lambda: numbers(4), {"even_batches": 1}, "even_batches"),
+    ],
+)
+def test_check_refuses(loader: Any, options: Any, message: str) -> None:
+    with pytest.raises(LoaderError, match=message):
+        check(loader(), LoaderOptions(**options), 2)
+
+
+def test_other_refusals() -> None:
+    from torch.utils.data.datapipes.iter import IterableWrapper
+
+    with pytest.raises(LoaderError, match="DataPipes"):
+        check(DataLoader(IterableWrapper([1])), LoaderOptions(), 1)
+    with pytest.raises(LoaderError, match="LoaderOptions"):
+        check(numbers(4), {"shard": True}, 1)
+    with pytest.raises(LoaderError, match="world size"):
+        check(numbers(4), LoaderOptions(), 0)
+
+
+def test_describe_tells_apart_what_must_be_equal() -> None:
+    split = [DataLoader(Subset(Numbers(9), indices)) for indices in ([1, 2], [1, 3], [1, 2])]
+    texts = [describe(loader) for loader in split]
+    assert texts[0] == texts[2] != texts[1]
+    assert describe(numbers(4)) != describe(numbers(5))
+    assert describe(numbers(4, 2)) != describe(numbers(4, 4))
+    off = LoaderOptions(shard=False)
+    assert describe(numbers(4), off) == describe(numbers(5), off)
+
+
+class Unpredictable(Sampler[int]):
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.default_rng().permutation(20).tolist())
+
+
+def _descriptions() -> list[str]:
+    torch.manual_seed(torch.distributed.get_rank())
+    samplers = [Unpredictable(), WeightedRandomSampler([1.0] * 20, 20), RandomSampler(range(20)), EndlessSized()]
+    return [describe(sampled(sampler)) for sampler in samplers]
+
+
+def test_a_sampler_that_draws_differently_on_each_rank_is_described_so() -> None:
+    mine, other = run(2, _descriptions)
+    assert [a == b for a, b in zip(mine, other, strict=True)] == [False, True, True, True]
+
+
+def test_pin_memory_without_an_accelerator_only_warns() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("needs a machine without accelerator")
+    handle = make(numbers(4, 2, pin_memory=True))
+    with pytest.warns(UserWarning, match="pin_memory"):
+        assert list(handle) == [[0, 1], [2, 3]]

@@ -1,0 +1,245 @@
+"""Batches that arrive on the device, and gather_for_metrics on real ranks."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import multiprocessing
+import warnings
+from collections import OrderedDict
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    SequentialSampler,
+)
+
+import accel
+from accel import LoaderError
+from accel.data import LoaderHandle, LoaderOptions, LoaderPlace, distribute, gather_for_metrics
+from accel.trees import move
+from tests.data.loaders import Counting, make, numbers, samples
+from tests.distributed import refusals, run
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+# -- device moves -----------------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Any
+    n: int = dataclasses.field(default=3, init=False)
+
+
+class Words(list):  # type: ignore[type-arg]
+    pass
+
+
+class Movable:
+    def __init__(self, pinned: bool) -> None:
+        self.pinned = pinned
+        self.calls: list[Any] = []
+
+    def is_pinned(self) -> bool:
+        return self.pinned
+
+    def to(self, device: Any, **kwargs: Any) -> Movable:
+        self.calls.append((device, kwargs))
+        return self
+
+
+def test_moves_reach_every_tensor_and_keep_the_containers() -> None:
+    x, meta = torch.ones(2), torch.device("meta")
+    words = Words([x])
+    words.note = "mine"  # type: ignore[attr-defined]
+    batch = {
+        "pair": Pair(x, "text"),
+        "nested": OrderedDict(a=[x, (x, 1)]),
+        "frozen": Frozen(x),
+        "proxy": MappingProxyType({"x": x}),
+        "words": words,
+        "packed": torch.nn.utils.rnn.pack_sequence([x]),
+        "class": torch.nn.Linear,
+        "none": None,
+    }
+    moved = move(batch, meta)
+    assert moved["pair"] == Pair(moved["pair"].x, "text")
+    assert (type(moved["nested"]), type(moved["words"]), moved["words"].note) == (OrderedDict, Words, "mine")
+    assert (moved["frozen"].n, moved["class"], moved["none"]) == (3, torch.nn.Linear, None)
+    places = [moved["pair"].x, moved["nested"]["a"][0], moved["nested"]["a"][1][0], moved["frozen"].x]
+    places += [moved["proxy"]["x"], moved["words"][0], moved["packed"].data]
+    assert {t.device for t in places} == {meta}
+    assert batch["nested"]["a"][0].device.type == "cpu"  # type: ignore[index]
+    pinned, paged = move([Movable(True), Movable(False)], meta)
+    assert pinned.calls == [(meta, {"non_blocking": True})]
+    assert paged.calls == [(meta, {})]
+
+
+def test_batches_arrive_on_the_device_unless_it_is_switched_off() -> None:
+    data = [(torch.ones(2), i) for i in range(4)]
+    for options, device in ((LoaderOptions(), "meta"), (LoaderOptions(move=False), "cpu")):
+        loader = DataLoader(data, batch_size=2)  # type: ignore[arg-type]
+        handle = distribute(loader, options, LoaderPlace(0, 1, torch.device("meta")), seed=0)
+        assert {tensor.device.type for batch in handle for tensor in batch} == {device}
+    movable = Movable(False)
+    assert next(iter(make(DataLoader([movable], batch_size=None)))) is movable  # type: ignore[arg-type]
+    assert movable.calls == []
+
+
+# -- gather_for_metrics on real ranks ---------------------------------------------------------------------------------
+
+
+def _tensors(n: int, **kwargs: Any) -> DataLoader[Any]:
+    return DataLoader(torch.arange(n), **kwargs)  # type: ignore[arg-type]
+
+
+def _here(loader: DataLoader[Any], **options: Any) -> LoaderHandle:
+    import accel
+
+    return make(loader, accel.rank(), accel.world_size(), **options)
+
+
+def _gather_all(n: int, batch_size: int) -> list[Any]:
+    found = []
+    for iterable in (False, True):
+        for shuffle in (False, True):
+            if iterable and shuffle:
+                continue
+            loader = (
+                DataLoader(Counting(n), batch_size=batch_size)
+                if iterable
+                else _tensors(n, batch_size=batch_size, shuffle=shuffle)
+            )
+            handle = _here(loader)
+            gathered = [gather_for_metrics({"x": batch, "y": [batch * 2]}) for batch in handle]
+            for part in gathered:
+                assert torch.equal(part["x"] * 2, part["y"][0])
+            order = torch.cat([part["x"] for part in gathered]).tolist()
+            assert order == list(range(n)) or (shuffle and order != list(range(n)) and sorted(order) == list(range(n)))
+            found.append(order)
+    return found
+
+
+def test_gathered_metrics_have_each_sample_once_in_order() -> None:
+    for world in (1, 2, 4):
+        for n in (1, 8, 13):
+            results = run(world, _gather_all, n, 3)
+            assert all(result == results[0] for result in results)
+
+
+def _gather_kinds() -> None:
+    pairs = BatchSampler(SequentialSampler(range(5)), 2, False)
+    whole = DataLoader(torch.arange(5), sampler=pairs, batch_size=None)  # type: ignore[arg-type]
+    assert torch.cat([gather_for_metrics(batch) for batch in _here(whole)]).tolist() == list(range(5))
+    custom = DataLoader(torch.arange(6), batch_sampler=[[0], [1, 2], [3, 4, 5]])  # type: ignore[arg-type]
+    assert torch.cat([gather_for_metrics(batch) for batch in _here(custom)]).tolist() == list(range(6))
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a daemon has no workers
+    workers = DataLoader(Counting(13), batch_size=2, num_workers=2)
+    assert sorted(torch.cat([gather_for_metrics(b) for b in _here(workers)]).tolist()) == list(range(13))
+    train, validation = _here(_tensors(3, batch_size=2)), _here(_tensors(4, batch_size=2))
+    (mine,) = train
+    list(validation)
+    assert gather_for_metrics(mine, train).tolist() == [0, 1, 2]
+    del validation
+    gc.collect()
+    assert gather_for_metrics(mine).tolist() == [0, 1, 2, 0]
+    free = _here(_tensors(3, batch_size=2, drop_last=True))
+    list(free)
+    list(_here(_tensors(4, batch_size=2), shard=False))
+    assert gather_for_metrics(torch.ones(3)).tolist() == [1.0] * 6
+
+
+def test_metrics_of_every_kind_of_loader() -> None:
+    run(2, _gather_kinds)
+
+
+def _gather_scalar() -> None:
+    for batch in _here(_tensors(8, batch_size=2)):
+        gather_for_metrics(batch.float().mean())
+
+
+def _gather_wrong_rows() -> None:
+    for batch in _here(_tensors(8, batch_size=2)):
+        gather_for_metrics(torch.cat([batch, batch]))
+
+
+def _gather_never() -> None:
+    loader = _here(_tensors(8, batch_size=2))
+    gather_for_metrics(torch.ones(2), loader)
+
+
+def test_metrics_whose_padding_is_unknown_are_refused_on_the_first_batch() -> None:
+    for fn in (_gather_scalar, _gather_wrong_rows):
+        assert all("dim 0" in message for message in refusals(2, fn, error="LoaderError"))
+    assert all("no loader" in message for message in refusals(2, _gather_never, error="LoaderError"))
+
+
+def test_gather_on_one_process_is_the_identity() -> None:
+    data = {"x": torch.ones(()), "y": [torch.ones(3)]}
+    handle = make(numbers(4))
+    assert gather_for_metrics(data, handle) is data
+    list(handle)
+    assert gather_for_metrics(data) is data
+    with pytest.raises(LoaderError, match="handle"):
+        gather_for_metrics(data, numbers(4))  # type: ignore[arg-type]
+
+
+def test_no_warning_is_given_that_torch_does_not_give() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle = make(DataLoader(Counting(7), batch_size=2), 1, 2)
+        assert len(handle) == 2
+        assert len(list(handle)) == 2
+
+
+def _changed_replicas() -> tuple[list[int], list[int]]:
+    """What one loader gives to a pipeline, and then to ranks that each have a replica."""
+    net, raw = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), numbers(8, batch_size=2)
+    stages = accel.setup(net, None, raw, backend="pipeline")
+    whole = samples(stages.dataloaders)
+    accel.teardown(stages.model)
+    with pytest.raises(LoaderError, match="raw DataLoader"):
+        accel.setup(net, None, stages.dataloaders, backend="ddp")
+    replicas = accel.setup(net, None, raw, backend="ddp")
+    assert accel.setup(net, None, raw).dataloaders is replicas.dataloaders
+    assert accel.setup(copy.deepcopy(net), None, raw, backend="pipeline").dataloaders is stages.dataloaders
+    return whole, samples(replicas.dataloaders)
+
+
+def test_a_loader_is_divided_for_the_engine_that_it_is_set_up_with() -> None:
+    every = list(range(8))
+    assert run(2, _changed_replicas) == [(every, [0, 1, 4, 5]), (every, [2, 3, 6, 7])]
+
+
+def _ended() -> list[int]:
+    net, raw = nn.Linear(1, 1), numbers(8, batch_size=2)
+    handle = accel.setup(net, None, raw).dataloaders
+    accel.teardown()
+    with pytest.raises(LoaderError, match="teardown"):
+        iter(handle)
+    return samples(accel.setup(net, None, raw).dataloaders)
+
+
+def test_a_loader_ends_with_the_process_that_it_was_divided_for() -> None:
+    assert run(2, _ended) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def _refused_options() -> None:
+    accel.setup(nn.Linear(1, 1), None, numbers(8), loader_options={"shard": False})  # type: ignore[arg-type]
+
+
+def test_options_of_another_type_are_refused() -> None:
+    assert all("LoaderOptions" in message for message in refusals(2, _refused_options, error="LoaderError"))

@@ -1,0 +1,236 @@
+"""In one process batches and random numbers are raw PyTorch's, and a resumed loader goes on as if uninterrupted."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from accel import LoaderError
+from tests.data.loaders import (
+    Mine,
+    Noisy,
+    Numbers,
+    flat,
+    loader_of,
+    make,
+    numbers,
+    own,
+    raw_like,
+    reset,
+    resumed,
+    rng_states,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+class Drawing(Sampler[Any]):
+    """Draws each item when it is asked for, from a global generator."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return 23
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(23):
+            yield {
+                "torch": lambda: int(torch.randint(50, ())),
+                "random": lambda: random.randrange(50),
+                "numpy": lambda: int(np.random.randint(50)),
+            }[self.source]()
+
+
+class Batches(Sampler[Any]):
+    """A batch sampler that draws when its iterator is made."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(torch.randperm(24).view(6, 4).tolist())
+
+
+RAW: dict[str, Any] = {
+    "in order": lambda: numbers(23),
+    "shuffle": lambda: numbers(23, shuffle=True),
+    "shuffle, full batches": lambda: numbers(24, shuffle=True),
+    "shuffle, drop_last": lambda: numbers(23, shuffle=True, drop_last=True),
+    "shuffle, generator": lambda: numbers(24, shuffle=True, generator=own()),
+    "generator, in order": lambda: numbers(24, generator=own()),
+    "replacement": lambda: loader_of(RandomSampler(range(50), replacement=True, num_samples=70)),
+    "replacement, generator": lambda: loader_of(
+        RandomSampler(range(50), replacement=True, num_samples=70, generator=own())
+    ),
+    "more than once": lambda: loader_of(RandomSampler(range(50), num_samples=120)),
+    "weighted": lambda: loader_of(WeightedRandomSampler([1.0] * 50, 33)),
+    "weighted, generator": lambda: loader_of(WeightedRandomSampler([1.0] * 50, 33, generator=own())),
+    "subset": lambda: loader_of(SubsetRandomSampler(range(5, 40))),
+    "subset, generator": lambda: loader_of(SubsetRandomSampler(range(5, 40), generator=own())),
+    "plain batch sampler": lambda: DataLoader(
+        Numbers(50), batch_sampler=BatchSampler(RandomSampler(range(50)), 3, True), collate_fn=list
+    ),
+    "batch sampler": lambda: DataLoader(Numbers(24), batch_sampler=Batches(), collate_fn=list),
+    "no batches": lambda: numbers(17, None, shuffle=True),
+    "workers": lambda: numbers(23, shuffle=True, num_workers=2),
+    "persistent workers": lambda: numbers(23, shuffle=True, num_workers=2, persistent_workers=True),
+    "stream, workers": lambda: DataLoader(Noisy(), batch_size=5, num_workers=1, collate_fn=list),
+    **{
+        f"mine {s}": lambda s=s: loader_of(Mine(s)) for s in ("random", "numpy", "own torch", "own random", "own numpy")
+    },
+}
+
+
+#: Those that draw while the loop does.
+DRAWING: dict[str, Any] = {
+    **{f"drawing {s}": lambda s=s: loader_of(Drawing(s)) for s in ("torch", "random", "numpy")},
+    "drawing one by one": lambda: DataLoader(Numbers(50), sampler=Drawing("torch"), batch_size=None),
+    "stream": lambda: DataLoader(Noisy(), batch_size=3, collate_fn=list),
+    "stream, one by one": lambda: DataLoader(Noisy(), batch_size=None),
+}
+
+
+def play(loader: Any, draws: bool, break_at: int = 2) -> list[Any]:
+    """Three epochs, the second with a break, of a loop that draws too; what it got, and its generators."""
+    reset()
+    seen: list[Any] = []
+    for epoch in range(3):
+        for k, batch in enumerate(loader):
+            seen.append(batch)
+            if draws:
+                seen.append((torch.rand(()).item(), random.random(), np.random.rand()))
+            if (epoch, k) == (1, break_at):
+                break
+        seen.append(rng_states())
+    return seen
+
+
+@pytest.mark.parametrize("name", [*RAW, *DRAWING])
+def test_in_one_process_batches_and_random_numbers_are_raw_pytorchs(name: str) -> None:
+    build = (RAW | DRAWING)[name]
+    for draws in (False, True) if "workers" not in name else (True,):
+        assert play(raw_like(build()), draws) == play(build(), draws)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    n=st.integers(1, 40),
+    batch=st.integers(1, 7),
+    drop_last=st.booleans(),
+    generator=st.booleans(),
+    replacement=st.booleans(),
+    num_samples=st.integers(1, 90),
+    draws=st.booleans(),
+)
+def test_any_random_sampler_is_raw_pytorchs(
+    n: int, batch: int, drop_last: bool, generator: bool, replacement: bool, num_samples: int, draws: bool
+) -> None:
+    def build() -> DataLoader[Any]:
+        source = own() if generator else None
+        sampler = RandomSampler(range(n), replacement, num_samples, source)
+        return DataLoader(Numbers(n), batch, sampler=sampler, drop_last=drop_last, generator=source, collate_fn=list)
+
+    assert play(raw_like(build()), draws) == play(build(), draws)
+
+
+def interrupted(build: Any, draws: bool, stop: tuple[int, int]) -> tuple[list[Any], dict[str, Any], Any]:
+    """What a loop of two epochs got after it had saved its position, that position, and the generators then."""
+    reset()
+    handle, state, after, states = raw_like(build()), None, [], ()
+    for epoch in range(2):
+        for k, batch in enumerate(handle):
+            if state is not None:
+                after.append(batch)
+            if draws:
+                torch.rand(()), random.random(), np.random.rand()
+            if (epoch, k) == stop:
+                state = json.loads(json.dumps(handle.state_dict()))
+                states = (torch.get_rng_state(), random.getstate(), np.random.get_state())
+    assert state is not None
+    return after, state, states
+
+
+@pytest.mark.parametrize("stop", [(0, 2), (1, 1)])
+@pytest.mark.parametrize("name", [*RAW, *DRAWING])
+def test_in_one_process_a_resumed_loader_goes_on_as_if_uninterrupted(name: str, stop: tuple[int, int]) -> None:
+    build = (RAW | DRAWING)[name]
+    for draws in (False, True) if name in RAW and "workers" not in name else (False,):
+        expected, state, (torch_state, python_state, numpy_state) = interrupted(build, draws, stop)
+        reset(99)
+        handle = raw_like(build())
+        handle.load_state_dict(state)
+        assert handle.state_dict() == state
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        found = []
+        for _ in range(stop[0], 2):
+            for batch in handle:
+                found.append(batch)
+                if draws:
+                    torch.rand(()), random.random(), np.random.rand()
+        assert [_plain(b) for b in found] == [_plain(b) for b in expected]
+
+
+def _plain(batch: Any) -> Any:
+    """A batch without the epoch that a Noisy stream was told."""
+    items = batch if isinstance(batch, list) else [batch]
+    return [item[2:] if isinstance(item, tuple) else item for item in items]
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_an_order_that_cannot_be_drawn_again_is_refused_when_its_position_is_asked_for(name: str) -> None:
+    with pytest.raises(LoaderError, match=r"LoaderOptions\(seed=...\)"):
+        interrupted(DRAWING[name], True, (0, 2))
+    seeded = make(DRAWING[name]())
+    iterator = iter(seeded)
+    next(iterator), torch.rand(3), random.random(), np.random.rand(), next(iterator)
+    (again,) = resumed(DRAWING[name], 1, seeded.state_dict())
+    assert list(again) == list(iterator)
+
+
+@pytest.mark.parametrize(
+    "name", ["shuffle", "shuffle, generator", "weighted", "batch sampler", "mine own numpy", "stream"]
+)
+def test_a_position_of_one_process_resumes_on_several_ranks_and_back(name: str) -> None:
+    build = (RAW | DRAWING)[name]
+    after, state, _ = interrupted(build, False, (0, 1))
+    rest = [_plain(b) for b in after][: len(list(build())) - 2]
+    handles = [make(build(), rank, 2, even_batches=False) for rank in range(2)]
+    for handle in handles:
+        handle.load_state_dict(state)
+    iterators = [iter(handle) for handle in handles]
+    seen = [_plain(next(iterator)) for iterator in iterators]
+    assert handles[0].state_dict() == {**handles[1].state_dict(), "generators": handles[0].state_dict()["generators"]}
+    back = raw_like(build())
+    back.load_state_dict(json.loads(json.dumps(handles[0].state_dict())))
+    assert flat(seen) + flat(_plain(b) for b in back) == flat(rest)
+
+
+def test_an_epoch_that_is_chosen_by_number_is_drawn_from_the_seed() -> None:
+    found = []
+    for first in (0, 2):
+        reset(first)
+        handle = raw_like(numbers(20, shuffle=True))
+        for epoch in range(first, 4):
+            handle.set_epoch(epoch)
+            found.append((epoch, list(handle)))
+    assert found[2:4] == found[4:]
+    assert found[0][1] != found[1][1]

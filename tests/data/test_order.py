@@ -1,0 +1,276 @@
+"""The order of an epoch: the sampler's, the same on all ranks, and of nothing but the program."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    WeightedRandomSampler,
+)
+
+import accel
+from accel.data import LoaderHandle, LoaderOptions
+from accel.data.sampling import SampleOrder
+from accel.process.rng import Generators, InPlace
+from tests.data.loaders import (
+    OWN,
+    SAMPLERS,
+    Endless,
+    EndlessSized,
+    Mine,
+    Numbers,
+    by_step,
+    everyone,
+    flat,
+    loader_of,
+    make,
+    numbers,
+    own,
+    raw_like,
+    reset,
+    resumed,
+    rng_states,
+    sampled,
+    samples,
+)
+from tests.distributed import run
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+# -- the order of an epoch --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*SAMPLERS, *OWN])
+def test_the_order_is_the_samplers_the_same_everywhere_and_new_each_epoch(name: str) -> None:
+    build = (SAMPLERS | OWN)[name]
+    orders = []
+    for world in (1, 2, 3):
+        handles = []
+        for rank in range(world):
+            torch.manual_seed(rank)
+            random.seed(rank)
+            np.random.seed(rank)
+            handles.append(make(sampled(build(), batch_size=5), rank, world, even_batches=False))
+        before = rng_states()
+        orders.append([by_step([list(handle) for handle in handles]) for _ in range(2)])
+        assert rng_states() == before
+    assert orders[0] == orders[1] == orders[2]
+    assert orders[0][0] != orders[0][1]
+    assert sorted(orders[0][0]) != orders[0][0]
+    if name not in ("replacement", "weighted", "more than once"):
+        assert sorted(orders[0][0]) == sorted(build())
+    assert len(orders[0][0]) == len(build())
+    assert flat(make(sampled(build(), batch_size=5), seed=8)) != orders[0][0]
+    again = make(sampled(build(), batch_size=50), seed=8)
+    again.set_epoch(1)
+    assert flat(again) != orders[0][1]
+
+
+def test_weights_and_replacement_are_the_samplers() -> None:
+    order = flat(make(sampled(WeightedRandomSampler([0.0, 1.0, 0.0, 3.0], 400), batch_size=9)))
+    assert set(order) == {1, 3}
+    assert 250 < order.count(3) < 350
+
+
+@pytest.mark.parametrize("name", [*SAMPLERS, *OWN])
+def test_the_samplers_own_generators_are_put_back(name: str) -> None:
+    sampler = (SAMPLERS | OWN)[name]()
+    control = copy.deepcopy(sampler)
+    before = rng_states()
+    list(make(sampled(sampler, batch_size=5)))
+    assert rng_states() == before
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    mine = list(sampler)
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    assert mine == list(control)
+
+
+def test_states_are_put_back_where_the_sampler_raises() -> None:
+    class Broken(Mine):
+        def __iter__(self) -> Iterator[int]:
+            random.random()
+            raise RuntimeError("broken")
+
+    handle = make(sampled(Broken("random"), batch_size=5))
+    before = rng_states()
+    with pytest.raises(RuntimeError, match="broken"):
+        list(handle)
+    assert rng_states() == before
+    assert handle.state_dict()["epoch"] == 0
+
+
+def test_a_sampler_with_set_epoch_is_told_the_epoch() -> None:
+    class Told(SequentialSampler):
+        epochs: list[int] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    handle = make(sampled(BatchSampler(Told(range(6)), 2, False), batch_size=None))
+    for _ in range(2):
+        list(handle)
+    handle.set_epoch(7)
+    list(handle)
+    assert Told.epochs == [0, 1, 7]
+
+
+def test_indices_may_be_anything() -> None:
+    class Letters(Dataset[str]):
+        def __getitem__(self, key: Any) -> Any:
+            return key
+
+    def build() -> DataLoader[Any]:
+        return DataLoader(Letters(), sampler=["a", ("b", 1), "c"], batch_size=2, collate_fn=list)
+
+    assert everyone(build, 2) == [[["a", ("b", 1)]], [["c", "a"]]]
+    tensors = DataLoader(Numbers(5), sampler=list(torch.tensor([3, 1])), batch_size=2, collate_fn=list)
+    assert list(make(tensors)) == [[3, 1]]
+
+
+# -- samplers without end ---------------------------------------------------------------------------------------------
+
+
+class Shuffling(Sampler[int]):
+    """Says that it is as long as can be, and has no end."""
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from torch.randperm(100).tolist()
+
+
+ENDLESS: dict[str, Any] = {
+    "replacement": lambda: RandomSampler(range(1000), replacement=True, num_samples=int(1e10)),
+    "replacement, generator": lambda: RandomSampler(range(1000), True, int(1e10), own()),
+    "shuffling": Shuffling,
+    "no length": lambda: Endless(),
+    "wrong length": lambda: EndlessSized(),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_sampler_without_end_is_drawn_as_it_is_read(name: str) -> None:
+    def build() -> DataLoader[Any]:
+        return DataLoader(Numbers(1000), 4, sampler=ENDLESS[name](), collate_fn=list)
+
+    def start(steps: int, *handles: LoaderHandle) -> tuple[list[Any], list[Any]]:
+        iterators = [iter(handle) for handle in handles]
+        return [next(iterator) for _ in range(steps) for iterator in iterators], iterators
+
+    reset()
+    raw = iter(build())
+    expected = [next(raw) for _ in range(60)]
+    reset()
+    one = raw_like(build())
+    seen, _ = start(40, one)
+    again = raw_like(build())
+    again.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert seen + start(20, again)[0] == expected
+    handles = [make(build(), rank, 2) for rank in range(2)]
+    seen, iterators = start(20, *handles)
+    state = handles[0].state_dict()
+    more = [next(iterator) for _ in range(5) for iterator in iterators]
+    assert start(5, *resumed(build, 2, state))[0] == more
+    if name != "replacement, generator":  # whose seed is the generator's
+        assert flat(seen) == flat(start(40, make(build()))[0])
+
+
+def test_what_is_drawn_in_blocks_is_what_the_sampler_gives() -> None:
+    for sampler in (
+        RandomSampler(range(2**40), replacement=True, num_samples=200_000),
+        RandomSampler(range(70_000), num_samples=150_001),
+        RandomSampler(range(131_072)),
+    ):
+        torch.manual_seed(4)
+        expected = list(sampler)
+        torch.manual_seed(4)
+        source = SampleOrder(sampler, InPlace(Generators({})), ahead=True)
+        assert source.read(len(expected) + 1) == expected
+
+
+# -- the same program gives the same order ----------------------------------------------------------------------------
+
+
+def _run(
+    raw: Any, *, seed: int = 21, options: LoaderOptions | None = None, one: bool = False, before: bool = False
+) -> list[list[int]]:
+    """Two epochs of a program's first setup, which ends with a teardown of the model, or of all."""
+    accel.seed(seed)
+    if before:
+        accel.setup(nn.Linear(1, 1), None, [numbers(12, shuffle=True)])
+    handles = accel.setup(nn.Linear(1, 1), None, raw, loader_options=options)
+    epochs = [samples(handles.dataloaders) for _ in range(2)]
+    accel.teardown(handles.model if one else None)
+    return epochs
+
+
+def _same_orders() -> None:
+    first, kept, seeded = _run(numbers(40, shuffle=True)), numbers(40, shuffle=True), LoaderOptions(seed=7)
+    assert first[0] != first[1]
+    for one in (False, True):
+        assert _run(numbers(40, shuffle=True), one=one) == first
+        assert _run(numbers(40, shuffle=True), one=one, before=True) == first
+        assert _run(kept, one=one) == _run(kept, one=one) == first
+    by_option = _run(numbers(40, shuffle=True), options=seeded)
+    assert by_option != first
+    for seed in (21, 22):
+        assert _run(numbers(40, shuffle=True), seed=seed, options=seeded, one=True, before=True) == by_option
+    drawn = _run(numbers(40, shuffle=True, generator=own(1)))
+    assert _run(numbers(40, shuffle=True, generator=own(1)), seed=22, one=True) == drawn
+    assert _run(numbers(40, shuffle=True, generator=own(2))) != drawn
+    assert _run(loader_of(Mine("own numpy"))) == _run(loader_of(Mine("own numpy")))
+    accel.seed(21)
+    pair = accel.setup(nn.Linear(1, 1), None, [numbers(40, shuffle=True), numbers(40, shuffle=True)]).dataloaders
+    assert samples(pair[0]) == first[0]
+    assert samples(pair[1]) != first[0]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_order_depends_on_nothing_but_the_program(world: int) -> None:
+    run(world, _same_orders if world > 1 else _same_orders_alone)
+
+
+def _same_orders_alone() -> None:
+    def raw_epochs(loader: DataLoader[Any], folds: int) -> list[Any]:
+        nn.Linear(1, 1)
+        return [[int(i) for batch in loader for i in batch] for _ in range(folds)]
+
+    data = Numbers(40)
+    for options in ({}, {"generator": 1}):
+        found, expected = [], []
+        for fold in range(3):
+            subset = Subset(data, [i for i in range(40) if i % 3 != fold])
+            build = lambda subset=subset, options=options: DataLoader(  # noqa: E731
+                subset, 4, shuffle=True, **({"generator": own()} if options else {})
+            )
+            found.append(_run(build(), one=fold == 1, before=fold == 2))
+            accel.seed(21)
+            if fold == 2:
+                nn.Linear(1, 1)
+            expected.append(raw_epochs(build(), 2))
+        assert found == expected
+    seeded = LoaderOptions(seed=7)
+    assert _run(numbers(40, shuffle=True), options=seeded) == _run(numbers(40, shuffle=True), options=seeded, one=True)

@@ -1,0 +1,173 @@
+"""Iterable datasets: divided, read by workers, and refused where the ranks do not read them alike."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    get_worker_info,
+)
+
+import accel
+from accel.data import LoaderOptions
+from tests.data.loaders import Counting, Divided, Noisy, by_step, everyone, flat, make, samples
+from tests.distributed import outcomes, refusals, run
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+# -- iterable datasets ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_random_stream_is_the_same_on_all_ranks_and_leaves_the_loop_alone(workers: int) -> None:
+    found = []
+    for world in (1, 2):
+        ranks = []
+        for rank in range(world):
+            handle = make(
+                DataLoader(Noisy(), batch_size=10 // world, collate_fn=list, num_workers=workers), rank, world
+            )
+            torch.manual_seed(rank)
+            random.seed(rank)
+            np.random.seed(rank)
+            expected = [random.Random(rank).random(), np.random.RandomState(rank).randn(2)[0]]
+            epochs = []
+            for epoch in range(2):
+                epochs.append([])
+                for k, batch in enumerate(handle):
+                    if epoch == k == 0:
+                        assert [random.random(), np.random.randn()] == expected
+                    epochs[-1].append(batch)
+            ranks.append(epochs)
+        found.append([by_step([epochs[e] for epochs in ranks]) for e in range(2)])
+    assert found[0] == found[1]
+    assert [sample[1] for sample in found[0][0] + found[0][1]] == [0] * 20 + [1] * 20
+    assert found[0][0][0][2:] != found[0][1][0][2:]
+    assert len({sample[2:] for sample in found[0][0]}) == 20
+
+
+def test_each_worker_has_random_numbers_of_its_own() -> None:
+    found = flat(make(DataLoader(Noisy(), batch_size=5, num_workers=2, collate_fn=list)))
+    assert len({sample[2:] for sample in found}) == 40
+
+
+def test_workers_read_their_own_part_and_every_sample_comes_once() -> None:
+    ranks = everyone(lambda: DataLoader(Counting(48), batch_size=3, collate_fn=list, num_workers=2), 2)
+    assert sorted(by_step(ranks)) == list(range(48))
+    assert ranks[0][:2] == [[0, 2, 4], [1, 3, 5]]
+
+
+def take_half(worker: int) -> None:
+    """The idiom of torch's documentation."""
+    info = get_worker_info()
+    assert info is not None
+    dataset: Any = info.dataset
+    half = len(dataset) // info.num_workers
+    dataset.first, dataset.last = worker * half, (worker + 1) * half
+
+
+class Range(IterableDataset[int]):
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.first, self.last))
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_worker_init_fn_configures_the_workers_copy(context: str) -> None:
+    def build() -> DataLoader[Any]:
+        return DataLoader(
+            Range(0, 16),
+            batch_size=2,
+            num_workers=2,
+            worker_init_fn=take_half,
+            collate_fn=list,
+            multiprocessing_context=context,
+        )
+
+    ranks = [0, 1] if context == "fork" else [1]
+    found = [list(make(build(), rank, 2)) for rank in ranks]
+    assert found[-1] == [[2, 3], [10, 11], [6, 7], [14, 15]]
+    assert len(ranks) == 1 or found[0] == [[0, 1], [8, 9], [4, 5], [12, 13]]
+
+
+# -- iterable datasets that the ranks do not read alike ---------------------------------------------------------------
+
+
+class Shorter(IterableDataset[int]):
+    """Each rank reads the same beginning, and another end."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(64 - 16 * accel.rank()))
+
+
+class Augmented(IterableDataset[Any]):
+    """The same items on each rank, with noise of its own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        noise = torch.Generator().manual_seed(accel.rank())
+        return iter([(torch.rand(2, generator=noise), i) for i in range(16)])
+
+
+class Constant(IterableDataset[float]):
+    """Nothing tells one item from another."""
+
+    def __iter__(self) -> Iterator[float]:
+        return iter([1.0] * 16)
+
+
+def _train(dataset: Any, train: bool, options: LoaderOptions | None = None) -> list[int]:
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    model, optimizer, loader = accel.setup(net, optimizer, DataLoader(dataset, 4), loader_options=options)
+    seen = []
+    for batch in loader:
+        seen += batch.tolist()
+        if train:
+            optimizer.zero_grad()
+            model(batch.float()[:, None]).mean().backward()
+            optimizer.step()
+    return seen
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_dataset_that_divides_itself_is_refused_on_every_rank(train: bool) -> None:
+    assert all("shard=False" in text for text in refusals(2, _train, Divided(), train, error="LoaderError"))
+
+
+def test_ranks_whose_streams_end_at_different_places_end_with_an_error() -> None:
+    for text in refusals(2, _train, Shorter(), False, error="LoaderError", breaks=True):
+        assert "6" in text
+        assert "8" in text or "at least 7" in text  # where the longer stream has not ended yet
+    ends = outcomes(2, _train, Shorter(), True, breaks=True)
+    assert all(end.error for end in ends)
+    assert "LoaderError" in ends[1].error
+
+
+def _legitimate() -> None:
+    _, _, loader = accel.setup(nn.Linear(1, 1), None, DataLoader(Counting(16), 4))
+    if accel.is_main():
+        assert next(iter(loader)).tolist() == [0, 1, 2, 3]  # a look by one rank
+    assert samples(loader) == ([0, 1, 2, 3, 8, 9, 10, 11] if accel.is_main() else [4, 5, 6, 7, 12, 13, 14, 15])
+    for dataset in (Augmented(), Constant(), Noisy()):
+        _, _, other = accel.setup(nn.Linear(1, 1), None, DataLoader(dataset, 4))
+        for _ in range(2):
+            assert len(list(other)) == (3 if isinstance(dataset, Noisy) else 2)
+    assert len(_train(Divided(), True, LoaderOptions(shard=False))) == 32
+
+
+def test_streams_that_are_alike_pass() -> None:
+    run(2, _legitimate)

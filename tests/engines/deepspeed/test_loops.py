@@ -1,0 +1,204 @@
+"""DeepSpeed's ZeRO stages on real ranks: every loop is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from tests.distributed import run
+from tests.engines.deepspeed.training import STAGES, Pair, adamw, data, loss_of, mean_loss, momentum, zero
+
+
+def several_backwards(stage: int) -> None:
+    """Two forwards then two backwards, a graph used twice, the raw module, a method."""
+    for make in (adamw, momentum):
+        pair = Pair(zero(stage), make)
+        rank = accel.rank()
+        for step in range(3):
+            for model, optimizer, batches in (
+                (pair.model, pair.optimizer, [data(step, rank)]),
+                (pair.plain, pair.plain_optimizer, list(data(step))),
+            ):
+                optimizer.zero_grad()
+                for x in batches:
+                    a, b = model(x)["out"].square().mean(), model(-x, right=False)["out"].square().mean()
+                    (b / len(batches)).backward()
+                    (a / len(batches)).backward(retain_graph=stage != 3)
+                    if stage != 3:
+                        (a / len(batches)).backward()
+                    raw = accel.unwrap(model) if model is pair.model else model
+                    (loss_of(raw(x)) / len(batches)).backward()
+                    (model.embed(x).abs().mean() / len(batches)).backward()
+                optimizer.step()
+        pair.check()
+
+
+def zero_grad_anywhere(stage: int) -> None:
+    """After the forward, of the model, without set_to_none, never; and a backward after a clip."""
+    pair = Pair(zero(stage), momentum)
+    rank = accel.rank()
+    for step in range(8):
+        for model, optimizer, clip, batches in (
+            (pair.model, pair.optimizer, accel.clip_grad_norm_, [data(step, rank)]),
+            (pair.plain, pair.plain_optimizer, lambda m, c: nn.utils.clip_grad_norm_(m.parameters(), c), data(step)),
+        ):
+            losses = [loss_of(model(x)) / len(batches) for x in batches]
+            if step in (0, 5):
+                optimizer.zero_grad()
+            elif step in (1, 4):
+                (accel.unwrap(model) if step == 4 else model).zero_grad()
+            elif step == 6:
+                model.left.zero_grad()
+            elif step == 2:
+                optimizer.zero_grad(set_to_none=False)
+            for loss in losses:
+                loss.backward()
+            if step in (3, 5):
+                norm = clip(model, 0.05)
+                assert norm > 0.05
+                for x in batches:
+                    (loss_of(model(2 * x)) / len(batches)).backward()
+            optimizer.step()
+    pair.check()
+
+
+class Counting(torch.optim.SGD):
+    """Its ``zero_grad`` has no arguments, fills with zeros, and does more."""
+
+    calls = 0
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        self.calls += 1
+        super().zero_grad(set_to_none=False)
+
+
+def zero_grad_of_its_own(stage: int) -> None:
+    config = {"zero_allow_untested_optimizer": True}
+    backend = accel.DeepSpeed(stage=stage, config=config)
+    pair = Pair(backend, lambda m: Counting(m.parameters(), lr=0.05, momentum=0.9))
+    for step in range(4):
+        # The unused branch has zeros for gradients, and moves on by its momentum.
+        pair.train(range(step, step + 1), lambda m, x, right=step % 2 == 0: m(x, right=right))
+    assert pair.raw_optimizer.calls == pair.plain_optimizer.calls == 4  # type: ignore[attr-defined]
+    pair.raw_optimizer.zero_grad()
+    with pytest.raises(TypeError):
+        pair.optimizer.zero_grad(False)
+    pair.check()
+
+
+def unused(stage: int) -> None:
+    """A branch that no rank uses is left alone, its decay and its step count too."""
+    pair = Pair(zero(stage))
+    for step in range(4):
+        pair.train(range(step, step + 1), lambda m, x, right=step % 2 == 1: m(x, right=right))
+    pair.check()
+
+
+def closures(stage: int) -> None:
+    pair = Pair(zero(stage))
+    for step in range(3):
+
+        def closure(step: int = step) -> torch.Tensor:
+            pair.optimizer.zero_grad()
+            loss = loss_of(pair.model(data(step, accel.rank())))
+            loss.backward()
+            return loss
+
+        def plain(step: int = step) -> torch.Tensor:
+            pair.plain_optimizer.zero_grad()
+            loss = mean_loss(pair.plain, lambda m, x: m(x), step)
+            loss.backward()
+            return loss
+
+        torch.testing.assert_close(pair.optimizer.step(closure), pair.plain_optimizer.step(plain).detach())
+    pair.check()
+
+
+def weights_of_another_module(stage: int) -> None:
+    """A method reads what a submodule owns, while it may be gathered ahead for that submodule."""
+    pair = Pair(zero(stage))
+    pair.train(forward=lambda m, x: {"out": m(x)["out"] + m.size()})
+    with torch.no_grad():
+        pair.model(data(0))
+        torch.testing.assert_close(pair.model.size(), pair.plain.size())
+    pair.check()
+
+
+def raw_objects(stage: int) -> None:
+    """The loop may hold the raw optimizer, and a scheduler on either."""
+    pair = Pair(zero(stage))
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in (pair.raw_optimizer, pair.plain_optimizer)]
+    for step in range(5):
+        pair.raw_optimizer.zero_grad()
+        pair.plain_optimizer.zero_grad()
+        loss_of(pair.model(data(step, accel.rank()))).backward()
+        mean_loss(pair.plain, lambda m, x: m(x), step).backward()
+        pair.raw_optimizer.step()
+        pair.plain_optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    assert pair.raw_optimizer.param_groups[0]["params"][0] is next(pair.raw.parameters())
+    pair.check()
+
+
+def no_sync(stage: int) -> None:
+    pair = Pair(zero(stage))
+    for step in range(3):
+        pair.optimizer.zero_grad()
+        pair.plain_optimizer.zero_grad()
+        with accel.no_sync(pair.model):
+            loss_of(pair.model(data(step, accel.rank()))).backward()
+            with accel.no_sync(pair.model):
+                loss_of(pair.model(data(step + 10, accel.rank()), left=False)).backward()
+        if step:
+            loss_of(pair.model(data(step + 20, accel.rank()))).backward()
+        for s, left in ((step, True), (step + 10, False), *([(step + 20, True)] if step else [])):
+            mean_loss(pair.plain, lambda m, x, left=left: m(x, left=left), s).backward()
+        pair.optimizer.step()
+        pair.plain_optimizer.step()
+    pair.check()
+
+
+def assigned_between(stage: int) -> None:
+    """A gradient that is assigned takes the place of what backward left, and a later backward adds to it."""
+    pair = Pair(zero(stage), momentum)
+    for step in range(6):
+        for model, optimizer, batches, value in (
+            (pair.model, pair.optimizer, [data(step, accel.rank())], 2.0 * accel.rank()),
+            (pair.plain, pair.plain_optimizer, list(data(step)), 1.0),
+        ):
+            if step % 3 != 2:
+                optimizer.zero_grad()
+            for x in batches:
+                (loss_of(model(x)) / len(batches)).backward()
+            for p in model.parameters():
+                p.grad = torch.full(p.shape, value)
+            for x in batches if step >= 3 else []:
+                (loss_of(model(-x)) / len(batches)).backward()
+            optimizer.step()
+    pair.check()
+
+
+LOOPS = [
+    *(
+        several_backwards,
+        zero_grad_anywhere,
+        zero_grad_of_its_own,
+        unused,
+        closures,
+        weights_of_another_module,
+        raw_objects,
+        no_sync,
+    ),
+    assigned_between,
+]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_loop_is_exact(stage: int, loop: Callable[[int], None]) -> None:
+    run(2, loop, stage)

@@ -1,0 +1,203 @@
+"""DeepSpeed's options, and its precisions."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel.engines.deepspeed import DeepSpeed
+from accel.registry import registry
+from tests.distributed import run
+from tests.engines.deepspeed.training import (
+    CONFIG,
+    STAGES,
+    Net,
+    Pair,
+    adamw,
+    data,
+    loss_of,
+    mean_loss,
+    momentum,
+    whole,
+    zero,
+)
+from tests.models import distance
+
+
+def options_that_change_nothing() -> None:
+    for stage, extra, options in (
+        (1, {"gradient_clipping": 0.05}, {"offload_optimizer": True}),
+        (2, {"zero_optimization": {"contiguous_gradients": False, "round_robin_gradients": True}}, {}),
+        (2, {"zero_optimization": {"reduce_scatter": False, "reduce_bucket_size": 40}}, {"offload_optimizer": True}),
+        (3, {"zero_optimization": {"stage3_param_persistence_threshold": 30}}, {"offload_parameters": True}),
+        (3, {"zero_optimization": {"sub_group_size": 40, "reduce_bucket_size": 40}}, {"offload_optimizer": True}),
+        (0, {"gradient_clipping": 0.05, "train_batch_size": "auto"}, {}),
+    ):
+        pair = Pair(DeepSpeed(stage=stage, config={"gradient_accumulation_steps": "auto", **extra}, **options))
+        for step in range(3):
+            pair.optimizer.zero_grad()
+            pair.plain_optimizer.zero_grad()
+            loss_of(pair.model(data(step, accel.rank()))).backward()
+            mean_loss(pair.plain, lambda m, x: m(x), step).backward()
+            if "gradient_clipping" in extra:
+                nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.05)
+            pair.optimizer.step()
+            pair.plain_optimizer.step()
+        pair.check()
+        accel.teardown()
+
+
+def test_configuration_and_offload() -> None:
+    run(2, options_that_change_nothing)
+
+
+def half(stage: int) -> None:
+    """bf16-true is plain torch's bfloat16; with DeepSpeed's 'bf16' the optimizer steps fp32 copies."""
+    reference = Net().bfloat16()
+    optimizer = adamw(reference)
+    raw = Net()
+    model, handle, _ = accel.setup(raw, adamw(raw), backend=zero(stage), precision="bf16-true")
+    for step in range(3):
+        optimizer.zero_grad()
+        handle.zero_grad()
+        for x in data(step):
+            (loss_of({"out": reference(x.bfloat16())["out"].float()}) / accel.world_size()).backward()
+        loss_of(model(data(step, accel.rank()))).backward()
+        optimizer.step()
+        handle.step()
+    assert distance(whole(model), reference.state_dict()) <= 0.02
+    assert next(iter(whole(model).values())).dtype is torch.bfloat16
+    accel.teardown(model)
+    assert next(raw.parameters()).dtype is torch.float32
+
+    exact = Net()
+    pair = Pair(DeepSpeed(stage=stage, config={**CONFIG, "bf16": {"enabled": True}}), precision="bf16-true")
+    pair.train()
+    accel.teardown(pair.model)
+    # Steps of 0.01 survive in fp32.
+    assert distance(pair.raw.state_dict(), pair.plain.state_dict()) <= 0.02
+    frozen = Net()
+    frozen.body.requires_grad_(False)
+    model, _, _ = accel.setup(
+        frozen, adamw(frozen), precision="bf16-true", backend=DeepSpeed(stage=stage, config={"bf16": {"enabled": True}})
+    )
+    accel.teardown(model)
+    assert distance(frozen.state_dict(), exact.state_dict()) <= 0.01
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bf16_true(stage: int) -> None:
+    run(2, half, stage)
+
+
+def kept_gradients(stage: int) -> None:
+    """The gradients of one backward wait in bfloat16; a sum of several is fp32's."""
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    torch.manual_seed(3)
+    raw = nn.Linear(64, 64, bias=False)
+    raw.weight.data = raw.weight.data.bfloat16().float()
+    expected = raw.weight.detach().clone()
+    model, optimizer, _ = accel.setup(
+        raw,
+        torch.optim.SGD(raw.parameters(), lr=0.5),
+        precision="bf16-true",
+        backend=DeepSpeed(stage=stage, config=config),
+    )
+    for values, itemsize in (((1.0,), 2), ((1.0, 2.0**-9), 4), ((1.0,), 2)):
+        optimizer.zero_grad()
+        for value in values:
+            model(torch.full((1, 64), value)).sum().backward()
+            if len(values) > 1:  # stage 1 leaves the sum to p.grad until something asks for the mean
+                accel.clip_grad_norm_(model, 1e9)
+        optimizer.step()
+        measured = accel.memory_report(model, measured=True).rows[-1].use
+        assert measured.gradients == 64 * 64 * itemsize // accel.world_size()
+        expected -= 0.5 * sum(values)
+    accel.teardown(model)
+    assert torch.equal(raw.weight, expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bfloat16_gradients_wait_in_bfloat16_and_add_up_in_fp32(stage: int) -> None:
+    run(2, kept_gradients, stage)
+
+
+def fp16(stage: int, accumulation: int, synced: bool, clip: bool, set_to_none: bool) -> None:
+    """16-mixed against plain torch in fp32: the gradients are true ones wherever they are."""
+    pair = Pair(zero(stage), momentum, precision="16-mixed")
+    registry.loss_scale.restore(1024.0, 0)  # the first one would overflow in this model, as torch's does
+    for step in range(3):
+        pair.optimizer.zero_grad(set_to_none=set_to_none)
+        pair.plain_optimizer.zero_grad(set_to_none=set_to_none)
+        for micro in range(accumulation):
+            last = micro == accumulation - 1
+            with contextlib.nullcontext() if synced or last else accel.no_sync(pair.model):
+                accel.backward(loss_of(pair.model(data(9 * step + micro, accel.rank()))))
+            mean_loss(pair.plain, lambda m, x: m(x), 9 * step + micro).backward()
+        if clip:
+            norm = accel.clip_grad_norm_(pair.model, 0.05)
+            expected = nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.05)
+            assert abs(float(norm / expected) - 1) < 5e-3
+        pair.optimizer.step()
+        pair.plain_optimizer.step()
+    assert (pair.optimizer.step_was_skipped, pair.optimizer.skipped_steps) == (False, 0)
+    assert distance(whole(pair.model), Net().state_dict()) > 1e-3
+    pair.check(2e-3)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("accumulation", "synced", "clip", "set_to_none"),
+    [(1, True, False, True), (3, True, True, True), (2, False, False, False), (2, True, False, False)],
+)
+def test_fp16(stage: int, accumulation: int, synced: bool, clip: bool, set_to_none: bool) -> None:
+    run(2, fp16, stage, accumulation, synced, clip, set_to_none)
+
+
+def fp16_refusals(stage: int) -> None:
+    """An overflow on one rank skips the step on all; a plain backward and a scaler of the user's are refused."""
+    pair = Pair(zero(stage), precision="16-mixed")
+    registry.loss_scale.restore(1024.0, 0)
+    model, optimizer = pair.model, pair.optimizer
+
+    def train(factor: float, stepped: Any) -> None:
+        optimizer.zero_grad()
+        accel.backward(loss_of(model(data(0, accel.rank()))) * factor)
+        stepped.step()
+
+    train(1.0, optimizer)
+    before = copy.deepcopy((whole(model), accel.full_state_dict(optimizer)))
+    for skips, stepped in enumerate((optimizer, pair.raw_optimizer), 1):
+        train(1e35 if accel.rank() == 0 else 1.0, stepped)
+        assert (optimizer.step_was_skipped, optimizer.skipped_steps) == (True, skips)
+        assert distance(whole(model), before[0]) == 0
+        assert repr(accel.full_state_dict(optimizer)) == repr(before[1])
+    accel.backward(loss_of(model(data(0, accel.rank()))))
+    for stepped in (optimizer, pair.raw_optimizer):
+        optimizer.zero_grad()
+        loss_of(model(data(0, accel.rank()))).backward()
+        with pytest.raises(accel.PrecisionError, match=r"accel\.backward"):
+            stepped.step()
+    with pytest.raises(accel.PrecisionError, match=r"plain loss\.backward"):
+        accel.backward(loss_of(model(data(0, accel.rank()))))
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model(data(0, accel.rank())))).backward()
+    accel.clip_grad_norm_(model, 1.0)
+    with pytest.raises(accel.PrecisionError, match="GradScaler"):
+        scaler.step(optimizer)
+    assert distance(whole(model), before[0]) == 0
+    train(1.0, optimizer)
+    assert (optimizer.step_was_skipped, optimizer.skipped_steps) == (False, 2)
+    assert distance(whole(model), before[0]) > 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp16_overflow_and_refusals(stage: int) -> None:
+    run(2, fp16_refusals, stage)

@@ -1,0 +1,233 @@
+"""What ZeRO cannot do is refused, and changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel.engines.deepspeed import DeepSpeed
+from tests.distributed import refusals, run
+from tests.engines.deepspeed.training import STAGES, Net, Pair, adamw, data, loss_of, whole, zero
+
+
+def clip_pending(pair: Pair) -> None:
+    loss_of(pair.model(data(1, 0))).backward()
+    torch.nn.utils.clip_grad_norm_(list(pair.raw.parameters()), 1.0)
+
+
+SEES_A_PART: list[Callable[[Pair], Any]] = [
+    lambda pair: torch.nn.utils.clip_grad_norm_(pair.model.parameters(), 1.0),
+    clip_pending,
+    lambda pair: torch.nn.utils.clip_grad_value_(pair.raw.parameters(), 1.0),
+    lambda pair: adamw(pair.raw).step(),
+    lambda pair: pair.raw_optimizer.state_dict(),
+    lambda pair: pair.optimizer.state_dict(),
+    lambda pair: pair.raw_optimizer.load_state_dict(pair.plain_optimizer.state_dict()),
+    lambda pair: pair.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}),
+]
+
+
+AT_STAGE_3: list[Callable[[Pair], Any]] = [
+    lambda pair: pair.model.state_dict(),
+    lambda pair: pair.raw.left.state_dict(),
+    lambda pair: copy.deepcopy(pair.model),
+]
+
+
+def refuse_all(stage: int) -> None:
+    for refused in SEES_A_PART + (AT_STAGE_3 if stage == 3 else []):
+        pair = Pair(zero(stage))
+        pair.train(range(1))
+        with pytest.raises(accel.AccelError):
+            refused(pair)
+        pair.train(range(2, 4))
+        pair.check()
+        accel.teardown()
+
+
+def edited_in_place() -> None:
+    pair = Pair(DeepSpeed(stage=3))  # small weights stay whole
+    pair.train()
+    before = whole(pair.model)
+    with torch.no_grad():
+        pair.raw.left.bias.zero_()
+    for use in (lambda: pair.model(data(0)), pair.optimizer.step, lambda: accel.full_state_dict(pair.model)):
+        with pytest.raises(accel.BackendError, match="left.bias changed in place, which is lost"):
+            use()
+    pair.model.load_state_dict(before)
+    pair.train()
+    pair.check()
+
+
+def test_an_edit_of_divided_weights_is_refused() -> None:
+    run(2, edited_in_place)
+
+
+def assigned_by_hand(stage: int) -> None:
+    net = nn.Linear(4, 2)
+    model, optimizer, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), backend=zero(stage))
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()  # what is assigned later takes its place
+        if stage:
+            accel.clip_grad_norm_(model, 1.0)
+        else:
+            optimizer.step()
+        before = {k: v.clone() for k, v in accel.full_state_dict(model).items()}
+        for p in net.parameters():
+            p.grad = torch.full_like(p, 2.0 * accel.rank())
+        optimizer.step()
+        for name, value in accel.full_state_dict(model).items():
+            torch.testing.assert_close(value, before[name] - 0.1)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_assigned_by_hand(stage: int) -> None:
+    run(2, assigned_by_hand, stage)
+
+
+def never_dropped(stage: int) -> list[str]:
+    net = nn.Linear(4, 2)
+    model, optimizer, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), backend=zero(stage))
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accel").addHandler(handler)
+    try:
+        for drop in (True, False, False):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            if drop:
+                model.zero_grad()
+                assert not told
+            for p in net.parameters():
+                p.grad = None
+    finally:
+        logging.getLogger("accel").removeHandler(handler)
+    return told
+
+
+def test_gradients_that_nothing_dropped_are_told_of() -> None:
+    for told in run(2, never_dropped, 2):
+        assert len(told) == 1
+        assert "call zero_grad()" in told[0]
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
+        return self.blocks[chosen](x)
+
+
+def evaluated_with_other_blocks() -> None:
+    model, _, _ = accel.setup(Branches(), backend=zero(3))
+    with torch.no_grad():
+        model(torch.ones(1, 4), accel.rank())
+
+
+def test_ranks_that_gather_other_blocks_of_equal_size() -> None:
+    refusals(2, evaluated_with_other_blocks, error="RankMismatchError", breaks=True)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_would_see_a_part_raises_and_changes_nothing(stage: int) -> None:
+    run(2, refuse_all, stage)
+
+
+CONTRADICTIONS: list[tuple[Any, dict[str, Any], str]] = [
+    ({"optimizer": {"type": "Adam"}}, {}, "'optimizer'"),
+    ({"scheduler": {"type": "WarmupLR"}}, {}, "'scheduler'"),
+    ({"fp16": {"enabled": True}}, {}, "'fp16'"),
+    ({"gradient_accumulation_steps": 4}, {}, "gradient_accumulation_steps"),
+    ({"zero_optimization": {"stage": 1}}, {"stage": 2}, "zero_optimization.stage"),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, {}, "async_io"),
+    ({"bf16": {"enabled": True}}, {}, "precision='bf16-true'"),
+    ({"curriculum_learning": {"enabled": True}}, {}, "'curriculum_learning'"),
+    ("/nowhere.json", {}, "cannot be read"),
+    ({}, {"stage": 2, "offload_parameters": True}, "needs stage 3"),
+    ({}, {"stage": 0, "offload_optimizer": True}, "needs stage 1, 2 or 3"),
+]
+
+
+def contradictions() -> None:
+    for config, options, text in CONTRADICTIONS:
+        raw = Net()
+        optimizer = adamw(raw)
+        with pytest.raises(accel.AccelError, match=text):
+            accel.setup(raw, optimizer, backend=DeepSpeed(config=config, **options))
+        assert "zero_grad" not in vars(optimizer)
+        assert "zero_grad" not in vars(raw)
+
+
+def test_a_contradiction_is_refused_by_its_key() -> None:
+    run(2, contradictions)
+
+
+WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
+    ({"stage": 3, "offload_parameters": True}, "32-true"),
+    ({"stage": 1, "offload_optimizer": True}, "32-true"),
+    ({"config": {"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}}, "32-true"),
+    ({"stage": 2, "config": {"bf16": {"enabled": True}}}, "bf16-true"),
+]
+
+
+def alone() -> None:
+    for options, precision in WITHOUT_EFFECT:
+        raw = Net()
+        with pytest.raises(accel.BackendError, match="on one process"):
+            accel.setup(raw, adamw(raw), backend=DeepSpeed(**options), precision=precision)
+
+
+def test_what_one_process_cannot_do_is_refused_there() -> None:
+    run(1, alone)
+
+
+def sparse() -> None:
+    raw = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
+    for backend in (*map(zero, (0, *STAGES)), "fsdp"):
+        with pytest.raises(accel.BackendError, match="sparse gradients of 0: use sparse=False"):
+            accel.setup(raw, optimizer, backend=backend)
+
+
+def test_sparse_gradients_are_refused_before_anything_is_divided() -> None:
+    run(2, sparse)
+
+
+def other_optimizers(stage: int) -> None:
+    for name in ("LBFGS", "Adafactor"):
+        raw = Net()
+        with pytest.raises(accel.OptimizerError, match=name):
+            accel.setup(raw, getattr(torch.optim, name)(raw.parameters()), backend=zero(stage))
+    for name in ("Adagrad", "RMSprop"):
+        pair = Pair(zero(stage), lambda m, name=name: getattr(torch.optim, name)(m.parameters(), lr=0.01))
+        pair.train()
+        pair.check()
+
+
+def indivisible() -> None:
+    for values in (torch.ones(2, dtype=torch.complex64), torch.ones(0)):
+        raw = nn.Linear(2, 1)
+        raw.extra = nn.Parameter(values)
+        for stage in STAGES:
+            with pytest.raises(accel.BackendError, match="cannot divide extra"):
+                accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=zero(stage))
+
+
+def test_weights_that_cannot_be_divided_are_refused() -> None:
+    run(2, indivisible)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_optimizers_that_fit_and_that_do_not(stage: int) -> None:
+    run(2, other_optimizers, stage)

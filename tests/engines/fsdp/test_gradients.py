@@ -1,0 +1,203 @@
+"""Gradients of sharded weights, and their precisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import accel
+from accel.registry import registry
+from tests.distributed import refusals, run
+from tests.engines.fsdp.training import build, distance, local_loss, mean_loss, start, train
+from tests.models import FailingBackward
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+def dropped(how: str) -> float:
+    """Gradients accumulated without reduction are dropped, then one step is made."""
+    model, handle, net, raw = start(optimizer="sgd")
+    reference, ref_optimizer = build(optimizer="sgd")
+    drop: dict[str, Callable[[], None]] = {
+        "handle": handle.zero_grad,
+        "raw optimizer": raw.zero_grad,
+        "module": net.zero_grad,
+        "zeros": lambda: handle.zero_grad(set_to_none=False),
+        "module zeros": lambda: net.zero_grad(set_to_none=False),
+        "by hand": lambda: [setattr(p, "grad", None) for p in model.parameters()] and None,
+    }
+    for first in range(2):
+        with accel.no_sync(model):
+            if first:
+                local_loss(model, 90).backward()
+            local_loss(model, 91).backward()
+        drop[how]()
+        with accel.no_sync(model):
+            local_loss(model, 1).backward()
+        local_loss(model, 2).backward()
+        handle.step()
+        handle.zero_grad()
+        (mean_loss(reference, 1) + mean_loss(reference, 2)).backward()
+        ref_optimizer.step()
+        ref_optimizer.zero_grad()
+    return distance(accel.full_state_dict(model), reference.state_dict())
+
+
+def all_dropped() -> dict[str, float]:
+    ways = ("handle", "raw optimizer", "module", "zeros", "module zeros", "by hand")
+    found = {}
+    for how in ways:
+        found[how] = dropped(how)
+        accel.teardown()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_dropping_gradients_drops_what_was_not_reduced(world: int) -> None:
+    for found in run(world, all_dropped):
+        assert not {k: v for k, v in found.items() if not v < 1e-5}
+
+
+def edited() -> None:
+    model, _, _, _ = start()
+    with accel.no_sync(model):
+        local_loss(model, 0).backward()
+    with torch.no_grad():
+        next(p for p in model.parameters() if p.dim()).grad.mul_(0.5)
+    local_loss(model, 1).backward()
+
+
+def test_editing_a_gradient_that_is_not_there_yet_raises() -> None:
+    for message in refusals(2, edited, error="BackendError"):
+        assert "was changed by hand while gradients accumulated unreduced" in message
+
+
+def exceptions() -> float:
+    model, handle, net, _ = start()
+    reference, ref_optimizer = build()
+    train(model, handle, range(1))
+    train(reference, ref_optimizer, range(1), mean_loss)
+    net.blocks[1].fails = True
+    with pytest.raises(ValueError, match="this block fails"):
+        local_loss(model, 1)
+    net.blocks[1].fails = False
+    train(model, handle, range(1, 2))
+    train(reference, ref_optimizer, range(1, 2), mean_loss)
+    hook = net.blocks[1].register_forward_hook(lambda m, a, out: FailingBackward.apply(out))
+    with pytest.raises(ZeroDivisionError, match="this backward fails"):
+        local_loss(model, 2).backward()
+    hook.remove()
+    with pytest.raises(accel.BackendError, match="an exception ended a backward"):
+        handle.step()
+    with pytest.raises(accel.BackendError, match="an exception ended a backward"):
+        local_loss(model, 2).backward()
+    train(model, handle, range(2, 4))
+    train(reference, ref_optimizer, range(2, 4), mean_loss)
+    return distance(accel.full_state_dict(model), reference.state_dict())
+
+
+def test_an_exception_leaves_the_engine_usable_once_gradients_are_dropped() -> None:
+    assert max(run(2, exceptions)) < 1e-5
+
+
+def backward_after_a_step() -> None:
+    model, handle, _, _ = start()
+    first, second = local_loss(model, 0), local_loss(model, 1)
+    first.backward()
+    handle.step()
+    second.backward()
+
+
+def test_a_backward_after_the_step_that_changed_its_weights_raises_as_in_one_process() -> None:
+    for message in refusals(2, backward_after_a_step, error="RuntimeError"):
+        assert "modified by an inplace operation" in message
+
+
+def other_optimizers() -> dict[str, float]:
+    found = {}
+    for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD"):
+        for kwargs in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+            if "fused" in kwargs and name != "Adam":
+                continue
+            kind = getattr(torch.optim, name)
+            net, reference = build()[0], build()[0]
+            optimizer = kind(net.parameters(), lr=0.01, **kwargs)
+            ref_optimizer = kind(reference.parameters(), lr=0.01, **kwargs)
+            model, handle, _ = accel.setup(net, optimizer, backend="fsdp")
+            train(model, handle, range(3))
+            train(reference, ref_optimizer, range(3), mean_loss)
+            found[f"{name} {kwargs}"] = distance(accel.full_state_dict(model), reference.state_dict())
+            accel.teardown(model)
+    return found
+
+
+def test_torch_optimizers() -> None:
+    for found in run(2, other_optimizers):
+        assert not {k: v for k, v in found.items() if not v < 1e-4}
+
+
+# -- precision --------------------------------------------------------------------------------------------------------
+
+
+def precisions() -> dict[str, float]:
+    found = {}
+    for precision, options in (("16-mixed", accel.FSDP()), ("32-true", accel.FSDP(param_dtype=torch.bfloat16))):
+        model, handle, _, _ = start(options, "sgd", precision=precision)
+        reference, ref_optimizer = build(optimizer="sgd")
+        registry.loss_scale.value = 256.0
+        for step in range(4):
+            handle.zero_grad()
+            out = local_loss(model, step)
+            assert out.dtype is torch.float32
+            accel.backward(out)
+            handle.step()
+            train(reference, ref_optimizer, range(step, step + 1), mean_loss)
+        found[f"{precision} {options.param_dtype}"] = distance(accel.full_state_dict(model), reference.state_dict())
+        accel.teardown()
+    return found
+
+
+def test_half_precision_is_near_to_full() -> None:
+    for found in run(2, precisions):
+        assert all(v < 2e-2 for v in found.values()), found
+
+
+def overflow() -> tuple[bool, float, float]:
+    """One rank's gradient overflows in its own shard: all ranks skip the step."""
+    model, handle, _, _ = start(None, "sgd", precision="16-mixed")
+    registry.loss_scale.value = 256.0
+    accel.backward(local_loss(model, 0))
+    if accel.rank() == 1:
+        next(p for p in model.parameters() if p.dim()).grad.to_local().view(-1)[0] = float("inf")
+    before, scale = accel.full_state_dict(model), registry.loss_scale.value
+    handle.step()
+    skipped = distance(accel.full_state_dict(model), before) == 0.0
+    handle.zero_grad()
+    accel.backward(local_loss(model, 1))
+    handle.step()
+    return skipped, registry.loss_scale.value / scale, distance(accel.full_state_dict(model), before)
+
+
+def test_an_overflow_in_one_shard_skips_the_step_on_all_ranks() -> None:
+    for skipped, factor, moved in run(2, overflow):
+        assert skipped
+        assert factor == 0.5
+        assert moved > 0.0
+
+
+def plain_backward(unsynchronised: bool) -> None:
+    model, handle, _, _ = start(None, "sgd", precision="16-mixed")
+    if unsynchronised:
+        with accel.no_sync(model):
+            local_loss(model, 0).backward()
+    else:
+        local_loss(model, 0).backward()
+    handle.step()
+
+
+@pytest.mark.parametrize("unsynchronised", [False, True])
+def test_an_unscaled_loss_is_refused(unsynchronised: bool) -> None:
+    for message in refusals(2, plain_backward, unsynchronised, error="PrecisionError"):
+        assert "accel.backward(loss)" in message

@@ -1,0 +1,288 @@
+"""fsdp: the unchanged loop, from setup to teardown, and whole states that go in and out."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from tests import models, test_loop
+from tests.distributed import refusals, run
+from tests.engines.fsdp.training import (
+    Block,
+    Net,
+    build,
+    distance,
+    local_loss,
+    mean_loss,
+    shards,
+    start,
+    train,
+)
+
+# -- the unchanged loop -----------------------------------------------------------------------------------------------
+
+
+# What computes with parameters outside the module, or needs a graph of a backward, is refused by torch or by accel.
+REFUSED = {
+    "regularised_by_parameters": "mixed torch.Tensor and DTensor",
+    "gradients_assigned": "not have been used in the graph",
+    "gradient_penalty": "create_graph",
+    "lbfgs": "LBFGS",
+}
+
+
+WRAPS = {
+    "root": accel.FSDP(),
+    "inner": accel.FSDP(wrap=(nn.Sequential,)),
+    "kept": accel.FSDP(wrap=lambda m: isinstance(m, nn.Sequential), reshard_after_forward=False),
+}
+
+
+def patterns(option: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in test_loop.PATTERNS:
+        if name in REFUSED:
+            with pytest.raises((accel.AccelError, RuntimeError), match=REFUSED[name]):
+                test_loop.compare(name, WRAPS[option])
+            accel.teardown()
+        else:
+            found[name] = test_loop.compare(name, WRAPS[option])
+    return found
+
+
+@pytest.mark.parametrize("option", WRAPS)
+def test_patterns(option: str) -> None:
+    for found in run(2, patterns, option, timeout=180):
+        assert not {k: v for k, v in found.items() if not v <= 1e-5}
+
+
+# -- setup, state, teardown -------------------------------------------------------------------------------------------
+
+
+def life(options: Any, optimizer: str) -> None:
+    reference, ref_optimizer = build(optimizer=optimizer)
+    initial = copy.deepcopy(reference.state_dict())
+    schedulers = [torch.optim.lr_scheduler.StepLR(ref_optimizer, 2, 0.5)]
+
+    def both(model: Any, handle: Any, scheduler: Any, steps: range) -> None:
+        for step in steps:
+            train(model, handle, range(step, step + 1))
+            scheduler.step()
+            train(reference, ref_optimizer, range(step, step + 1), mean_loss)
+            schedulers[0].step()
+
+    net, raw = build(seed=7 if accel.is_main() else 8, optimizer=optimizer)
+    parameters = list(net.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(raw, 2, 0.5)
+    model, handle, _ = accel.setup(net, raw, backend=options)
+    assert distance(accel.full_state_dict(model), initial) == 0.0
+    both(model, handle, scheduler, range(3))
+    assert distance(accel.full_state_dict(model), reference.state_dict()) < 1e-5
+    assert models.distance(accel.full_state_dict(handle), ref_optimizer.state_dict()) < 1e-5
+    assert accel.teardown(model) is net
+    assert type(net) is Net
+    assert type(net.blocks[0]) is Block
+    assert [id(p) for p in net.parameters()] == [id(p) for p in parameters]
+    assert distance(net.state_dict(), reference.state_dict()) < 1e-5
+    assert models.distance(raw.state_dict(), ref_optimizer.state_dict()) < 1e-5
+    copy.deepcopy(net)
+    model, handle, _ = accel.setup(net, raw, backend="ddp")
+    both(model, handle, scheduler, range(3, 5))
+    accel.teardown(model)
+    model, handle, _ = accel.setup(net, raw, backend=options)
+    both(model, handle, scheduler, range(5, 7))
+    accel.teardown(model)
+    train(net, raw, range(7, 8), mean_loss)
+    train(reference, ref_optimizer, range(7, 8), mean_loss)
+    assert distance(net.state_dict(), reference.state_dict()) < 1e-5
+    assert models.distance(raw.state_dict(), ref_optimizer.state_dict()) < 1e-5
+
+
+OPTIONS = {
+    "default": accel.FSDP(),
+    "offload": accel.FSDP(cpu_offload=True),
+    "checkpointing": accel.FSDP(activation_checkpointing=True),
+    "kept": accel.FSDP(reshard_after_forward=False),
+}
+
+
+def lives() -> None:
+    for options in OPTIONS.values():
+        life(options, "adamw")
+        accel.teardown()
+    life(accel.FSDP(), "sgd")
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_from_setup_to_teardown_and_back_with_other_backends(world: int) -> None:
+    run(world, lives, timeout=180)
+
+
+def evaluation_then_training() -> float:
+    reference, ref_optimizer = build()
+    net, raw = build()
+    old = list(net.parameters())
+    model = accel.setup(net, backend="fsdp").model
+    with torch.no_grad():
+        assert not local_loss(model, 0).requires_grad
+    # Of objects that setup replaced, of gathered ones, and of shards.
+    local_loss(model, 0)
+    optimizer = torch.optim.AdamW([{"params": raw.param_groups[0]["params"], "lr": 0.02}], lr=0.01)
+    optimizer.add_param_group({"params": [p for p in old if all(p is not q for q in raw.param_groups[0]["params"])]})
+    handle = accel.setup(model, optimizer).optimizers
+    late = torch.optim.SGD(model.parameters(), lr=0.0)
+    accel.setup(model, late)
+    train(model, handle, range(4))
+    train(reference, ref_optimizer, range(4), mean_loss)
+    return distance(accel.full_state_dict(model), reference.state_dict())
+
+
+def test_an_optimizer_after_an_evaluation_only_setup() -> None:
+    assert max(run(2, evaluation_then_training)) < 1e-5
+
+
+def inference_then_training() -> float:
+    model, _, *_ = start()
+    with torch.inference_mode():
+        local_loss(model, 0)
+    reference, _ = build()
+    local_loss(model, 1).backward()
+    mean_loss(reference, 1).backward()
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+    return float((accel.clip_grad_norm_(model, 1.0) - norm).abs())
+
+
+def test_a_first_forward_in_inference_mode() -> None:
+    assert max(run(2, inference_then_training)) < 1e-5
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        self.empty = nn.Parameter(torch.ones(0, 3))
+
+    def forward(self, x: torch.Tensor, *chosen: int) -> torch.Tensor:
+        for number in chosen:
+            x = self.blocks[number](x)
+        return x + self.empty.sum()
+
+
+def branches(differ: str) -> None:
+    model = Branches()
+    handles = accel.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="fsdp")
+    other = accel.rank() if differ else 0
+    for chosen in ((0, 1), (0, 1), (2,), (1, 0) if differ == "order" and other else (0, 1 + other)):
+        with torch.set_grad_enabled(differ != "evaluation"):
+            loss = handles.model(torch.ones(2, 4), *chosen).square().mean()
+        if loss.requires_grad:
+            loss.backward()
+            handles.optimizers.step()
+            handles.optimizers.zero_grad()
+
+
+def test_ranks_that_use_other_blocks_of_equal_size() -> None:
+    run(2, branches, "")
+    for differ in ("order", "training", "evaluation"):
+        messages = refusals(2, branches, differ, error="RankMismatchError", breaks=True)
+        assert all("the gathering of blocks." in message for message in messages)
+
+
+def state_verbs() -> list[str]:
+    model, handle, net, raw = start()
+    train(model, handle, range(2))
+    full, full_optimizer = accel.full_state_dict(model), accel.full_state_dict(handle)
+    assert full["head.weight"] is full["embed.weight"]
+    assert not accel.full_state_dict(handle, rank0_only=True) or accel.is_main()
+    said = []
+    calls = [model.state_dict, handle.state_dict, net.state_dict, net.blocks[1].state_dict, raw.state_dict]
+    for call in [*calls, lambda: copy.deepcopy(model)]:
+        with pytest.raises(accel.AccelError, match="accel.full_state_dict") as caught:
+            call()
+        said.append(str(caught.value))
+    other, other_optimizer = build(seed=3)
+    train(other, other_optimizer, range(5, 7), mean_loss)
+    model.load_state_dict(other.state_dict())
+    handle.load_state_dict(copy.deepcopy(other_optimizer.state_dict()))
+    assert distance(accel.full_state_dict(model), other.state_dict()) == 0.0
+    assert models.distance(accel.full_state_dict(handle), other_optimizer.state_dict()) == 0.0
+    train(model, handle, range(2))
+    train(other, other_optimizer, range(2), mean_loss)
+    assert distance(accel.full_state_dict(model), other.state_dict()) < 1e-5
+    with pytest.raises(RuntimeError, match=r"Missing key.*scale"):
+        model.load_state_dict({k: v for k, v in full.items() if k != "scale"})
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict(full | {"blocks.0.norm.weight": torch.ones(3)})
+    with pytest.raises(accel.BackendError, match="assign"):
+        model.load_state_dict(full, assign=True)
+    model.load_state_dict(full)
+    handle.load_state_dict(full_optimizer)
+    return said
+
+
+def test_whole_states_go_in_and_out() -> None:
+    run(2, state_verbs)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_shards_of_all_ranks_are_everything_once(world: int) -> None:
+    ranks = run(world, shards)
+    for name, (_, numel) in ranks[0].items():
+        ranges = sorted(r[name][0] for r in ranks if r[name][0][1])
+        if name not in ("scale", "seen", "scale/exp_avg", "scale/exp_avg_sq"):
+            assert [first for first, _ in ranges] == [sum(n for _, n in ranges[:i]) for i in range(len(ranges))]
+            assert sum(n for _, n in ranges) == numel, name
+
+
+# -- an optimizer of whole matrices -----------------------------------------------------------------------------------
+
+
+def matrices() -> tuple[nn.Sequential, list[torch.optim.Optimizer]]:
+    """Rows that the ranks share unevenly, or of which some get none; one layer is frozen."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 5), nn.Tanh(), nn.Linear(5, 3))
+    net[2].requires_grad_(False)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    muon = torch.optim.Muon([p for p in trained if p.dim() == 2], lr=0.02)
+    return net, [muon, torch.optim.AdamW([p for p in trained if p.dim() != 2], lr=0.01)]
+
+
+def muon(directory: str) -> tuple[float, float, bool]:
+    """The differences from one process in weights and momenta; a checkpoint in the middle goes on in other objects."""
+    (plain, references), (net, raws) = matrices(), matrices()
+    original = torch.optim._muon._zeropower_via_newtonschulz  # type: ignore[attr-defined]
+    model, optimizers, _ = accel.setup(net, raws, backend="fsdp")
+    world, rank = accel.world_size(), accel.rank()
+    for step in range(6):
+        if step == 3:
+            accel.save({"model": model, "optimizers": list(optimizers)}, directory)
+            accel.teardown(model)
+            net, raws = matrices()
+            model, optimizers, _ = accel.setup(net, raws, backend="fsdp")
+            accel.load(directory, {"model": model, "optimizers": list(optimizers)})
+        x = torch.randn(8, 7, generator=torch.Generator().manual_seed(step))
+        for m, found, mine in ((plain, references, x), (model, optimizers, x[rank::world])):
+            for o in found:
+                o.zero_grad()
+            m(mine).square().mean().backward()
+            nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+            for o in found:
+                o.step()
+    weights = distance(accel.full_state_dict(model), plain.state_dict())
+    momenta = models.distance(accel.full_state_dict(optimizers[0]), references[0].state_dict())
+    accel.teardown(model)
+    return weights, momenta, torch.optim._muon._zeropower_via_newtonschulz is original  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_muon_orthogonalises_whole_matrices(world: int, tmp_path: Path) -> None:
+    for weights, momenta, undone in run(world, muon, str(tmp_path)):
+        assert weights <= 1e-5
+        assert momenta <= 1e-5
+        assert undone

@@ -1,0 +1,213 @@
+"""What cannot be sharded is refused, and so is what would see a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import accel
+from tests.distributed import refusals, run
+from tests.engines.fsdp.training import Block, Net, build, local_loss, train
+
+
+def refused(kind: str) -> None:
+    net, optimizer = build()
+    options: Any = accel.FSDP()
+    if kind in ("Adafactor", "LBFGS", "Rprop", "SparseAdam"):
+        optimizer = getattr(torch.optim, kind)(net.parameters())
+    elif kind == "kernels":
+        optimizer = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})(
+            net.parameters()
+        )
+    elif kind == "Adagrad":
+        optimizer = torch.optim.Adagrad(net.parameters(), fused=True)
+    elif kind == "hook":
+        net.embed.weight.register_hook(lambda g: g)
+    elif kind == "dtype":
+        net.blocks[1].up.bfloat16()
+    elif kind == "container":
+        options = accel.FSDP(wrap=(nn.ModuleList,))
+    elif kind == "no forward":
+        accel.setup(nn.ModuleDict({"net": net}), optimizer, backend=options)
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    try:
+        accel.setup(net, optimizer, backend=options)
+    finally:
+        assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+        assert type(net) is Net
+        assert all(type(p) is nn.Parameter for g in optimizer.param_groups for p in g["params"])
+        optimizer.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("Adafactor", "OptimizerError", "Adafactor cannot train sharded parameters"),
+        ("LBFGS", "OptimizerError", "LBFGS cannot train sharded parameters"),
+        ("Rprop", "OptimizerError", "Rprop cannot train sharded parameters"),
+        ("SparseAdam", "OptimizerError", "SparseAdam cannot train sharded parameters"),
+        ("kernels", "OptimizerError", "AdamW8bit cannot train sharded parameters"),
+        ("Adagrad", "OptimizerError", "Adagrad(fused=True) cannot train sharded parameters"),
+        ("hook", "BackendError", "embed.weight has gradient hooks"),
+        ("dtype", "BackendError", "blocks.1.norm.weight (float32), blocks.1.up.weight (bfloat16)"),
+        ("container", "BackendError", "blocks, which has no forward"),
+        ("no forward", "BackendError", "a ModuleDict has no forward"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_and_left_as_it_was(kind: str, error: str, text: str) -> None:
+    for message in refusals(2, refused, kind, error=error):
+        assert text in message
+
+
+def test_options_are_checked() -> None:
+    for wrong in ({"wrap": "Block"}, {"wrap": Block}, {"param_dtype": torch.float16}, {"reduce_dtype": torch.int8}):
+        with pytest.raises(accel.BackendError, match=next(iter(wrong))):
+            accel.FSDP(**wrong)
+
+
+def old_objects() -> None:
+    net, raw = build()
+    old = list(net.parameters())
+    model, handle, _ = accel.setup(net, raw, backend="fsdp")
+    local_loss(model, 0).backward()
+    grads = [p.grad for p in model.parameters()]
+    assert all(p.grad is g for p, g in zip(old, grads, strict=True))
+    assert [tuple(p.shape) for p in old] == [tuple(p.shape) for p in model.parameters()]
+    norm = nn.utils.clip_grad_norm_([p for p in old if p.dim()], 1e-3).full_tensor()
+    assert norm > 1e-3
+    assert nn.utils.get_total_norm([p.grad for p in model.parameters() if p.dim()]).full_tensor() < 1.01e-3
+    for use in (lambda p: p + 1, torch.sum, lambda p: torch._foreach_add([p], 1), lambda p: F.linear(torch.ones(1), p)):
+        with pytest.raises(accel.BackendError, match="taken from the module before accel.setup"):
+            use(old[1])
+    stranger = torch.optim.SGD(old, lr=0.1)
+    with pytest.raises(accel.BackendError, match="taken from the module before accel.setup"):
+        stranger.step()
+    old[2].requires_grad_(False)
+    assert not list(model.parameters())[2].requires_grad
+    old[2].requires_grad = True
+    assert list(model.parameters())[2].requires_grad
+    # Between a forward and its backward the module has gathered parameters.
+    handle.zero_grad()
+    loss = local_loss(model, 1)
+    gathered = net.embed.weight
+    gathered.requires_grad_(False)
+    loss.backward()
+    assert not net.embed.weight.requires_grad
+    before = accel.full_state_dict(model)["embed.weight"]
+    handle.zero_grad()
+    train(model, handle, range(2, 4))
+    assert torch.equal(accel.full_state_dict(model)["embed.weight"], before)
+
+
+def test_parameter_objects_that_were_replaced_work_or_raise() -> None:
+    run(2, old_objects)
+
+
+def numbers() -> None:
+    """DTensor alone would give the number of this rank's part: float(weight.norm()) and the like."""
+    from torch.distributed.tensor import DTensor
+
+    torch.manual_seed(0)
+    raw = nn.Linear(6, 6)
+    whole = raw.weight.detach().clone()
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    before = dict(handlers)
+    model, _, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend="fsdp")
+    model(torch.ones(2, 6)).sum().backward()
+    for tensor in (model.weight, model.weight.grad):
+        for read in (
+            lambda t: t.norm().item(),
+            lambda t: float(t.sum().detach()),
+            lambda t: t.abs().max().item(),
+        ):
+            with pytest.raises(accel.BackendError, match="full_tensor"):
+                read(tensor)
+        any_nan = tensor.isnan().any()
+        if any_nan.placements[0].is_replicate():  # torch 2.14 reduces it by itself
+            assert not bool(any_nan)
+        else:
+            with pytest.raises(accel.BackendError, match="full_tensor"):
+                bool(any_nan)
+    assert torch.equal(model.weight.detach().full_tensor(), whole)
+    assert abs(model.weight.detach().norm().full_tensor().item() - float(whole.norm())) < 1e-6
+    assert abs(float(model.weight.detach().full_tensor()[-1, -1]) - float(whole[-1, -1])) < 1e-6
+    accel.teardown(model)
+    assert dict(handlers) == before
+
+
+def test_a_number_of_a_part_is_refused() -> None:
+    run(2, numbers)
+
+
+def cuts() -> None:
+    """Along the divided dimension an index, a slice and the like are copies, to which DTensor alone lets writes go."""
+    torch.manual_seed(0)
+    raw = nn.Linear(6, 7)
+    model, _, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend="fsdp")
+    model(torch.ones(2, 6)).sum().backward()
+    whole = accel.full_state_dict(model)
+    weight = model.weight
+
+    def assign() -> None:
+        with torch.no_grad():
+            weight[0] = 3.0
+
+    writes: list[Callable[[], Any]] = [
+        assign,
+        lambda: weight.data[1].zero_(),
+        lambda: weight.data[-2:, :3].mul_(0.5),
+        lambda: weight.detach().narrow(0, 1, 3).fill_(1.0),
+        lambda: weight.data.chunk(2)[0].zero_(),
+        lambda: weight.data.split([3, 4])[1].zero_(),
+        lambda: weight.data.diagonal().zero_(),
+        lambda: weight.grad[0].zero_(),
+    ]
+    for write in writes:
+        with pytest.raises(accel.BackendError, match="copy, so that writes to it are lost"):
+            write()
+    # One rank alone would wait for the others, or end in gloo.
+    if accel.is_main():
+        with pytest.raises(accel.BackendError, match="full_tensor"):
+            print(weight.data[0])
+    # What is no copy can be written to: columns, and all rows.
+    weight.data[:, 2].zero_()
+    weight.data[:].mul_(0.5)
+    whole["weight"][:, 2] = 0
+    assert torch.equal(accel.full_state_dict(model)["weight"], whole["weight"] * 0.5)
+    # Reading with a graph cannot lose a write.
+    assert torch.equal(weight[1].detach().full_tensor(), whole["weight"][1] * 0.5)
+
+
+def test_a_row_of_a_part_is_no_place_to_write() -> None:
+    run(2, cuts)
+
+
+def hooks_and_inputs() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    old = list(net.parameters())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, optimizer, _ = accel.setup(net, optimizer, backend="fsdp")
+    shards = list(model.parameters())
+    hooks = [p.register_hook(lambda g: g * 0.5) for p in shards]
+    for inputs in (None, shards[2:], old[:1], shards[3], None):
+        optimizer.zero_grad()
+        model(torch.arange(8.0).view(2, 4)).square().mean().backward(inputs=inputs)
+        optimizer.step()
+    hooks[0].remove()
+    optimizer.zero_grad()
+    model(torch.arange(8.0).view(2, 4)).square().mean().backward(inputs=list(model.parameters()))
+    optimizer.step()
+    return {k: v.cpu() for k, v in accel.full_state_dict(model).items()}
+
+
+def test_tensor_hooks_and_backward_with_inputs() -> None:
+    (single,) = run(1, hooks_and_inputs)
+    for full in run(2, hooks_and_inputs):
+        for name, value in single.items():
+            torch.testing.assert_close(full[name], value)

@@ -1,0 +1,134 @@
+"""What the tests of fsdp train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import accel
+from accel.registry import registry
+from tests import models
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise ValueError("this block fails")
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Repeated blocks, a tied head, a scalar, a buffer that changes."""
+
+    def __init__(self, width: int = WIDTH, blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(width, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        if self.training:
+            self.seen += tokens.float().mean()
+        return self.head(x) * self.scale
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The global batch as (world, 8)."""
+    generator = torch.Generator().manual_seed(step)
+    size = (accel.world_size(), 8)
+    return torch.randint(0, 10, size, generator=generator), torch.randint(0, 10, size, generator=generator)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
+}
+
+
+def build(seed: int = 7, optimizer: str = "adamw") -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    net = Net()
+    first = list(net.blocks[0].parameters())
+    rest = [p for p in net.parameters() if all(p is not q for q in first)]
+    return net, OPTIMIZERS[optimizer]([{"params": first, "lr": 0.02}, {"params": rest}])
+
+
+def local_loss(model: Any, step: int) -> torch.Tensor:
+    x, y = batch(step)
+    return F.cross_entropy(model(x[accel.rank()]), y[accel.rank()])
+
+
+def mean_loss(model: Any, step: int) -> torch.Tensor:
+    x, y = batch(step)
+    return sum((F.cross_entropy(model(a), b) for a, b in zip(x, y, strict=True)), torch.zeros(())) / len(x)
+
+
+def train(model: Any, optimizer: Any, steps: range, loss: Callable[[Any, int], torch.Tensor] = local_loss) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss(model, step).backward()
+        optimizer.step()
+
+
+def distance(state: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest difference between two model state dicts; what counts batches differs by how they are seen."""
+    assert list(state) == list(other)
+    return models.distance(*({k: v for k, v in each.items() if k != "seen"} for each in (state, other)))
+
+
+def start(options: Any = None, optimizer: str = "adamw", **kwargs: Any) -> tuple[Any, Any, Net, torch.optim.Optimizer]:
+    net, raw = build(optimizer=optimizer)
+    model, handle, _ = accel.setup(net, raw, backend=options or "fsdp", **kwargs)
+    return model, handle, net, raw
+
+
+def shards() -> dict[str, Any]:
+    model, handle, _, raw = start()
+    train(model, handle, range(2))
+    engine = registry.of_handle(model)
+    whole = {n: v for n, v in accel.full_state_dict(model).items() if n != "head.weight"}
+    names = [n for n, _ in model.named_parameters()]
+    order = [engine.holdings.parameter_names[id(p)] for g in raw.param_groups for p in g["params"]]
+    for i, entries in accel.full_state_dict(handle)["state"].items():
+        whole |= {f"{order[i]}/{k}": v for k, v in entries.items() if k != "step"}
+    listed = engine.holdings.shards(None) + engine.holdings.shards(raw)
+    covered = {}
+    for s in listed:
+        assert s.shape == tuple(whole[s.name].shape)
+        assert torch.equal(whole[s.name].reshape(-1)[s.start : s.start + s.tensor.numel()], s.tensor.reshape(-1))
+        assert s.tensor.numel()
+        covered[s.name] = (s.start, s.tensor.numel())
+    assert engine.holdings.values(raw)["groups"][0]["params"] == [n for n in names if n.startswith("blocks.0.")]
+    # A fresh optimizer's slots, filled with another's shards, are that optimizer's state.
+    manifest = {n: (tuple(v.shape), v.dtype) for n, v in whole.items()}
+    before, values = accel.full_state_dict(handle), engine.holdings.values(raw)
+    contents = {s.name: s.tensor.clone() for s in engine.holdings.shards(raw)}
+    raw.state.clear()
+    for slot in engine.holdings.slots(raw, {n: m for n, m in manifest.items() if "/" in n}):
+        slot.tensor.copy_(contents[slot.name])
+    engine.holdings.fill(raw, values)
+    assert models.distance(accel.full_state_dict(handle), before) == 0.0
+    for slot in engine.holdings.slots(None, manifest):
+        slot.tensor.zero_()
+    engine.holdings.filled()
+    assert not any(bool(v.any()) for v in accel.full_state_dict(model).values())
+    return {n: (covered.get(n, (0, 0)), v.numel()) for n, v in whole.items()}

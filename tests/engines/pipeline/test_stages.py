@@ -1,0 +1,274 @@
+"""Which rank has what: stages, states, data, balance and memory."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel
+from accel.engines.pipeline.stages import balanced
+from accel.registry import registry
+from tests.distributed import run
+from tests.engines.pipeline.training import apart, batch, net, one_step
+from tests.models import adamw, sgd
+
+# -- what lies where --------------------------------------------------------------------------------------------------
+
+
+def bytes_of(module: nn.Module) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in module.parameters()}
+    return sum(storages.values())
+
+
+def refused_parts(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
+    for holders, error in ((models, accel.BackendError), (optimizers, accel.OptimizerError)):
+        for holder in holders:
+            with pytest.raises(error, match="full_state_dict"):
+                holder.state_dict()
+    elsewhere = models[1][-1] if accel.rank() == 0 else models[1][0]
+    for refused in (*models, elsewhere):
+        with pytest.raises(accel.AccelError, match="holds only its own part|cannot be pickled"):
+            pickle.dumps(refused)
+        with pytest.raises(accel.BackendError, match="holds only its own part"):
+            copy.deepcopy(refused)
+
+
+def where_things_lie() -> int:
+    raw, plain = net(), net()
+    whole = bytes_of(raw)
+    own_optimizer = adamw(raw)
+    model, optimizer, _ = accel.setup(raw, own_optimizer, backend="pipeline")
+    reference = adamw(plain)
+    for step in range(2):
+        one_step(model, optimizer, step)
+        one_step(plain, reference, step)
+    part = bytes_of(raw)
+    assert part < 0.8 * whole
+    assert 0 < len(own_optimizer.state) < len(list(raw.parameters()))
+    assert [tuple(p.shape) for p in raw.parameters()] == [tuple(p.shape) for p in plain.parameters()]
+    refused_parts((model, raw), (optimizer, own_optimizer))
+    with pytest.raises(accel.BackendError, match="lies on rank"):
+        raw(batch(0)[0])
+    full, state = accel.full_state_dict(model), accel.full_state_dict(optimizer)
+    assert list(full) == list(plain.state_dict())
+    assert full._metadata == plain.state_dict()._metadata  # type: ignore[attr-defined]
+    torch.testing.assert_close(full, plain.state_dict())
+    torch.testing.assert_close(state["state"], reference.state_dict()["state"])
+    assert state["param_groups"] == reference.state_dict()["param_groups"]
+    # Another model takes it, and goes on as the first one would.
+    other = net(nn.LayerNorm(16))
+    for p in other.parameters():
+        p.data.zero_()
+    second, second_optimizer, _ = accel.setup(other, adamw(other), backend=accel.Pipeline(balance="time"))
+    one_step(second, second_optimizer, 5)
+    second.load_state_dict(full)
+    second_optimizer.load_state_dict(state)
+    assert bytes_of(other) < whole
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        second.load_state_dict({**full, "0.weight": torch.zeros(1, 1), "5.bias": torch.zeros(9)})
+    second.load_state_dict(full)
+    one_step(second, second_optimizer, 2)
+    one_step(plain, reference, 2)
+    assert apart(accel.teardown(second), plain) < 1e-5  # type: ignore[arg-type]
+    accel.teardown(model)
+    assert bytes_of(raw) == whole
+    assert len(own_optimizer.state) == len(list(raw.parameters()))
+    raw(batch(0)[0])
+    raw.state_dict()
+    return part
+
+
+def test_each_rank_holds_its_stage_and_full_states_come_together() -> None:
+    parts = run(2, where_things_lie)
+    assert sum(parts) < 1.1 * bytes_of(net())
+
+
+def shards_and_slots() -> dict[str, list[tuple[int, int]]]:
+    raw = net(nn.BatchNorm1d(16))
+    own = adamw(raw)
+    model, optimizer, _ = accel.setup(raw, own, backend="pipeline")
+    one_step(model, optimizer, 0)
+    engine = registry.of_handle(model)
+    listed = {
+        s.name: [(s.start, s.tensor.numel())] for s in (*engine.holdings.shards(None), *engine.holdings.shards(own))
+    }
+    values = engine.holdings.values(own)
+    manifest = {s.name: (s.shape, s.tensor.dtype) for s in engine.holdings.shards(own)}
+    others = accel.process.control.agree("the test", (manifest, values["state"]))  # type: ignore[attr-defined]
+    manifest = {name: kind for theirs, _ in others for name, kind in theirs.items()}
+    values["state"] = {name: state for _, theirs in others for name, state in theirs.items()}
+    before = {s.name: s.tensor.clone() for s in engine.holdings.shards(own)}
+    own.state.clear()
+    slots = engine.holdings.slots(own, manifest)
+    assert {s.name for s in slots} == set(before)
+    for slot in slots:
+        slot.tensor.copy_(before[slot.name])
+    engine.holdings.fill(own, values)
+    engine.holdings.filled()
+    assert all(engine.parts.owns(engine.holdings.parameter_names[id(p)]) for p in own.state)  # type: ignore[attr-defined]
+    one_step(model, optimizer, 1)
+    accel.teardown(model)
+    plain = net(nn.BatchNorm1d(16))
+    reference = adamw(plain)
+    for step in range(2):
+        one_step(plain, reference, step)
+    assert apart(raw, plain) < 1e-5
+    return listed
+
+
+def test_shards_of_all_ranks_are_the_whole_state_once() -> None:
+    ranks = run(2, shards_and_slots)
+    assert not set(ranks[0]) & set(ranks[1])
+    plain = net(nn.BatchNorm1d(16))
+    optimizer = adamw(plain)
+    one_step(plain, optimizer, 0)
+    names = {**dict(plain.named_parameters())}
+    wanted = set(plain.state_dict()) | {f"{n}/{k}" for n in names for k in ("exp_avg", "exp_avg_sq")}
+    assert set(ranks[0]) | set(ranks[1]) == wanted
+
+
+def switch_backends() -> float:
+    raw, plain = net(), net()
+    own, reference = adamw(raw), adamw(plain)
+    for step, backend in enumerate(["pipeline", "ddp", accel.Pipeline(balance=[1, 5], chunks=3), "ddp"]):
+        model, optimizer, _ = accel.setup(raw, own, backend=backend)
+        for i in range(2):
+            one_step(model, optimizer, 2 * step + i)
+            one_step(plain, reference, 2 * step + i)
+        # A gradient that waits for its step goes along.
+        optimizer.zero_grad()
+        model(batch(50)[0]).square().mean().backward()
+        accel.teardown(model)
+        assert all(p.grad is not None for p in raw.parameters())
+    one_step(raw, own, 99)
+    one_step(plain, reference, 99)
+    return apart(raw, plain)
+
+
+def test_backends_can_be_switched() -> None:
+    assert max(run(2, switch_backends)) < 1e-5
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+def loaders() -> list[list[float]]:
+    data = TensorDataset(torch.arange(22.0).repeat(6, 1).T.contiguous(), torch.arange(22))
+    raw = net()
+    model, optimizer, loader = accel.setup(
+        raw, sgd(raw), DataLoader(data, batch_size=5, shuffle=True), backend="pipeline"
+    )
+    seen, gathered = [], []
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x / 22), y % 3).backward()
+        optimizer.step()
+        seen.append(y.tolist())
+        gathered += accel.gather_for_metrics({"y": y}, loader)["y"].tolist()
+        assert accel.gather_for_metrics(y).tolist() == y.tolist()
+        assert accel.gather_for_metrics(y.sum()).tolist() == [y.sum().item()]
+    assert len(loader) == 5
+    assert gathered == [n for part in seen for n in part]
+    assert sorted(gathered) == list(range(22))
+    return seen
+
+
+def test_every_rank_gets_the_whole_batch_and_metrics_count_it_once() -> None:
+    first, second = run(2, loaders)
+    assert first == second
+
+
+# -- balance and memory -----------------------------------------------------------------------------------------------
+
+
+def test_balance_makes_the_heaviest_stage_light() -> None:
+    assert balanced([1, 1, 1, 1], 2) == [2, 2]
+    assert balanced([9, 1, 1, 1], 2) == [1, 3]
+    assert balanced([0, 5, 0, 5, 0, 5], 3) == [2, 2, 2]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        weights = torch.randint(0, 9, (7,), generator=generator).tolist()
+        for count in (1, 2, 3, 7):
+            found = balanced(weights, count)
+            ends = [sum(found[:i]) for i in range(count + 1)]
+            heaviest = max(sum(weights[a:b]) for a, b in itertools.pairwise(ends))
+            ways = itertools.combinations(range(1, 7), count - 1)
+            best = min(max(sum(weights[a:b]) for a, b in itertools.pairwise((0, *way, 7))) for way in ways)
+            assert len(found) == count
+            assert min(found) > 0
+            assert heaviest == best
+
+
+class Slow(nn.Module):
+    """Takes long; counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import time
+
+        self.calls += 1
+        time.sleep(0.2)  # more than a busy machine adds to the others
+        return x
+
+
+def balance_by_time() -> tuple[int, float]:
+    torch.manual_seed(0)
+    raw = nn.Sequential(Slow(), nn.Linear(6, 300), nn.Linear(300, 6), nn.Linear(6, 3))
+    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=accel.Pipeline(balance="time"))
+    one_step(model, optimizer, 0)
+    engine = registry.of_handle(model)
+    number = len(engine._stages[0].names)  # type: ignore[attr-defined]
+    accel.teardown(model)
+    return number, float(raw[0].calls)  # type: ignore[arg-type]
+
+
+def test_balance_by_time_measures_without_a_trace() -> None:
+    assert run(2, balance_by_time) == [(1, 1.0), (3, 1.0)]
+
+
+def kept_bytes(**options: Any) -> int:
+    """What one forward keeps for its backward, beside the parameters."""
+    torch.manual_seed(0)
+    raw = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())))
+    model = accel.setup(raw, backend=accel.Pipeline(**options)).model
+    storages: dict[int, torch.Tensor] = {}
+    own = {p.data_ptr() for p in raw.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in own:
+            storages[tensor.data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
+    out.sum().backward()
+    assert all(p.grad is None or bool(p.grad.any()) for p in raw.parameters())
+    return sum(tensor.nbytes for tensor in storages.values())
+
+
+def memory() -> tuple[int, int, int]:
+    return (
+        kept_bytes(chunks=4, checkpoint="never"),
+        kept_bytes(chunks=4, checkpoint="except_last"),
+        kept_bytes(chunks=4, checkpoint="always"),
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_checkpointing_keeps_less(world: int) -> None:
+    for never, except_last, always in run(world, memory):
+        assert never >= 6 // world * 64 * 64 * 4
+        assert except_last <= 0.5 * never
+        assert always <= 64 * 64 * 4  # the batch itself

@@ -1,0 +1,184 @@
+"""Gradients that appear, vanish or lie in odd places."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import accel
+from accel.process import packing
+from tests.distributed import run
+from tests.engines.sharded.training import (
+    adamw,
+    data,
+    everywhere,
+    loss_of,
+    net,
+    sharded,
+    state_distance,
+)
+from tests.models import distance, equal_on_all_ranks
+
+
+class Branches(nn.Module):
+    """Parameters of several dtypes and layouts, used by some ranks only, by none, or without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.body = nn.Linear(4, 6)
+        self.heads = nn.ModuleList(nn.Linear(6, 2) for _ in range(4))
+        self.wide = nn.Parameter(torch.randn(6, dtype=torch.float64))
+        self.turning = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+        self.image = nn.Parameter(torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last))
+        self.turned = nn.Parameter(torch.randn(6, 5).t())
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.unused = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        h = self.body(x) * self.wide.float() * self.turning.abs()
+        h = h + 0.1 * self.image.flatten(1).mean() + 0.1 * (self.turned**2).mean() + self.empty.sum()
+        return self.heads[head](h)
+
+
+def branch_loss(model: Any, step: int, rank: int) -> torch.Tensor:
+    x = data(step, rank)
+    return F.mse_loss(model(x, (rank + step) % 3), x[:, :2])
+
+
+def two_optimizers(raw: Branches) -> list[torch.optim.Optimizer]:
+    body = [p for n, p in raw.named_parameters() if not n.startswith("heads") and n != "unused"]
+    return [adamw(body), torch.optim.SGD(raw.heads.parameters(), lr=0.05, momentum=0.9)]
+
+
+def branches(clip: bool, piece: int) -> list[float]:
+    """Each rank goes another way; in some steps one of them has no gradient at all, or one optimizer waits."""
+    rank, world = accel.rank(), accel.world_size()
+    before, packing._CPU_PIECE_BYTES = packing._CPU_PIECE_BYTES, piece
+    try:
+        raw, reference = Branches(), Branches()
+        optimizers, plain = two_optimizers(raw), two_optimizers(reference)
+        model, handles = sharded(raw, optimizers)
+        for step in range(9):
+            if step != 4:
+                for o in (*handles, *plain):
+                    o.zero_grad(set_to_none=step % 2 == 0)
+            idle = [0] if step == 5 else []
+            if rank not in idle:
+                branch_loss(model, step, rank).backward()
+            for other in set(range(world)).difference(idle):
+                (branch_loss(reference, step, other) / world).backward()
+            if clip:
+                norm = accel.clip_grad_norm_(model, 0.5)
+                expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+                assert float(norm) == pytest.approx(float(expected), rel=1e-5)
+            for k in range(2):
+                if (step, k) != (3, 1):
+                    handles[k].step()
+                    plain[k].step()
+        assert equal_on_all_ranks(raw)
+        accel.teardown(model)
+    finally:
+        packing._CPU_PIECE_BYTES = before
+    states = [state_distance(o.state_dict(), p.state_dict()) for o, p in zip(optimizers, plain, strict=True)]
+    return [distance(raw, reference), *states]
+
+
+@pytest.mark.parametrize(("world", "clip", "piece"), [(2, False, 4 << 20), (2, True, 64), (4, True, 4 << 20)])
+def test_rank_dependent_branches_dtypes_layouts_and_optimizers(world: int, clip: bool, piece: int) -> None:
+    for found in run(world, branches, clip, piece):
+        assert max(found) <= 1e-5
+
+
+def norms(kind: float) -> list[float]:
+    raw, reference = net(), net()
+    model, _ = sharded(raw, adamw(raw.parameters()))
+    loss_of(model, data(0, accel.rank())).backward()
+    loss_of(reference, everywhere(0)).backward()
+    pairs = [(accel.clip_grad_norm_(model, 1e9, kind), nn.utils.clip_grad_norm_(reference.parameters(), 1e9, kind))]
+    pairs.append((accel.clip_grad_norm_(model, 1e9, kind), pairs[0][1]))
+    return [float((a - b).abs() / b) for a, b in pairs]
+
+
+@pytest.mark.parametrize("kind", [1.0, 2.0, 3.5, float("inf")])
+def test_norms(kind: float) -> None:
+    for found in run(2, norms, kind):
+        assert max(found) <= 1e-5
+
+
+def buffers() -> bool:
+    raw = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    expected = copy.deepcopy(raw[1]).train()
+    model, handle = sharded(raw, adamw(raw.parameters()))
+    for step in range(3):
+        with torch.no_grad():
+            expected(raw[0](data(step, 0)))
+        (loss_of(raw, data(step, accel.rank())) if step == 1 else loss_of(model, data(step, accel.rank()))).backward()
+        handle.step()
+        assert equal_on_all_ranks(raw)
+    return torch.allclose(raw[1].running_mean, expected.running_mean, atol=1e-6)
+
+
+def test_buffers_are_those_of_rank_0_after_each_step() -> None:
+    assert run(2, buffers) == [True, True]
+
+
+class Global(torch.optim.Optimizer):
+    """Scales each gradient by the norm of all of them: no rank can do its part alone."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+            p.sub_(0.1 * p.grad / norm)
+
+
+def foreign_optimizer(split: bool) -> tuple[float, int]:
+    raw, reference = net(), net()
+    optimizer, plain = Global(raw.parameters()), Global(reference.parameters())
+    model, handle = sharded(raw, optimizer, split_any_optimizer=split)
+    for step in range(3):
+        for o, m, x in ((handle, model, data(step, accel.rank())), (plain, reference, everywhere(step))):
+            o.zero_grad()
+            loss_of(m, x).backward()
+            o.step()
+    assert equal_on_all_ranks(raw)
+    return distance(raw, reference), len(optimizer.state)
+
+
+def test_a_foreign_optimizer_steps_whole_unless_told_otherwise() -> None:
+    for found, entries in run(2, foreign_optimizer, False):
+        assert found <= 1e-5
+        assert entries == 10
+    found = run(2, foreign_optimizer, True)
+    assert sum(entries for _, entries in found) == 10
+    assert all(distance > 1e-3 for distance, _ in found)
+
+
+def one_gradient_for_all(size: int) -> list[float]:
+    # With the large one on one rank, the small ones come to another rank one after the other.
+    sizes = [3 * size, *[size] * (4 * accel.world_size() - 1)]
+    raw = nn.ParameterList([torch.zeros(n) for n in sizes])
+    model, handle = sharded(raw, torch.optim.SGD(raw.parameters(), lr=1.0))
+    gradient = torch.full((size,), accel.rank() + 1.0)
+    for parameter in raw.parameters():
+        parameter.grad = gradient if len(parameter) == size else torch.full_like(parameter, accel.rank() + 1.0)
+    handle.step()
+    return [float(p.mean()) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("size", [3, 700_000])  # in one exchange, and in several
+def test_a_gradient_under_several_parameters_is_averaged_once(size: int) -> None:
+    for world, mean in ((2, 1.5), (4, 2.5)):
+        for values in run(world, one_gradient_for_all, size):
+            assert values == [-mean] * (4 * world)

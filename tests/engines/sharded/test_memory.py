@@ -1,0 +1,124 @@
+"""sharded: what it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import accel
+from tests.distributed import live_tensors, run
+from tests.engines.sharded.training import adamw, data, everywhere, loss_of, net, sharded, state_distance
+from tests.models import distance
+
+
+def nbytes(tensors: Any) -> int:
+    return sum(t.nbytes for t in tensors)
+
+
+def bytes_after_a_step() -> float:
+    raw = net(64, 40)
+    optimizer = adamw(raw.parameters())
+    model, handle = sharded(raw, optimizer)
+    for step in range(2):
+        handle.zero_grad()
+        loss_of(model, data(step, accel.rank())).backward()
+        handle.step()
+    parameters = nbytes(raw.parameters())
+    gradients = nbytes(p.grad for p in raw.parameters() if p.grad is not None)
+    state = nbytes(v for entries in optimizer.state.values() for v in entries.values() if v.dim() > 0)
+    return (parameters + gradients + state) / parameters
+
+
+@pytest.mark.parametrize(("world", "expected"), [(2, 2.5), (4, 1.75)])
+def test_bytes_per_rank_are_those_of_theory(world: int, expected: float) -> None:
+    for found in run(world, bytes_after_a_step):
+        assert found == pytest.approx(expected, rel=0.02)
+
+
+def traffic() -> list[int]:
+    """Bytes sent in a step with everything trainable, then with all but the last layer frozen, and those of that layer."""
+    raw = net()
+    optimizer = adamw(raw.parameters())
+    model, handle = sharded(raw, optimizer)
+    sent = 0
+
+    def counting(original: Callable[..., Any], place: int) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal sent
+            sent += args[place].nbytes
+            return original(*args, **kwargs)
+
+        return call
+
+    found = []
+    originals = dist.all_to_all_single, dist.broadcast
+    dist.all_to_all_single, dist.broadcast = counting(originals[0], 1), counting(originals[1], 0)
+    try:
+        for frozen in (False, True):
+            for layer in raw[:-1]:
+                layer.requires_grad_(not frozen)
+            handle.zero_grad()
+            sent = 0
+            loss_of(model, data(0, accel.rank())).backward()
+            handle.step()
+            found.append(sent)
+    finally:
+        dist.all_to_all_single, dist.broadcast = originals
+    assert all(p.grad is None for layer in raw[:-1] for p in layer.parameters())
+    return [*found, nbytes(raw.parameters()), nbytes(raw[-1].parameters())]
+
+
+def test_frozen_parameters_are_not_sent() -> None:
+    everything, last, whole_bytes, last_bytes = map(sum, zip(*run(2, traffic), strict=True))
+    # Of both ranks together: each gradient goes to its owner, if it is elsewhere; each broadcast has a call on both.
+    assert everything == 1.5 * whole_bytes
+    assert last == 1.5 * last_bytes
+
+
+def frozen_from_the_start() -> tuple[int, int]:
+    raw = net()
+    raw[:-1].requires_grad_(False)
+    optimizer = adamw(raw.parameters())
+    model, handle = sharded(raw, optimizer)
+    loss_of(model, data(0, accel.rank())).backward()
+    handle.step()
+    mine = len(optimizer.state)
+    assert all(any(p is q for q in raw[-1].parameters()) for p in optimizer.state)
+    # Two tensors are trainable: one for each rank, however many frozen ones there are.
+    return mine, len(optimizer.param_groups[0]["params"])
+
+
+def test_frozen_parameters_have_no_state_and_do_not_upset_the_balance() -> None:
+    assert run(2, frozen_from_the_start) == [(1, 10), (1, 10)]
+
+
+def flips() -> tuple[float, int, int]:
+    raw, reference = net(), net()
+    optimizer, plain = adamw(raw.parameters()), adamw(reference.parameters())
+    model, handle = sharded(raw, optimizer)
+    sizes = []
+    for step in range(200):
+        if step % 2:
+            for m in (raw, reference):
+                for k, layer in enumerate(m):
+                    layer.requires_grad_((step // 2 + k) % 3 != 0)
+        for o, m, x in ((handle, model, data(step, accel.rank())), (plain, reference, everywhere(step))):
+            o.zero_grad(set_to_none=step % 5 != 0)
+            loss_of(m, x).backward()
+            o.step()
+        if step in (40, 190):
+            sizes.append(live_tensors())
+            sizes.append(len(raw[0].weight._backward_hooks or ()))
+    assert sizes[:2] == sizes[2:]
+    accel.teardown(model)
+    return distance(raw, reference), state_distance(optimizer.state_dict(), plain.state_dict()), len(optimizer.state)
+
+
+def test_a_hundred_flips() -> None:
+    for weights, state, entries in run(2, flips):
+        assert weights <= 1e-5
+        assert state <= 1e-5
+        assert entries == 10

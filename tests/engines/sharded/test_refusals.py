@@ -1,0 +1,163 @@
+"""What sharded refuses, on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel.registry import registry
+from tests.distributed import refusals, run
+from tests.engines.sharded.training import adamw, data, everywhere, loss_of, net, sharded
+from tests.models import distance, equal_on_all_ranks
+
+
+def refuse(case: str) -> None:
+    raw: Any = nn.Sequential(nn.Embedding(4, 2, sparse=True)) if case == "sparse" else net()
+    optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
+    model, handle = sharded(raw, optimizer)
+    x = torch.tensor([1]) if case == "sparse" else data(0, accel.rank())
+    before = copy.deepcopy(raw.state_dict())
+    try:
+        if case == "state of the handle":
+            handle.state_dict()
+        if case == "state of the raw optimizer":
+            optimizer.state_dict()
+        if case == "copy":
+            copy.deepcopy(optimizer)
+        if case == "pickle":
+            pickle.dumps(optimizer)
+        model(x).mean().backward()
+        if case == "scaler":
+            scaler = torch.amp.GradScaler("cpu")
+            scaler.scale(torch.zeros(()))
+            scaler.step(handle)
+        if case == "raw clip after accel's":
+            accel.clip_grad_norm_(model, 1.0)
+            nn.utils.clip_grad_norm_(raw.parameters(), 1.0)
+        if case == "norm":
+            accel.clip_grad_norm_(model, 1.0, 0.0)
+        if case == "join":
+            with accel.join(model):
+                pass
+        handle.step()
+    finally:
+        assert all(torch.equal(v, before[k]) for k, v in raw.state_dict().items())
+        raw.zero_grad()
+
+
+REFUSALS = {
+    "state of the handle": (accel.OptimizerError, "accel.full_state_dict"),
+    "state of the raw optimizer": (accel.OptimizerError, "accel.save"),
+    "copy": (accel.OptimizerError, "a copy or pickle would miss the rest"),
+    "pickle": (accel.OptimizerError, "a copy or pickle would miss the rest"),
+    "scaler": (accel.PrecisionError, "accel.backward"),
+    "sparse": (accel.BackendError, "sparse gradient of 0.weight"),
+    "raw clip after accel's": (accel.BackendError, "accel.clip_grad_norm_"),
+    "norm": (accel.AccelError, "norm_type"),
+    "join": (accel.BackendError, "uneven inputs"),
+}
+
+
+def refuse_all() -> int:
+    for case, (error, message) in REFUSALS.items():
+        with pytest.raises(error, match=message):
+            refuse(case)
+        accel.teardown()
+    return len(REFUSALS)
+
+
+def test_refusals_come_on_every_rank_before_anything_moves() -> None:
+    assert run(2, refuse_all) == [len(REFUSALS)] * 2
+
+
+def late_groups() -> None:
+    raw = net()
+    model, handle = sharded(raw, adamw(raw[0].parameters()))
+    if accel.rank() == 0:
+        handle.add_param_group({"params": list(raw[1:].parameters())})
+    loss_of(model, data(0, accel.rank())).backward()
+    handle.step()
+
+
+def test_a_group_added_on_one_rank_is_noticed() -> None:
+    for text in refusals(2, late_groups, error="RankMismatchError"):
+        assert "10 parameters" in text
+        assert "8 parameters in no optimizer" in text
+
+
+def clip_the_other_optimizers_part() -> float:
+    """Final gradients of one optimizer's parameters do not keep torch from clipping another's."""
+    raw, reference = net(), net()
+    for m, x in ((raw, data(0, accel.rank())), (reference, everywhere(0))):
+        optimizers = [adamw(m[0].parameters()), adamw(m[1:].parameters())]
+        model, handles = sharded(m, optimizers) if m is raw else (m, optimizers)
+        loss_of(model, x).backward()
+        handles[0].step()
+        nn.utils.clip_grad_norm_(m[1:].parameters(), 0.01)
+        handles[1].step()
+    return distance(raw, reference)
+
+
+def test_torch_clips_what_was_not_stepped() -> None:
+    assert max(run(2, clip_the_other_optimizers_part)) <= 1e-5
+
+
+def overflow() -> tuple[float, list[float], int]:
+    raw = net()
+    optimizer = adamw(raw.parameters())
+    handles = accel.setup(raw, optimizer, backend="sharded", precision="16-mixed")
+    scales = [registry.loss_scale.value]
+    before = copy.deepcopy(raw)
+    accel.backward(loss_of(handles.model, data(0, accel.rank())))
+    if accel.rank() == 1:
+        raw[0].weight.grad[0, 0] = float("inf")
+    handles.optimizers.step()
+    moved = distance(raw, before)
+    scales.append(registry.loss_scale.value)
+    states = len(optimizer.state)
+    handles.optimizers.zero_grad()
+    accel.backward(loss_of(handles.model, data(1, accel.rank())))
+    handles.optimizers.step()
+    assert distance(raw, before) > 0
+    assert equal_on_all_ranks(raw)
+    return moved, scales, states
+
+
+def test_an_overflow_anywhere_skips_the_step_everywhere() -> None:
+    assert run(2, overflow) == [(0.0, [65536.0, 32768.0], 0)] * 2
+
+
+class Fails(torch.optim.SGD):
+    """Raises after its parameters were changed, on one rank, once."""
+
+    fail = True
+
+    def step(self, closure: Any = None) -> Any:
+        out = super().step(closure)
+        if self.fail and accel.rank() == 1:
+            self.fail = False
+            raise RuntimeError("on purpose")
+        return out
+
+
+def half_a_step() -> bool:
+    raw = net()
+    model, handle = sharded(raw, Fails(raw.parameters(), lr=0.1), split_any_optimizer=True)
+    for step in range(3):
+        handle.zero_grad()
+        loss_of(model, data(step, accel.rank())).backward()
+        fails = step == 0 and accel.rank() == 1
+        with pytest.raises(RuntimeError, match="on purpose") if fails else contextlib.nullcontext():
+            handle.step()
+    return equal_on_all_ranks(raw)
+
+
+def test_a_step_that_raises_half_way_leaves_the_ranks_equal() -> None:
+    assert run(2, half_a_step) == [True, True]

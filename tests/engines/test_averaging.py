@@ -1,0 +1,227 @@
+"""Engines that average gradients at the step: what Horovod and XLA share, over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import accel
+from accel.engines import ENGINES
+from accel.engines._averaging import AveragingEngine, AveragingOptions
+from tests.distributed import refusals, run
+from tests.engines.matrix import cells_of, check_cells
+
+
+@final
+class GlooEngine(AveragingEngine):
+    name = "deferred"
+    options_type = AveragingOptions
+
+    def add(self, flat: torch.Tensor) -> None:
+        dist.all_reduce(flat, group=self.process.group)
+
+
+@contextmanager
+def known() -> Iterator[None]:
+    ENGINES["deferred"] = GlooEngine
+    try:
+        yield
+    finally:
+        accel.teardown()
+        del ENGINES["deferred"]
+
+
+def matrix() -> list[str]:
+    with known():
+        return check_cells([c for c in cells_of("deferred") if c.optimizer == "adamw" and (c.clip or c.freeze)])
+
+
+def test_parity() -> None:
+    for failures in run(2, matrix, timeout=240):
+        assert not failures, "\n".join(failures)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.unused = nn.Linear(3, 1), nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return self.left(x) if left else self.right(x)
+
+
+def branches_by_rank() -> dict[str, Any]:
+    torch.manual_seed(0)
+    raw = Branches()
+    before = {n: p.detach().clone() for n, p in raw.named_parameters()}
+    with known():
+        model, optimizer, _ = accel.setup(
+            raw, torch.optim.AdamW(raw.parameters(), weight_decay=0.1), backend="deferred"
+        )
+        model(torch.ones(2, 3), accel.rank() == 0).sum().backward()
+        assert (model.left.weight.grad is None) == (accel.rank() == 1)
+        optimizer.step()
+        gradients = [None if p.grad is None else p.grad.tolist() for p in raw.parameters()]
+        moved = [n for n, p in raw.named_parameters() if not torch.equal(p, before[n])]
+        return {"gradients": gradients, "moved": moved, "weights": [p.tolist() for p in raw.parameters()]}
+
+
+def test_a_rank_without_a_gradient_counts_as_zero_and_what_no_rank_used_does_not_move() -> None:
+    first, second = run(2, branches_by_rank)
+    assert first == second
+    assert first["gradients"] == [[[1.0] * 3], [1.0], [[1.0] * 3], [1.0], None, None]
+    assert first["moved"] == ["left.weight", "left.bias", "right.weight", "right.bias"]
+
+
+def one_rank_has_nothing() -> list[Any]:
+    torch.manual_seed(0)
+    raw = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(raw.weight)
+    with known():
+        model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 1.0), backend="deferred")
+        start = raw.weight.detach().clone()
+        out = model(torch.ones(1, 2))
+        if accel.rank() == 1:
+            out.sum().backward()
+        optimizer.step()
+        return (start - raw.weight.detach()).tolist()
+
+
+def test_a_rank_without_a_backward_takes_part() -> None:
+    assert run(2, one_rank_has_nothing) == [[[0.5, 0.5]]] * 2
+
+
+def freeze_while_gradients_wait() -> tuple[list[Any], list[Any]]:
+    def train(step: Any, model: nn.Module, optimizer: Any) -> list[Any]:
+        first, second = list(model.parameters())
+        for freeze in (False, True, False):
+            step(model, 0)
+            second.requires_grad_(not freeze)
+            step(model, 1)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [first.tolist(), second.tolist()]
+
+    def data(rank: int, micro: int) -> torch.Tensor:
+        return torch.full((2, 3), float(1 + rank + 2 * micro))
+
+    def in_one_process(model: nn.Module, micro: int) -> None:
+        (sum(model(data(r, micro)).square().mean() for r in range(2)) / 2).backward()
+
+    def on_ranks(model: nn.Module, micro: int) -> None:
+        model(data(accel.rank(), micro)).square().mean().backward()
+
+    torch.manual_seed(1)
+    raw, alone = nn.Linear(3, 2), nn.Linear(3, 2)
+    alone.load_state_dict(raw.state_dict())
+    expected = train(in_one_process, alone, torch.optim.SGD(alone.parameters(), 0.01, 0.9))
+    with known():
+        model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 0.01, 0.9), backend="deferred")
+        return train(on_ranks, model, optimizer), expected
+
+
+def test_freezing_loses_no_gradient_that_waits() -> None:
+    for found, expected in run(2, freeze_while_gradients_wait):
+        torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(expected[0]), rtol=0, atol=1e-6)
+        torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(expected[1]), rtol=0, atol=1e-6)
+
+
+def around_the_handle() -> tuple[list[Any], list[Any], float, float]:
+    torch.manual_seed(2)
+    raw = nn.Linear(3, 1)
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 0.1), backend="deferred")
+    x = torch.full((1, 3), 1.0 + accel.rank())
+    a, b = model(x).sum(), model(2 * x).sum()
+    a.backward()
+    b.backward(retain_graph=True)
+    b.backward()
+    raw(x).sum().backward()
+    local = raw.weight.grad.clone()
+    clipped = float(nn.utils.clip_grad_norm_(raw.parameters(), 1.0))
+    reduced = raw.weight.grad.clone()
+    optimizer.step()
+    return local.tolist(), reduced.tolist(), clipped, float(accel.clip_grad_norm_(model, 1e9))
+
+
+def known_around_the_handle() -> Any:
+    with known():
+        return around_the_handle()
+
+
+def test_every_way_to_accumulate_and_plain_clipping() -> None:
+    found = run(2, known_around_the_handle)
+    norm = (3 * 9.0**2 + 4.0**2) ** 0.5
+    for rank, (local, reduced, clipped, after) in enumerate(found):
+        assert local == [[6.0 * (1 + rank)] * 3]
+        assert abs(clipped - norm) < 1e-4
+        assert abs(reduced[0][0] - 9.0 / norm) < 1e-5
+        assert abs(after - 1.0) < 1e-5
+
+
+def assigned_by_hand() -> list[float]:
+    raw = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(raw.weight)
+    with known():
+        _, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 1.0), backend="deferred")
+        for _ in range(2):
+            raw.weight.grad = torch.full((1, 2), -2.0 * accel.rank())
+            optimizer.step()
+        return raw.weight.flatten().tolist()
+
+
+def test_gradients_assigned_by_hand_are_averaged() -> None:
+    assert run(2, assigned_by_hand) == [[2.0, 2.0]] * 2
+
+
+def buffers() -> tuple[float, float]:
+    raw = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with known():
+        model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 0.1), backend="deferred")
+        model(torch.randn(8, 2) + 10 * accel.rank()).square().mean().backward()
+        own = float(raw[1].running_mean.sum())
+        optimizer.step()
+        return own, float(raw[1].running_mean.sum())
+
+
+def test_buffers_are_those_of_rank_0_after_a_step() -> None:
+    (first, same), (second, taken) = run(2, buffers)
+    assert first == same == taken != second
+
+
+def sparse() -> None:
+    raw = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    with known():
+        model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 0.1), backend="deferred")
+        if accel.rank() == 0:
+            model(torch.tensor([1])).sum().backward()
+        optimizer.step()
+
+
+def test_sparse_gradients_are_refused_on_every_rank() -> None:
+    for message in refusals(2, sparse, error="BackendError"):
+        assert "sparse gradients of 0.weight" in message
+
+
+def forward_between_two_steps() -> None:
+    raw = nn.Linear(2, 1)
+    optimizers = [torch.optim.SGD([p], 0.1) for p in raw.parameters()]
+    ENGINES["deferred"] = GlooEngine
+    model, (first, second), _ = accel.setup(raw, optimizers, backend="deferred")
+    for _ in range(2):
+        F.mse_loss(model(torch.ones(1, 2)), torch.ones(1, 1)).backward()
+        first.step()
+        if accel.rank() == 0:
+            model(torch.ones(1, 2))
+        second.step()
+
+
+def test_reductions_that_do_not_belong_together_are_an_error_on_every_rank() -> None:
+    for message in refusals(2, forward_between_two_steps, error="RankMismatchError", breaks=True):
+        assert "(Linear #0, step 2)" in message
+        assert "(Linear #0, step 3)" in message

@@ -1,0 +1,380 @@
+"""Every way in which a reduction of ``ddp`` can go wrong: parameters unused, missing, frozen, exchanged, left waiting."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from tests.distributed import outcomes, refusals, run
+from tests.engines.test_ddp import data, net
+from tests.models import equal_on_all_ranks
+
+# -- unused, missing, frozen ------------------------------------------------------------------------------------------
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.body, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, side: str) -> torch.Tensor:
+        features = self.body(x)
+        both = self.left(features) + self.right(features)
+        return {"left": self.left(features), "right": self.right(features), "both": both}[side]
+
+
+def missing(sides: list[str]) -> str:
+    raw = TwoHeads()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    before = copy.deepcopy(raw.state_dict())
+    model(data(0, 0), sides[accel.rank()]).mean().backward()
+    try:
+        optimizer.step()
+    except accel.AccelError as error:
+        assert all(torch.equal(v, before[k]) for k, v in raw.state_dict().items())
+        return f"{type(error).__name__}: {error}"
+    return "stepped"
+
+
+def missing_soon() -> str:
+    accel.init(timeout=5)
+    return missing(["left", "both"])
+
+
+def test_missing_gradients_are_named_before_anything_moves() -> None:
+    for message in run(2, missing, ["left", "left"]):
+        assert message.startswith("BackendError")
+        assert "right.weight" in message
+        assert "find_unused_parameters" in message
+
+
+def test_rank_dependent_missing_gradients_end_every_rank() -> None:
+    first, second = outcomes(2, missing_soon, breaks=True)
+    assert first.value.startswith("RankMismatchError")
+    assert "AccelError" in second.error or "RuntimeError" in second.error
+
+
+def unused_allowed() -> None:
+    raw = TwoHeads()
+    reference = copy.deepcopy(raw)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, _ = accel.setup(
+        raw, torch.optim.SGD(raw.parameters(), lr=0.1, momentum=0.9), backend=accel.DDP(find_unused_parameters=True)
+    )
+    world, rank = accel.world_size(), accel.rank()
+    for step in range(8):
+        sides = [("left", "right", "both")[(step + r * (step % 2)) % 3] for r in range(world)]
+        plain.zero_grad()
+        (sum(reference(data(step, r), sides[r]).square().mean() for r in range(world)) / world).backward()
+        plain.step()
+        optimizer.zero_grad()
+        model(data(step, rank), sides[rank]).square().mean().backward()
+        optimizer.step()
+    for p, q in zip(raw.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-6)
+
+
+def test_find_unused_parameters_with_other_branches_on_other_ranks() -> None:
+    run(2, unused_allowed)
+
+
+def frozen_between() -> None:
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters(), lr=0.1))
+    before = copy.deepcopy(raw.state_dict())
+    loss = model(data(0, accel.rank())).mean()
+    raw[0].weight.requires_grad_(False)
+    loss.backward()
+    with pytest.raises(accel.BackendError, match=r"0\.weight.*before the forward"):
+        optimizer.step()
+    assert all(torch.equal(v, before[k]) for k, v in raw.state_dict().items())
+
+
+def test_freezing_between_forward_and_backward_is_refused() -> None:
+    run(2, frozen_between)
+
+
+def freeze_on_one_rank() -> str:
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    if accel.rank() == 0:
+        raw[0].weight.requires_grad_(False)
+    before = copy.deepcopy(raw.state_dict())
+    try:
+        model(data(0, 0)).mean().backward()
+        optimizer.step()
+    finally:
+        assert all(torch.equal(v, before[k]) for k, v in raw.state_dict().items())
+    return "stepped"
+
+
+def test_a_mask_that_differs_ends_every_rank_and_none_steps() -> None:
+    first, second = outcomes(2, short_timeouts, "freeze_on_one_rank", breaks=True)
+    assert "RankMismatchError" in first.error
+    assert second.error
+    assert "AssertionError" not in second.error
+    assert max(first.seconds, second.seconds) < 50  # the group's own timeout is 60 s
+
+
+def freeze_differently() -> None:
+    raw = net()
+    model = accel.setup(raw).model
+    raw[accel.rank() * 3].weight.requires_grad_(False)  # type: ignore[union-attr]
+    model(data(0, 0))
+
+
+def test_masks_that_change_differently_are_named() -> None:
+    for message in refusals(2, freeze_differently, error="RankMismatchError", breaks=True):
+        assert "0.weight" in message
+        assert "[1]" in message
+
+
+def pending_at_refresh() -> None:
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    with accel.no_sync(model):
+        model(data(0, accel.rank())).mean().backward()
+        raw[0].weight.requires_grad_(False)
+        with pytest.raises(accel.BackendError, match="pending"):
+            model(data(1, accel.rank()))
+    raw[0].weight.requires_grad_(True)
+    optimizer.step()
+    assert equal_on_all_ranks(raw)
+    raw[0].weight.requires_grad_(False)
+    optimizer.zero_grad()
+    model(data(1, accel.rank())).mean().backward()
+    optimizer.step()
+    assert equal_on_all_ranks(raw)
+
+
+def test_refresh_with_pending_gradients_raises_and_loses_nothing() -> None:
+    run(2, pending_at_refresh)
+
+
+def manual_refresh() -> None:
+    raw, other = net(), net()
+    options = accel.DDP(auto_refresh=False)
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=options)
+    reference, ref_optimizer, _ = accel.setup(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    for step in range(6):
+        for m, o, r in ((model, optimizer, raw), (reference, ref_optimizer, other)):
+            r[0].requires_grad_(step % 3 == 0)
+            accel.refresh_trainable(m)
+            o.zero_grad()
+            m(data(step, accel.rank())).square().mean().backward()
+            o.step()
+    assert all(torch.equal(p, q) for p, q in zip(raw.parameters(), other.parameters(), strict=True))
+    # Forgotten calls: an unfrozen parameter is reduced all the same, a frozen one is missed by name.
+    raw[0].requires_grad_(True)
+    optimizer.zero_grad()
+    model(data(9, accel.rank())).square().mean().backward()
+    optimizer.step()
+    assert equal_on_all_ranks(raw)
+    raw[3].requires_grad_(False)
+    optimizer.zero_grad()
+    model(data(9, accel.rank())).square().mean().backward()
+    with pytest.raises(accel.BackendError, match=r"3\.weight .*refresh_trainable"):
+        optimizer.step()
+
+
+def test_manual_refresh() -> None:
+    run(2, manual_refresh)
+
+
+def all_frozen() -> None:
+    raw = net().requires_grad_(False)
+    model = accel.setup(raw).model
+    model(data(0, accel.rank()))
+    raw.requires_grad_(True)
+    optimizer = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1)).optimizers
+    model(data(0, accel.rank())).square().mean().backward()
+    optimizer.step()
+    assert equal_on_all_ranks(raw)
+    raw.requires_grad_(False)
+    x = data(0, accel.rank()).requires_grad_(True)
+    model(x).mean().backward()
+    assert x.grad is not None
+
+
+def test_all_parameters_frozen_and_back() -> None:
+    run(2, all_frozen)
+
+
+def hundred_flips() -> int:
+    import psutil
+
+    raw = nn.Sequential(*[nn.Linear(128, 128) for _ in range(12)])
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.01))
+    sizes = []
+    for step in range(100):
+        raw[step % 12].requires_grad_(step % 2 == 0)  # type: ignore[union-attr]
+        optimizer.zero_grad()
+        model(torch.randn(2, 128)).square().mean().backward()
+        optimizer.step()
+        sizes.append(psutil.Process().memory_info().rss)
+    assert equal_on_all_ranks(raw)
+    return sizes[-1] - sizes[20]
+
+
+def test_a_hundred_flips_leave_memory_flat() -> None:
+    assert max(run(2, hundred_flips)) < 4 << 20
+
+
+# -- uneven inputs ----------------------------------------------------------------------------------------------------
+
+
+def short_timeouts(name: str) -> Any:
+    accel.init(timeout=5)
+    return globals()[name]()
+
+
+# -- what changes under the engine ------------------------------------------------------------------------------------
+
+
+def other_dtype() -> None:
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    model.double()
+    model(data(0, accel.rank()).double()).mean().backward()
+    with pytest.raises(accel.BackendError, match="dtype"):
+        optimizer.step()
+
+
+def gradients_from_before() -> None:
+    raw = net()
+    raw(data(0, accel.rank())).square().mean().backward()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    optimizer.step()
+    assert equal_on_all_ranks(raw)
+    parameters = list(raw.parameters())
+    for step in range(3):
+        loss = raw(data(step, accel.rank())).square().mean()
+        for p, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            p.grad = g
+        optimizer.step()
+        assert equal_on_all_ranks(raw)
+
+
+def gradients_after_a_step() -> None:
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(data(0, accel.rank())).square().mean().backward()
+        optimizer.step()
+        before = [p.detach().clone() for p in raw.parameters()]
+        for p in raw.parameters():
+            p.grad = torch.full_like(p, 2.0 * accel.rank())
+        optimizer.step()
+        for p, old in zip(raw.parameters(), before, strict=True):
+            torch.testing.assert_close(p.detach(), old - 0.1)
+
+
+def closure_on_one_rank() -> None:
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(data(0, accel.rank())).square().mean()
+        loss.backward()
+        return loss if accel.rank() else None
+
+    with pytest.raises(accel.RankMismatchError, match="1 of 2"):
+        optimizer.step(closure)
+
+
+def scaler_with_local_gradients() -> None:
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu")
+    with accel.no_sync(model):
+        loss = model(data(0, accel.rank())).square().mean() * (float("inf") if accel.rank() == 0 else 1.0)
+        scaler.scale(loss).backward()
+    before = copy.deepcopy(raw.state_dict())
+    with pytest.raises(accel.PrecisionError, match="not reduced"):
+        scaler.step(optimizer)
+    assert all(torch.equal(v, before[k]) for k, v in raw.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [other_dtype, gradients_from_before, gradients_after_a_step, closure_on_one_rank, scaler_with_local_gradients],
+)
+def test_what_changes_under_the_engine(case: Any) -> None:
+    run(2, case)
+
+
+# -- a backward that leaves the reducer waiting -----------------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(4, 16), nn.Linear(16, 2), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        features = torch.tanh(self.trunk(x))
+        return self.left(features), self.right(features)
+
+
+def heads(option: dict[str, Any]) -> float:
+    """One backward for each head: the largest difference from one process; buckets of one parameter or of all."""
+    torch.manual_seed(0)
+    reference, ours = Heads(), Heads()
+    ours.load_state_dict(reference.state_dict())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (reference, ours)]
+    model, handle, _ = accel.setup(ours, optimizers[1], backend=accel.DDP(**option))
+    for step in range(5):
+        everything = torch.cat([data(step, rank) for rank in range(accel.world_size())])
+        for m, o, x in ((reference, optimizers[0], everything), (model, handle, data(step, accel.rank()))):
+            o.zero_grad()
+            left, right = m(x)
+            first, second = (left, right) if step % 2 else (right, left)
+            first.square().mean().backward(retain_graph=True)
+            second.square().mean().backward()
+            nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+            o.step()
+    assert equal_on_all_ranks(ours)
+    return max(
+        float((p - q).detach().abs().max()) for p, q in zip(reference.parameters(), ours.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("option", [{}, {"bucket_cap_mb": 0.0001}, {"gradient_as_bucket_view": False}])
+def test_a_backward_for_each_head(option: dict[str, Any], world: int) -> None:
+    assert max(run(world, heads, option)) < 1e-5
+
+
+def test_a_compressed_backward_for_each_head() -> None:
+    assert max(run(2, heads, {"comm_hook": "bf16"})) < 0.05
+
+
+def a_head_without_its_backward() -> None:
+    torch.manual_seed(0)
+    raw = Heads()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend="ddp")
+    model(data(0, accel.rank()))[0].sum().backward(retain_graph=True)
+    torch.ones((), requires_grad=True).backward()  # another graph's
+    optimizer.step()
+
+
+def test_a_head_that_gets_no_gradient_is_named() -> None:
+    for message in refusals(2, a_head_without_its_backward, error="BackendError"):
+        assert "right.weight, right.bias" in message
+
+
+def two_backwards_of_a_static_graph() -> None:
+    heads({"static_graph": True})
+
+
+def test_two_backwards_of_a_static_graph_are_refused() -> None:
+    for message in refusals(2, two_backwards_of_a_static_graph, error="BackendError"):
+        assert "add the losses up" in message

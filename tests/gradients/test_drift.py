@@ -1,0 +1,595 @@
+"""What must be equal on the ranks is compared while training goes on; a difference raises on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel.engines import ENGINES
+from accel.engines.base.drift import digest, sums
+from accel.process import current
+from accel.process.control import agree
+from accel.registry import registry
+from tests.backends import need
+from tests.distributed import outcomes, run
+
+EVERY = 3
+DRIFT_AT = 4
+ZERO3 = ("deepspeed", {"stage": 3})
+DIVIDING: list[tuple[str, dict[str, Any]]] = [("sharded", {}), ("fsdp", {}), ("deepspeed", {"stage": 1})]
+WATCHED = [("ddp", {}), *DIVIDING, ZERO3]
+PIPELINE = ("pipeline", {"balance": (3, 2)})
+BACKENDS = [*WATCHED, ("deepspeed", {"stage": 0}), ("deepspeed", {"stage": 2}), PIPELINE]
+
+
+def options(backend: tuple[str, dict[str, Any]], every: int | None) -> Any:
+    name, rest = backend
+    return ENGINES[name].options_type(drift_check=every, **rest)
+
+
+def build(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
+
+
+def step(model: Any, optimizer: Any, number: int) -> None:
+    place = registry.of_handle(model).replica(current())[0]
+    generator = torch.Generator().manual_seed(2 * number + place)
+    optimizer.zero_grad()
+    model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+    optimizer.step()
+
+
+# -- drifts -----------------------------------------------------------------------------------------------------------
+
+
+def by_load(model: Any, optimizer: Any) -> None:
+    if accel.is_main():
+        model.load_state_dict(build(7).state_dict())
+
+
+def by_optimizer_state(model: Any, optimizer: Any) -> None:
+    state = accel.full_state_dict(optimizer)
+    if accel.is_main():
+        for entries in state["state"].values():
+            entries["exp_avg"].mul_(50)
+        optimizer.load_state_dict(state)
+
+
+def by_scheduler(model: Any, optimizer: Any) -> None:
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    for metric in (1.0, 2.0 * (1 - accel.rank())):
+        scheduler.step(metric)
+
+
+def by_data(model: Any, optimizer: Any) -> None:
+    if accel.rank() == 1:
+        model[2].weight.data.mul_(1.5)
+
+
+def by_setting_data(model: Any, optimizer: Any) -> None:
+    if accel.rank() == 1:
+        model[2].weight.data = model[2].weight.detach() * 1.5
+
+
+def by_group(model: Any, optimizer: Any) -> None:
+    if accel.rank() == 1:
+        optimizer.param_groups[0]["weight_decay"] = 0.25
+
+
+def drifting(backend: Any, drift: Callable[[Any, Any], None], every: int | None, at: int) -> tuple[int, str]:
+    """After how many steps from the drift on it is found, and what is said; the ranks go on together after that."""
+    raw = build()
+    model, optimizer, _ = accel.setup(
+        raw, torch.optim.AdamW(raw.parameters(), lr=1e-3), backend=options(backend, every)
+    )
+    for number in range(at):
+        step(model, optimizer, number)
+    drift(model, optimizer)
+    for number in range(at, at + 20):
+        try:
+            step(model, optimizer, number)
+        except accel.RankMismatchError as error:
+            accel.teardown(model)
+            return number - at + 1, str(error)
+    return 0, ""
+
+
+def all_drifts(backend: Any, drifts: list[Any], starts: range) -> list[list[tuple[int, str]]]:
+    return [[drifting(backend, drift, EVERY, at) for at in starts] for drift in drifts]
+
+
+def found(backend: Any, drifts: list[Any], starts: range = range(DRIFT_AT, DRIFT_AT + 1)) -> list[str]:
+    """What is said of each drift, which every rank finds at the same step, in time."""
+    need(backend[0], 2)
+    ours, theirs = run(2, all_drifts, backend, drifts, starts)
+    assert ours == theirs
+    assert all(0 < steps <= 2 * EVERY for results in ours for steps, _ in results), ours
+    return [results[0][1] for results in ours]
+
+
+@pytest.mark.parametrize("backend", WATCHED, ids=str)
+def test_values_of_groups_that_differ_are_found_and_named(backend: Any) -> None:
+    scheduler, group = found(backend, [by_scheduler, by_group])
+    assert "lr of group 0 of AdamW: 0.0005 on ranks [0]; 0.001 on ranks [1]" in scheduler
+    assert "weight_decay of group 0 of AdamW: 0.01 on ranks [0]; 0.25 on ranks [1]" in group
+    assert "by step 7, at step 4 they were equal" in group
+
+
+@pytest.mark.parametrize("backend", [("ddp", {}), *DIVIDING, ("deepspeed", {"stage": 2})], ids=str)
+def test_weights_that_one_rank_changes_are_found_and_named(backend: Any) -> None:
+    load, data, setting = found(backend, [by_load, by_data, by_setting_data])
+    assert "0.weight" in load
+    assert "4.bias" in load
+    assert "at step 4 they were equal" in load
+    for said in (data, setting):
+        assert "2.weight" in said
+        assert "2.bias" not in said
+        assert "0.weight" not in said
+
+
+@pytest.mark.parametrize("backend", [("ddp", {}), ("sharded", {})], ids=str)
+def test_a_drift_is_found_wherever_in_the_round_it_falls(backend: Any) -> None:
+    found(backend, [by_data], range(1, 2 + EVERY))
+
+
+@pytest.mark.parametrize("backend", WATCHED, ids=str)
+def test_optimizer_state_that_one_rank_loads_is_found(backend: Any) -> None:
+    found(backend, [by_optimizer_state])
+
+
+def edit_divided(backend: Any) -> tuple[str, list[float]]:
+    raw = build()
+    model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters()), backend=options(backend, EVERY))
+    said = ""
+    try:
+        by_data(model, optimizer)
+    except accel.BackendError as error:
+        said = str(error)
+    for number in range(2 * EVERY):
+        step(model, optimizer, number)
+    return said, accel.full_state_dict(model)["2.weight"].flatten().tolist()
+
+
+def test_an_edit_of_a_weight_of_zero_3_is_refused_and_changes_nothing() -> None:
+    need("deepspeed", 2)
+    (no_error, ours), (refusal, theirs) = run(2, edit_divided, ZERO3)
+    assert no_error == ""
+    assert "2.weight is divided over 2 ranks" in refusal
+    assert ours == theirs
+
+
+def load_divided_alone(backend: Any) -> None:
+    accel.init(timeout=4)
+    raw = build()
+    model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters()), backend=options(backend, EVERY))
+    step(model, optimizer, 0)
+    by_load(model, optimizer)
+    step(model, optimizer, 1)
+
+
+def test_loading_a_model_of_zero_3_on_one_rank_ends_with_an_error_on_every_rank() -> None:
+    need("deepspeed", 2)
+    results = outcomes(2, load_divided_alone, ZERO3, breaks=True)
+    assert "RankMismatchError" in results[0].error
+    assert "load_state_dict" in results[0].message
+    assert "rank 1" in results[0].message
+    assert "Exception" in results[1].error
+
+
+def from_the_start(drift: Any) -> tuple[int, str]:
+    return drifting(("ddp", {}), drift, None, 0)
+
+
+@pytest.mark.parametrize("drift", [by_load, by_group])
+def test_with_default_options_what_differs_from_the_start_is_found_by_the_second_step(drift: Any) -> None:
+    ours, theirs = run(2, from_the_start, drift)
+    assert ours == theirs
+    assert ours[0] == 2
+    assert "they have not been found equal before" in ours[1]
+
+
+def switched_off() -> list[float]:
+    raw = build()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=accel.DDP(drift_check=0))
+    by_data(model, optimizer)
+    for number in range(40):
+        step(model, optimizer, number)
+    return raw[2].weight.flatten().tolist()
+
+
+def test_it_can_be_switched_off() -> None:
+    ours, theirs = run(2, switched_off)
+    assert ours != theirs
+
+
+@pytest.mark.parametrize("value", [-1, True, 2.0, "often"])
+def test_an_option_that_is_no_number_of_steps_is_refused(value: Any) -> None:
+    with pytest.raises(accel.BackendError, match=r"drift_check=.*expected a number of steps"):
+        accel.FSDP(drift_check=value)
+
+
+def other_options() -> str:
+    raw = build()
+    accel.setup(raw, backend=accel.FSDP(drift_check=EVERY + accel.rank()))
+    return ""
+
+
+def test_ranks_with_other_options_are_refused() -> None:
+    results = outcomes(2, other_options)
+    assert all("RankMismatchError" in result.error and "drift_check=4" in result.message for result in results)
+
+
+def three_ranks() -> tuple[int, str]:
+    return drifting(("ddp", {}), by_data, EVERY, DRIFT_AT)
+
+
+def test_the_ranks_that_differ_are_named() -> None:
+    results = run(3, three_ranks)
+    assert len(set(results)) == 1
+    assert "2.weight on ranks [1] is not what it is on rank 0" in results[0][1]
+
+
+# -- programs that go through -----------------------------------------------------------------------------------------
+
+
+def schedule(model: Any, optimizer: Any) -> Iterator[None]:
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=20)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    while True:
+        yield
+        scheduler.step()
+        plateau.step(1.0)
+
+
+def clamp(model: Any, optimizer: Any) -> Iterator[None]:
+    while True:
+        yield
+        for p in model.parameters():
+            p.data.clamp_(-0.05, 0.05)
+
+
+def average_weights(model: Any, optimizer: Any) -> Iterator[None]:
+    """As old code does; the second average on one rank only."""
+    averages = [[p.data.clone() for p in model.parameters()] for _ in range(2)]
+    while True:
+        yield
+        for average in averages[: 2 - accel.rank()]:
+            for a, p in zip(average, model.parameters(), strict=True):
+                a.mul_(0.9).add_(p.data, alpha=0.1)
+
+
+def freeze(model: Any, optimizer: Any) -> Iterator[None]:
+    yield
+    model[0].requires_grad_(False)
+    yield
+    yield
+    model[0].requires_grad_(True)
+    while True:
+        yield
+
+
+def reload(model: Any, optimizer: Any) -> Iterator[None]:
+    yield
+    model.load_state_dict(build(3).state_dict())
+    yield
+    model.load_state_dict(accel.broadcast(build(accel.rank()).state_dict()))
+    yield
+    optimizer.load_state_dict(accel.full_state_dict(optimizer))
+    while True:
+        yield
+
+
+def become_nan(model: Any, optimizer: Any) -> Iterator[None]:
+    yield
+    state = {name: value * float("nan") for name, value in build().state_dict().items()}
+    model.load_state_dict(state)
+    while True:
+        yield
+
+
+def look_on_one_rank(model: Any, optimizer: Any) -> Iterator[None]:
+    while True:
+        yield
+        if accel.is_main():
+            str(optimizer.param_groups), model.training, [p.shape for p in model.parameters()]
+            for group in optimizer.param_groups:
+                group["seen_at"] = object()
+        accel.barrier()
+
+
+def edit_and_restore(model: Any, optimizer: Any) -> Iterator[None]:
+    while True:
+        yield
+        accel.full_state_dict(model)
+        model.eval().train()
+        model.to(accel.device())
+
+
+def evaluate_average(model: Any, optimizer: Any) -> Iterator[None]:
+    """Other weights for a while, on one rank, where a forward needs no other."""
+    while True:
+        yield
+        if accel.is_main():
+            before = [p.data.clone() for p in model.parameters()]
+            for p in model.parameters():
+                p.data.zero_()
+            with torch.no_grad():
+                model.eval()(torch.zeros(1, 6))
+            for p, value in zip(model.parameters(), before, strict=True):
+                p.data.copy_(value)
+            model.train()
+            model.load_state_dict(build(9).state_dict())
+            model.load_state_dict(dict(zip(dict(model.named_parameters()), before, strict=True)))
+        accel.barrier()
+
+
+def accumulate(model: Any, optimizer: Any) -> Iterator[None]:
+    while True:
+        yield
+        with accel.no_sync(model):
+            model(torch.randn(2, 6)).sum().backward()
+        accel.clip_grad_norm_(model, 1.0)
+
+
+def go_back(model: Any, optimizer: Any) -> Iterator[None]:
+    yield
+    directory = agree("a directory", tempfile.mkdtemp() if accel.is_main() else "")[0]
+    state = {"model": model, "optimizer": optimizer}
+    accel.save(state, directory)
+    yield
+    accel.load(directory, state)
+    accel.barrier()
+    if accel.is_main():
+        shutil.rmtree(directory)
+    while True:
+        yield
+
+
+PROGRAMS = [
+    go_back,
+    schedule,
+    clamp,
+    average_weights,
+    freeze,
+    reload,
+    become_nan,
+    look_on_one_rank,
+    edit_and_restore,
+    accumulate,
+]
+
+
+def pass_through(backend: Any, programs: list[Any], precision: str) -> None:
+    for program in programs:
+        raw = build()
+        model, optimizer, _ = accel.setup(
+            raw, torch.optim.AdamW(raw.parameters(), lr=1e-3), backend=options(backend, 1), precision=precision
+        )
+        between = program(model, optimizer)
+        for number in range(6):
+            next(between)
+            step(model, optimizer, number)
+        accel.teardown(model)  # with a message on its way
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_usual_programs_raise_nothing(backend: Any) -> None:
+    need(backend[0], 2)
+    # Where each rank has a part only, weights outside of forwards are refused by name or another stage's.
+    refused = (clamp, average_weights) if backend in (ZERO3, PIPELINE) else ()
+    programs = [program for program in PROGRAMS if program not in refused]
+    if backend not in (("fsdp", {}), ZERO3, PIPELINE):
+        programs.append(evaluate_average)
+    run(2, pass_through, backend, programs, "32-true")
+
+
+def test_usual_programs_raise_nothing_in_low_precision() -> None:
+    for precision in ("bf16-true", "bf16-mixed", "16-mixed"):
+        run(2, scaled_loop, precision)
+
+
+def scaled_loop(precision: str) -> None:
+    raw = build()
+    optimizer = torch.optim.AdamW(raw.parameters(), lr=torch.tensor(1e-3))
+    model, optimizer, _ = accel.setup(raw, optimizer, backend=accel.DDP(drift_check=1), precision=precision)
+    for _ in range(5):
+        optimizer.zero_grad()
+        accel.backward(model(torch.randn(4, 6)).square().mean())
+        optimizer.step()
+
+
+def adapters() -> None:
+    """A frozen base, an optimizer of some parameters, a group more, a second model, and no teardown."""
+    base = build()
+    base.requires_grad_(False)
+    base[4].requires_grad_(True)
+    model, optimizer, _ = accel.setup(base, torch.optim.AdamW(base[4].parameters()), backend=accel.DDP(drift_check=1))
+    critic = build(5)
+    second, other, _ = accel.setup(
+        critic, torch.optim.SGD(critic.parameters(), lr=0.1), backend=accel.Sharded(drift_check=2)
+    )
+    for number in range(4):
+        step(model, optimizer, number)
+        if number % 2:
+            step(second, other, number)
+    base[2].requires_grad_(True)
+    optimizer.add_param_group({"params": list(base[2].parameters()), "lr": 0.5})
+    for number in range(4):
+        step(model, optimizer, number)
+
+
+def test_adapters_and_a_second_model_raise_nothing() -> None:
+    need("sharded", 2)
+    run(2, adapters)
+
+
+def uneven() -> int:
+    raw = build()
+    model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters()), backend=accel.DDP(drift_check=1))
+    for _ in range(2):
+        with accel.join(model):
+            for number in range(3 + 2 * accel.rank()):
+                step(model, optimizer, number)
+        for number in range(3):
+            step(model, optimizer, number)
+    by_data(model, optimizer)
+    for number in range(4):
+        try:
+            step(model, optimizer, number)
+        except accel.RankMismatchError:
+            return number
+    return -1
+
+
+def test_ranks_with_uneven_inputs_are_compared_after_them() -> None:
+    first, second = run(2, uneven)
+    assert first == second
+    assert 0 <= first < 2
+
+
+def closures() -> None:
+    raw = build()
+    model, optimizer, _ = accel.setup(raw, torch.optim.LBFGS(raw.parameters()), backend=accel.DDP(drift_check=1))
+    for number in range(4):
+        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(2 * number + accel.rank()))
+
+        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def test_closures_raise_nothing_and_their_steps_are_compared() -> None:
+    run(2, closures)
+
+
+def dropped_at_other_moments() -> None:
+    """On rank 0 the first model dies with a message on its way, on rank 1 it lives on."""
+    kept = []
+    for number in range(3):
+        raw = build(number)
+        model, optimizer, _ = accel.setup(
+            raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=accel.DDP(drift_check=1)
+        )
+        step(model, optimizer, 0)
+        step(model, optimizer, 1)
+        if accel.rank():
+            kept.append((model, optimizer))
+        del model, optimizer, raw
+        gc.collect()
+
+
+def test_an_engine_may_die_with_a_message_on_its_way() -> None:
+    run(2, dropped_at_other_moments)
+
+
+def copies() -> None:
+    original = torch.Tensor.data
+    raw = build()
+    model, optimizer, _ = accel.setup(
+        raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=accel.Sharded(drift_check=1)
+    )
+    assert torch.Tensor.data is not original
+    twin = copy.deepcopy(raw)
+    thawed = pickle.loads(pickle.dumps(raw))
+    step(model, optimizer, 0)
+    if accel.is_main():  # copies are the program's own
+        twin.load_state_dict(build(1).state_dict())
+        thawed.load_state_dict(build(1).state_dict())
+        twin[0].weight.data.zero_()
+    step(model, optimizer, 1)
+    step(model, optimizer, 2)
+    accel.teardown(model)
+    assert torch.Tensor.data is original
+    raw.load_state_dict(build(1).state_dict())
+
+
+def test_copies_of_a_model_are_not_watched_and_teardown_leaves_nothing() -> None:
+    need("sharded", 2)
+    run(2, copies)
+
+
+_SCRIPT = """
+import time, torch, accel
+from torch import nn
+raw = nn.Linear(3, 3)
+model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=accel.DDP(drift_check=1))
+for number in range(3):
+    model(torch.randn(2, 3)).sum().backward()
+    if number == 2 and accel.rank():
+        time.sleep(1)  # the other one has ended then
+    optimizer.step()
+"""
+
+
+def test_a_program_may_end_with_a_message_on_its_way(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "terminate" not in done.stderr
+    assert "Error" not in done.stderr
+
+
+# -- digests ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex64, torch.bool]
+)
+@pytest.mark.parametrize("take", [digest, lambda t: int(sums(t if not t.is_complex() else torch.view_as_real(t)))])
+def test_a_digest_sees_every_bit_and_every_place(dtype: torch.dtype, take: Callable[[torch.Tensor], int]) -> None:
+    values = torch.randint(0, 2, (5, 700)).to(dtype)
+    before = take(values)
+    assert take(values.clone()) == before
+    for place in (0, 1023, 1024, 3499):
+        edited = values.clone()
+        edited.view(-1)[place] = (
+            1 - edited.view(-1)[place].to(torch.int) if dtype is torch.bool else edited.view(-1)[place] + 1
+        )
+        assert take(edited) != before
+    flat = torch.arange(3500).to(dtype)
+    if flat[1] != flat[2]:
+        swapped = flat.clone()
+        swapped[1], swapped[2] = flat[2].clone(), flat[1].clone()
+        assert take(swapped) != take(flat)
+        moved = flat.clone()
+        moved[1], moved[1 + 1024] = flat[1 + 1024].clone(), flat[1].clone()
+        assert take(moved) != take(flat) or bool(flat[1] == flat[1025])
+
+
+def test_a_digest_of_a_tensor_that_is_made_of_others_sees_them() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    first, second = torch.randn(4), torch.randn(4)
+    assert digest(TwoTensor(first, second)) == digest(TwoTensor(first.clone(), second.clone()))
+    assert digest(TwoTensor(first, second)) != digest(TwoTensor(first, first))
+
+
+def test_a_digest_is_of_values_wherever_they_lie() -> None:
+    values = torch.randn(8, 3, 5, 5)
+    assert digest(values.to(memory_format=torch.channels_last)) == digest(values)
+    assert digest(values[::2]) == digest(values[::2].clone())
+    assert digest(torch.empty(0)) == digest(torch.empty(0, 3))
+    assert digest(torch.tensor(0.0)) != digest(torch.tensor(-0.0))
+    with contextlib.suppress(TypeError):
+        assert digest(torch.full((3,), float("nan"))) == digest(torch.full((3,), float("nan")))

@@ -1,0 +1,339 @@
+"""What accel changes in other libraries: it goes when the last engine that needs it goes, and others may change the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+import re
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad
+
+import accel
+from accel.engines import ENGINES
+from accel.engines.base import private
+from accel.errors import BackendError
+from tests.distributed import close_all, run
+
+CLIPPING = ("_get_total_norm", "_clip_grads_with_norm_", "_group_tensors_by_device_and_dtype")
+ALL = [(torch.autograd, "backward"), *((clip_grad, name) for name in CLIPPING)]
+
+
+def counting(function: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
+    """As other libraries patch: a wrapper that calls what it has found."""
+
+    @functools.wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(function.__name__)
+        return function(*args, **kwargs)
+
+    return counted
+
+
+def train(module: nn.Module, *, inputs: bool = False) -> None:
+    """A step with all that is patched."""
+    loss = module(torch.ones(2, 3)).square().mean()
+    loss.backward(inputs=list(module.parameters())) if inputs else loss.backward()
+    assert nn.utils.clip_grad_norm_(module.parameters(), 1e-3) > 1e-3
+
+
+def patched_by_others_later() -> None:
+    """Another library patches while an engine lives; after the engine's end its patch is there, and accel's does nothing."""
+    originals = {(module, name): getattr(module, name) for module, name in ALL}
+    net, calls = nn.Linear(3, 3), list[str]()
+    model, _, _ = accel.setup(net, torch.optim.SGD(net.parameters(), 0.1), backend="fsdp")
+    for (module, name), original in originals.items():
+        found = getattr(module, name)
+        assert found is not original
+        assert inspect.signature(found) == inspect.signature(original)
+        setattr(module, name, counting(found, calls))
+    theirs = {(module, name): getattr(module, name) for module, name in ALL}
+    train(model, inputs=True)
+    assert set(calls) == {"backward", *CLIPPING}
+    raw = accel.teardown(model)
+    assert {(module, name): getattr(module, name) for module, name in ALL} == theirs
+    calls.clear()
+    assert raw is not None
+    train(raw)
+    assert set(calls) == {"backward", *CLIPPING}
+
+    again, _, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 0.1), backend="fsdp")  # around theirs
+    raw.zero_grad()
+    calls.clear()
+    train(again, inputs=True)
+    assert set(calls) == {"backward", *CLIPPING}
+    assert all(p.grad is not None for p in again.parameters())
+    accel.teardown(again)
+    assert {(module, name): getattr(module, name) for module, name in ALL} == theirs
+    for (module, name), original in originals.items():
+        setattr(module, name, original)
+
+
+def test_a_later_patch_of_another_library_stays() -> None:
+    run(2, patched_by_others_later)
+
+
+def places() -> dict[str, Any]:
+    """What stands where an engine may patch; the values of a table by their keys."""
+    from torch.distributed.tensor import DTensor
+
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    muon: Any = torch.optim._muon  # type: ignore[attr-defined]
+    found = {name: getattr(module, name) for module, name in ALL}
+    found |= {"data": vars(torch.Tensor).get("data"), "orthogonalise": muon._zeropower_via_newtonschulz}
+    found |= {"compile": torch.compile, "environment": dict(os.environ), "filters": list(warnings.filters)}
+    deepspeed = sys.modules.get("deepspeed.ops")
+    return found | {"handlers": dict(handlers), "ops": vars(deepspeed).get("__compatible_ops__") if deepspeed else None}
+
+
+def which_are_patched(backend: Any, torn_down: bool) -> tuple[set[str], set[str]]:
+    """What is other while an engine lives, and after it was torn down, or nobody holds it any more."""
+    before = places()
+
+    def changed() -> set[str]:
+        now = places()
+        return {name for name, value in before.items() if now[name] is not value and now[name] != value}
+
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    kind = torch.optim.Muon if backend == "fsdp" else torch.optim.SGD
+    bias = torch.optim.SGD([p for p in net.parameters() if p.dim() < 2], 0.1)
+    optimizers = [kind([p for p in net.parameters() if p.dim() == 2], 0.1), bias]
+    model, held, _ = accel.setup(net, optimizers, backend=backend)
+    while_it_lives = changed()
+    if torn_down:
+        accel.teardown(model)
+    del net, model, held, optimizers, bias
+    gc.collect()
+    return while_it_lives, changed()
+
+
+STEPS = {"backward", *CLIPPING}
+
+
+@pytest.mark.parametrize("torn_down", [True, False], ids=["torn_down", "collected"])
+@pytest.mark.parametrize(
+    ("backend", "world", "patched"),
+    [
+        ("single", 1, set()),
+        ("ddp", 1, set()),
+        ("ddp", 2, STEPS),
+        ("ddp2", 2, STEPS),
+        ("sharded", 2, {*STEPS, "data"}),
+        ("fsdp", 2, {*STEPS, "data", "handlers", "orthogonalise"}),
+        ("pipeline", 2, STEPS),
+        (accel.DeepSpeed(stage=1), 2, {*STEPS, "data", "filters"}),
+        (accel.DeepSpeed(stage=3), 2, {*STEPS, "data", "filters"}),
+    ],
+    ids=lambda value: getattr(value, "name", "") or (value if isinstance(value, str) else repr(value)),
+)
+def test_only_what_an_engine_needs_is_patched_while_it_lives(
+    backend: Any, world: int, patched: set[str], torn_down: bool
+) -> None:
+    pytest.importorskip("deepspeed" if isinstance(backend, accel.DeepSpeed) else "torch")
+    assert run(world, which_are_patched, backend, torn_down) == [(patched, set())] * world
+
+
+def data_patched_by_others() -> None:
+    """Another library puts its own ``Tensor.data`` there while accel's is; that stays, and what accel's did it does no more."""
+    below, heard = torch.Tensor.data, list[str]()
+    net = nn.Linear(3, 3)
+    model, _, _ = accel.setup(net, torch.optim.SGD(net.parameters(), 0.1), backend="fsdp")
+    found: Any = vars(torch.Tensor)["data"]
+    assert found.__doc__ == below.__doc__
+
+    def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        heard.append("put")
+        found.__set__(tensor, value)
+
+    torch.Tensor.data = property(found.__get__, put)  # type: ignore[assignment]
+    theirs = vars(torch.Tensor)["data"]
+    with pytest.raises(BackendError, match="expected a DTensor"):  # through theirs
+        model.weight.data = torch.zeros(3, 3)
+    accel.teardown(model)
+    assert vars(torch.Tensor)["data"] is theirs
+    heard.clear()
+    net.weight.data = torch.ones(3, 3)
+    assert heard == ["put"]
+    assert bool((net.weight == 1).all())
+    del torch.Tensor.data
+    assert torch.Tensor.data is below
+
+
+def test_a_later_patch_of_data_stays() -> None:
+    close_all()
+    run(2, data_patched_by_others)
+
+
+def foreign_handler() -> list[Any]:
+    """Another library answers for one number of a DTensor; accel's guard stands before it, and goes."""
+    from torch.distributed.tensor import DTensor
+
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    number = torch.ops.aten._local_scalar_dense.default
+    before = handlers.get(number)
+
+    def theirs(op: Any, args: Any, kwargs: Any) -> Any:
+        return op(args[0].to_local(), *args[1:], **kwargs)
+
+    found: list[Any] = []
+    handlers[number] = theirs
+    model, _, _ = accel.setup(nn.Linear(3, 3), backend="fsdp")
+    with pytest.raises(BackendError, match="one number"):
+        float(model.weight.norm())
+    accel.teardown(model)
+    found.append(handlers.get(number) is theirs)
+    handlers.pop(number)
+    model, _, _ = accel.setup(nn.Linear(3, 3), backend="fsdp")
+    with pytest.raises(
+        BackendError, match="one number"
+    ):  # though the ranks, and all shapes, are those of the one before
+        float(model.weight.norm())
+    handlers[number] = theirs
+    accel.teardown(model)
+    found.append(handlers.pop(number) is theirs)
+    if before is not None:
+        handlers[number] = before
+    return found
+
+
+def test_a_handler_of_another_library_stays() -> None:
+    close_all()  # new workers: an engine of a test before may have left its own there
+    assert run(2, foreign_handler) == [[True, True]] * 2
+
+
+def imported_meanwhile(name: str, source: str) -> Any:
+    """A module of that name."""
+    module = types.ModuleType(name)
+    exec(source, vars(module))
+    return module
+
+
+SOURCE = """
+import torch, warnings
+@torch.compile
+def plain(x): return x
+@torch.compile(dynamic=True)
+def told(x): return x
+warnings.filterwarnings("error", message="of mine")
+"""
+
+
+def test_who_is_imported_while_deepspeed_is_keeps_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed")
+    from accel.engines.deepspeed.library import _undisturbed
+
+    def compiling(model: Any = None, **options: Any) -> Any:
+        return (lambda function: ("compiled", options)) if model is None else ("compiled", options)
+
+    monkeypatch.setattr(torch, "compile", compiling)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    with warnings.catch_warnings():
+        before = list(warnings.filters)
+        with _undisturbed(torch.device("cpu")):
+            warnings.warn("a word of the library's", stacklevel=1)
+            mine, library = imported_meanwhile("mine", SOURCE), imported_meanwhile("deepspeed.some", SOURCE)
+            assert os.environ["DS_ACCELERATOR"] == "cpu"
+            later = torch.compile = counting(torch.compile, [])
+        assert torch.compile is later
+        assert mine.plain == ("compiled", {})
+        assert mine.told == ("compiled", {"dynamic": True})
+        assert library.plain(3) == library.told(3) == 3
+        assert torch.compile(dynamic=False)(abs) == ("compiled", {"dynamic": False})
+        assert "DS_ACCELERATOR" not in os.environ
+        added = [one for one in warnings.filters if one not in before]
+        assert [one[0] for one in added] == ["error"]
+        with pytest.raises(UserWarning, match="of mine"):
+            warnings.warn("of mine", stacklevel=1)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_options_that_are_true_or_false_are_nothing_else(name: str) -> None:
+    options = ENGINES[name].options_type
+    for field in dataclasses.fields(options):
+        if field.type in (bool, "bool"):
+            with pytest.raises(BackendError, match=f"{field.name}='no'.: expected True or False"):
+                options(**{field.name: "no"})
+
+
+# -- private names of other libraries ----------------------------------------------------------------------------------
+
+
+def without(owner: Any, name: str, backend: Any) -> str:
+    """What ``setup`` says where a library has a private name no more; with it again, the backend works."""
+    private._found.cache_clear()
+    kept = inspect.getattr_static(owner, name)
+    delattr(owner, name)
+    net = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    try:
+        with pytest.raises(BackendError) as caught:
+            accel.setup(net, optimizer, backend=backend)
+    finally:
+        setattr(owner, name, kept)
+        private._found.cache_clear()
+    model, optimizer, _ = accel.setup(net, optimizer, backend=backend)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    accel.teardown(model)
+    return str(caught.value)
+
+
+def removed_names() -> list[tuple[str, str, str]]:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    ddp = nn.parallel.DistributedDataParallel
+    found = [
+        ("torch", "init_unsharded_param", without(FSDPParam, "init_unsharded_param", "fsdp")),
+        ("torch", "_get_ddp_logging_data", without(ddp, "_get_ddp_logging_data", "ddp")),
+        ("torch", "_get_total_norm", without(clip_grad, "_get_total_norm", "sharded")),
+    ]
+    if importlib.util.find_spec("fairscale"):
+        from fairscale.optim.oss import OSS  # type: ignore[import-untyped]
+
+        found.append(("fairscale", "partition_parameters", without(OSS, "partition_parameters", "sharded")))
+    if importlib.util.find_spec("deepspeed"):
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+        name = "release_backward_leftovers"
+        found.append(("deepspeed", name, without(DeepSpeedZeRoOffload, name, accel.DeepSpeed(stage=3))))
+    return found
+
+
+def test_a_library_without_a_private_name_is_refused_by_it() -> None:
+    close_all()
+    for found in run(2, removed_names):
+        for package, name, text in found:
+            version = importlib.metadata.version(package)
+            assert re.search(
+                rf"relies on parts of {package} that {package} {re.escape(version)} does not have: \S*{name} \(", text
+            )
+            assert re.search(rf"it was run with {package} .*{re.escape(version.partition('+')[0])}", text)
+
+
+def test_an_older_version_than_was_run_is_refused_although_it_has_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed 0.19.7 has them, and computed other weights in a test of configurations."""
+    names = [("torch:", "_foreach_norm", "norms")]
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.19.7+cpu")
+    private.require("backend 'some'", "torch", names, ("0.19.7", "0.20"))
+    with pytest.raises(
+        BackendError, match="'some' is not known to be right with torch 0.19.7.* run with torch 0.19.8 and 0.20:"
+    ):
+        private.require("backend 'some'", "torch", names, ("0.19.8", "0.20"))
+
+
+def test_attributes_that_only_objects_have_are_found() -> None:
+    assert private._found("torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._unsharded_param")
+    assert not private._found("torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._no_such_thing")
+    assert not private._found("torch.no_such_module:name")

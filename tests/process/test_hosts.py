@@ -1,0 +1,168 @@
+"""Several hosts on one machine: an agent of torchrun for each, on the loopback and in network namespaces of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import GUARD, wait_for
+from tests.faults import Fault, declared
+from tests.programs import by_hand, free_port, started
+
+TRAIN = """
+import sys, torch, accel
+from tests.engines.matrix import Cell, check_cells
+accel.init(timeout=60)
+from accel.process import current
+place = current().place
+print("[place]", place.rank, place.world_size, place.local_rank, place.local_world_size, flush=True)
+failures = check_cells([Cell("ddp", accumulation=4, no_sync=True, freeze=True, clip=True)])
+assert not failures, failures
+print("[parity]", flush=True)
+"""
+
+FOREVER = """
+import os, time, torch, accel
+from pathlib import Path
+from tests.faults import begin, reach
+begin()
+here = Path(__file__).parent  # both begin together: what comes before may take longer on one than the timeout
+(here / ("begins" + os.environ["RANK"])).touch()
+while len(list(here.glob("begins*"))) < 2:
+    time.sleep(0.01)
+accel.init(timeout=10)
+torch.manual_seed(0)
+raw = torch.nn.Linear(4, 1)
+model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 0.01))
+for step in range(10**6):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+    time.sleep(0.01)
+    reach("step")
+    if step == 5:
+        print("[training]", flush=True)
+"""
+
+
+def log(folder: Path, index: int) -> str:
+    return (folder / f"{index}.log").read_text()
+
+
+def wait_for_training(folder: Path) -> None:
+    try:
+        wait_for(lambda: all("[training]" in log(folder, i) for i in range(2)), GUARD)
+    except AssertionError:
+        pytest.fail(log(folder, 0) + log(folder, 1))
+
+
+def agent(node: int, address: str, port: int, script: Path, workers: int) -> list[str]:
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}", f"--nproc-per-node={workers}",
+        f"--master-addr={address}", f"--master-port={port}", "--monitor-interval=0.1", str(script),
+    ]  # fmt: skip
+
+
+def check_training(folder: Path, workers: int) -> None:
+    text = log(folder, 0) + log(folder, 1)
+    assert text.count("[parity]") == 2 * workers
+    places = sorted(tuple(map(int, found)) for found in re.findall(r"\[place\] (\d+) (\d+) (\d+) (\d+)", text))
+    assert places == [(rank, 2 * workers, rank % workers, workers) for rank in range(2 * workers)]
+
+
+def test_two_agents_on_the_loopback_train_one_model(tmp_path: Path) -> None:
+    script, port = tmp_path / "train.py", free_port()
+    script.write_text(TRAIN)
+    with started([agent(node, "127.0.0.1", port, script, 2) for node in range(2)], [{}, {}], tmp_path) as agents:
+        assert [each.wait(GUARD) for each in agents] == [0, 0], log(tmp_path, 0) + log(tmp_path, 1)
+    check_training(tmp_path, workers=2)
+
+
+def test_a_killed_agent_ends_the_other_host_with_an_error(tmp_path: Path) -> None:
+    script, port = tmp_path / "train.py", free_port()
+    script.write_text(FOREVER)
+    commands = [agent(node, "127.0.0.1", port, script, 1) for node in range(2)]
+    with (
+        declared([Fault("host", at="step", rank=1, turn=6)]) as plan,
+        started(commands, [plan.environ] * 2, tmp_path) as agents,
+    ):
+        assert agents[0].wait(GUARD) == 1
+    assert re.search(r"RuntimeError: .* by peer", log(tmp_path, 0)), log(tmp_path, 0)
+    assert re.search(r"AccelError: .*rank 1 \(host \S+\) is gone without a word", log(tmp_path, 0))
+
+
+def test_a_host_that_hangs_is_named(tmp_path: Path) -> None:
+    script, port = tmp_path / "train.py", free_port()
+    script.write_text(FOREVER)
+    commands = [[sys.executable, str(script)]] * 2
+    with (
+        declared([Fault("SIGSTOP", at="step", rank=1, turn=6)]) as plan,
+        started(commands, [by_hand(rank, 2, port) | plan.environ for rank in range(2)], tmp_path) as ranks,
+    ):
+        assert ranks[0].wait(GUARD) == 1
+    assert re.search(r"rank 1 \(host \S+\) did not answer", log(tmp_path, 0)), log(tmp_path, 0)
+
+
+# -- hosts with a network of their own --------------------------------------------------------------------------------
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=30)
+
+
+@pytest.fixture
+def namespaces() -> Iterator[list[str]]:
+    """Two namespaces, joined by a cable: 10.203.0.1 on ``wire0`` and 10.203.0.2 on ``wire1``."""
+    names = [f"accel-{os.getpid()}-{i}" for i in range(2)]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("-n", names[0], "link", "add", "wire0", "type", "veth", "peer", "name", "wire1", "netns", names[1])
+        for i, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.203.0.{i + 1}/24", "dev", f"wire{i}")
+            ip("-n", name, "link", "set", f"wire{i}", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"network namespaces are not permitted here: {getattr(error, 'stderr', None) or error}")
+    try:
+        yield names
+    finally:
+        for name in names:
+            with contextlib.suppress(subprocess.SubprocessError):
+                ip("netns", "del", name)
+
+
+def test_two_hosts_train_one_model(namespaces: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    commands = [
+        ["ip", "netns", "exec", name, *agent(node, "10.203.0.1", 29500, script, 1)]
+        for node, name in enumerate(namespaces)
+    ]
+    interfaces = [{"GLOO_SOCKET_IFNAME": f"wire{node}"} for node in range(2)]
+    with started(commands, interfaces, tmp_path) as agents:
+        assert [each.wait(GUARD) for each in agents] == [0, 0], log(tmp_path, 0) + log(tmp_path, 1)
+    check_training(tmp_path, workers=1)
+
+
+def test_a_cut_link_ends_both_hosts_and_names_the_other(namespaces: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FOREVER)
+    commands = [["ip", "netns", "exec", name, sys.executable, str(script)] for name in namespaces]
+    environs = [
+        by_hand(rank, 2, 29500) | {"MASTER_ADDR": "10.203.0.1", "GLOO_SOCKET_IFNAME": f"wire{rank}"}
+        for rank in range(2)
+    ]
+    with started(commands, environs, tmp_path) as ranks:
+        wait_for_training(tmp_path)
+        ip("-n", namespaces[0], "link", "set", "wire0", "down")
+        assert [rank.wait(GUARD) for rank in ranks] == [1, 1], log(tmp_path, 0) + log(tmp_path, 1)
+    assert "rank 1 (host " in log(tmp_path, 0), log(tmp_path, 0)
+    assert "rank 0 (host " in log(tmp_path, 1), log(tmp_path, 1)

@@ -1,0 +1,421 @@
+"""Real process groups: used, started from variables, torchrun and refusals; and the ends that let no rank hang."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accel import process
+from accel.errors import AccelError, DeviceError, LaunchError
+from accel.process import rng
+from tests.distributed import GUARD, outcomes, run, wait_for
+from tests.programs import LAUNCHERS, by_hand, clean_environ, free_port, scripts
+
+# -- one process ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(LAUNCHERS):
+            monkeypatch.delenv(name)
+    process.shutdown()
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_process_has_no_group() -> None:
+    try:
+        assert process.running() is None
+        assert (process.rank(), process.world_size(), process.local_rank(), process.is_main()) == (0, 1, 0, True)
+        assert process.running() is None
+        here = process.current()
+        assert here is process.current() is process.running()
+        assert (here.group, here.control, here.place.world_size) == (None, None, 1)
+        assert not dist.is_initialized()
+        assert here.timeout == timedelta(minutes=30)
+        assert here.device == here.devices[0] == process.device()
+    finally:
+        process.shutdown()
+    assert process.running() is None
+
+
+@pytest.mark.usefixtures("alone")
+def test_init_twice_is_one_init_and_other_values_are_refused() -> None:
+    try:
+        process.init(timeout=7, devices="cpu")
+        here = process.current()
+        process.init()
+        process.init(timeout=timedelta(seconds=7), devices=None)
+        process.use_devices("auto")
+        assert process.current() is here
+        with pytest.raises(AccelError, match=r"timeout=8.*7 s"):
+            process.init(timeout=8)
+        with pytest.raises(DeviceError, match="accelerator number 63"):
+            process.init(devices=[63])
+        assert here.devices == (torch.device("cpu"),)
+    finally:
+        process.shutdown()
+    process.init(timeout=8)
+    assert process.current().timeout == timedelta(seconds=8)
+    process.shutdown()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), True, "60"])
+def test_bad_timeouts_are_refused(timeout: float) -> None:
+    with pytest.raises(AccelError, match="timeout="):
+        process.init(timeout=timeout)
+    assert process.running() is None
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_refused_start_leaves_nothing() -> None:
+    with pytest.raises(DeviceError, match="63"):
+        process.use_devices([63])
+    with pytest.raises(AccelError, match="process_group='gluu'.*gloo"):
+        process.init(process_group="gluu")
+    assert process.running() is None
+
+
+@pytest.mark.usefixtures("alone")
+def test_devices_come_from_the_environment_unless_the_call_says_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_DEVICES", "63")
+    with pytest.raises(DeviceError, match="63"):
+        process.device()
+    with pytest.raises(DeviceError, match="63"):
+        process.current()
+    try:
+        process.init(devices="cpu")
+        assert process.device() == torch.device("cpu")
+    finally:
+        process.shutdown()
+
+
+class _Dependent:
+    reason = ""
+
+    def abandon(self, reason: str) -> None:
+        self.reason = reason
+
+
+@pytest.mark.usefixtures("alone")
+def test_ended_groups_say_why_until_shutdown() -> None:
+    dependent = _Dependent()
+    process.current().dependents.add(dependent)
+    process.end_groups("the reason")
+    assert dependent.reason == "the reason"
+    assert process.running() is None
+    assert process.rank() == 0
+    with pytest.raises(AccelError, match=r"the reason.*accel.teardown"):
+        process.current()
+    with pytest.raises(AccelError, match="the reason"):
+        process.init()
+    process.shutdown()
+    assert process.current().place.world_size == 1
+    process.shutdown()
+
+
+@pytest.mark.usefixtures("alone")
+def test_seed() -> None:
+    import numpy as np
+
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), torch.rand(()).item()
+
+    state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        rng.seed(5)
+        first = draw()
+        rng.seed(5, per_rank=True)
+        assert draw() == first
+        rng.seed(6)
+        assert not set(draw()) & set(first)
+        rng.seed(2**32 - 1)
+        for bad in (-1, 2**32, 1.0, True, "5"):
+            with pytest.raises(AccelError, match=r"expected an integer from 0 to 2\*\*32 - 1"):
+                rng.seed(bad)  # type: ignore[arg-type]
+    finally:
+        random.setstate(state[0])
+        np.random.set_state(state[1])
+        torch.set_rng_state(state[2])
+
+
+@pytest.mark.usefixtures("alone")
+def test_print(capsys: pytest.CaptureFixture[str]) -> None:
+    process.print("a", 1, sep="-", end="!\n")
+    process.print("a", 1, sep="-", every_rank=True)
+    process.print()
+    stream = io.StringIO()
+    process.print("there", file=stream)
+    assert capsys.readouterr().out == "a-1!\n[rank 0] a-1\n\n"
+    assert stream.getvalue() == "there\n"
+
+
+# -- a process group that is there already ----------------------------------------------------------------------------
+
+
+def use_existing() -> tuple[object, ...]:
+    default = dist.group.WORLD
+    before = process.running(), process.rank(), process.world_size(), process.local_rank()
+    here = process.current()
+    assert here.group is default
+    assert here.control not in (None, default)
+    assert here.device == torch.device("cpu")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        process.print("once")
+        process.print("all", every_rank=True)
+    process.init(process_group="gloo")
+    process.shutdown()
+    assert dist.group.WORLD is default
+    value = torch.tensor(process.rank() + 1)
+    dist.all_reduce(value)
+    again = process.current()
+    assert again is not here
+    assert again.control is not here.control
+    return (*before, value.item(), out.getvalue())
+
+
+def test_an_existing_group_is_used_and_left_alone() -> None:
+    assert run(2, use_existing) == [
+        (None, 0, 2, 0, 3, "once\n[rank 0] all\n"),
+        (None, 1, 2, 1, 3, "[rank 1] all\n"),
+    ]
+
+
+def other_devices(rank: int) -> str:
+    if process.rank() == rank:
+        os.environ["ACCEL_DEVICES"] = "63"
+    try:
+        process.current()
+    except DeviceError as error:
+        return str(error)
+    finally:
+        os.environ.pop("ACCEL_DEVICES", None)
+    return ""
+
+
+def test_a_bad_device_on_one_rank_is_told_to_all() -> None:
+    for message in run(2, other_devices, 1):
+        assert "rank 1: devices='63'" in message
+
+
+def refuse_other_groups() -> list[str]:
+    process.init(timeout=30)
+    messages = []
+    for options in ({"process_group": "cpu:gloo"}, {"timeout": 31}, {"devices": [63]}):
+        try:
+            process.init(**options)  # type: ignore[arg-type]
+        except AccelError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_another_group_or_timeout_is_refused() -> None:
+    for group, timeout, devices in run(2, refuse_other_groups):
+        assert "process_group='cpu:gloo'" in group
+        assert "'cuda': 'gloo'" in group
+        assert "timeout=31" in timeout
+        assert "30 s" in timeout
+        assert "devices=[63]" in devices
+
+
+def without_variables() -> tuple[object, ...]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    assert (process.rank(), process.world_size()) == (dist.get_rank(), dist.get_world_size())
+    try:
+        process.local_rank()
+    except AccelError as error:
+        message = str(error)
+    place = process.current().place
+    return message, place.launcher, place.rank, place.world_size, process.local_rank(), place.local_world_size
+
+
+def test_the_group_is_believed_where_the_environment_says_something_else() -> None:
+    results = outcomes(2, without_variables, breaks=True)
+    for rank, result in enumerate(results):
+        message, *place = result.value
+        assert "accel.init()" in message
+        assert place == ["process group", rank, 2, rank, 2]
+
+
+def replaced_outside() -> str:
+    process.current()
+    dist.destroy_process_group()
+    try:
+        process.current()
+    except AccelError as error:
+        process.shutdown()
+        return str(error)
+    return ""
+
+
+def test_a_group_destroyed_outside_accel_is_noticed() -> None:
+    for result in outcomes(2, replaced_outside, breaks=True):
+        assert "default process group was made or destroyed" in result.value
+
+
+def one_rank_starts(failed: Path) -> None:
+    if process.rank() == 1:
+        wait_for(failed.exists)
+        return
+    try:
+        process.init(timeout=2)
+    finally:
+        failed.touch()
+
+
+def test_a_rank_that_does_not_start_is_an_error_on_the_others(tmp_path: Path) -> None:
+    first, second = outcomes(2, one_rank_starts, tmp_path / "failed", breaks=True)
+    assert "LaunchError" in first.error
+    assert "every rank must call accel.setup or accel.init" in first.message
+    assert first.seconds > 1.9
+    assert not second.error
+
+
+# -- ends that let no rank hang ---------------------------------------------------------------------------------------
+
+
+def end_while_others_wait(freed: Path) -> str:
+    here = process.current()
+    # A reducer and a pending operation hold the groups: then neither abort nor destroy closes a connection.
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    if process.rank() == 1:
+        pending = dist.all_reduce(torch.ones(3), async_op=True)
+        wait_for(lambda: len(list(freed.glob("waits*"))) == 3)
+        time.sleep(0.3)
+        process.end_groups("rank 1 has had enough")
+        assert pending is not None
+        assert not dist.is_initialized()
+        wait_for(lambda: len(list(freed.glob("freed*"))) == 3, 50)  # the groups' own timeout is 60 s
+        return "3 freed"
+    (freed / f"waits{process.rank()}").touch()
+    try:
+        dist.all_reduce(torch.ones(3), group=here.control if process.rank() == 0 else None)
+    except RuntimeError as error:
+        assert model is not None
+        (freed / f"freed{process.rank()}").touch()
+        return str(error)
+    return ""
+
+
+def wait_for_each_other(waiting: Path) -> str:
+    process.current()
+    if process.rank() == 0:
+        wait_for(lambda: len(list(waiting.iterdir())) == 2)
+        time.sleep(0.3)
+        process.end_groups("rank 0 has had enough")
+        return "ended"
+    (waiting / str(process.rank())).touch()
+    with contextlib.suppress(RuntimeError):
+        # Neither waits for rank 0, and no connection of either to the other closes.
+        dist.recv(torch.ones(3), 3 - process.rank())
+    try:
+        process.current()
+    except AccelError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_wait_for_each_other_notice_the_end_too(tmp_path: Path) -> None:
+    results = outcomes(3, wait_for_each_other, tmp_path, breaks=True, timeout=50)  # the groups' own timeout is 60 s
+    assert [result.value for result in results[1:]] == [
+        "the process groups were ended: rank 0 has had enough; call accel.teardown() to start again"
+    ] * 2
+
+
+def test_ending_the_groups_frees_ranks_that_wait_in_any_of_them(tmp_path: Path) -> None:
+    results = outcomes(4, end_while_others_wait, tmp_path, breaks=True)
+    assert results[1].value == "3 freed"
+    for rank in (0, 2, 3):
+        assert results[rank].value
+
+
+FAILING = """
+import os, sys, time, torch, torch.distributed as dist
+from accel import process
+here = process.current()
+if here.place.rank == 1:
+    # Pending work that no rank answers keeps torch's destructors waiting for the whole timeout.
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    pending = dist.all_reduce(torch.ones(3), group=here.control, async_op=True)
+    raise ValueError("my own error")
+torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+dist.all_reduce(torch.ones(3))
+"""
+
+
+def test_an_error_on_one_rank_ends_the_others_with_an_error() -> None:
+    port = free_port()
+    first, second = scripts(FAILING, by_hand(0, 2, port), by_hand(1, 2, port), check=False)
+    assert (first.returncode, second.returncode) == (1, 1)
+    assert "my own error" in second.stderr
+    assert "the process groups were ended: rank 1 ended with ValueError" in first.stderr
+
+
+# -- groups that come up from the environment -------------------------------------------------------------------------
+
+STARTING = """
+import torch, torch.distributed as dist
+from accel import process
+assert process.world_size() == {world} and process.running() is None and not dist.is_initialized()
+for round in range({rounds}):
+    here = process.current()
+    assert here.owns_group and here.backends["cpu"] == "gloo"
+    value = torch.tensor([here.place.rank + 1])
+    dist.all_reduce(value, group=here.group)
+    dist.all_reduce(value, group=here.control)
+    process.print(here.place.launcher, here.place.local_world_size, value.item(), every_rank=True)
+    process.shutdown()
+    assert not dist.is_initialized()
+"""
+
+
+def test_a_group_started_by_hand_comes_up_and_can_be_started_again() -> None:
+    port = free_port()
+    results = scripts(STARTING.format(world=2, rounds=3), by_hand(0, 2, port), by_hand(1, 2, port))
+    assert [result.stdout.splitlines() for result in results] == [[f"[rank {r}] torchrun 1 6"] * 3 for r in range(2)]
+    assert [result.stderr for result in results] == ["", ""]
+
+
+def test_openmpi_on_one_host_needs_no_master() -> None:
+    common = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": f"job-{free_port()}"}
+    ranks = [common | {"OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_LOCAL_RANK": str(r)} for r in range(2)]
+    results = scripts(STARTING.format(world=2, rounds=1), *ranks)
+    assert [result.stdout for result in results] == [f"[rank {r}] OpenMPI 2 6\n" for r in range(2)]
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(STARTING.format(world=2, rounds=2))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    result = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=GUARD)
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.split("\n")) == ["", *["[rank 0] torchrun 2 6"] * 2, *["[rank 1] torchrun 2 6"] * 2]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_launch_that_cannot_work_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    mpich = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+    for environ, message in (
+        (mpich, "MPICH started 2 processes.*set MASTER_ADDR"),
+        (by_hand(1, 2, free_port()), "did not come up at 127.0.0.1.*within 1 s.*as many processes as WORLD_SIZE"),
+    ):
+        with monkeypatch.context() as patch:
+            for name, value in environ.items():
+                patch.setenv(name, value)
+            with pytest.raises(LaunchError, match=message):
+                process.init(timeout=1)
+            assert process.running() is None
+            assert not dist.is_initialized()
