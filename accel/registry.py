@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
@@ -63,6 +64,7 @@ class Registry:
             self._hooks = [
                 register_module_parameter_registration_hook(self._registered),
                 register_module_module_registration_hook(self._registered),
+                register_module_buffer_registration_hook(self._buffer_registered),
             ]
         if engine.gradients.watched:
             self._watched = self._watched or [register_optimizer_step_pre_hook(self._before_any_step)]
@@ -173,11 +175,17 @@ class Registry:
 
     # -- events ---------------------------------------------------------------------------------------------------
 
-    def _registered(self, module: nn.Module, name: str, value: object) -> None:
+    def _owner(self, module: nn.Module) -> Engine | None:
         reference = self._owners.get(module)
-        engine = reference() if reference is not None else None
-        if engine is not None:
+        return None if reference is None else reference()
+
+    def _registered(self, module: nn.Module, name: str, value: object) -> None:
+        if (engine := self._owner(module)) is not None:
             engine.restructured = True
+
+    def _buffer_registered(self, module: nn.Module, name: str, value: object) -> None:
+        if (engine := self._owner(module)) is not None:
+            engine.gradients.buffers.registered()
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer that was never given to ``setup`` must not step with unfinished gradients either."""

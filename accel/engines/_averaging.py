@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..gradients.average import average_gradients_
 from .base.engine import Engine, Options
-from .base.gradients import Buffers, Gradients
+from .base.gradients import Gradients
 from .base.memory import Footprint, MemoryUse, whole
 
 
@@ -40,7 +40,6 @@ class AveragedGradients(Gradients):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self._buffers = Buffers(engine.module, engine.process, engine.options.broadcast_buffers)
         #: All existing gradients are known to be equal on all ranks.
         self.settled = False
         self._num_steps = 0
@@ -67,7 +66,7 @@ class AveragedGradients(Gradients):
         self.log.fold(stepping=optimizer)
         self.settled = True
         if averaged:
-            self._buffers.synchronize()
+            self.buffers.synchronize()
 
     def end_backward(self, indices: Sequence[int]) -> None:
         """Average them; those that an optimizer steps wait for the step."""

@@ -23,7 +23,7 @@ from ..process import Process
 from ..process.control import agree
 from ..process.packing import broadcast_
 from .base.engine import Context, Engine, Options
-from .base.gradients import Buffers, Gradients
+from .base.gradients import Gradients
 from .base.holdings import Holdings
 from .base.memory import Footprint, MemoryUse, ParameterSize, whole
 
@@ -306,7 +306,6 @@ class ReducerGradients(Gradients):
         #: Inside ``join``; in how many forwards this rank took part there.
         self.joining = False
         self.num_joined = 0
-        self.buffers = Buffers(engine.module, engine.process, engine.options.broadcast_buffers)
         #: A backward ended well, and the reducer still waits for gradients.
         self._incomplete = False
 

@@ -28,7 +28,7 @@ from ..process.startup import unseen_group
 from ..shard import StateEntry
 from .base import memory
 from .base.engine import Context, Engine, Options
-from .base.gradients import Buffers, Gradients
+from .base.gradients import Gradients
 from .base.holdings import Holdings
 from .base.memory import Footprint, MemoryUse
 from .base.methods import only
@@ -240,7 +240,6 @@ class ShardedGradients(Gradients):
         self._rank, self._world = engine.process.place.rank, engine.process.place.world_size
         self._index: dict[int, int] = {}
         self.owners = Owners(self._rank, self._world)
-        self.buffers = Buffers(engine.module, engine.process, engine.options.broadcast_buffers)
         # Parameters that their owners have stepped, or may have, and the other ranks do not have yet.
         self._unpublished: set[int] = set()
 

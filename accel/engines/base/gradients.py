@@ -47,6 +47,7 @@ class Gradients:
         self.engine = engine
         self.process = engine.process
         self.log = GradientLog(())
+        self.buffers = Buffers(engine.module, engine.process, getattr(engine.options, "broadcast_buffers", True))
         #: The numbers of the parameters that are in no optimizer: a loop may update them by hand.
         self.unoptimized: list[int] = []
         #: Inside ``no_sync``; whether a backward there left gradients that ``end_backward`` would have made final.
@@ -228,14 +229,20 @@ class Buffers:
     Args:
         module: their module. They are found anew each time: a forward may put another tensor in a buffer's place.
         process: of this rank.
-        wanted: whether the options ask for it.
+        asked: whether the options ask for it.
     """
 
-    def __init__(self, module: nn.Module, process: Process, wanted: bool = True) -> None:
+    def __init__(self, module: nn.Module, process: Process, asked: bool) -> None:
         self._module = module
         self._process = process
-        self.wanted = wanted and process.place.world_size > 1 and any(True for _ in module.buffers())
+        self._asked = asked and process.place.world_size > 1
+        #: Whether there are any to give.
+        self.wanted = self._asked and any(True for _ in module.buffers())
         self.stale = False
+
+    def registered(self) -> None:
+        """Hear that the module got one."""
+        self.wanted = self._asked
 
     def touch(self) -> None:
         """Note a forward whose changes are to reach all ranks."""

@@ -21,7 +21,7 @@ from ...process import Process
 from ...process.control import Waiting
 from ..base.absent import plainly
 from ..base.engine import Context, Engine, Options, lost_weights
-from ..base.gradients import Buffers, Gradients, broken_backward, refuse_sparse
+from ..base.gradients import Gradients, broken_backward, refuse_sparse
 from ..base.memory import Footprint, MemoryUse
 from . import config as configuration
 from .library import release_groups
@@ -85,7 +85,6 @@ class ZeROGradients(Gradients):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self.buffers = Buffers(engine.module, engine.process)
         #: Every step clips to it; 0.0 for none.
         self.max_norm = 0.0
         #: Steps, or is about to.

@@ -19,7 +19,7 @@ from ...process import Process, reason_of
 from ...process.control import Waiting
 from ...shard import Shard, StateEntry
 from ..base.engine import Context, Engine, Options, lost_weights
-from ..base.gradients import Buffers, Gradients, refuse_sparse
+from ..base.gradients import Gradients, refuse_sparse
 from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse, even_shards
 from ..base.step import refuse_steps
@@ -168,7 +168,6 @@ class FSDPGradients(Gradients):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self.buffers = Buffers(engine.module, engine.process)
         self.backwards: Backwards | None = None
 
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
