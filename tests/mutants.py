@@ -53,6 +53,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "accel/engines/base/drift": ("engines/test_drift",),
     "accel/engines/base/memory": ("test_memory",),
     "accel/gradients/": ("gradients", "engines/test_ddp", "engines/test_reducer", "engines/test_updates", "test_loop"),
+    "accel/gradients/patches": ("gradients", "engines/fsdp", "engines/deepspeed"),
     "accel/launch": ("launch", "commands/test_commands"),
     "accel/memory": ("test_memory",),
     "accel/precision": ("test_precision",),
