@@ -1,1 +1,1 @@
-"""Gradients: which came, when they are final, and the step."""
+"""Gradients: which came, their mean and norm over the ranks, and what accel changes in torch."""
