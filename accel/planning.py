@@ -1,4 +1,4 @@
-"""What a call of ``setup`` will do, decided locally and without changing anything."""
+"""What a call of ``setup`` will do, decided locally; starts the process where it does not run, and changes nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Raw module -> its one engine, by identity. The only mutable state of the library beside the process."""
+"""Raw module -> its one engine, by identity: the live engines."""
 
 from __future__ import annotations
 

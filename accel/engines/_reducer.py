@@ -84,7 +84,7 @@ def register(
     return state
 
 
-def complete(ddp: DistributedDataParallel, parameters: Sequence[nn.Parameter], missing: Iterable[int]) -> None:
+def end_without(ddp: DistributedDataParallel, parameters: Sequence[nn.Parameter], missing: Iterable[int]) -> None:
     """Let the reducer end a reduction for which these parameters got no gradient yet, and leave them without. Collective."""
     numbers = {id(p): n for n, p in enumerate(p for p in ddp.module.parameters() if p.requires_grad)}
     reducer: Any = ddp.reducer
@@ -186,10 +186,10 @@ class Reduction:
         """A synchronised forward: the next backward will be reduced, with all that was accumulated before it."""
         self.settled = False
         self._awaited = frozenset()
-        if self.log.entries or self.log.pending:
+        if self.log.entries or self.log.unreduced:
             local = self.local()
             self.settled = bool(self.log.entries) and not local
-            self.log.fold(pending=local)
+            self.log.fold(unreduced=local)
         self.armed = True
 
     def opened(self, graph: bool) -> None:
@@ -226,7 +226,7 @@ class Reduction:
         """Whether a gradient came that no reduction since has covered."""
         entries = self.log.entries
         if not self.armed or not entries:
-            return bool(entries) or self.log.pending
+            return bool(entries) or self.log.unreduced
         if self.noted:
             return entries[-1] is not None
         return len(entries) != len(self._expected) or not self.complete()
@@ -239,7 +239,7 @@ class Reduction:
         """Whether a reduction began that is not known to have all its gradients, of its own backward or of a later one."""
         return self.started() or bool(self._awaited)
 
-    def completed(self) -> None:
+    def ended_without(self) -> None:
         """The armed reduction was completed without the missing gradients: all others are final."""
         self._awaited = frozenset() if self.noted else self._expected.difference(self.log.entries)
         self.armed, self.settled = False, True
@@ -376,11 +376,11 @@ class ReducerGradients(Gradients):
         missing = reduction.missing()
         self.engine.compare("a second backward of one forward", missing)
         self._refuse_changed()
-        complete(self.ddp, self.engine.parameters, missing)
-        reduction.completed()
+        end_without(self.ddp, self.engine.parameters, missing)
+        reduction.ended_without()
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
-        """Average once more where gradients came without the reducer; on all ranks, or none."""
+        """A look at the log, where the reducer saw all; else average once more, on all ranks. Then rank 0's buffers."""
         if not self.engine.distributed:
             super().settle()
             return
@@ -530,7 +530,7 @@ class ReducingEngine(Engine, ABC):
             return self._core(*args, **kwargs)
         grad, gradients = torch.is_grad_enabled(), self.gradients
         sync, reduction, buffers = not gradients.accumulating, gradients.reduction, gradients.buffers
-        # Not while a graph may hold the buffers: between a forward and its backward.
+        # `settle` has done it, but after a backward without a step. Not while a graph may hold the buffers, before its backward.
         if grad and buffers.stale and sync and not gradients.joining and not reduction.graph_open:
             buffers.synchronize()
         if reduction.started() and not gradients.complete():

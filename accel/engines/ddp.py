@@ -26,7 +26,7 @@ class DDP(ReducingOptions):
 
 @final
 class DDPEngine(ReducingEngine):
-    """The reducer around the module."""
+    """The reducer around the module: all of it is ``ReducingEngine`` (``_reducer.py``)."""
 
     name = "ddp"
     options_type = DDP

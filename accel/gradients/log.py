@@ -23,12 +23,12 @@ class GradientLog:
 
     Attributes:
         entries: what was noted since the last ``fold``; an engine may add None where a reduction ended.
-        pending: gradients noted before the last ``fold`` have not been reduced since.
+        unreduced: gradients noted before the last ``fold`` have not been reduced since.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.entries: list[int | None] = []
-        self.pending = False
+        self.unreduced = False
         self._plain = False
         self._accepted = 0
         #: The optimizers that have stepped with the gradients that are there.
@@ -37,9 +37,9 @@ class GradientLog:
         for index, parameter in enumerate(parameters):
             self._hooks += _after_accumulation(parameter, _noting(self.entries, index, parameter.dtype))
 
-    def fold(self, *, pending: bool = False, stepping: Optimizer | None = None) -> None:
+    def fold(self, *, unreduced: bool = False, stepping: Optimizer | None = None) -> None:
         """Forget the entries; remember whether something is unreduced or came from a plain backward, and who steps with it."""
-        self.pending = pending
+        self.unreduced = unreduced
         if self.entries:
             self._plain = self._plain or len(self.entries) > self._accepted
             self._accepted = 0

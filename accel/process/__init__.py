@@ -1,4 +1,4 @@
-"""This process: its place among the ranks, its devices, its process groups. The one module with state of its own."""
+"""This process: its place among the ranks, its devices, its process groups."""
 
 from __future__ import annotations
 
