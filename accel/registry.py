@@ -271,12 +271,14 @@ class Registry:
         labels = ", ".join(engine.label for engine in spread)
 
         def reduce(power: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
-            everyone = agree(f"the norm of order {norm_type} of gradients ({labels})", power.item())
-            power.fill_(max(everyone) if op == dist.ReduceOp.MAX else sum(everyone))
+            told = agree(f"the norm of order {norm_type} of gradients ({labels})", power.tolist())
+            everyone = torch.tensor(told, dtype=torch.float64)
+            power.copy_(everyone.amax(0) if op == dist.ReduceOp.MAX else everyone.sum(0))
 
-        mine, common = ([g for g in gradients if (id(g) in own) is here] for here in (True, False))
+        first = spread[0].process.place.rank == 0  # what all ranks have counts once
+        mine = [g for g in gradients if first or id(g) in own]
         like = gradients[0] if gradients else torch.tensor(0.0)
-        return total_norm(mine, common, norm_type, like.device, reduce).to(like.dtype)
+        return total_norm(mine, norm_type, like.device, reduce).to(like.dtype)
 
     def before_local_norm(self, gradients: Sequence[torch.Tensor]) -> None:
         """Refuse to measure gradients of which other ranks have more."""

@@ -210,16 +210,15 @@ class Reduction:
         entries = self.log.entries
         return None in entries if self.noted else (self._awaited or self._expected).issubset(entries)
 
-    def exact(self, ddp: DistributedDataParallel | None) -> bool:
-        """Whether each expected gradient came once after ``ddp`` was armed, nothing else, and it is done: the usual step."""
+    def exact(self) -> bool:
+        """Whether each expected gradient came once after the reducer was armed, and nothing else: the usual step."""
         entries = self.log.entries
         return (
             self.armed
             and not self.noted
             and len(entries) == len(self._expected)
             and self._expected.issuperset(entries)
-            and ddp is not None
-            and finalized(ddp)
+            and bool(entries)
         )
 
     def local(self) -> bool:
@@ -385,7 +384,7 @@ class ReducerGradients(Gradients):
             super().settle()
             return
         came = bool(self.log.entries)
-        if not self.reduction.exact(self.ddp):
+        if not (self.reduction.exact() and (self.ddp is None or finalized(self.ddp))):
             if optimizer is not None and self.log.repeats(optimizer):
                 self.reduction.settled = False
             if self.reduction.unfinished():
@@ -401,7 +400,7 @@ class ReducerGradients(Gradients):
     def end_backward(self, indices: Sequence[int]) -> None:
         """What came past the reducer; all of it, since no step may come that would average the rest."""
         self._incomplete = False
-        if not self.reduction.exact(self.ddp) and not self.joining:
+        if not self.reduction.exact() and not self.joining:
             at_end_of_backward(self._average_missed)  # the reducer ends first
 
     def _average_missed(self) -> None:

@@ -240,8 +240,9 @@ class ShardedGradients(Gradients):
         self._rank, self._world = engine.process.place.rank, engine.process.place.world_size
         self._index: dict[int, int] = {}
         self.owners = Owners(self._rank, self._world)
-        # Parameters that their owners have stepped, or may have, and the other ranks do not have yet.
-        self._unpublished: set[int] = set()
+        #: By optimizer (one may step or write inside of another), the parameters that their owners have stepped, or may
+        #: have, and the other ranks do not have yet.
+        self._unpublished: dict[int, set[int]] = {}
 
     def follow(self, parameters: Sequence[nn.Parameter]) -> None:
         """Number the parameters."""
@@ -267,7 +268,7 @@ class ShardedGradients(Gradients):
         what = f"a step of {type(optimizer).__name__} (optimizer {number}, {len(indices)} parameters)"
         live = self._settle(what, indices, everywhere=not split, weakest=LOCAL if split else OWNED)
         if split:
-            self._unpublished.update(live)
+            self._unpublished.setdefault(id(optimizer), set()).update(live)
 
     def end_backward(self, indices: Sequence[int]) -> None:
         """On every rank: whoever updates these by hand does it everywhere."""
@@ -357,7 +358,7 @@ class ShardedGradients(Gradients):
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Give every rank the stepped parameters."""
-        self.publish()
+        self.publish(optimizer)
 
     def steps_part(self, optimizer: Optimizer) -> bool:
         """Where its state is split."""
@@ -371,22 +372,27 @@ class ShardedGradients(Gradients):
             return
         parameters = parameters_of(optimizer)
         self.owners.take(parameters)
-        self._unpublished.update(self._index[id(p)] for p in parameters)
+        self._unpublished.setdefault(id(optimizer), set()).update(self._index[id(p)] for p in parameters)
         with only(optimizer, self.owners.owns):
             yield
-        self.publish()
+        self.publish(optimizer)
 
     def before_closure(self, optimizer: Optimizer) -> None:
         """Give every rank what the owners have moved."""
         with self.outside_step(optimizer):
             pass
 
-    def publish(self) -> None:
-        """Give every rank what the owners have stepped since the last time. Collective where there is something."""
-        if self._unpublished:
-            stepped = [self.engine.parameters[i] for i in sorted(self._unpublished)]
+    def publish(self, optimizer: Optimizer | None = None) -> None:
+        """Give every rank what the owners have stepped, by this optimizer or by any. Collective where there is something."""
+        if not self._unpublished:
+            return
+        keys = list(self._unpublished) if optimizer is None else [id(optimizer)]
+        indices: set[int] = set().union(*(self._unpublished.get(key, ()) for key in keys))
+        if indices:
+            stepped = [self.engine.parameters[i] for i in sorted(indices)]
             broadcast_from_owners(self._by_owner(stepped, stepped), self._rank, self.process.group)
-            self._unpublished.clear()
+        for key in keys:
+            self._unpublished.pop(key, None)
 
 
 @final

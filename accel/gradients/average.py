@@ -13,25 +13,33 @@ from ..process import Process
 from ..process.control import agree
 from ..process.packing import average_
 
-_NONE, _DENSE, _SPARSE = "012"
+_NONE, _DENSE, _SPARSE = range(3)
 
 
-def held_anywhere(what: str, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> list[int]:
+def held_anywhere(
+    what: str, parameters: Sequence[nn.Parameter], names: Sequence[str], process: Process, *, announced: bool = False
+) -> list[int]:
     """The numbers of the parameters that have a gradient on any rank. Collective.
 
     Args:
         what: is to be done with them, for messages.
         parameters: the same on every rank.
         names: of these.
+        process: of this rank.
+        announced: the ranks are known to be at this place, so that a mask on the device will do.
 
     Raises:
         BackendError: a rank has a sparse one; on every rank.
     """
     if not parameters:
         return []
-    mine = "".join(_NONE if p.grad is None else _SPARSE if p.grad.is_sparse else _DENSE for p in parameters)
-    everyone = [format(code, "x").zfill(len(mine)) for code in agree(what, int(mine, 16))]
-    held = [max(codes) for codes in zip(*everyone, strict=True)]
+    mine = bytes(_NONE if p.grad is None else _SPARSE if p.grad.is_sparse else _DENSE for p in parameters)
+    if announced:
+        mask = torch.tensor(list(mine), dtype=torch.uint8, device=process.device)
+        dist.all_reduce(mask, dist.ReduceOp.MAX, group=process.group)
+        held = mask.tolist()
+    else:
+        held = list(map(max, *agree(what, mine), mine))
     if _SPARSE in held:
         sparse = [name for name, code in zip(names, held, strict=True) if code == _SPARSE]
         raise BackendError(
@@ -47,6 +55,8 @@ def average_gradients_(
     names: Sequence[str],
     process: Process,
     add: Callable[[torch.Tensor], object] | None = None,
+    *,
+    announced: bool = False,
 ) -> bool:
     """Average the gradients of every parameter that has one on any rank; a rank that has none counts as zero. Collective.
 
@@ -56,6 +66,7 @@ def average_gradients_(
         names: of these.
         process: of this rank.
         add: sums a flat tensor over the ranks, in place; None is ``dist.all_reduce``.
+        announced: as for ``held_anywhere``.
 
     Returns:
         Whether there were any.
@@ -64,7 +75,7 @@ def average_gradients_(
         BackendError: a rank has a sparse one; on every rank.
     """
     gradients = []
-    for number in held_anywhere(what, parameters, names):
+    for number in held_anywhere(what, parameters, names, process, announced=announced):
         parameter = parameters[number]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

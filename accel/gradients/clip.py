@@ -19,16 +19,14 @@ Reduce: TypeAlias = Callable[[torch.Tensor, dist.ReduceOp.RedOpType], object]
 @torch.no_grad()
 def total_norm(
     mine: Iterable[torch.Tensor],
-    common: Iterable[torch.Tensor],
     norm_type: float,
     device: torch.device,
     reduce: Reduce,
 ) -> torch.Tensor:
-    """The norm of all ranks' gradients together, a 0-dim float32 tensor on ``device``. Collective.
+    """The norm of all ranks' gradients together, a 0-dim float64 tensor on ``device``. Collective.
 
     Args:
-        mine: what lies on this rank and no other.
-        common: what is the same on all ranks, and counts once.
+        mine: what this rank counts; what is the same on all ranks is counted by one of them.
         norm_type: above 0; infinity is the largest absolute value.
         device: where it is computed.
         reduce: over the ranks.
@@ -41,11 +39,14 @@ def total_norm(
         raise BackendError(
             f"norm_type={norm_type!r}: a norm of this order does not add up over the ranks; use one above 0"
         )
-    infinite = math.isinf(order)
     total = _power(mine, order, device)
-    reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
-    once = _power(common, order, device)
-    return torch.maximum(total, once).float() if infinite else (total + once).pow(1.0 / order).float()
+    if not math.isinf(order):
+        reduce(total, dist.ReduceOp.SUM)
+        return total.pow(1.0 / order)
+    nan = total.isnan()  # which a maximum over the ranks may lose
+    largest = torch.stack([total.masked_fill(nan, 0.0), nan.to(total.dtype)])
+    reduce(largest, dist.ReduceOp.MAX)
+    return largest[0].masked_fill(largest[1] > 0, float("nan"))
 
 
 def _power(gradients: Iterable[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
@@ -75,8 +76,11 @@ def clip_(
     common: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Clip all ranks' gradients by their norm together, in place; returns the norm before. Collective."""
+    counted = (
+        mine if process.place.rank else [*mine, *common]
+    )  # so that all ranks clip alike, whatever they were assigned
     norm = total_norm(
-        mine, common, norm_type, process.device, lambda total, op: dist.all_reduce(total, op, group=process.group)
-    )
+        counted, norm_type, process.device, lambda total, op: dist.all_reduce(total, op, group=process.group)
+    ).float()
     scale_([*mine, *common], max_norm, norm)
     return norm

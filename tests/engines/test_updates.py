@@ -575,3 +575,38 @@ def refused_sharpness(backend: Any) -> None:
 @pytest.mark.parametrize("backend", DIVIDED, ids=str)
 def test_a_method_that_uses_gradients_is_refused_where_they_are_divided(backend: Any) -> None:
     run(2, refused_sharpness, backend)
+
+
+class Shrinking(torch.optim.SGD):
+    """Its method calls that of another one first."""
+
+    other: Shrinking | None = None
+
+    @torch.no_grad()
+    def shrink(self) -> None:
+        if self.other is not None:
+            self.other.shrink()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.5)
+
+
+def shrink_one_by_the_other() -> list[float]:
+    torch.manual_seed(0)
+    raw = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    outer, inner = Shrinking(raw[0].parameters(), lr=0.1), Shrinking(raw[1:].parameters(), lr=0.1)
+    outer.other = inner
+    model, optimizers, _ = accel.setup(raw, [outer, inner], backend=accel.Sharded(split_any_optimizer=True))
+    model(torch.ones(2, 4)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    before = [p.detach().clone() for p in raw.parameters()]
+    optimizers[0].shrink()
+    factors = [float((p / b).mean()) for p, b in zip(raw.parameters(), before, strict=True)]
+    accel.teardown()
+    return factors
+
+
+def test_a_method_of_one_optimizer_that_calls_anothers() -> None:
+    for factors in run(2, shrink_one_by_the_other):
+        assert factors == pytest.approx([0.5] * 6)

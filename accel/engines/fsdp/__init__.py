@@ -219,12 +219,16 @@ class FSDPGradients(Gradients):
             names = engine.holdings.parameter_names
             engine.compare("a reduction of accumulated gradients", [names[id(p.sharded_param)] for p in pending])
             sharded.reduce(not self.accumulating)
-        if parts.scalars_pending():
+        # Every rank has scalars whole: also a gradient that was assigned by hand is to be their mean.
+        if parts.scalars_pending() or (optimizer is not None and parts.scalar_log.repeats(optimizer)):
             parts.average_scalars()
+        parts.scalar_log.fold(stepping=optimizer)
         sharded.reshard()
         if self.buffers.stale:
             engine.announce("the broadcast of buffers")
             self.buffers.synchronize()
+        if self.log.entries:
+            self.log.fold(stepping=optimizer)
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the global norm; one all-reduce of local norms."""
@@ -383,5 +387,6 @@ class FSDPEngine(Engine):
             self.holdings.restore(self.parts, optimizers)
             self.parts = None
             self._read_parameters()
+            self.gradients.close()
             if self.ended:
                 raise lost_weights(self)

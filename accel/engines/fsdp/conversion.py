@@ -156,7 +156,7 @@ class Conversion:
     def average_scalars(self) -> None:
         """Make the scalars' gradients final. Collective."""
         what = f"the reduction of scalars ({self.label})"
-        average_gradients_(what, self.scalars, self._scalar_names, self.process)
+        average_gradients_(what, self.scalars, self._scalar_names, self.process, announced=True)
         self.scalar_log.fold()
 
     def drop_pending(self) -> None:

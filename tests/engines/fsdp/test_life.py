@@ -286,3 +286,21 @@ def test_muon_orthogonalises_whole_matrices(world: int, tmp_path: Path) -> None:
         assert weights <= 1e-5
         assert momenta <= 1e-5
         assert undone
+
+
+def scaled_steps() -> tuple[int, int]:
+    raw = nn.Linear(4, 2)
+    model, optimizer, _ = accel.setup(
+        raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend="fsdp", precision="16-mixed"
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        accel.backward(model(torch.ones(3, 4)).sum())
+        optimizer.step()
+    noted = len(registry.of_handle(model).gradients.log.entries)
+    accel.teardown()
+    return noted, sum(len(p._post_accumulate_grad_hooks or ()) for p in raw.parameters())  # type: ignore[attr-defined]
+
+
+def test_nothing_is_noted_for_ever_where_the_loss_is_scaled() -> None:
+    assert run(2, scaled_steps) == [(0, 0), (0, 0)]
