@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import accel
+from accel.registry import registry
 from tests import models, test_loop
 from tests.distributed import refusals, run
 from tests.engines.fsdp.training import (
