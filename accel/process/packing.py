@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -74,7 +74,6 @@ def begin_gather(message: bytes, group: dist.ProcessGroup) -> tuple[Any, list[to
 # What one collective moves. On the CPU the copies should stay in its cache; elsewhere calls are dear.
 _PIECE_BYTES: Final = 32 << 20
 _CPU_PIECE_BYTES: Final = 8 << 20
-_ALIGNMENT: Final = 16
 
 
 def _limit(dtype: torch.dtype, device: torch.device, owners: int) -> int:
@@ -227,61 +226,3 @@ def average_(tensors: Iterable[torch.Tensor], world_size: int, add: Callable[[to
         add(flat)
         _unflatten_into(piece, flat)
     _put_back(averaged, used)
-
-
-class Portion(NamedTuple):
-    """A tensor to put together.
-
-    Args:
-        shape: of the whole.
-        dtype: of the whole.
-        ranges: what of it lies on this rank: where in row-major order each part begins, and its elements.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    ranges: Sequence[tuple[int, torch.Tensor]]
-
-    @property
-    def room(self) -> int:
-        """The bytes that it takes beside others."""
-        return -(-self.shape.numel() * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-
-
-@torch.no_grad()
-def put_together(
-    portions: Iterable[Portion], group: dist.ProcessGroup | None, device: torch.device
-) -> list[torch.Tensor]:
-    """The whole tensors, on every rank; each element lies on exactly one of them. Collective.
-
-    Args:
-        portions: of the same tensors on every rank, in one order.
-        group: the ranks.
-        device: where the whole tensors come to lie.
-    """
-    whole: list[torch.Tensor] = []
-    waiting: list[Portion] = []
-    size, limit = 0, _limit(torch.uint8, device, 1)
-    for portion in portions:
-        if size > limit:
-            whole += _put_together(waiting, group, device)
-            waiting, size = [], 0
-        waiting.append(portion)
-        size += portion.room
-    return whole + _put_together(waiting, group, device)
-
-
-def _put_together(
-    portions: Sequence[Portion], group: dist.ProcessGroup | None, device: torch.device
-) -> list[torch.Tensor]:
-    # As bytes, since zeros added to them are exact for every dtype.
-    flat = torch.zeros(sum(p.room for p in portions), dtype=torch.uint8, device=device)
-    places = []
-    for room, portion in zip(flat.split([p.room for p in portions]), portions, strict=True):
-        place = room[: portion.shape.numel() * portion.dtype.itemsize].view(portion.dtype)
-        for start, part in portion.ranges:
-            place.narrow(0, start, part.numel()).copy_(part.reshape(-1))
-        places.append(place)
-    if flat.numel():
-        dist.all_reduce(flat, group=group)
-    return [place.clone().view(portion.shape) for place, portion in zip(places, portions, strict=True)]

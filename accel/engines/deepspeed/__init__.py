@@ -204,7 +204,7 @@ class ZeROGradients(Gradients):
         self.engine.compare("the gradients of a step", came, lambda _: "other parameters, or in another order")
         zero.replace(assigned)
         self._spent.difference_update(assigned)
-        zero.flush(self.process.group)
+        zero.flush()
         self._keep(zero, assigned)
         if self.held_back:
             self.end_backward(self.unoptimized)

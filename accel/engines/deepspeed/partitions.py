@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ...gradients.average import held_anywhere
 from ...process import Process
 from ...process.control import Waiting, announce
 from ..base.absent import plainly
@@ -212,13 +213,12 @@ class Partitions(ABC):
 
         return call
 
-    def flush(self, group: dist.ProcessGroup | None) -> None:
+    def flush(self) -> None:
         """Reduce what backward left in ``p.grad``; a rank that has none counts as zero. Collective."""
         indices = [i for i in self.divided if i not in self.whole_gradients]
-        have = [int(self.parameters[i].grad is not None) for i in indices]
-        mask = torch.tensor(have, dtype=torch.uint8, device=next(iter(self.divided.values())).device)
-        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=group)
-        waiting = [i for i, needed in zip(indices, mask.tolist(), strict=True) if needed]
+        what, parameters = f"the gradients of a step ({self.label})", [self.parameters[i] for i in indices]
+        names = [f"parameter {i}" for i in indices]
+        waiting = [indices[n] for n in held_anywhere(what, parameters, names, self.process, announced=True)]
         for index in waiting:
             self.offer(index)
             self.take(index)
