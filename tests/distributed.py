@@ -82,9 +82,10 @@ def _serve(rank: int, world: int, rendezvous: str, connection: Connection) -> No
     known = len(sys.modules)
     while True:
         try:
-            fn, args, clean, plan = pickle.loads(connection.recv_bytes())
+            fn, args, clean, plan, test = pickle.loads(connection.recv_bytes())
         except EOFError:
             os._exit(0)
+        os.environ["PYTEST_CURRENT_TEST"] = test
         if len(sys.modules) > known:  # a collection is not of them either
             gc.collect()
             gc.freeze()
@@ -112,7 +113,7 @@ class Pool:
     def call(
         self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, clean: bool, plan: faults.Plan
     ) -> list[Outcome]:
-        message = pickle.dumps((fn, args, clean, plan))
+        message = pickle.dumps((fn, args, clean, plan, os.environ.get("PYTEST_CURRENT_TEST", "")))
         for _, connection in self.workers:
             connection.send_bytes(message)
         deadline = time.monotonic() + timeout

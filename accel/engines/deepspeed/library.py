@@ -163,10 +163,12 @@ def _forget_old_groups() -> None:
 
 
 def forget_groups() -> None:
-    """Let go of the process groups that DeepSpeed holds, where it was imported."""
+    """Let go of the process groups that DeepSpeed holds, where it was imported; its copy of the user's group ends."""
     groups: Any = sys.modules.get("deepspeed.utils.groups")
     comm: Any = sys.modules.get("deepspeed.comm.comm")
     if groups is not None:
+        if groups._WORLD_GROUP in distributed_c10d._world.pg_map:
+            dist.destroy_process_group(groups._WORLD_GROUP)
         groups._WORLD_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         groups._ALL_TO_ALL_GROUP = {}
     if comm is not None:
