@@ -6,6 +6,7 @@ all processes there, has each of them write what it runs; whose test that is say
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import subprocess
@@ -21,7 +22,7 @@ from typing import Any
 
 FOLDER = "LINES_OF_TESTS"
 TEST = "PYTEST_CURRENT_TEST"
-#: Written after so many new lines, since processes of tests are killed.
+#: Written after so many new lines, since tests kill processes.
 CHUNK = 50
 
 
@@ -93,6 +94,7 @@ def begin() -> None:
     """Trace this process and those that it forks."""
     if FOLDER in os.environ:
         writer = _Writer(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.environ[FOLDER])
+        atexit.register(writer.write)
         threading.settrace(writer.call)
         sys.settrace(writer.call)
 

@@ -1,17 +1,19 @@
 """Are the tests worth their time? ``python -m tests.mutants`` breaks the package in one place at a time and runs them.
 
 A mutant has one call statement removed, one comparison or ``not`` turned round, or ``and`` for ``or``. Each is made in a
-scratch copy of the tree, and the tests of its area run there; those that live are printed, with their places.
-Results go to a file of JSON lines outside of the repository, so that a run that was cut off goes on where it was.
+copy of the checkout, and tests that run its line run there; those that live are printed, with their places.
+Copies and results lie in a folder outside of the repository: a run that was cut off goes on where it was, with the checkout
+as it was. A new folder begins with a run of all tests that records which lines each of them runs (``tests/lines.py``).
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import functools
 import json
 import os
+import pickle
+import queue
 import random
 import re
 import shutil
@@ -20,45 +22,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from tests import lines
 from tests.programs import ROOT, kill
 
-#: What tests a file of the package, fastest first; the longest prefix counts.
-AREAS: dict[str, tuple[str, ...]] = {
-    "accel/": ("test_setup", "test_handles", "test_summary", "test_precision", "test_loop", "test_teardown"),
-    "accel/api": ("process/test_collectives", "test_setup", "process/test_process", "test_teardown"),
-    "accel/checkpoint/": ("checkpoint", "commands/test_checkpoints"),
-    "accel/checkpoint/layout": (
-        "checkpoint/test_layout",
-        "checkpoint/test_scale",
-        "checkpoint/test_files",
-        "checkpoint",
-    ),
-    "accel/commands/": ("commands", "test_memory"),
-    "accel/data/": ("data",),
-    "accel/deferred": ("test_deferred", "engines/fsdp/test_memory"),
-    "accel/engines/": ("engines/test_contract", "test_loop", "engines", "test_memory"),
-    "accel/engines/_averaging": ("engines/test_averaging", "engines/test_updates"),
-    "accel/engines/_reducer": ("engines/test_ddp", "engines/test_reducer", "test_loop"),
-    "accel/engines/deepspeed": ("engines/deepspeed", "engines/test_contract"),
-    "accel/engines/fsdp": ("engines/fsdp", "engines/test_contract"),
-    "accel/engines/pipeline": ("engines/pipeline", "engines/test_contract"),
-    "accel/engines/sharded": ("engines/sharded", "engines/test_contract", "test_loop"),
-    "accel/engines/base/": ("engines/test_ddp", "engines/test_reducer", "engines/test_updates", "test_loop", "engines"),
-    "accel/engines/base/drift": ("engines/test_drift",),
-    "accel/engines/base/memory": ("test_memory",),
-    "accel/gradients/": ("gradients", "engines/test_ddp", "engines/test_reducer", "engines/test_updates", "test_loop"),
-    "accel/gradients/patches": ("gradients", "engines/fsdp", "engines/deepspeed"),
-    "accel/launch": ("launch", "commands/test_commands"),
-    "accel/memory": ("test_memory",),
-    "accel/precision": ("test_precision",),
-    "accel/process/": ("process",),
-}
 FLIPPED = {"==": "!=", "<": ">=", ">": "<=", "in": "not in", "is": "is not"}
 FLIPPED |= {after: before for before, after in FLIPPED.items()}
 OPERATOR = r"is\s+not|not\s+in|is|in|[=!<>]=|<|>"
@@ -78,14 +53,6 @@ class Mutant:
         old = self.before.encode()
         assert source[self.at : self.at + len(old)] == old, f"{self.file} has changed"
         return source[: self.at] + self.after.encode() + source[self.at + len(old) :]
-
-
-def area_of(file: str) -> list[str]:
-    """The files of tests of a file, each once: pytest would take a folder before what is named of it."""
-    names = AREAS[max((prefix for prefix in AREAS if file.startswith(prefix)), key=len)]
-    paths = [ROOT / "tests" / (f"{name}.py" if "test_" in name else name) for name in names]
-    found = [each for path in paths for each in (sorted(path.rglob("test_*.py")) if path.is_dir() else [path])]
-    return [str(path.relative_to(ROOT)) for path in dict.fromkeys(found)]
 
 
 def _is_text(node: ast.AST) -> bool:
@@ -160,9 +127,9 @@ def copy_tree(target: Path) -> None:
             shutil.copy2(ROOT / name, target / name)
 
 
-def test(tree: Path, paths: list[str], timeout: float) -> tuple[str, str]:
+def test(tree: Path, tests: list[str], timeout: float) -> tuple[str, str]:
     """``lived``, ``killed`` or ``hung``; and by which test it was killed."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *paths]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     environ = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     with tempfile.TemporaryFile("w+") as out:
         process = psutil.Popen(command, cwd=tree, env=environ, stdout=out, stderr=subprocess.STDOUT)
@@ -177,59 +144,82 @@ def test(tree: Path, paths: list[str], timeout: float) -> tuple[str, str]:
     return ("lived" if status == 0 else "killed"), failed[1] if failed else ""
 
 
+def judge(tree: Path, mutant: Mutant, tests: list[str], timeout: float) -> dict[str, Any]:
+    """What the tests say of a mutant, in a copy of the checkout."""
+    path, begin = tree / mutant.file, time.monotonic()
+    source = path.read_bytes()
+    path.write_bytes(mutant.apply(source))
+    try:
+        result, by = test(tree, tests, timeout) if tests else ("unseen", "")
+    finally:
+        path.write_bytes(source)
+    if result == "killed" and (not by or test(tree, [by], timeout)[0] != "lived"):
+        result = "unknown"  # the test fails without the mutant too
+    return {"mutant": asdict(mutant), "result": result, "by": by, "seconds": round(time.monotonic() - begin, 1)}
+
+
+def judge_all(
+    trees: list[Path], chosen: list[Mutant], record: lines.Record, options: argparse.Namespace
+) -> Counter[str]:
+    """Judge those that have no result yet, some at a time; print those that no test kills."""
+    log = options.results / "mutants.jsonl"
+    rows = [json.loads(row) for row in log.read_text().splitlines()] if log.exists() else []
+    done = {Mutant(**row["mutant"]): row for row in rows}
+    free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    for tree in trees:
+        free.put(tree)
+
+    def take(mutant: Mutant) -> dict[str, Any]:
+        if mutant in done:
+            return done[mutant]
+        tree = free.get()
+        try:
+            tests = record.select(mutant.file, mutant.line, options.seconds)
+            row = judge(tree, mutant, tests, options.timeout)
+        finally:
+            free.put(tree)
+        with log.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        return row
+
+    results: Counter[str] = Counter()
+    with ThreadPoolExecutor(len(trees)) as pool:
+        for mutant, row in zip(chosen, pool.map(take, chosen), strict=True):
+            results[row["result"]] += 1
+            if row["result"] not in ("killed", "hung"):
+                change = f"{mutant.before!r} -> {mutant.after!r}"
+                print(f"{mutant.file}:{mutant.line}: {row['result']}: {change}", flush=True)
+    return results
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--count", type=int, default=200, help="how many mutants")
     parser.add_argument("--only", default="accel/", help="a file or folder, as accel/gradients")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for the tests of one mutant")
-    parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir(), "accel-mutants.jsonl"))
+    parser.add_argument("--seconds", type=float, default=60, help="what the tests of one mutant take, when none fails")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds after which they hang")
+    parser.add_argument("--workers", type=int, default=2, help="mutants at a time")
+    parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir(), "accel-mutants"), help="a folder")
     options = parser.parse_args(arguments)
     if options.results.resolve().is_relative_to(ROOT):
-        parser.error(f"--results {options.results}: expected a file outside of the repository")
+        parser.error(f"--results {options.results}: expected a folder outside of the repository")
 
-    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "accel").rglob("*.py"))
-    possible = [m for f in files if f.startswith(options.only) for m in mutants_of(f, (ROOT / f).read_bytes())]
+    options.results.mkdir(exist_ok=True)
+    trees = [options.results / f"tree{index}" for index in range(options.workers)]
+    for tree in trees:
+        if not tree.exists():
+            copy_tree(tree)
+    recorded = options.results / "lines"
+    if not recorded.exists():
+        recorded.write_bytes(pickle.dumps(lines.record(trees[0], options.workers + 1)))
+    names = sorted(str(path.relative_to(trees[0])) for path in (trees[0] / "accel").rglob("*.py"))
+    possible = [m for n in names if n.startswith(options.only) for m in mutants_of(n, (trees[0] / n).read_bytes())]
     chosen = random.Random(options.seed).sample(possible, min(options.count, len(possible)))
-    lines = options.results.read_text().splitlines() if options.results.exists() else []
-    done = {json.dumps(row["mutant"]): row for row in map(json.loads, lines)}
     print(f"{len(chosen)} of {len(possible)} mutants", flush=True)
-    with tempfile.TemporaryDirectory(prefix="accel-mutants-") as folder:
-        tree = Path(folder)
-        copy_tree(tree)
-        for mutant in chosen:
-            key = json.dumps(asdict(mutant))
-            if key not in done:
-                done[key] = _try(tree, mutant, options.timeout)
-                with options.results.open("a") as file:
-                    file.write(json.dumps(done[key]) + "\n")
-            row = done[key]
-            if row["result"] not in ("killed", "hung"):
-                print(
-                    f"{mutant.file}:{mutant.line}: {row['result']}: {mutant.before!r} -> {mutant.after!r}", flush=True
-                )
-    results = [done[json.dumps(asdict(mutant))]["result"] for mutant in chosen]
-    print(", ".join(f"{results.count(name)} {name}" for name in ("killed", "hung", "lived", "unknown")))
+    results = judge_all(trees, chosen, pickle.loads(recorded.read_bytes()), options)
+    print(", ".join(f"{count} {result}" for result, count in results.most_common()))
     return 0
-
-
-def _try(tree: Path, mutant: Mutant, timeout: float) -> dict[str, object]:
-    path, begin = tree / mutant.file, time.monotonic()
-    source = path.read_bytes()
-    path.write_bytes(mutant.apply(source))
-    try:
-        result, by = test(tree, area_of(mutant.file), timeout)
-    finally:
-        path.write_bytes(source)
-    if result == "killed" and not _passes(tree, by, timeout):
-        result = "unknown"  # the test fails without the mutant too
-    return {"mutant": asdict(mutant), "result": result, "by": by, "seconds": round(time.monotonic() - begin, 1)}
-
-
-@functools.cache
-def _passes(tree: Path, name: str, timeout: float) -> bool:
-    """Whether a test passes in an unchanged tree; one that could not be collected has no name of its own."""
-    return not name or test(tree, [name], timeout)[0] == "lived"
 
 
 if __name__ == "__main__":

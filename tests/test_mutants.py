@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dis
+from pathlib import Path
+
 import pytest
 
-from tests import house, mutants
+from accel.process import environments
+from tests import house, lines, mutants
 from tests.programs import ROOT
 
 SOURCE = '''"""A text: a == b and not c."""
@@ -19,6 +23,19 @@ def f(x, y: "int" = 1) -> "a < b":
         x,
     )
 '''
+
+
+PROGRAM = """
+from accel.process import environments
+from tests.programs import scripts
+
+def test_two():
+    environments._tasks_on_node("2", 0)
+    scripts("from accel.process import environments; environments.expand_hosts('a[1-2]')", {})
+
+def test_one():
+    assert environments._tasks_on_node("2", 0) == 3
+"""
 
 
 def test_what_is_changed() -> None:
@@ -37,12 +54,35 @@ def test_what_is_changed() -> None:
         made[0].apply(source[1:])
 
 
-def test_every_file_has_tests() -> None:
-    files = {str(path.relative_to(ROOT)): path for path in house.FILES.values()}
-    assert not [area for area in mutants.AREAS if not any(file.startswith(area) for file in files)]
-    for file, path in files.items():
-        assert all((ROOT / test).exists() for test in mutants.area_of(file)), mutants.area_of(file)
-        mutants.mutants_of(file, path.read_bytes())  # no place of it is misread
+def test_no_place_of_the_package_is_misread() -> None:
+    for file, path in house.FILES.items():
+        mutants.mutants_of(file, path.read_bytes())
+
+
+def test_tests_are_chosen_by_the_lines_they_run() -> None:
+    record = lines.Record()
+    record.seconds = {"t::a[1]": 2.0, "t::a[2]": 1.0, "t::b": 3.0, "t::c": 0.5, "t::slow": 90.0}
+    record.tests["f.py", 7] = {"t::a[1]", "t::a[2]", "t::b", "t::slow", "t::failed"}
+    record.tests["f.py", 8] = {"t::c"}
+    assert record.select("f.py", 7, 60) == ["t::a[2]", "t::b"]
+    assert record.select("f.py", 7, 100) == ["t::a[2]", "t::b", "t::slow", "t::a[1]"]
+    assert record.select("f.py", 7, 0) == ["t::a[2]"]
+    assert record.select("f.py", 9, 1.5) == ["t::c", "t::a[2]"]
+    assert record.select("g.py", 1, 60) == []
+
+
+def test_lines_are_recorded_in_the_processes_that_a_test_starts(tmp_path: Path) -> None:
+    mutants.copy_tree(tmp_path)
+    for path in (tmp_path / "tests").rglob("test_*.py"):
+        path.unlink()
+    (tmp_path / "tests/test_two.py").write_text(PROGRAM)
+    record = lines.record(tmp_path, 1)
+    assert list(record.seconds) == ["tests/test_two.py::test_two"]  # the other has failed
+    for name, tests in {"expand_hosts": ["two"], "_expand": ["two"], "_tasks_on_node": ["two", "one"]}.items():
+        code = getattr(environments, name).__code__
+        last = max(line for _, line in dis.findlinestarts(code))
+        found = record.tests["accel/process/environments.py", last]
+        assert found == {f"tests/test_two.py::test_{test}" for test in tests}
 
 
 def test_results_lie_outside_of_the_repository(capsys: pytest.CaptureFixture[str]) -> None:
