@@ -2,6 +2,7 @@
 
 ``record(tree)`` runs all tests in a copy of the checkout. A ``sitecustomize.py`` of the copy, which is first on the path of
 all processes there, has each of them write what it runs; whose test that is says the variable that pytest sets.
+PYTEST_DONT_REWRITE: it is a plugin, and imported before pytest is.
 """
 
 from __future__ import annotations
@@ -90,13 +91,23 @@ class _Writer:
                 out.write(f"= {self.test}\n{rows}")
 
 
+_writer: _Writer | None = None
+
+
 def begin() -> None:
     """Trace this process and those that it forks."""
+    global _writer
     if FOLDER in os.environ:
-        writer = _Writer(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.environ[FOLDER])
-        atexit.register(writer.write)
-        threading.settrace(writer.call)
-        sys.settrace(writer.call)
+        _writer = _Writer(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.environ[FOLDER])
+        atexit.register(_writer.write)
+        threading.settrace(_writer.call)
+        sys.settrace(_writer.call)
+
+
+def pytest_runtest_setup() -> None:
+    """A test may have ended the tracing: pytest has this module as a plugin."""
+    if _writer is not None:
+        sys.settrace(_writer.call)
 
 
 def record(tree: Path, workers: int) -> Record:
@@ -105,7 +116,8 @@ def record(tree: Path, workers: int) -> Record:
     found = Record()
     with tempfile.TemporaryDirectory(prefix="accel-lines-") as folder:
         environ = os.environ | {"PYTHONPATH": str(tree), FOLDER: folder, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-vvv", "--durations=0", f"-n{workers}", "--dist=worksteal"]
+        options = ["-p", "tests.lines", "-vvv", "--durations=0", f"-n{workers}", "--dist=worksteal"]
+        command = [sys.executable, "-m", "pytest", *options]
         out = subprocess.run(command, cwd=tree, env=environ, stdout=subprocess.PIPE, text=True, check=False).stdout
         for seconds, test in re.findall(r"^([\d.]+)s (?:setup|call|teardown) +(.*?)$", out, re.MULTILINE):
             found.seconds[test] = found.seconds.get(test, 0.0) + float(seconds)
