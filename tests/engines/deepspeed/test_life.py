@@ -436,3 +436,20 @@ def test_a_script_ends_quietly_and_a_failing_one_on_every_rank() -> None:
     assert "KeyError: 'in the middle'" in first[2]
     assert second[0] != 0
     assert "rank 0 ended with KeyError" in second[2]
+
+
+def count_groups() -> list[int]:
+    counts = []
+    for _ in range(2):
+        raw = Net()
+        model, optimizer, _ = accel.setup(raw, adamw(raw), backend=zero(2))
+        loss_of(model(data(0, dist.get_rank()))).backward()
+        optimizer.step()
+        accel.teardown()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_a_process_group_of_the_users_own_is_all_that_is_left() -> None:
+    """DeepSpeed makes a copy of it for good, and each has threads that wake up a hundred times a second."""
+    assert run(2, count_groups) == [[1, 1]] * 2
