@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -112,7 +113,7 @@ class ModelHandle(nn.Module):
         return item in _engine(self).module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        copied: nn.Module = _engine(self).holdings.copy(memo)
+        copied: nn.Module = copy.deepcopy(_engine(self).module, memo)
         return copied
 
     def __copy__(self) -> nn.Module:
@@ -139,8 +140,8 @@ def _through_engine(bound: MethodType) -> Callable[..., Any]:
     @functools.wraps(bound)
     def call(handle: ModelHandle, *args: Any, **kwargs: Any) -> Any:
         engine = _engine(handle)
-        if name in ("state_dict", "load_state_dict"):
-            return getattr(engine.holdings, name)(None, args, kwargs)
+        if name == "load_state_dict":
+            return engine.holdings.load_state_dict(None, args, kwargs)
         plain = torchs and not (name == "train" and any(isinstance(a, torch.Tensor) for a in args))
         out = bound(*args, **kwargs) if plain else engine.call(bound, args, kwargs)
         return handle if out is engine.module else out
@@ -218,8 +219,8 @@ class OptimizerHandle(Optimizer):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The raw optimizer's, where this rank holds it all."""
-        state: dict[str, Any] = _engine(self).holdings.state_dict(self._accel_raw, args, kwargs)
-        return state
+        _engine(self)
+        return self._accel_raw.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Take a full state, the same on every rank."""

@@ -465,7 +465,7 @@ class ShardedEngine(Engine):
                     refuse_steps(optimizer, self.ended)
                 elif self.started:
                     whole = self.holdings.whole_state("the whole state of an optimizer", optimizer, strays=True)
-                    self.holdings.give_back(optimizer, whole, dict(zip(self.names, self.parameters, strict=True)))
+                    self.holdings.give_back(optimizer, whole, self.named)
         finally:
             self.gradients.owners.close()
 

@@ -134,9 +134,8 @@ class Engine(ABC):
 
     def _read_parameters(self) -> None:
         """Take the module's parameters as they are: at first, and where ``start`` put others in their place."""
-        named = dict(self.module.named_parameters())
-        self.names = list(named)
-        self.parameters = list(named.values())
+        self.named = dict(self.module.named_parameters())
+        self.names, self.parameters = list(self.named), list(self.named.values())
         #: Identities of all parameter objects that are this engine's.
         self.known: Container[int] = {id(p) for p in self.parameters}
         self.mask = TrainableMask(self.parameters)

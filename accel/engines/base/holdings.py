@@ -7,7 +7,6 @@ fill, ``state_dict``, ``full_state_dict``, ``load_state_dict``, the gathering at
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, final
@@ -16,11 +15,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ... import shard
 from ...errors import BackendError, OptimizerError
 from ...process.control import Waiting
 from ...process.packing import broadcast_
-from ...shard import Manifest, Shard, StateEntry
+from ...shard import Raw, Shard, StateEntry, named_tensors
 from ...trees import map_tensors
 from .gather import Item, gather
 from .guards import Guard
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
-class Holdings:
+class Holdings(Raw):
     """Engines that keep everything whole on every rank need no more than this. ``optimizer=None`` means the model itself."""
 
     #: A step overwrites or spreads what one rank alone wrote to a weight, so that values tell nothing of it later.
@@ -41,10 +39,11 @@ class Holdings:
     offloads: bool = False
 
     def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.module, {})
         self.engine: Any = engine
         self.guard = Guard()
         #: Of each parameter, whole, whatever becomes of it on this rank.
-        self.shapes = {name: p.shape for name, p in zip(engine.names, engine.parameters, strict=True)}
+        self.shapes = {name: p.shape for name, p in engine.named.items()}
 
     # -- where things lie: what a backend overrides -------------------------------------------------------------------
 
@@ -56,41 +55,19 @@ class Holdings:
         """Make what lies here as its shards say it, to be read or to be written. Local."""
         return
 
-    def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
-        """What lies here of the tensor that is found here under a name; None where nothing does. Local, without a copy.
-
-        Args:
-            name: of a parameter or buffer.
-            tensor: the parameter or buffer, or of its optimizer's state, or its gradient.
-            key: of the state, or "grad"; empty for the parameter or buffer.
-        """
-        return shard.whole(f"{name}/{key}" if key else name, tensor)
-
-    def entries(self, optimizer: Optimizer) -> list[StateEntry]:
-        """The state that this rank keeps. Local."""
-        return shard.entries(optimizer, self.parameter_names)
-
-    def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for what this rank keeps of a tensor of this shape in the state of a parameter. Local."""
-        return shard.new_state(entry, key, shape, dtype)
-
-    def has(self, name: str) -> bool:
-        """Whether the module keeps on this rank what its ``state_dict`` has under a name and is no tensor. Local."""
-        return True
-
     def filled(self) -> None:
         """Hear that shards were filled: derive what depends on them (half-precision copies, say). Collective."""
         return
 
     def gradients(self) -> Iterator[Item]:
         """The final gradients that this rank keeps. Local."""
-        for name, parameter in zip(self.engine.names, self.engine.parameters, strict=True):
+        for name, parameter in self.engine.named.items():
             if parameter.grad is not None:
                 yield name, "grad", parameter.grad
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
         """The weights that every rank holds whole, and equal before each step. Local."""
-        return list(zip(self.engine.names, self.engine.parameters, strict=True))
+        return list(self.engine.named.items())
 
     def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
         """Take what the loop assigns to ``parameter.data``, where torch would put it in a wrong place; False if not. Local."""
@@ -112,7 +89,7 @@ class Holdings:
         """What lives on this rank: tensors, each with the field of ``MemoryUse`` that it counts for. Local."""
         parameters = self.engine.parameters
         yield from (("parameters", parameter) for parameter in parameters)
-        yield from (("buffers", buffer) for buffer in self.engine.module.buffers())
+        yield from (("buffers", buffer) for buffer in self.module.buffers())
         yield from (("gradients", p.grad) for p in parameters if p.grad is not None)
         for optimizer in self.engine.optimizers:
             for state in optimizer.state.values():
@@ -127,56 +104,16 @@ class Holdings:
     @property
     def parameter_names(self) -> dict[int, str]:
         """Names by the identity of what the optimizers' groups hold."""
-        return {id(p): n for n, p in zip(self.engine.names, self.engine.parameters, strict=True)}
+        return {id(p): name for name, p in self.engine.named.items()}
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
-        """The tensors that lie on this rank, at full precision (a master copy where there is one). Local, without a copy."""
-        if optimizer is not None:
-            return shard.optimizer_shards(optimizer, self.parameter_names, self.entries(optimizer), self._state_part)
-        self.prepare(writing=False)
+        """As of raw objects."""
+        if optimizer is None:
+            self.prepare(writing=False)
         with self.guard.opened():
-            return shard.module_shards(self.engine.module, self.part)
-
-    def _state_part(self, name: str, key: str, tensor: torch.Tensor) -> Shard | None:
-        return self.part(name, tensor, key)
-
-    @final
-    def values(self, optimizer: Optimizer | None) -> dict[str, Any]:
-        """``shard.optimizer_values`` of what lies on this rank; of the model the extra state by name. Local."""
-        if optimizer is None:
-            return shard.module_values(self.engine.module, self.has)
-        return shard.optimizer_values(optimizer, self.parameter_names, self.entries(optimizer))
-
-    @final
-    def slots(self, optimizer: Optimizer | None, manifest: Manifest) -> list[Shard]:
-        """What this rank needs filled of the checkpoint that ``manifest`` describes; creates optimizer state. Local."""
-        if optimizer is None:
-            return self.shards(None)
-        names, held = self.parameter_names, self.entries(optimizer)
-        return shard.optimizer_slots(optimizer, names, manifest, held, self._state_part, self.new_state)
-
-    @final
-    def fill(self, optimizer: Optimizer | None, values: Mapping[str, Any]) -> None:
-        """Take over the values of all ranks' ``values`` together. Local; comes after the slots were filled."""
-        if optimizer is None:
-            shard.fill_module_values(self.engine.module, values)
-        else:
-            shard.fill_optimizer_values(optimizer, self.parameter_names, values, self.entries(optimizer))
+            return super().shards(optimizer)
 
     # -- what the handles do --------------------------------------------------------------------------------------------
-
-    @final
-    def copy(self, memo: dict[int, Any]) -> nn.Module:
-        """A raw copy, for ``copy.deepcopy(handle)``. Local; raises where this rank does not hold it all."""
-        made: nn.Module = copy.deepcopy(self.engine.module, memo)
-        return made
-
-    @final
-    def state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The handle's ``state_dict()``. Local; the guard refuses it where this rank does not hold it all."""
-        raw = self.engine.module if optimizer is None else optimizer
-        state: dict[str, Any] = raw.state_dict(*args, **kwargs)
-        return state
 
     @final
     def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -185,14 +122,15 @@ class Holdings:
         It is what that method returns while whole tensors are in the places of parts, so that hooks and order are its own.
         """
         if not self.partial(optimizer):
-            return self.state_dict(optimizer, (), {})
+            raw = self.module if optimizer is None else optimizer
+            return raw.state_dict()
         kind = "the model" if optimizer is None else type(optimizer).__name__
         what = f"accel.full_state_dict of {kind}"
         with Waiting(self.engine.process, "accel.full_state_dict"):
             return self._full_model(what) if optimizer is None else self._full_optimizer(what, optimizer)
 
     def _full_model(self, what: str) -> dict[str, Any]:
-        module: nn.Module = self.engine.module
+        module = self.module
         self.prepare(writing=False)
         tensors = _first_names(module)
         extra = self.values(None) if type(self).has is not Holdings.has else {}
@@ -232,7 +170,7 @@ class Holdings:
         It is the raw object's own, with its hooks, checks and messages; it meets what notes the values that this rank needs.
         """
         if not self.partial(optimizer):
-            return (self.engine.module if optimizer is None else optimizer).load_state_dict(*args, **kwargs)
+            return (self.module if optimizer is None else optimizer).load_state_dict(*args, **kwargs)
         if optimizer is None:
             return self._load_model(args, kwargs)
         self._load_optimizer(optimizer, args, kwargs)
@@ -247,7 +185,7 @@ class Holdings:
         if type(self).filled is not Holdings.filled:  # a collective
             self.engine.compare("load_state_dict")
         self.prepare(writing=True)
-        module: nn.Module = self.engine.module
+        module = self.module
         targets = {
             id(tensor): (name, tensor, Target.of(tensor, self.shapes.get(name)))
             for name, tensor in _first_names(module).items()
@@ -320,12 +258,7 @@ class Holdings:
     @torch.no_grad()
     def take(self, optimizer: Optimizer, whole: Mapping[str, Mapping[Any, Any]]) -> None:
         """Keep this rank's part of the whole state of parameters, by name; that of others stays as it is. Local."""
-        names = self.parameter_names
-        beside = {
-            names[id(p)]: bool(g.get("capturable") or g.get("fused"))
-            for g in optimizer.param_groups
-            for p in g["params"]
-        }
+        beside = self.counters_beside(optimizer)
         for entry in self.entries(optimizer):
             if state := whole.get(entry.name):
                 optimizer.state[entry.parameter] = {
@@ -405,11 +338,6 @@ class Holdings:
     # -- memory ---------------------------------------------------------------------------------------------------------
 
     @final
-    def full_shape(self, parameter: torch.Tensor) -> Sequence[int]:
-        """The shape that a parameter has in one process."""
-        return self.shapes[self.parameter_names[id(parameter)]]
-
-    @final
     def measure(self) -> MemoryUse:
         """Bytes of the distinct storages of ``storages``, each counted once, for the first field that names it. Local."""
         seen: set[int] = set()
@@ -438,7 +366,7 @@ def _with_memory(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _first_names(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers, each once, under its first name."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, tensor in shard.named_tensors(module):
+    for name, tensor in named_tensors(module):
         found.setdefault(id(tensor), (name, tensor))
     return dict(found.values())
 

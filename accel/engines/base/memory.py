@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
@@ -130,26 +130,23 @@ def _numbered(name: str) -> Iterator[tuple[str, str]]:
 def take(
     module: nn.Module,
     optimizers: Sequence[Optimizer] = (),
-    *,
     named: Mapping[str, torch.Tensor] | None = None,
-    names: Mapping[int, str] | None = None,
-    shape_of: Callable[[torch.Tensor], Sequence[int]] = lambda tensor: tensor.shape,
+    shapes: Mapping[str, torch.Size] | None = None,
 ) -> Footprint:
     """The footprint of a module on any device, also the meta device; nothing is allocated or changed.
 
     Args:
         module: with its buffers.
         optimizers: over its parameters.
-        named: its parameters by name; by default those it has now.
-        names: the names by the identity of what the optimizers' groups hold; by default that of ``named``.
-        shape_of: the whole shape of a parameter of which this rank may hold a part.
+        named: what the optimizers' groups hold, by the names of the parameters; by default the module's own.
+        shapes: of the whole parameters, where this rank may hold a part.
 
     Raises:
         OptimizerError: an optimizer holds other tensors, or its state cannot be told without real tensors.
     """
     named = dict(module.named_parameters()) if named is None else named
-    shapes = {name: tuple(shape_of(p)) for name, p in named.items()}
-    names = {id(p): name for name, p in named.items()} if names is None else names
+    shapes = {name: p.shape for name, p in named.items()} if shapes is None else shapes
+    names = {id(p): name for name, p in named.items()}
     place = {name: i for i, name in enumerate(named)}
     state_bytes: dict[str, int] = {}
     held = []
@@ -170,7 +167,7 @@ def take(
         parameters=tuple(
             ParameterSize(
                 name=name,
-                shape=shapes[name],
+                shape=tuple(shapes[name]),
                 itemsize=p.dtype.itemsize,
                 trainable=p.requires_grad,
                 state_bytes=state_bytes.get(name, 0),

@@ -33,7 +33,7 @@ def refuse_changes(engine: Engine) -> None:
     if engine.ended:
         raise AccelError(f"the process groups were ended, this engine cannot go on: {engine.ended}")
     found = {n: id(engine.gradients.canonical(p)) for n, p in engine.module.named_parameters()}
-    known = {n: id(p) for n, p in zip(engine.names, engine.parameters, strict=True)}
+    known = {n: id(p) for n, p in engine.named.items()}
     changed = sorted(n for n in found.keys() | known.keys() if found.get(n) != known.get(n))
     if changed:
         raise BackendError(
