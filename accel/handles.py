@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable
 from types import MethodType
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -91,26 +92,8 @@ class ModelHandle(nn.Module):
         state = "ended" if engine is None else engine.name
         return f"ModelHandle[{state}]({_get(self, '_accel_raw')!r})"
 
-    def __len__(self) -> int:
-        return len(_engine(self).module)
-
     def __bool__(self) -> bool:
         return True
-
-    def __getitem__(self, index: Any) -> Any:
-        return _engine(self).module[index]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        _engine(self).module.__setitem__(index, value)
-
-    def __delitem__(self, index: Any) -> None:
-        _engine(self).module.__delitem__(index)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(_engine(self).module)
-
-    def __contains__(self, item: object) -> bool:
-        return item in _engine(self).module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         copied: nn.Module = copy.deepcopy(_engine(self).module, memo)
@@ -121,6 +104,20 @@ class ModelHandle(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _no_pickle(self)
+
+
+def _on_module(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(handle: ModelHandle, *args: Any) -> Any:
+        return function(_engine(handle).module, *args)
+
+    return call
+
+
+# What Python looks up on the class: a handle is as much of a container as its module.
+_OPERATORS: dict[str, Callable[..., Any]] = {"__len__": len, "__iter__": iter, "__contains__": operator.contains}
+_OPERATORS |= {f"__{name}__": getattr(operator, name) for name in ("getitem", "setitem", "delitem")}
+for _name, _function in _OPERATORS.items():
+    setattr(ModelHandle, _name, _on_module(_function))
 
 
 def _engine(handle: object) -> Any:
@@ -275,10 +272,8 @@ def engine_behind(handle: ModelHandle | OptimizerHandle) -> Any:
 
 # -- Where a user's own object remembers what accel made of it ---------------------------------------------------------
 
-T = TypeVar("T")
 
-
-class Slot(Generic[T]):
+class Slot:
     """Holds one value on a foreign object; a copy or a pickle of that object finds it empty.
 
     The value lives as long as its owner, and the two may refer to each other: the cycle is
@@ -288,12 +283,9 @@ class Slot(Generic[T]):
     __slots__ = ("owner_id", "value")
     KEY: ClassVar = "_accel_slot"
 
-    def __init__(self, owner: object, value: T) -> None:
+    def __init__(self, owner: object, value: object) -> None:
         self.owner_id = id(owner)
         self.value = value
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import RankMismatchError
+from ...gradients.log import remove_hooks
 from ...process.control import agree, agree_later
 
 if TYPE_CHECKING:
@@ -41,11 +42,10 @@ class _Snapshot:
 
     step: int
     facts: dict[str, str]
-    names: list[str]
-    digests: list[int]
+    digests: dict[str, Any]
 
     def summary(self) -> int:
-        return _of_bytes(repr((sorted(self.facts.items()), self.digests)).encode())
+        return _of_bytes(repr((sorted(self.facts.items()), list(self.digests.values()))).encode())
 
 
 @final
@@ -57,30 +57,23 @@ class DriftGuard:
         every: steps from one comparison to the next; None chooses them by what they cost, 0 means never.
     """
 
-    __slots__ = (
-        "_begun", "_cost", "_engine", "_equal", "_every", "_hooks", "_kind", "_loads", "_next", "_numbers", "_todo",
-        "_uses", "_versions", "_writes", "due", "interval", "judged", "steps", "__weakref__",
-    )  # fmt: skip
-
     def __init__(self, engine: Engine, every: int | None) -> None:
         self._engine = weakref.ref(engine)
         self._every = every
         self._kind = engine.label
         #: Steps of the engine's optimizers so far, the one from which on ``judge`` is to be called, and whether ``begin`` is.
-        self.steps, self.judged = 0, False
-        self.due = self._next = _NEVER if every == 0 else 1
+        self.restart()
+        self.judged = False
         #: Steps from the last comparison to the next one, once there was one.
         self.interval = every or _FIRST
-        self._equal = 0
         self._todo: Callable[[], None] | None = None
-        self._cost, self._begun = 0.0, (0, 0.0)
+        self._cost = 0.0
         # Of engines whose steps undo what one rank wrote: see `watch`.
         self._numbers: dict[int, int] = {}
         self._uses: dict[int, _Use] = {}
         self._writes: dict[str, tuple[int, int]] = {}
         self._versions: list[int] = []
         self._hooks: list[RemovableHandle] = []
-        self._loads: dict[int, RemovableHandle] = {}
 
     def judge(self) -> None:
         """End the comparison that is under way; comes before a step that is due.
@@ -117,10 +110,7 @@ class DriftGuard:
     def stop(self) -> None:
         """Compare no more. Local."""
         self.due, self._todo, self._every = _NEVER, None, 0
-        for hook in (*self._hooks, *self._loads.values()):
-            hook.remove()
-        self._hooks.clear()
-        self._loads.clear()
+        remove_hooks(self._hooks)
         self._uses.clear()
         self._numbers.clear()
 
@@ -132,24 +122,22 @@ class DriftGuard:
         facts = self._facts(engine)
         tensors = [*engine.holdings.replicas(), *_tensors_of_groups(engine.optimizers)]
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            digests = [digest(tensor) for _, tensor in tensors]
-        snapshot = _Snapshot(self.steps, facts, [name for name, _ in tensors], [])
+            digests = {name: digest(tensor) for name, tensor in tensors}
+        snapshot = _Snapshot(self.steps, facts, digests)
         steps, then = self._begun
         self._begun = (self.steps, time.perf_counter())
         pace = (self._begun[1] - then) / (self.steps - steps) if steps else 0.0
         costs, self._cost = (self._cost, pace), 0.0
-        remote = [d for d in digests if isinstance(d, torch.Tensor)]
+        remote = {name: value for name, value in digests.items() if isinstance(value, torch.Tensor)}
         if not remote:
-            snapshot.digests.extend(d for d in digests if isinstance(d, int))
             self._send(snapshot, costs)
             return
         # By the next step the device has them ready: waiting for them leaves it a whole step's work.
-        values, copied = _to_host(remote)
+        values, copied = _to_host(list(remote.values()))
 
         def send() -> None:
             copied()
-            arrived = iter(values.tolist())
-            snapshot.digests.extend(d if isinstance(d, int) else next(arrived) for d in digests)
+            snapshot.digests.update(zip(remote, values.tolist(), strict=True))
             self._send(snapshot, costs)
 
         self._todo = send
@@ -165,8 +153,8 @@ class DriftGuard:
         if len({summary for summary, *_ in told}) <= 1:
             self._equal = snapshot.step if told else self._equal
             return
-        mine = (snapshot.facts, dict(zip(snapshot.names, snapshot.digests, strict=True)))
-        everyone = agree(f"the drift guard of {self._kind}, comparing what differs", mine)
+        what = f"the drift guard of {self._kind}, comparing what differs"
+        everyone = agree(what, (snapshot.facts, snapshot.digests))
         since = f"at step {self._equal} they were equal" if self._equal else "they have not been found equal before"
         raise RankMismatchError(
             f"the ranks of {self._kind} have drifted apart by step {snapshot.step}, {since}: {_difference(everyone)}"
@@ -207,22 +195,11 @@ class DriftGuard:
         hook = _LoadHook(self)
         self._hooks = [m.register_load_state_dict_pre_hook(hook) for m in engine.module.modules()]
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """Count what is loaded into an optimizer of which each rank has a part."""
+    def loaded(self, optimizer: Optimizer) -> None:
+        """Hear that a state was loaded into an optimizer, of which each rank may have a part."""
         engine = self._engine()
-        if engine is not None and self._every != 0 and engine.holdings.undoes_writes:
-            name, reference = f"the state of {type(optimizer).__name__}", weakref.ref(self)
-
-            def loaded(_: Optimizer) -> None:
-                if (guard := reference()) is not None:
-                    guard._wrote(name, guard.steps + 1)
-
-            self._loads[id(optimizer)] = optimizer.register_load_state_dict_post_hook(loaded)
-
-    def leave(self, optimizer: Optimizer) -> None:
-        """The end of ``follow``."""
-        if (hook := self._loads.pop(id(optimizer), None)) is not None:
-            hook.remove()
+        if engine is not None and engine.holdings.undoes_writes:
+            self._wrote(f"the state of {type(optimizer).__name__}", self.steps + 1)
 
     def read(self, tensor: torch.Tensor, alias: torch.Tensor | None) -> None:
         """Hear that reading ``tensor.data`` gives ``alias``, or that it is about to be set (None)."""
@@ -306,9 +283,6 @@ class _LoadHook:
         guard = None if self._guard is None else self._guard()
         if guard is not None:
             guard.loading(module, prefix, state)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _LoadHook:
-        return _LoadHook()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_LoadHook, ())

@@ -7,21 +7,25 @@ fill, ``state_dict``, ``full_state_dict``, ``load_state_dict``, the gathering at
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from ...errors import BackendError, OptimizerError
+from ...errors import AccelError, BackendError, OptimizerError
+from ...gradients.log import remove_hooks
 from ...process.control import Waiting
 from ...process.packing import broadcast_
 from ...shard import Raw, Shard, StateEntry, named_tensors
 from ...trees import map_tensors
+from .absent import PLAIN, SHAPE, attributes
 from .gather import Item, gather
-from .guards import Guard
 from .memory import MemoryUse
 
 if TYPE_CHECKING:
@@ -151,8 +155,9 @@ class Holdings(Raw):
 
     def _full_optimizer(self, what: str, optimizer: Optimizer) -> dict[str, Any]:
         names = self.parameter_names
-        whole = self.whole_state(what, optimizer)
-        kept = {id(entry.parameter) for entry in self.entries(optimizer)}
+        entries = self.entries(optimizer)
+        whole = self._whole_state(what, optimizer, entries)
+        kept = {id(entry.parameter) for entry in entries}
         state: Any = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
         state = {parameter: whole[name] for name, parameter in state.items() if name in whole}
         state |= {key: value for key, value in optimizer.state.items() if id(key) not in kept}
@@ -199,13 +204,8 @@ class Holdings(Raw):
                     target.given = None
             self.filled()
 
-        swaps = torch.__future__.get_swap_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(False)
-        try:
-            with self.guard.opened(), _in_place_of(module, {key: t for key, (*_, t) in targets.items()}, take):
-                out = module.load_state_dict(*args, **kwargs)
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(swaps)
+        with self.guard.opened(), _in_place_of(module, {key: t for key, (*_, t) in targets.items()}, take):
+            out = module.load_state_dict(*args, **kwargs)
         take()
         return out
 
@@ -246,8 +246,7 @@ class Holdings(Raw):
             with self.guard.opened():
                 optimizer.load_state_dict(*args, **kwargs)
         finally:
-            for hook in hooks:
-                hook.remove()
+            remove_hooks(hooks)
         if not calls:
             raise OptimizerError(
                 f"{type(optimizer).__name__}.load_state_dict() does not call torch's own, so that this rank cannot keep its part "
@@ -289,38 +288,33 @@ class Holdings(Raw):
 
     # -- whole state from parts ---------------------------------------------------------------------------------------
 
-    @final
-    def whole_state(self, what: str, optimizer: Optimizer, *, strays: bool = False) -> dict[str, dict[Any, Any]]:
-        """An optimizer's whole state by the names of its parameters, on every rank; ``strays`` are in no group. Collective."""
-        entries = [*self.entries(optimizer), *(self._strays(optimizer) if strays else ())]
-        held = [(entry.name, key, value) for entry in entries for key, value in entry.state.items()]
+    def _whole_state(self, what: str, optimizer: Optimizer, entries: Iterable[StateEntry]) -> dict[str, dict[Any, Any]]:
+        """By the names of its parameters, in one order on all ranks. Collective."""
         names = self.parameter_names
         held_names = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
         order = {name: i for i, name in enumerate(dict.fromkeys([*held_names, *names.values()]))}
         whole: dict[str, dict[Any, Any]] = {}
+        held = [(entry.name, key, value) for entry in entries for key, value in entry.state.items()]
         for (name, key), value in self.gather(what, held).items():
             whole.setdefault(name, {})[key] = value
         return dict(sorted(whole.items(), key=lambda item: order[item[0]]))
 
     @final
-    def give_back(
-        self, optimizer: Optimizer, whole: Mapping[str, Mapping[Any, Any]], parameters: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Make ``whole_state`` the state of a raw optimizer, in one order on all ranks. Local."""
-        for entry in [*self.entries(optimizer), *self._strays(optimizer)]:
-            optimizer.state.pop(entry.parameter, None)
-        for name, state in whole.items():
-            optimizer.state[parameters[name]] = state
-
-    def _strays(self, optimizer: Optimizer) -> list[StateEntry]:
-        names = self.parameter_names
+    def give_back(self, what: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Make a raw optimizer's state whole on every rank, also that of parameters in no group. Collective."""
+        entries, names = self.entries(optimizer), self.parameter_names
         known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        known |= {id(entry.parameter) for entry in self.entries(optimizer)}
-        return [
+        known |= {id(entry.parameter) for entry in entries}
+        entries += [
             StateEntry(names[id(key)], tuple(key.shape), key, state)
             for key, state in optimizer.state.items()
             if isinstance(key, torch.Tensor) and id(key) in names and id(key) not in known
         ]
+        whole = self._whole_state(what, optimizer, entries)
+        for entry in entries:
+            optimizer.state.pop(entry.parameter, None)
+        for name, state in whole.items():
+            optimizer.state[parameters[name]] = state
 
     @final
     def gather(self, what: str, held: Iterable[Item]) -> dict[tuple[str, Any], Any]:
@@ -416,15 +410,8 @@ def _in_place_of(
             attributes["_load_state_dict_post_hooks"] = own_hooks
 
 
-_T: Any = torch.Tensor
-#: What does not look at values.
-_PLAIN: Final = frozenset(
-    [
-        *(getattr(_T, n).__get__ for n in ("shape", "dtype", "device", "layout", "ndim", "is_meta", "requires_grad")),
-        *(getattr(_T, n).__get__ for n in ("is_sparse", "is_leaf", "is_cuda", "itemsize", "nbytes")),
-        *(_T.size, _T.dim, _T.numel, _T.is_floating_point, _T.is_complex, _T.__len__, _T.__hash__, _T.stride),
-    ]
-)
+#: What does not look at values, and is the same for the one element's memory.
+_PLAIN: Final = (PLAIN | SHAPE | {*attributes("requires_grad", "__get__")}) - {torch.Tensor.is_contiguous}
 
 
 @final
@@ -444,7 +431,7 @@ class Target(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """``copy_``, shape, dtype and the like; nothing else."""
-        if func is _T.copy_ and isinstance(args[0], Target):
+        if func is torch.Tensor.copy_ and isinstance(args[0], Target):
             if not isinstance(args[1], Target):  # else it is filled with itself
                 args[0].given = args[1]
             return args[0]
@@ -455,3 +442,84 @@ class Target(torch.Tensor):
             f"{getattr(func, '__name__', func)} of a parameter while a state is loaded, of which this rank may hold a part: a "
             "hook that comes before a load, or an own _load_from_state_dict, finds no values there; change the state dict instead"
         )
+
+
+# -- Raw objects of which this rank holds a part: a state dict, a copy or a pickle of one would look whole -----------------
+
+#: How ``copy`` and ``pickle`` ask an object for what they take; of the instance, since the class is the user's.
+_COPIES: Final = ("__deepcopy__", "__getstate__")
+
+
+@final
+class Guard:
+    """Refuses ``state_dict()``, ``load_state_dict()``, copies and pickles of raw modules and optimizers, unless opened.
+
+    It knows no engine: an optimizer that is kept does not keep its model, and what is a part stays one without it.
+    """
+
+    def __init__(self) -> None:
+        self._open = False
+        self._watched: dict[int, tuple[weakref.ref[Any], list[RemovableHandle]]] = {}
+
+    def watch(self, raw: nn.Module | Optimizer, load: Callable[..., Any] | None = None) -> None:
+        """Refuse from now on; ``load`` is called instead before a raw optimizer loads a state, and may give another one."""
+        self.release(raw)
+        before_load = functools.partial(self._check, "load_state_dict()")
+        hooks = [
+            raw.register_state_dict_pre_hook(functools.partial(self._check, "state_dict()")),
+            raw.register_load_state_dict_pre_hook(load or before_load),
+        ]
+        self._watched[id(raw)] = weakref.ref(raw), hooks
+        refused = _refusal(
+            raw, f"a copy or pickle of this {type(raw).__name__}", "a copy or pickle would miss the rest"
+        )
+        for name in _COPIES:
+            vars(raw)[name] = functools.partial(_raise, *refused)
+
+    def watch_modules(self, module: nn.Module, holds_part: Callable[[nn.Module], bool]) -> None:
+        """Refuse it of a module and of those in it of which this rank holds a part."""
+        for child in filter(holds_part, module.modules()):
+            self.watch(child)
+
+    def release_modules(self) -> None:
+        """The end of ``watch_modules``, also for those that were taken out of the module since."""
+        for reference, _ in list(self._watched.values()):
+            if isinstance(raw := reference(), nn.Module):
+                self.release(raw)
+
+    def release(self, raw: nn.Module | Optimizer) -> None:
+        """Refuse no more."""
+        _, hooks = self._watched.pop(id(raw), (None, []))
+        remove_hooks(hooks)
+        for name in _COPIES:
+            if getattr(vars(raw).get(name), "func", None) is _raise:
+                del vars(raw)[name]
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Let state dicts through inside."""
+        before, self._open = self._open, True
+        try:
+            yield
+        finally:
+            self._open = before
+
+    def _check(self, what: str, raw: nn.Module | Optimizer, *_: object) -> None:
+        if not self._open:
+            loading = "every rank loads a whole one by load_state_dict(full) of the handle, or by accel.load"
+            lead = loading if what.startswith("load") else "it would miss the rest"
+            _raise(*_refusal(raw, f"{what} of this {type(raw).__name__}", lead))
+
+
+def _refusal(raw: nn.Module | Optimizer, what: str, why: str) -> tuple[type[AccelError], str]:
+    """The error, which says what to do instead; that works on every backend."""
+    kind, error = ("model", BackendError) if isinstance(raw, nn.Module) else ("optimizer", OptimizerError)
+    ended = "returns it whole" if kind == "model" else "gives it back with its whole state"
+    return error, (
+        f"{what}: this rank holds only its own part of it, and {why}; use what accel.full_state_dict({kind}) returns, which "
+        f"every rank calls; accel.teardown(model) {ended}; accel.save writes a checkpoint"
+    )
+
+
+def _raise(error: type[AccelError], text: str, *_: object) -> NoReturn:
+    raise error(text)

@@ -71,6 +71,11 @@ class ParameterSize:
         return math.prod(self.shape)
 
     @property
+    def rows(self) -> int:
+        """The length of the dimension that it is cut along."""
+        return self.shape[0] if self.shape else 1
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the parameter, and of its gradient where it has one."""
         return self.numel * self.itemsize
@@ -330,33 +335,30 @@ def even_shards(footprint: Footprint, world_size: int) -> tuple[MemoryUse, ...]:
     In backward a block and the next one are there whole, with a block's gradients until they are reduced; and so is
     from first to last what lies in no block.
     """
-    parameters = sum(_rows(p, world_size) * _row_bytes(p) for p in footprint.parameters)
-    gradients = sum(_rows(p, world_size) * _row_bytes(p) for p in footprint.trainable)
+
+    def padded(parameters: Iterable[ParameterSize]) -> int:
+        return sum(_share(p.rows, world_size) * (p.nbytes // max(p.rows, 1)) for p in parameters)
+
+    def state(p: ParameterSize, rank: int) -> int:
+        rows = _share(p.rows, world_size)
+        return p.state_bytes * min(max(p.rows - rank * rows, 0), rows) // max(p.rows, 1)
+
     blocks = dict(footprint.blocks)
     rest = blocks.pop("", [])
     gathered = sum(p.nbytes for p in rest) + _gradients(rest)
     gathered += max((2 * sum(p.nbytes for p in block) + _gradients(block) for block in blocks.values()), default=0)
     use = MemoryUse(
-        parameters=parameters,
-        gradients=gradients,
+        parameters=padded(footprint.parameters),
+        gradients=padded(footprint.trainable),
         buffers=footprint.buffers,
         transient=gathered if world_size > 1 else 0,
     )
     stateful = [p for p in footprint.parameters if p.state_bytes]
-    return tuple(
-        replace(use, optimizer_state=sum(_state_share(p, rank, world_size) for p in stateful))
-        for rank in range(world_size)
-    )
+    return tuple(replace(use, optimizer_state=sum(state(p, rank) for p in stateful)) for rank in range(world_size))
 
 
 def zero(
-    footprint: Footprint,
-    world_size: int,
-    stage: int,
-    *,
-    masters: bool = False,
-    whole_below: int = 0,
-    bucket: int = 0,
+    footprint: Footprint, world_size: int, stage: int, *, masters: bool = False, whole_below: int = 0, bucket: int = 0
 ) -> tuple[MemoryUse, ...]:
     """The stages of ZeRO (Rajbhandari et al., arXiv 1910.02054): 1 cuts optimizer state, 2 gradients too, 3 parameters too.
 
@@ -439,23 +441,3 @@ def _gradients(parameters: Iterable[ParameterSize]) -> int:
 
 def _share(total: int, parts: int) -> int:
     return -(-total // parts)
-
-
-def _first(parameter: ParameterSize) -> int:
-    return parameter.shape[0] if parameter.shape else 1
-
-
-def _rows(parameter: ParameterSize, world_size: int) -> int:
-    """Rows of a piece; on the last ranks some of them are padding."""
-    return _share(_first(parameter), world_size)
-
-
-def _row_bytes(parameter: ParameterSize) -> int:
-    return parameter.nbytes // max(_first(parameter), 1)
-
-
-def _state_share(parameter: ParameterSize, rank: int, world_size: int) -> int:
-    """State of the rows that ``rank`` has, which are no padding."""
-    rows = _rows(parameter, world_size)
-    mine = min(max(_first(parameter) - rank * rows, 0), rows)
-    return parameter.state_bytes * mine // max(_first(parameter), 1)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Final, final
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from ...errors import AccelError, BackendError, OptimizerError, PrecisionError, RankMismatchError
+from ...gradients.log import remove_hooks
 from ...precision import gradients_of
 from ...process.control import Waiting, is_lost, lost
-from .methods import Methods
+from .methods import route_methods
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -76,7 +76,7 @@ class Stepper:
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
         self._engine = weakref.ref(engine)
         self.optimizer = optimizer
-        self._methods = Methods(engine, self) if engine.distributed else None
+        self._methods = route_methods(engine, self) if engine.distributed else []
         self._num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
         self._serial = engine.loss_scale.serial
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -93,18 +93,19 @@ class Stepper:
         self._fused = hasattr(optimizer, _PROTOCOL)
         if not self._fused:
             setattr(optimizer, _PROTOCOL, True)
-        self._prepare = optimizer.register_step_pre_hook(self._before)
-        self._finish: RemovableHandle | None = None
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_load_state_dict_post_hook(self._loaded),
+        ]
+        self._finishes = False
         if engine.gradients.finishes_steps:
-            self._finish = optimizer.register_step_post_hook(self._after)
+            self._finish_steps()
 
     def close(self) -> None:
         """Give the optimizer back to its user."""
-        if self._methods is not None:
-            self._methods.close()
-        for hook in (self._prepare, self._finish):
-            if hook is not None:
-                hook.remove()
+        for name in self._methods:
+            vars(self.optimizer).pop(name, None)
+        remove_hooks(self._hooks)
         if not self._fused:
             delattr(self.optimizer, _PROTOCOL)
 
@@ -232,6 +233,15 @@ class Stepper:
             torch._foreach_mul_(grads, scale.double().reciprocal().float().to(grads[0].device))
         return bool(found_inf.item())
 
+    def _loaded(self, optimizer: Optimizer) -> None:
+        if (engine := self._engine()) is not None:
+            engine.drift.loaded(optimizer)
+
+    def _finish_steps(self) -> None:
+        if not self._finishes:
+            self._finishes = True
+            self._hooks.append(self.optimizer.register_step_post_hook(self._after))
+
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for parameter, grad in self._hidden:
             parameter.grad = grad
@@ -243,8 +253,7 @@ class Stepper:
 
     def _hide_gradients(self) -> None:
         """Let the overflowed step find no gradient: optimizers then skip the parameter, its state included."""
-        if self._finish is None:
-            self._finish = self.optimizer.register_step_post_hook(self._after)
+        self._finish_steps()
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

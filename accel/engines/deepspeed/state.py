@@ -351,9 +351,8 @@ class DeepSpeedHoldings(Holdings):
             logger.warning("%s changed in place, which is lost", ", ".join(engine.names[i] for i in lost[:5]))
         named = engine.named
         whole = self.gather(what, [*((name, "", p) for name, p in named.items()), *self.gradients()])
-        states = [self.whole_state(what, optimizer) for optimizer in optimizers]
-        for optimizer, state in zip(optimizers, states, strict=True):
-            self.give_back(optimizer, state, named)
+        for optimizer in optimizers:
+            self.give_back(what, optimizer, named)
         # What accel made half becomes whole again from its fp32 copy.
         ours = {id(tensor) for tensor, _ in engine.dtypes}
         zero.end([w if id(p) in ours else w.to(p.dtype) for p, w in ((p, whole[n, ""]) for n, p in named.items())])

@@ -86,8 +86,7 @@ class FSDPHoldings(Holdings):
                 grads = [(name, key, grad) for name, key, grad in self.gradients() if name in old]
                 whole = self.gather(what, [*held, *grads])
                 for optimizer in optimizers:
-                    state = self.whole_state(what, optimizer, strays=True)
-                    self.give_back(optimizer, state, engine.named | old)
+                    self.give_back(what, optimizer, engine.named | old)
         except (RuntimeError, AccelError) as error:
             engine.ended, whole = str(error) if isinstance(error, AccelError) else reason_of(error), None
         parts.restore(whole, optimizers)
