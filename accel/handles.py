@@ -226,9 +226,6 @@ class OptimizerHandle(Optimizer):
     def __repr__(self) -> str:
         return f"OptimizerHandle({_get(self, '_accel_raw')!r})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise _no_pickle(self)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _no_pickle(self)
 

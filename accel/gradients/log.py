@@ -159,8 +159,8 @@ class TrainableMask:
 
 def explain(masks: Sequence[Sequence[bool]], names: Sequence[str]) -> str:
     """The first parameter on which the ranks' masks differ."""
-    for i, name in enumerate(names):
-        ranks = [rank for rank, mask in enumerate(masks) if mask[i]]
-        if len(ranks) not in (0, len(masks)):
+    for name, flags in zip(names, zip(*masks, strict=True), strict=True):
+        if len(set(flags)) > 1:
+            ranks = [rank for rank, trainable in enumerate(flags) if trainable]
             return f"{name} is trainable on ranks {ranks} and frozen on the others"
     return "they agree"

@@ -22,7 +22,7 @@ def attributes(names: str, *ways: str) -> list[Any]:
 
 
 #: What does not look at values.
-PLAIN: Final = frozenset(
+_PLAIN: Final = frozenset(
     [
         *attributes("dtype device layout is_leaf is_meta is_sparse is_cuda is_cpu is_xpu is_mps itemsize", "__get__"),
         *attributes("is_quantized is_mkldnn", "__get__"),
@@ -33,7 +33,7 @@ PLAIN: Final = frozenset(
     ]
 )
 #: Of the parameter as a whole.
-SHAPE: Final = frozenset(
+_SHAPE: Final = frozenset(
     [
         *attributes("shape ndim nbytes", "__get__"),
         *(_T.size, _T.dim, _T.numel, _T.ndimension, _T.nelement, _T.__len__, _T.stride, _T.is_contiguous, torch.numel),
@@ -82,10 +82,10 @@ class Absent:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Shape, dtype and the like; what needs values fetches them."""
         kwargs = kwargs or {}
-        if func in PLAIN or func in cls.plain:
+        if func in _PLAIN or func in cls.plain:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in SHAPE:
+        if func in _SHAPE:
             return func(_without_values(args[0]), *args[1:], **kwargs)
         if func in _LIKE and isinstance(args[0], Absent):
             return func(_without_values(args[0]), *args[1:], **{"device": args[0].device, **kwargs})  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from ...process.control import Waiting
 from ...process.packing import broadcast_
 from ...shard import Raw, Shard, StateEntry, named_tensors
 from ...trees import map_tensors
-from .absent import PLAIN, SHAPE, attributes
+from .absent import Absent, attributes, name_of
 from .gather import Item, gather
 from .memory import MemoryUse
 
@@ -410,14 +410,11 @@ def _in_place_of(
             attributes["_load_state_dict_post_hooks"] = own_hooks
 
 
-#: What does not look at values, and is the same for the one element's memory.
-_PLAIN: Final = (PLAIN | SHAPE | {*attributes("requires_grad", "__get__")}) - {torch.Tensor.is_contiguous}
-
-
 @final
-class Target(torch.Tensor):
+class Target(Absent, torch.Tensor):
     """Stands in a module for a tensor while a whole state is loaded, and notes what is copied to it."""
 
+    plain = frozenset(attributes("requires_grad", "__get__"))
     given: torch.Tensor | None
 
     @staticmethod
@@ -428,6 +425,13 @@ class Target(torch.Tensor):
         made.given = None
         return made
 
+    def fetch(self, function: Any) -> None:
+        """Refuse it."""
+        raise BackendError(
+            f"{name_of(function)} of a parameter while a state is loaded, of which this rank may hold a part: a hook that comes "
+            "before a load, or an own _load_from_state_dict, finds no values there; change the state dict instead"
+        )
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """``copy_``, shape, dtype and the like; nothing else."""
@@ -435,13 +439,7 @@ class Target(torch.Tensor):
             if not isinstance(args[1], Target):  # else it is filled with itself
                 args[0].given = args[1]
             return args[0]
-        if func in _PLAIN:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise BackendError(
-            f"{getattr(func, '__name__', func)} of a parameter while a state is loaded, of which this rank may hold a part: a "
-            "hook that comes before a load, or an own _load_from_state_dict, finds no values there; change the state dict instead"
-        )
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 # -- Raw objects of which this rank holds a part: a state dict, a copy or a pickle of one would look whole -----------------

@@ -115,12 +115,12 @@ class Footprint:
         alike = Counter((prefix.rpartition(".")[0], *names) for prefix, names in inside.items())
         blocks: dict[str, list[ParameterSize]] = {}
         for parameter in self.parameters:
-            block = ""
-            for prefix, _ in _numbered(parameter.name):
-                names = inside[prefix]
-                if any("." in name for name in names) and alike[(prefix.rpartition(".")[0], *names)] > 1:
-                    block = prefix
-            blocks.setdefault(block, []).append(parameter)
+            repeated = [
+                prefix
+                for prefix, _ in _numbered(parameter.name)
+                if any("." in n for n in inside[prefix]) and alike[(prefix.rpartition(".")[0], *inside[prefix])] > 1
+            ]
+            blocks.setdefault(repeated[-1] if repeated else "", []).append(parameter)
         return blocks
 
 
@@ -153,7 +153,7 @@ def take(
     shapes = {name: p.shape for name, p in named.items()} if shapes is None else shapes
     names = {id(p): name for name, p in named.items()}
     place = {name: i for i, name in enumerate(named)}
-    state_bytes: dict[str, int] = {}
+    state_bytes: Counter[str] = Counter()
     held = []
     for optimizer in optimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -163,11 +163,10 @@ def take(
                 f"this {type(optimizer).__name__} holds {len(strangers)} tensors that are not parameters of the model "
                 f"(the first of shape {strangers[0]}): build it from the parameters of the module that is measured"
             )
-        held.append(tuple(place[names[id(p)]] for p in parameters))
-        sizes = _state_bytes(optimizer, [shapes[names[id(p)]] for p in parameters])
-        for parameter, size in zip(parameters, sizes, strict=True):
-            name = names[id(parameter)]
-            state_bytes[name] = state_bytes.get(name, 0) + size
+        own = [names[id(p)] for p in parameters]
+        held.append(tuple(place[name] for name in own))
+        for name, size in zip(own, _state_bytes(optimizer, [shapes[name] for name in own]), strict=True):
+            state_bytes[name] += size
     return Footprint(
         parameters=tuple(
             ParameterSize(
@@ -175,7 +174,7 @@ def take(
                 shape=tuple(shapes[name]),
                 itemsize=p.dtype.itemsize,
                 trainable=p.requires_grad,
-                state_bytes=state_bytes.get(name, 0),
+                state_bytes=state_bytes[name],
             )
             for name, p in named.items()
         ),
@@ -377,24 +376,20 @@ def zero(
         return whole(footprint, 1)
     sizes = {p.name: p.numel * (2 if masters else p.itemsize) for p in footprint.parameters}
     stepped = {index for indices in footprint.optimizers for index in indices}
-    state = gradients = 0
-    for index, parameter in enumerate(footprint.parameters):
-        if parameter.trainable:
-            gradients += sizes[parameter.name]
-        if not masters:
-            state += parameter.state_bytes
-        elif index in stepped and parameter.trainable:
-            state += 4 * parameter.numel + parameter.state_bytes * 4 // parameter.itemsize
+    gradients = sum(sizes[p.name] for p in footprint.trainable)
+    state = sum(p.state_bytes for p in footprint.parameters)
+    if masters:
+        copied = [p for i, p in enumerate(footprint.parameters) if i in stepped and p.trainable]
+        state = sum(4 * p.numel + p.state_bytes * 4 // p.itemsize for p in copied)
     block = max((sum(sizes[p.name] for p in block) for block in footprint.blocks.values()), default=0)
-    mine = _share(gradients, world_size)
     kept = sum(sizes[p.name] for p in footprint.parameters if p.numel <= whole_below) if stage == 3 else 0
     numel = sum(p.numel for p in footprint.parameters)
     itemsize = max((2 if masters else p.itemsize for p in footprint.parameters), default=0)
     # Stage 1 keeps all gradients until they are reduced, 2 a block's; 3 has a block's parameters too.
-    transient = {1: sum(sizes[p.name] for p in footprint.trainable), 2: block, 3: 2 * block}[stage]
+    transient = {1: gradients, 2: block, 3: 2 * block}[stage]
     use = MemoryUse(
         parameters=_share(sum(sizes.values()), world_size if stage == 3 else 1) + kept,
-        gradients=mine,
+        gradients=_share(gradients, world_size),
         optimizer_state=_share(state, world_size),
         buffers=footprint.buffers,
         buckets=min(bucket, numel + numel % 2) * itemsize if stage == 3 else 0,

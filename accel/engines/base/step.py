@@ -8,13 +8,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ...errors import AccelError, BackendError, OptimizerError, PrecisionError, RankMismatchError
 from ...gradients.log import remove_hooks
 from ...precision import gradients_of
-from ...process.control import Waiting, is_lost, lost
+from ...process.control import Waiting, agree, is_lost, lost
 from .methods import route_methods
 
 if TYPE_CHECKING:
@@ -122,12 +121,9 @@ class Stepper:
         engine.gradients.find_unoptimized()
 
     def call(self, engine: Engine, method: Callable[[], Any], gradients: bool) -> Any:
-        """Call a method of the optimizer's own class that writes weights or state. Collective where each rank steps a part.
+        """Call a method of the optimizer's own class that writes weights or state; ``gradients``: whether it uses them.
 
-        Args:
-            engine: of the optimizer.
-            method: is called without arguments.
-            gradients: whether it uses them.
+        Collective where each rank steps a part.
         """
         if self._calling:  # one calls another
             return method()
@@ -171,7 +167,8 @@ class Stepper:
         else:
             prepare(engine, optimizer)
             if self._serial != engine.loss_scale.serial:
-                self._note(not self._judge(engine))
+                self._serial = engine.loss_scale.serial
+                self._note(not engine.loss_scale.judge(engine.gradients.finite(optimizer)))
             elif self.skipped is not False:
                 self.skipped = False
         # By this mark a scheduler built on the other object knows that a step came before its own.
@@ -205,11 +202,6 @@ class Stepper:
         if 0 < at < len(args) and args[at] is not None:
             return (*args[:at], self._global(engine, args[at]), *args[at + 1 :]), kwargs
         return None
-
-    def _judge(self, engine: Engine) -> bool:
-        """Whether the gradients may be stepped with, where a scaled loss has made them."""
-        self._serial = engine.loss_scale.serial
-        return engine.loss_scale.judge(engine.gradients.finite(self.optimizer))
 
     def _refuse_double_scaling(self, engine: Engine) -> None:
         if self._serial != engine.loss_scale.serial:
@@ -275,16 +267,15 @@ class Stepper:
             world = process.place.world_size
             if world == 1:
                 return loss
-            value = torch.as_tensor(0.0 if loss is None else loss, device=process.device).detach().reshape(())
-            value = value if value.is_floating_point() else value.float()
-            total = torch.stack([value, torch.full_like(value, float(loss is not None))])
-            dist.all_reduce(total, group=process.group)
-            num_losses = int(total[1].item())
-            if num_losses not in (0, world):
+            mine = None if loss is None else torch.as_tensor(loss).detach().item()
+            told = agree(f"the loss of a closure ({engine.label})", mine)
+            losses = [one for one in told if one is not None]
+            if len(losses) not in (0, world):
                 raise RankMismatchError(
-                    f"the closure gave a loss on {num_losses} of {world} ranks: return it on every rank"
+                    f"the closure gave a loss on {len(losses)} of {world} ranks: return it on every rank"
                 )
-            return total[0] / world if num_losses else None
+            dtype = loss.dtype if isinstance(loss, torch.Tensor) and loss.is_floating_point() else torch.float32
+            return torch.tensor(sum(losses) / world, dtype=dtype, device=process.device) if losses else None
 
         return global_closure
 
