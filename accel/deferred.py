@@ -15,10 +15,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from .errors import BackendError, CheckpointError, refuse_url
 
-#: On a parameter that waits for its first values; another one on the meta device lost its values.
+#: On a parameter that waits for its first values: the module that it was made for, and the directory that they come from.
 _MARK: Final = "_accel_deferred"
-#: Beside it: the directory that the values come from.
-_WEIGHTS: Final = "_accel_weights"
 
 
 @contextlib.contextmanager
@@ -52,8 +50,7 @@ def _without_memory(source: str | None, module: nn.Module, name: str, parameter:
     made = nn.Parameter(meta, requires_grad=parameter.requires_grad)
     made.__class__ = type(parameter)
     made.__dict__.update(parameter.__dict__)
-    setattr(made, _MARK, weakref.ref(module))
-    setattr(made, _WEIGHTS, source)
+    setattr(made, _MARK, (weakref.ref(module), source))
     return made
 
 
@@ -63,7 +60,7 @@ def weights_of(module: nn.Module) -> str | None:
     Raises:
         BackendError: of some parameters it is another one, or none.
     """
-    sources = {getattr(p, _WEIGHTS, None): name for name, p in module.named_parameters() if p.is_meta}
+    sources = {getattr(p, _MARK, (None, None))[1]: name for name, p in module.named_parameters() if p.is_meta}
     if len(sources) > 1:
         places = "; ".join(f"{name} from {source or 'reset_parameters()'}" for source, name in sources.items())
         raise BackendError(
@@ -73,34 +70,30 @@ def weights_of(module: nn.Module) -> str | None:
     return next(iter(sources), None)
 
 
-def resetting(module: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], Any]]]:
+def resetting(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[tuple[nn.Module, Callable[[], Any]]]:
     """The submodules that can give themselves values, children first as in a constructor, with the method that does."""
-    seen: set[int] = set()
-
-    def visit(child: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], Any]]]:
-        if id(child) in seen:
-            return
-        seen.add(id(child))
-        for inner in child.children():
-            yield from visit(inner)
-        reset = getattr(child, "reset_parameters", None) or getattr(child, "_reset_parameters", None)
-        if callable(reset) and any(True for _ in child.parameters()):
-            yield child, reset
-
-    return visit(module)
+    seen = set() if seen is None else seen
+    if module in seen:
+        return
+    seen.add(module)
+    for child in module.children():
+        yield from resetting(child, seen)
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if callable(reset) and any(True for _ in module.parameters()):
+        yield module, reset
 
 
 def borrowing(module: nn.Module) -> dict[int, set[str]]:
     """By submodule, the names of its parameters that were made for another one and tied: that one's first values count."""
-    inside = {id(child) for child in module.modules()}
-    found: dict[int, set[str]] = {}
-    for child in module.modules():
-        borrowed = found.setdefault(id(child), set())
+    inside = set(module.modules())
+
+    def borrowed(child: nn.Module) -> Iterator[str]:
         for name, parameter in child._parameters.items():
-            maker = getattr(parameter, _MARK, lambda: None)()
-            if maker is not None and maker is not child and id(maker) in inside:
-                borrowed.add(name)
-    return found
+            maker = getattr(parameter, _MARK, (lambda: None, None))[0]()
+            if maker is not child and maker in inside:
+                yield name
+
+    return {id(child): set(borrowed(child)) for child in inside}
 
 
 def check_deferred(module: nn.Module) -> None:
@@ -133,19 +126,15 @@ def materialize(module: nn.Module, device: torch.device, undo: contextlib.ExitSt
 
     Values that come from a directory come later.
     """
-    reset_all = weights_of(module) is None
-    replaced = [
-        (p, nn.Parameter(without_values(p, device), requires_grad=p.requires_grad))
-        for p in module.parameters()
-        if p.is_meta
-    ]
-    waiting = {id(p) for p, _ in replaced}
-    borrowed = borrowing(module)
-    for parameter, real in replaced:
+    weights, borrowed = weights_of(module), borrowing(module)
+    replaced = [p for p in module.parameters() if p.is_meta]
+    for parameter in replaced:
+        real = nn.Parameter(without_values(parameter, device), requires_grad=parameter.requires_grad)
         swap(parameter, real)
         undo.callback(swap, parameter, real)
-    if not reset_all:
+    if weights is not None:
         return
+    waiting = {id(p) for p in replaced}
     for child, reset in resetting(module):
         if any(id(p) in waiting for p in child.parameters()):
             reset_own(child, reset, borrowed[id(child)])
@@ -185,6 +174,6 @@ def swap(parameter: nn.Parameter, other: nn.Parameter) -> None:
     """Exchange what two parameter objects hold; each keeps its identity, which optimizers know it by."""
     other.__class__ = type(parameter)
     for name, value in parameter.__dict__.items():
-        if name not in (_MARK, _WEIGHTS):
+        if name != _MARK:
             other.__dict__.setdefault(name, value)
     torch.utils.swap_tensors(parameter, other)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable
 from types import MethodType
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -90,29 +92,11 @@ class ModelHandle(nn.Module):
         state = "ended" if engine is None else engine.name
         return f"ModelHandle[{state}]({_get(self, '_accel_raw')!r})"
 
-    def __len__(self) -> int:
-        return len(_engine(self).module)
-
     def __bool__(self) -> bool:
         return True
 
-    def __getitem__(self, index: Any) -> Any:
-        return _engine(self).module[index]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        _engine(self).module.__setitem__(index, value)
-
-    def __delitem__(self, index: Any) -> None:
-        _engine(self).module.__delitem__(index)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(_engine(self).module)
-
-    def __contains__(self, item: object) -> bool:
-        return item in _engine(self).module
-
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        copied: nn.Module = _engine(self).holdings.copy(memo)
+        copied: nn.Module = copy.deepcopy(_engine(self).module, memo)
         return copied
 
     def __copy__(self) -> nn.Module:
@@ -120,6 +104,20 @@ class ModelHandle(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _no_pickle(self)
+
+
+def _on_module(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(handle: ModelHandle, *args: Any) -> Any:
+        return function(_engine(handle).module, *args)
+
+    return call
+
+
+# What Python looks up on the class: a handle is as much of a container as its module.
+_OPERATORS: dict[str, Callable[..., Any]] = {"__len__": len, "__iter__": iter, "__contains__": operator.contains}
+_OPERATORS |= {f"__{name}__": getattr(operator, name) for name in ("getitem", "setitem", "delitem")}
+for _name, _function in _OPERATORS.items():
+    setattr(ModelHandle, _name, _on_module(_function))
 
 
 def _engine(handle: object) -> Any:
@@ -139,8 +137,8 @@ def _through_engine(bound: MethodType) -> Callable[..., Any]:
     @functools.wraps(bound)
     def call(handle: ModelHandle, *args: Any, **kwargs: Any) -> Any:
         engine = _engine(handle)
-        if name in ("state_dict", "load_state_dict"):
-            return getattr(engine.holdings, name)(None, args, kwargs)
+        if name == "load_state_dict":
+            return engine.holdings.load_state_dict(None, args, kwargs)
         plain = torchs and not (name == "train" and any(isinstance(a, torch.Tensor) for a in args))
         out = bound(*args, **kwargs) if plain else engine.call(bound, args, kwargs)
         return handle if out is engine.module else out
@@ -218,8 +216,8 @@ class OptimizerHandle(Optimizer):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The raw optimizer's, where this rank holds it all."""
-        state: dict[str, Any] = _engine(self).holdings.state_dict(self._accel_raw, args, kwargs)
-        return state
+        _engine(self)
+        return self._accel_raw.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Take a full state, the same on every rank."""
@@ -227,9 +225,6 @@ class OptimizerHandle(Optimizer):
 
     def __repr__(self) -> str:
         return f"OptimizerHandle({_get(self, '_accel_raw')!r})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise _no_pickle(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _no_pickle(self)
@@ -274,10 +269,8 @@ def engine_behind(handle: ModelHandle | OptimizerHandle) -> Any:
 
 # -- Where a user's own object remembers what accel made of it ---------------------------------------------------------
 
-T = TypeVar("T")
 
-
-class Slot(Generic[T]):
+class Slot:
     """Holds one value on a foreign object; a copy or a pickle of that object finds it empty.
 
     The value lives as long as its owner, and the two may refer to each other: the cycle is
@@ -287,12 +280,9 @@ class Slot(Generic[T]):
     __slots__ = ("owner_id", "value")
     KEY: ClassVar = "_accel_slot"
 
-    def __init__(self, owner: object, value: T) -> None:
+    def __init__(self, owner: object, value: object) -> None:
         self.owner_id = id(owner)
         self.value = value
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())

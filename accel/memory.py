@@ -294,10 +294,7 @@ def _optimizers(tree: Any) -> list[Optimizer]:
 def _footprint(module: nn.Module, engine: Engine | None, optimizers: Sequence[Optimizer]) -> Footprint:
     if engine is None:
         return take(module, optimizers)
-    named = dict(zip(engine.names, engine.parameters, strict=True))
-    return take(
-        module, optimizers, named=named, names=engine.holdings.parameter_names, shape_of=engine.holdings.full_shape
-    )
+    return take(module, optimizers, engine.named, engine.holdings.shapes)
 
 
 def _title(module: nn.Module, footprint: Footprint, optimizers: Sequence[Optimizer]) -> str:

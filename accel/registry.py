@@ -24,6 +24,7 @@ from .engines import FOREIGN, Engine, Holdings
 from .engines.base.step import prepare
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError
 from .gradients.clip import total_norm
+from .gradients.log import remove_hooks
 from .gradients.patches import Patch, backward_patch, clip_patches, data_patch
 from .handles import ModelHandle, OptimizerHandle, Slot, raw
 from .precision import LossScale, all_finite
@@ -97,10 +98,10 @@ class Registry:
     def _prune(self) -> None:
         engines = list(self.engines)
         if not engines:
-            _remove(self._hooks)
+            remove_hooks(self._hooks)
             self.loss_scale = LossScale()
         if not any(engine.gradients.watched for engine in engines):
-            _remove(self._watched)
+            remove_hooks(self._watched)
 
     def in_order(self) -> list[Engine]:
         """The engines that live in this process, in an order that is the same on all ranks.
@@ -293,12 +294,6 @@ class Registry:
 def _concerned(engine: Engine) -> bool:
     gradients = engine.gradients
     return gradients.before_any_step or engine.precision.scaled or gradients.pending() or gradients.hidden()
-
-
-def _remove(hooks: list[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
-    hooks.clear()
 
 
 def _walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

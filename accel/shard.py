@@ -94,11 +94,7 @@ class StateEntry:
     state: Mapping[Any, Any]
 
 
-#: Makes the shard of a tensor of the module, or None where nothing of it lies on this rank.
-Make = Callable[[str, torch.Tensor], Shard | None]
-
-
-def module_shards(module: nn.Module, make: Make = whole) -> list[Shard]:
+def module_shards(module: nn.Module, make: Callable[[str, torch.Tensor], Shard | None]) -> list[Shard]:
     """Parameters and persistent buffers under the names of ``state_dict``; what is tied has the first of its names.
 
     Raises:
@@ -129,64 +125,139 @@ def extra_modules(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def module_values(module: nn.Module, has: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
-    """What ``get_extra_state`` returns in them; ``has`` tells by the name whether this rank has it."""
-    return {name: part.get_extra_state() for name, part in extra_modules(module).items() if has(name)}
-
-
 def fill_module_values(module: nn.Module, values: Mapping[str, Any]) -> None:
-    """Give each submodule the extra state that ``module_values`` found in it; the others' is left."""
+    """Give each submodule the extra state that was found in it; the others' is left."""
     parts = extra_modules(module)
     for name in values.keys() & parts.keys():
         parts[name].set_extra_state(values[name])
 
 
-def entries(optimizer: Optimizer, names: Mapping[int, str]) -> list[StateEntry]:
-    """Of each parameter in its groups; ``names`` are those of the parameters, by ``id``."""
-    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return [StateEntry(names[id(p)], tuple(p.shape), p, optimizer.state.get(p, {})) for p in held]
-
-
-def is_sharded(value: Any) -> bool:
-    """Whether an entry of an optimizer's state is a shard; the rest (step counters, lists, flags) are values."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
 def is_shard(key: object, value: Any, parameter: torch.Tensor) -> bool:
-    """The same for a known parameter: where that is one number, so is its state, and only the counter is a value."""
-    return is_sharded(value) or (isinstance(value, torch.Tensor) and parameter.dim() == 0 and key != "step")
+    """Whether an entry of the state of a parameter is a shard; the rest (step counters, lists, flags) are values.
+
+    Where the parameter is one number, so is its state, and only the counter is a value.
+    """
+    return isinstance(value, torch.Tensor) and (value.dim() > 0 or (parameter.dim() == 0 and key != "step"))
 
 
-def state_shard(name: str, key: str, value: torch.Tensor) -> Shard | None:
-    """The shard of a tensor in the state of a parameter, where this rank has all of it."""
-    return whole(f"{name}/{key}", value)
-
-
-def optimizer_shards(
-    optimizer: Optimizer,
-    names: Mapping[int, str],
-    held: Iterable[StateEntry] | None = None,
-    make: Callable[[str, str, torch.Tensor], Shard | None] = state_shard,
-) -> list[Shard]:
-    """The tensors of an optimizer's state; ``names`` are those of its parameters, by ``id``.
+class Raw:
+    """What lies on this rank of a module and its optimizers, and their values: everything. ``optimizer=None`` is the module.
 
     Args:
-        optimizer: the raw one.
-        names: of its parameters, by ``id``.
-        held: what this rank keeps; by default everything.
-        make: the shard of a tensor, from the name of its parameter and its key.
-
-    Raises:
-        CheckpointError: the state has an entry that could not be found again.
+        module: the raw one; None where nothing is asked of it.
+        parameter_names: of what the optimizers' groups hold, by ``id``; empty where nothing is asked of optimizers.
     """
-    held = entries(optimizer, names) if held is None else list(held)
-    _check_keys(optimizer, names, held)
-    return [
-        made
-        for entry in held
-        for key, value in entry.state.items()
-        if is_shard(key, value, entry.parameter) and (made := make(entry.name, key, value)) is not None
-    ]
+
+    def __init__(self, module: nn.Module | None, parameter_names: Mapping[int, str]) -> None:
+        self.module = nn.Module() if module is None else module
+        self._parameter_names = parameter_names
+
+    @property
+    def parameter_names(self) -> Mapping[int, str]:
+        """Names by the identity of what the optimizers' groups hold."""
+        return self._parameter_names
+
+    def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
+        """What lies here of the tensor that is found here under a name; None where nothing does. Local, without a copy.
+
+        Args:
+            name: of a parameter or buffer.
+            tensor: the parameter or buffer, or of its optimizer's state, or its gradient.
+            key: of the state, or "grad"; empty for the parameter or buffer.
+        """
+        return whole(f"{name}/{key}" if key else name, tensor)
+
+    def entries(self, optimizer: Optimizer) -> list[StateEntry]:
+        """The state that this rank keeps. Local."""
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        names, state = self.parameter_names, optimizer.state
+        return [StateEntry(names[id(p)], tuple(p.shape), p, state.get(p, {})) for p in held]
+
+    def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for what this rank keeps of a tensor of this shape in the state of a parameter. Local."""
+        return torch.empty(shape, dtype=dtype, device=entry.parameter.device)
+
+    def has(self, name: str) -> bool:
+        """Whether the module keeps on this rank what its ``state_dict`` has under a name and is no tensor. Local."""
+        return True
+
+    def counters_beside(self, optimizer: Optimizer) -> dict[str, bool]:
+        """Whether the step counter of a parameter lies on its device, by name; the others are on the host."""
+        names, groups = self.parameter_names, optimizer.param_groups
+        return {names[id(p)]: bool(g.get("capturable") or g.get("fused")) for g in groups for p in g["params"]}
+
+    def shards(self, optimizer: Optimizer | None) -> list[Shard]:
+        """The tensors that lie on this rank, at full precision (a master copy where there is one). Local, without a copy.
+
+        Raises:
+            CheckpointError: there is something that could not be found again.
+        """
+        if optimizer is None:
+            return module_shards(self.module, self.part)
+        held = self.entries(optimizer)
+        _check_keys(optimizer, self.parameter_names, held)
+        return [
+            made
+            for entry in held
+            for key, value in entry.state.items()
+            if is_shard(key, value, entry.parameter) and (made := self.part(entry.name, value, key)) is not None
+        ]
+
+    def values(self, optimizer: Optimizer | None) -> dict[str, Any]:
+        """An optimizer's groups, with their parameters' names, and what of its state is not a shard, by parameter and key.
+
+        The values of all ranks together are the optimizer's. Of the module what ``get_extra_state`` returns, by name. Local.
+        """
+        if optimizer is None:
+            return {n: part.get_extra_state() for n, part in extra_modules(self.module).items() if self.has(n)}
+        names = self.parameter_names
+        return {
+            "groups": [
+                {**g, "params": [names[id(parameter)] for parameter in g["params"]]} for g in optimizer.param_groups
+            ],
+            "state": {
+                entry.name: {k: v for k, v in entry.state.items() if not is_shard(k, v, entry.parameter)}
+                for entry in self.entries(optimizer)
+                if entry.state
+            },
+        }
+
+    def slots(self, optimizer: Optimizer | None, manifest: Manifest) -> list[Shard]:
+        """What this rank needs filled of the checkpoint that ``manifest`` describes; creates optimizer state. Local."""
+        if optimizer is None:
+            return self.shards(None)
+        slots = []
+        like_parameters = _is_elementwise(optimizer)
+        by_name = {entry.name: entry for entry in self.entries(optimizer)}
+        for full_name, (shape, dtype) in manifest.items():
+            name, _, key = full_name.rpartition("/")
+            if (entry := by_name.get(name)) is None:
+                continue
+            state = optimizer.state[entry.parameter]
+            if not is_shard(key, state.get(key), entry.parameter):
+                state[key] = self.new_state(entry, key, shape, dtype)
+            slot = self.part(name, state[key], key)
+            if slot is not None and like_parameters and slot.shape == tuple(slot.tensor.shape):
+                slot = replace(slot, shape=entry.shape)
+            slots += [] if slot is None else [slot]
+        return slots
+
+    def fill(self, optimizer: Optimizer | None, values: Mapping[str, Any]) -> None:
+        """Take over the values of all ranks' ``values`` together; what they lack of a parameter's state is dropped. Local."""
+        if optimizer is None:
+            fill_module_values(self.module, values)
+            return
+        for group, saved in zip(optimizer.param_groups, values["groups"], strict=True):
+            group.update({k: _placed(v, group.get(k), None) for k, v in saved.items() if k != "params"})
+        beside = self.counters_beside(optimizer)
+        for entry in self.entries(optimizer):
+            saved_state = values["state"].get(entry.name)
+            if saved_state is None:
+                optimizer.state.pop(entry.parameter, None)
+                continue
+            state = optimizer.state[entry.parameter]
+            device = entry.parameter.device if beside[entry.name] else None
+            state.update({key: _placed(value, state.get(key), device) for key, value in saved_state.items()})
 
 
 def _check_keys(optimizer: Optimizer, names: Mapping[int, str], held: Sequence[StateEntry]) -> None:
@@ -214,86 +285,10 @@ def _check_keys(optimizer: Optimizer, names: Mapping[int, str], held: Sequence[S
                 )
 
 
-def optimizer_values(
-    optimizer: Optimizer, names: Mapping[int, str], held: Iterable[StateEntry] | None = None
-) -> dict[str, Any]:
-    """The groups, with their parameters' names, and whatever state is not a shard, by parameter and key.
-
-    The values of all ranks together are the optimizer's: a rank may give the state of its own parameters only.
-    """
-    return {
-        "groups": [
-            {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
-            for group in optimizer.param_groups
-        ],
-        "state": {
-            entry.name: {k: v for k, v in entry.state.items() if not is_shard(k, v, entry.parameter)}
-            for entry in (entries(optimizer, names) if held is None else held)
-            if entry.state
-        },
-    }
-
-
-#: Makes the state of a shape and dtype under a key of what an entry is of.
-New = Callable[[StateEntry, str, tuple[int, ...], torch.dtype], torch.Tensor]
-
-
-def new_state(entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory for a whole tensor beside the parameter."""
-    return torch.empty(shape, dtype=dtype, device=entry.parameter.device)
-
-
-def optimizer_slots(
-    optimizer: Optimizer,
-    names: Mapping[int, str],
-    manifest: Manifest,
-    held: Iterable[StateEntry] | None = None,
-    make: Callable[[str, str, torch.Tensor], Shard | None] = state_shard,
-    new: New = new_state,
-) -> list[Shard]:
-    """Shards to fill, one for each tensor of ``manifest`` whose state this rank keeps; creates what is not there."""
-    slots = []
-    like_parameters = _is_elementwise(optimizer)
-    held = entries(optimizer, names) if held is None else held
-    by_name = {entry.name: entry for entry in held}
-    for full_name, (shape, dtype) in manifest.items():
-        name, _, key = full_name.rpartition("/")
-        if (entry := by_name.get(name)) is None:
-            continue
-        state = optimizer.state[entry.parameter]
-        if not is_shard(key, state.get(key), entry.parameter):
-            state[key] = new(entry, key, shape, dtype)
-        slot = make(name, key, state[key])
-        if slot is not None and like_parameters and slot.shape == tuple(slot.tensor.shape):
-            slot = replace(slot, shape=entry.shape)
-        slots += [] if slot is None else [slot]
-    return slots
-
-
 def _is_elementwise(optimizer: Optimizer) -> bool:
     """Whether tensors of its state are known to have the parameters' shapes."""
     kind = type(optimizer)
     return kind.__module__.startswith("torch.optim.") and kind.__name__ not in ("LBFGS", "Adafactor")
-
-
-def fill_optimizer_values(
-    optimizer: Optimizer, names: Mapping[int, str], values: Mapping[str, Any], held: Iterable[StateEntry] | None = None
-) -> None:
-    """Take over group values and plain state; parameters without an entry in ``values["state"]`` lose their state."""
-    on_device = {}
-    for group, saved in zip(optimizer.param_groups, values["groups"], strict=True):
-        for key, value in saved.items():
-            if key != "params":
-                group[key] = _placed(value, group.get(key), None)
-        on_device.update({names[id(p)]: bool(group.get("capturable") or group.get("fused")) for p in group["params"]})
-    for entry in list(entries(optimizer, names) if held is None else held):
-        saved_state = values["state"].get(entry.name)
-        if saved_state is None:
-            optimizer.state.pop(entry.parameter, None)
-            continue
-        state = optimizer.state[entry.parameter]
-        device = entry.parameter.device if on_device[entry.name] else None
-        state.update({key: _placed(value, state.get(key), device) for key, value in saved_state.items()})
 
 
 def _placed(value: Any, before: Any, device: torch.device | None) -> Any:

@@ -197,3 +197,21 @@ def test_parameters_changed_after_setup_raise_at_the_next_forward() -> None:
     other.extra = nn.Linear(2, 2)
     with pytest.raises(accel.BackendError, match=r"extra\.weight"):
         other(torch.randn(2, 4))
+
+
+def test_a_handle_is_as_much_of_a_container_as_its_module() -> None:
+    raw = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model = accel.setup(raw).model
+    assert (len(model), list(model), model[0] in model) == (2, list(raw), True)
+    model[1] = nn.Tanh()
+    del model[0]
+    assert [type(part) for part in raw] == [nn.Tanh]
+    with pytest.raises(accel.BackendError, match=r"0\.bias, 0\.weight; call raw = accel.teardown"):
+        model(torch.ones(1, 2))
+    flat = accel.setup(nn.Linear(2, 2)).model
+    for use in (len, iter, lambda handle: handle[0]):
+        with pytest.raises(TypeError, match="Linear"):
+            use(flat)
+    accel.teardown(flat)
+    with pytest.raises(accel.AccelError, match=r"handle's engine was torn down: pass the raw module"):
+        accel.clip_grad_norm_(flat, 1.0)

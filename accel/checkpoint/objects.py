@@ -208,6 +208,7 @@ class ModuleObject(StateObject):
         super().__init__(name, path)
         self.module = module
         self._engine = engine
+        self._holdings = shard.Raw(module, {}) if engine is None else engine.holdings
         self._prefix = prefix
         # One model on all ranks together: what is no tensor lies on one of them, too.
         spread = engine is not None and engine.synchronizes and engine.replica(engine.process)[1] == 1
@@ -228,28 +229,21 @@ class ModuleObject(StateObject):
 
     def ranges(self) -> Iterator[LocalRange]:
         engine = self._engine
-        if engine is None:
-            shards, equal = shard.module_shards(self.module), set()
-            parameters = dict(self.module.named_parameters())
-        else:
-            shards = self._parts(engine.holdings.shards(None))
-            named = zip(engine.names, engine.parameters, strict=True)
-            parameters = {own: p for n, p in named if (own := self._own(n)) is not None}
-            equal = set(parameters) if engine.synchronizes else set()
-            if self._spread:
-                equal.update(s.name for s in shards)  # each buffer lies on one rank
+        shards = self._parts(self._holdings.shards(None))
+        named = dict(self.module.named_parameters()) if engine is None else engine.named
+        parameters = {own: p for n, p in named.items() if (own := self._own(n)) is not None}
+        equal = set(parameters) if engine is not None and engine.synchronizes else set()
+        if self._spread:
+            equal.update(s.name for s in shards)  # each buffer lies on one rank
         frozen = {n for n, p in parameters.items() if not p.requires_grad}
         for s in shards:
             yield self.local_range(s, s.name in equal, s.name in frozen)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        if (engine := self._engine) is None:
-            extra = shard.module_values(self.module)
-        else:  # by the engine's names
-            names = {id(part): name for name, part in shard.extra_modules(engine.module).items()}
-            found = engine.holdings.values(None)
-            parts = shard.extra_modules(self.module).items()
-            extra = {own: found[names[id(part)]] for own, part in parts if names[id(part)] in found}
+        names = {id(part): name for name, part in shard.extra_modules(self._holdings.module).items()}
+        found = self._holdings.values(None)
+        parts = shard.extra_modules(self.module).items()
+        extra = {own: found[names[id(part)]] for own, part in parts if names[id(part)] in found}
         # What only one rank has cannot be in the shards, whose plan is made of tensors that all ranks know of.
         return {"extra": (Encoder(None) if self.merged else encoder).encode(extra, f"{self.path}.state_dict()")}
 
@@ -257,11 +251,8 @@ class ModuleObject(StateObject):
         return {"extra": {name: extra for value in reversed(values) for name, extra in value["extra"].items()}}
 
     def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
-        engine = self._engine
-        if engine is None:
-            return [(s.name, s) for s in shard.module_shards(self.module)]
         whole = {f"{self._prefix}{name}": value for name, value in manifest.items()}
-        return [(s.name, s) for s in self._parts(engine.holdings.slots(None, whole))]
+        return [(s.name, s) for s in self._parts(self._holdings.slots(None, whole))]
 
     @classmethod
     def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
@@ -316,25 +307,19 @@ class OptimizerObject(StateObject):
                 f"{', '.join(map(str, strangers[:5]))}), so that they have no name in a checkpoint: make them part of the model"
             )
         self._parameters = {self._names[id(p)]: p for p in held}
+        self._holdings = shard.Raw(None, self._names) if engine is None else engine.holdings
 
     def ranges(self) -> Iterator[LocalRange]:
-        engine, optimizer = self._engine, self.optimizer
-        shards = engine.holdings.shards(optimizer) if engine else shard.optimizer_shards(optimizer, self._names)
         frozen = self._frozen()
-        equal = engine is not None and engine.synchronizes
-        for s in shards:
+        equal = self._engine is not None and self._engine.synchronizes
+        for s in self._holdings.shards(self.optimizer):
             yield self.local_range(s, equal, s.name.rpartition("/")[0] in frozen)
 
     def _frozen(self) -> set[str]:
         return {n for n, p in self._parameters.items() if not p.requires_grad}
 
-    def _values(self) -> dict[str, Any]:
-        if self._engine is not None:
-            return self._engine.holdings.values(self.optimizer)
-        return shard.optimizer_values(self.optimizer, self._names)
-
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        values = self._values()
+        values = self._holdings.values(self.optimizer)
         return {
             "class": type(self.optimizer).__name__,
             "named": self._named,
@@ -359,7 +344,7 @@ class OptimizerObject(StateObject):
     def _renamed(self, node: Mapping[str, Json]) -> dict[str, str]:
         """Saved names to those of this optimizer: by name where both have some, else by position."""
         saved = [name for group in node["groups"] for name in _options(group)["params"]]
-        mine = [name for group in self._values()["groups"] for name in group["params"]]
+        mine = [name for group in self._holdings.values(self.optimizer)["groups"] for name in group["params"]]
         return {name: name for name in saved} if node["named"] and self._named else dict(zip(saved, mine, strict=True))
 
     @classmethod
@@ -383,7 +368,7 @@ class OptimizerObject(StateObject):
             raise ValueError("an optimizer's state is not as accel writes it")
 
     def problem(self, node: Mapping[str, Json]) -> str:
-        mine = [group["params"] for group in self._values()["groups"]]
+        mine = [group["params"] for group in self._holdings.values(self.optimizer)["groups"]]
         saved = [_options(group)["params"] for group in node["groups"]]
         kind = type(self.optimizer).__name__
         if node["class"] and node["class"] != kind:
@@ -395,9 +380,8 @@ class OptimizerObject(StateObject):
             )
         if not node["class"]:
             # From another library's checkpoint, which does not say whose state it is; the groups' options tell.
-            lacking = sorted(
-                {k for g in self._values()["groups"] for k in g} - {k for g in node["groups"] for k in _options(g)}
-            )
+            options = {key for group in self.optimizer.param_groups for key in group}
+            lacking = sorted(options - {key for group in node["groups"] for key in _options(group)})
             if lacking:
                 return f"the checkpoint's groups have no {', '.join(lacking)}, so that they are not those of a {kind}"
         if node["named"] and self._named:
@@ -416,11 +400,7 @@ class OptimizerObject(StateObject):
             if parameter in renamed:
                 mine[f"{renamed[parameter]}/{key}"] = value
                 saved_names[f"{renamed[parameter]}/{key}"] = name
-        if self._engine is not None:
-            slots = self._engine.holdings.slots(self.optimizer, mine)
-        else:
-            slots = shard.optimizer_slots(self.optimizer, self._names, mine)
-        return [(saved_names[s.name], s) for s in slots]
+        return [(saved_names[s.name], s) for s in self._holdings.slots(self.optimizer, mine)]
 
     @classmethod
     def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
@@ -433,7 +413,7 @@ class OptimizerObject(StateObject):
             "groups": [{**group, "params": [renamed[name] for name in group["params"]]} for group in groups],
             "state": {renamed[name]: decoder.decode(state) for name, state in node["state"].items()},
         }
-        self._fill_values(values)
+        self._holdings.fill(self.optimizer, values)
         if self._engine is not None and self._engine.precision.scaled and node.get("scale") is not None:
             self._engine.loss_scale.restore(*node["scale"])
         if not node["class"]:
@@ -444,15 +424,9 @@ class OptimizerObject(StateObject):
             if parameter.requires_grad == (saved in frozen):
                 parameter.requires_grad_(saved not in frozen)
 
-    def _fill_values(self, values: dict[str, Any]) -> None:
-        if self._engine is not None:
-            self._engine.holdings.fill(self.optimizer, values)
-        else:
-            shard.fill_optimizer_values(self.optimizer, self._names, values)
-
     def undo(self) -> Callable[[], None]:
-        before = self._values()
-        return lambda: self._fill_values(before)
+        before = self._holdings.values(self.optimizer)
+        return lambda: self._holdings.fill(self.optimizer, before)
 
     @property
     def engine(self) -> Engine | None:

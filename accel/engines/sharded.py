@@ -464,8 +464,7 @@ class ShardedEngine(Engine):
                 if self.ended:
                     refuse_steps(optimizer, self.ended)
                 elif self.started:
-                    whole = self.holdings.whole_state("the whole state of an optimizer", optimizer, strays=True)
-                    self.holdings.give_back(optimizer, whole, dict(zip(self.names, self.parameters, strict=True)))
+                    self.holdings.give_back("the whole state of an optimizer", optimizer, self.named)
         finally:
             self.gradients.owners.close()
 

@@ -17,12 +17,7 @@ Reduce: TypeAlias = Callable[[torch.Tensor, dist.ReduceOp.RedOpType], object]
 
 
 @torch.no_grad()
-def total_norm(
-    mine: Iterable[torch.Tensor],
-    norm_type: float,
-    device: torch.device,
-    reduce: Reduce,
-) -> torch.Tensor:
+def total_norm(mine: Iterable[torch.Tensor], norm_type: float, device: torch.device, reduce: Reduce) -> torch.Tensor:
     """The norm of all ranks' gradients together, a 0-dim float64 tensor on ``device``. Collective.
 
     Args:
@@ -76,9 +71,8 @@ def clip_(
     common: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Clip all ranks' gradients by their norm together, in place; returns the norm before. Collective."""
-    counted = (
-        mine if process.place.rank else [*mine, *common]
-    )  # so that all ranks clip alike, whatever they were assigned
+    # So that all ranks clip alike, whatever they were assigned.
+    counted = mine if process.place.rank else [*mine, *common]
     norm = total_norm(
         counted, norm_type, process.device, lambda total, op: dist.all_reduce(total, op, group=process.group)
     ).float()

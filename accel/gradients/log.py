@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -12,8 +11,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-
-logger = logging.getLogger("accel")
 
 
 class GradientLog:
@@ -59,11 +56,6 @@ class GradientLog:
         self.entries[:] = [e if e is None or e >= 0 else ~e for e, keep in zip(self.entries, kept, strict=True) if keep]
 
     @property
-    def active(self) -> bool:
-        """Whether it notes anything."""
-        return bool(self._hooks)
-
-    @property
     def plain(self) -> bool:
         """Whether a gradient came that no ``accept`` covered."""
         return self._plain or len(self.entries) > self._accepted
@@ -75,10 +67,15 @@ class GradientLog:
 
     def close(self) -> None:
         """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        remove_hooks(self._hooks)
         self.entries.clear()
+
+
+def remove_hooks(hooks: list[RemovableHandle]) -> None:
+    """Remove and forget them."""
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
 
 
 class BackwardEnd:
@@ -90,33 +87,23 @@ class BackwardEnd:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], method: Callable[[], None]) -> None:
-        self._hooks: list[RemovableHandle] = []
-        hook = _ending(weakref.WeakMethod(method))
-        for parameter in parameters:
-            self._hooks += _after_accumulation(parameter, hook)
+        self._method = weakref.WeakMethod(method)
+        self._heard = -1
+        self._hooks = [handle for p in parameters for handle in _after_accumulation(p, self._arrived)]
+
+    def _arrived(self, _: torch.Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._heard:  # the first gradient of this backward
+            self._heard = task
+            at_end_of_backward(self._call)
+
+    def _call(self) -> None:
+        if (method := self._method()) is not None:
+            method()
 
     def close(self) -> None:
         """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
-
-def _ending(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[torch.Tensor], None]:
-    heard = -1
-
-    def call() -> None:
-        if (live := method()) is not None:
-            live()
-
-    def arrived(_: torch.Tensor) -> None:
-        nonlocal heard
-        task = torch._C._current_graph_task_id()
-        if task != heard:  # the first gradient of this backward
-            heard = task
-            at_end_of_backward(call)
-
-    return arrived
+        remove_hooks(self._hooks)
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
@@ -148,7 +135,6 @@ def _noting(entries: list[int | None], index: int, dtype: torch.dtype) -> Callab
 # -- which parameters may get gradients --------------------------------------------------------------------------------
 
 _requires_grad = operator.attrgetter("requires_grad")
-_QUIET_CHECKS = 10_000
 
 
 class TrainableMask:
@@ -159,7 +145,6 @@ class TrainableMask:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._quiet_checks = 0
         self.known = self.now()
 
     def now(self) -> list[bool]:
@@ -168,26 +153,14 @@ class TrainableMask:
             return list(map(_requires_grad, self._parameters))
 
     def changed(self) -> bool:
-        """Whether it differs from what the engine knows; says once when it never does."""
-        if self.now() != self.known:
-            self._quiet_checks = -1
-            return True
-        if self._quiet_checks >= 0:
-            self._quiet_checks += 1
-            if self._quiet_checks == _QUIET_CHECKS:
-                self._quiet_checks = -1
-                logger.info(
-                    "requires_grad did not change in %d forwards: the option auto_refresh=False saves the check "
-                    "(after a change, call accel.refresh_trainable)",
-                    _QUIET_CHECKS,
-                )
-        return False
+        """Whether it differs from what the engine knows."""
+        return self.now() != self.known
 
 
 def explain(masks: Sequence[Sequence[bool]], names: Sequence[str]) -> str:
     """The first parameter on which the ranks' masks differ."""
-    for i, name in enumerate(names):
-        ranks = [rank for rank, mask in enumerate(masks) if mask[i]]
-        if len(ranks) not in (0, len(masks)):
+    for name, flags in zip(names, zip(*masks, strict=True), strict=True):
+        if len(set(flags)) > 1:
+            ranks = [rank for rank, trainable in enumerate(flags) if trainable]
             return f"{name} is trainable on ranks {ranks} and frozen on the others"
     return "they agree"

@@ -174,21 +174,16 @@ def backward_patch(leaf: Callable[[torch.Tensor], torch.Tensor], before: Callabl
     """The replaced function; ``leaf`` gives the tensor in the graph that a given one stands for, ``before`` hears of each."""
 
     def leaves(inputs: Any) -> Any:
-        if isinstance(inputs, torch.Tensor):
-            return leaf(inputs)
-        if isinstance(inputs, torch.autograd.graph.GradientEdge):
-            return inputs
-        return [leaf(i) if isinstance(i, torch.Tensor) else i for i in inputs]
+        some = [inputs] if isinstance(inputs, torch.Tensor | torch.autograd.graph.GradientEdge) else inputs
+        return [leaf(i) if isinstance(i, torch.Tensor) else i for i in some]
 
-    def backward(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def backward(original: Callable[..., None], *args: Any, inputs: Any = None, **kwargs: Any) -> None:
         if torch._C._current_graph_task_id() == -1:  # not the part of one that checkpointing computes again
             before()
-        if kwargs.get("inputs") is not None:
-            kwargs["inputs"] = leaves(kwargs["inputs"])
-        elif len(args) > _INPUTS and args[_INPUTS] is not None:
-            args = (*args[:_INPUTS], leaves(args[_INPUTS]), *args[_INPUTS + 1 :])
+        if len(args) > _INPUTS:
+            args, inputs = args[:_INPUTS], args[_INPUTS]
         try:
-            original(*args, **kwargs)
+            original(*args, inputs=None if inputs is None else leaves(inputs), **kwargs)
         except RuntimeError as error:
             if is_lost(error):
                 raise lost("a backward", error) from error
@@ -209,21 +204,14 @@ _MULTIPLY: Final = "_clip_grads_with_norm_"
 
 
 class ClipListener(Protocol):
-    """What hears of clipping."""
+    """What hears of clipping: the registry, which says what each is for."""
 
-    def before_clipping(self, gradients: Sequence[torch.Tensor]) -> None:
-        """These gradients are about to be clipped or measured."""
-
-    def before_multiplying(self, parameters: Sequence[torch.Tensor]) -> None:
-        """The gradients of these parameters are about to be clipped by a norm."""
-
+    def before_clipping(self, gradients: Sequence[torch.Tensor]) -> None: ...
+    def before_multiplying(self, parameters: Sequence[torch.Tensor]) -> None: ...
+    def before_local_norm(self, gradients: Sequence[torch.Tensor]) -> None: ...
     def total_norm(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], norm_type: float
-    ) -> torch.Tensor | None:
-        """The norm over the ranks that ``clip_grad_norm_`` needs; None where it is that of ``gradients``."""
-
-    def before_local_norm(self, gradients: Sequence[torch.Tensor]) -> None:
-        """These gradients are about to be measured by a call that ``total_norm`` cannot answer."""
+    ) -> torch.Tensor | None: ...
 
 
 def clip_patches(listener: ClipListener) -> tuple[Patch, ...]:
@@ -371,9 +359,6 @@ def divided_patches(backend: Callable[[DTensor], str]) -> tuple[Patch, ...]:
             "full = accel.full_state_dict(model), then model.load_state_dict(full), on every rank"
         )
 
-    def number_of_this_rank(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return op(args[0].to_local(), *args[1:], **kwargs)
-
     def by_dtensor(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         own = handlers.pop(op)  # where no function is registered, it goes on by itself
         try:
@@ -381,9 +366,8 @@ def divided_patches(backend: Callable[[DTensor], str]) -> tuple[Patch, ...]:
         finally:
             handlers[op] = own
 
-    return around(handlers, _NUMBER, number, number_of_this_rank), *(
-        around(handlers, op, cut, by_dtensor) for op in _CUTS
-    )
+    acts = {_NUMBER: number, **dict.fromkeys(_CUTS, cut)}
+    return tuple(around(handlers, op, act, by_dtensor) for op, act in acts.items())
 
 
 def _along_divided(op: Any, args: tuple[Any, ...]) -> bool:

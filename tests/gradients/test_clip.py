@@ -57,6 +57,21 @@ def test_torchs_clipping_of_a_pipeline_sees_a_nan_of_another_stage() -> None:
     assert all(math.isnan(norm) for norm in run(2, norm_with_nan, "pipeline", math.inf, True))
 
 
+def clip_strictly() -> None:
+    raw = model_of()
+    model, _, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend="pipeline")
+    model(torch.ones(2, 4)).square().sum().backward()
+    if accel.rank() == 1:
+        parts_of(model)[-1].view(-1)[0] = math.nan
+    with pytest.raises(RuntimeError, match="norm of order 2.0 of the gradients is nan, so they cannot be clipped"):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5, error_if_nonfinite=True)
+    accel.teardown()
+
+
+def test_error_if_nonfinite_is_of_all_ranks() -> None:
+    run(2, clip_strictly)
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

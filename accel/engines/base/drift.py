@@ -12,8 +12,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import RankMismatchError
+from ...gradients.log import remove_hooks
 from ...process.control import agree, agree_later
 
 if TYPE_CHECKING:
@@ -33,19 +33,8 @@ _FIRST: Final = 16
 _LEAST, _MOST = 16, 1 << 14
 _NEVER: Final = sys.maxsize
 _NAMED: Final = 5
-
-
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """What this rank had at a step: texts by what they say, and digests of tensors by name."""
-
-    step: int
-    facts: dict[str, str]
-    names: list[str]
-    digests: list[int]
-
-    def summary(self) -> int:
-        return _of_bytes(repr((sorted(self.facts.items()), self.digests)).encode())
+#: What this rank had at a step: texts by what they say, and digests of tensors by name.
+_Snapshot: TypeAlias = tuple[int, dict[str, str], dict[str, Any]]
 
 
 @final
@@ -57,30 +46,23 @@ class DriftGuard:
         every: steps from one comparison to the next; None chooses them by what they cost, 0 means never.
     """
 
-    __slots__ = (
-        "_begun", "_cost", "_engine", "_equal", "_every", "_hooks", "_kind", "_loads", "_next", "_numbers", "_todo",
-        "_uses", "_versions", "_writes", "due", "interval", "judged", "steps", "__weakref__",
-    )  # fmt: skip
-
     def __init__(self, engine: Engine, every: int | None) -> None:
         self._engine = weakref.ref(engine)
         self._every = every
         self._kind = engine.label
         #: Steps of the engine's optimizers so far, the one from which on ``judge`` is to be called, and whether ``begin`` is.
-        self.steps, self.judged = 0, False
-        self.due = self._next = _NEVER if every == 0 else 1
+        self.restart()
+        self.judged = False
         #: Steps from the last comparison to the next one, once there was one.
         self.interval = every or _FIRST
-        self._equal = 0
         self._todo: Callable[[], None] | None = None
-        self._cost, self._begun = 0.0, (0, 0.0)
+        self._cost = 0.0
         # Of engines whose steps undo what one rank wrote: see `watch`.
-        self._numbers: dict[int, int] = {}
-        self._uses: dict[int, _Use] = {}
+        self._names: dict[int, str] = {}
+        self._uses: dict[str, _Use] = {}
         self._writes: dict[str, tuple[int, int]] = {}
-        self._versions: list[int] = []
+        self._versions: dict[str, int] = {}
         self._hooks: list[RemovableHandle] = []
-        self._loads: dict[int, RemovableHandle] = {}
 
     def judge(self) -> None:
         """End the comparison that is under way; comes before a step that is due.
@@ -89,7 +71,12 @@ class DriftGuard:
             RankMismatchError: the ranks differ; on every rank, which says in what.
         """
         start = time.thread_time()
-        self._note_writes(self.steps)
+        engine = self._engine()
+        assert engine is not None  # it is stepping
+        uses, self._uses = self._uses, {}
+        for name, use in uses.items():
+            if use.changed(engine.named[name]):
+                self._wrote(name, self.steps)
         self.judged = True
         todo, self._todo = self._todo, None
         if todo is not None:
@@ -117,12 +104,9 @@ class DriftGuard:
     def stop(self) -> None:
         """Compare no more. Local."""
         self.due, self._todo, self._every = _NEVER, None, 0
-        for hook in (*self._hooks, *self._loads.values()):
-            hook.remove()
-        self._hooks.clear()
-        self._loads.clear()
+        remove_hooks(self._hooks)
         self._uses.clear()
-        self._numbers.clear()
+        self._names.clear()
 
     # -- one comparison -------------------------------------------------------------------------------------------
 
@@ -132,58 +116,58 @@ class DriftGuard:
         facts = self._facts(engine)
         tensors = [*engine.holdings.replicas(), *_tensors_of_groups(engine.optimizers)]
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            digests = [digest(tensor) for _, tensor in tensors]
-        snapshot = _Snapshot(self.steps, facts, [name for name, _ in tensors], [])
+            digests = {name: digest(tensor) for name, tensor in tensors}
+        snapshot = self.steps, facts, digests
         steps, then = self._begun
         self._begun = (self.steps, time.perf_counter())
         pace = (self._begun[1] - then) / (self.steps - steps) if steps else 0.0
         costs, self._cost = (self._cost, pace), 0.0
-        remote = [d for d in digests if isinstance(d, torch.Tensor)]
+        remote = {name: value for name, value in digests.items() if isinstance(value, torch.Tensor)}
         if not remote:
-            snapshot.digests.extend(d for d in digests if isinstance(d, int))
             self._send(snapshot, costs)
             return
         # By the next step the device has them ready: waiting for them leaves it a whole step's work.
-        values, copied = _to_host(remote)
+        values, copied = _to_host(list(remote.values()))
 
         def send() -> None:
             copied()
-            arrived = iter(values.tolist())
-            snapshot.digests.extend(d if isinstance(d, int) else next(arrived) for d in digests)
+            digests.update(zip(remote, values.tolist(), strict=True))
             self._send(snapshot, costs)
 
         self._todo = send
 
     def _send(self, snapshot: _Snapshot, costs: tuple[float, float]) -> None:
-        answers = agree_later(f"the drift guard of {self._kind}", (snapshot.summary(), *costs))
+        _, facts, digests = snapshot
+        summary = _of_bytes(repr((sorted(facts.items()), list(digests.values()))).encode())
+        answers = agree_later(f"the drift guard of {self._kind}", (summary, *costs))
         self._todo = functools.partial(self._judge, snapshot, answers)
 
     def _judge(self, snapshot: _Snapshot, answers: Callable[[], list[Any]]) -> None:
-        told = answers()
+        (step, *mine), told = snapshot, answers()
         self.interval = self._every or _interval([costs for _, *costs in told])
-        self._next = snapshot.step + self.interval
+        self._next = step + self.interval
         if len({summary for summary, *_ in told}) <= 1:
-            self._equal = snapshot.step if told else self._equal
+            self._equal = step if told else self._equal
             return
-        mine = (snapshot.facts, dict(zip(snapshot.names, snapshot.digests, strict=True)))
         everyone = agree(f"the drift guard of {self._kind}, comparing what differs", mine)
         since = f"at step {self._equal} they were equal" if self._equal else "they have not been found equal before"
         raise RankMismatchError(
-            f"the ranks of {self._kind} have drifted apart by step {snapshot.step}, {since}: {_difference(everyone)}"
+            f"the ranks of {self._kind} have drifted apart by step {step}, {since}: {_difference(everyone)}"
         )
 
     def _facts(self, engine: Engine) -> dict[str, str]:
         """What must be equal and is not a tensor, as text by what it says."""
         facts = {"number of optimizers": str(len(engine.optimizers))}
         for place, group in _groups_of(engine.optimizers):
-            facts |= {f"{key} {place}": _plain(value) for key, value in group.items() if _comparable(key, value)}
+            compared = {k: v for k, v in group.items() if k != "params" and isinstance(v, _COMPARED)}
+            facts |= {f"{key} {place}": _plain(value) for key, value in compared.items()}
         if engine.gradients.reduced:
             frozen = [name for name, trainable in zip(engine.names, engine.mask.now(), strict=True) if not trainable]
             facts["frozen parameters"] = ", ".join(frozen)
         for name, (count, last) in sorted(self._writes.items()):
             facts[f"changes of {name} outside of steps"] = f"{count}, the last before step {last},"
-        for name, parameter, before in zip(engine.names, engine.parameters, self._versions, strict=False):
-            facts[f"changes of {name} in place"] = f"{parameter._version - before}"
+        for name, before in self._versions.items():
+            facts[f"changes of {name} in place"] = f"{engine.named[name]._version - before}"
         return facts
 
     # -- writes that a step undoes --------------------------------------------------------------------------------
@@ -191,7 +175,7 @@ class DriftGuard:
     @property
     def watching(self) -> bool:
         """Whether ``read`` is to hear of every use of ``p.data``."""
-        return bool(self._numbers)
+        return bool(self._names)
 
     def watch(self) -> None:
         """Count what the program writes to weights, where a step would spread or undo what one rank wrote alone.
@@ -201,61 +185,36 @@ class DriftGuard:
         engine = self._engine()
         if engine is None or self._every == 0 or not engine.holdings.undoes_writes:
             return
-        self._numbers = {id(p): number for number, p in enumerate(engine.parameters)}
+        self._names = engine.holdings.parameter_names
         if engine.holdings.divides_weights:
-            self._versions = [p._version for p in engine.parameters]
-        hook = _LoadHook(self)
-        self._hooks = [m.register_load_state_dict_pre_hook(hook) for m in engine.module.modules()]
+            self._versions = {name: p._version for name, p in engine.named.items()}
+        _COUNTING.add(self)
+        self._hooks = [m.register_load_state_dict_pre_hook(_loading) for m in engine.module.modules()]
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """Count what is loaded into an optimizer of which each rank has a part."""
+    def loaded(self, optimizer: Optimizer) -> None:
+        """Hear that a state was loaded into an optimizer, of which each rank may have a part."""
         engine = self._engine()
-        if engine is not None and self._every != 0 and engine.holdings.undoes_writes:
-            name, reference = f"the state of {type(optimizer).__name__}", weakref.ref(self)
-
-            def loaded(_: Optimizer) -> None:
-                if (guard := reference()) is not None:
-                    guard._wrote(name, guard.steps + 1)
-
-            self._loads[id(optimizer)] = optimizer.register_load_state_dict_post_hook(loaded)
-
-    def leave(self, optimizer: Optimizer) -> None:
-        """The end of ``follow``."""
-        if (hook := self._loads.pop(id(optimizer), None)) is not None:
-            hook.remove()
+        if engine is not None and engine.holdings.undoes_writes:
+            self._wrote(f"the state of {type(optimizer).__name__}", self.steps + 1)
 
     def read(self, tensor: torch.Tensor, alias: torch.Tensor | None) -> None:
         """Hear that reading ``tensor.data`` gives ``alias``, or that it is about to be set (None)."""
-        number = self._numbers.get(id(tensor))
-        if number is None:
-            return
-        use = self._uses.get(number) or self._use(number, None if tensor.device.type != "cpu" else tensor)
-        use.add(alias)
+        if (name := self._names.get(id(tensor))) is not None:
+            self._use(name, tensor if tensor.device.type == "cpu" else None).add(alias)
 
     def loading(self, module: nn.Module, prefix: str, state: Mapping[str, Any]) -> None:
         """Hear that a module's own parameters are about to be loaded."""
-        for name, parameter in module._parameters.items():
-            number = self._numbers.get(id(parameter))
-            if number is not None and prefix + name in state:
-                (self._uses.get(number) or self._use(number, parameter)).add(None)
+        for key, parameter in module._parameters.items():
+            if (name := self._names.get(id(parameter))) is not None and prefix + key in state:
+                self._use(name, parameter).add(None)
 
-    def _use(self, number: int, tensor: torch.Tensor | None) -> _Use:
-        """The first use of a parameter since the last step; of a tensor that is given the values are remembered."""
-        self.due = self.steps + 1
-        before = None
-        if tensor is not None and not self._versions:  # a part may stay as it is where others change
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                before = int(digest(tensor))
-        use = self._uses[number] = _Use(before)
-        return use
-
-    def _note_writes(self, step: int) -> None:
-        engine = self._engine()
-        uses, self._uses = self._uses, {}
-        for number, use in uses.items() if engine is not None else ():
-            assert engine is not None
-            if use.changed(engine.parameters[number]):
-                self._wrote(engine.names[number], step)
+    def _use(self, name: str, tensor: torch.Tensor | None) -> _Use:
+        """What was done to a parameter since the last step; at first the values of a tensor that is given are remembered."""
+        if name not in self._uses:
+            self.due = self.steps + 1
+            # A part may stay as it is where others change.
+            self._uses[name] = _Use(None if tensor is None or self._versions else _digest_now(tensor))
+        return self._uses[name]
 
     def _wrote(self, name: str, step: int) -> None:
         count, last = self._writes.get(name, (0, 0))
@@ -286,8 +245,7 @@ class _Use:
         self._fold()
         if not self._written or self._before is None:
             return self._written
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            return int(digest(parameter)) != self._before
+        return _digest_now(parameter) != self._before
 
     def _fold(self) -> None:
         # An alias has a version counter of its own, which a write through it, or through a view of it, moves.
@@ -295,23 +253,14 @@ class _Use:
         self._aliases.clear()
 
 
-@final
-class _LoadHook:
-    """Tells a guard of ``load_state_dict``; a copy or a pickle of the module has one that tells nobody."""
+#: The guards that count writes.
+_COUNTING: Final[weakref.WeakSet[DriftGuard]] = weakref.WeakSet()
 
-    def __init__(self, guard: DriftGuard | None = None) -> None:
-        self._guard = None if guard is None else weakref.ref(guard)
 
-    def __call__(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-        guard = None if self._guard is None else self._guard()
-        if guard is not None:
-            guard.loading(module, prefix, state)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _LoadHook:
-        return _LoadHook()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_LoadHook, ())
+def _loading(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Tells them of ``load_state_dict``. A copy of a module has it too, by its name, and none knows the copy's parameters."""
+    for guard in list(_COUNTING):
+        guard.loading(module, prefix, state)
 
 
 def _interval(costs: Iterable[Sequence[float]]) -> int:
@@ -342,10 +291,7 @@ def _tensors_of_groups(optimizers: Sequence[Optimizer]) -> Iterable[tuple[str, t
 
 
 _TEXTS: Final = (bool, int, float, complex, str, bytes, torch.dtype, type(None))
-
-
-def _comparable(key: str, value: Any) -> bool:
-    return key != "params" and isinstance(value, (*_TEXTS, tuple, list, dict))
+_COMPARED: Final = (*_TEXTS, tuple, list, dict)
 
 
 def _plain(value: Any) -> str:
@@ -418,16 +364,15 @@ def digest(tensor: torch.Tensor) -> int | torch.Tensor:
     return _of_bytes((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr())) if dense.nbytes else 0
 
 
-@functools.cache
-def _hashing() -> Any:
-    import xxhash
-
-    return xxhash
+def _digest_now(tensor: torch.Tensor) -> int:
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        return int(digest(tensor))
 
 
 def _of_bytes(data: Any) -> int:
-    value: int = _hashing().xxh3_64_intdigest(data)
-    return value
+    import xxhash  # when the first guard needs it
+
+    return xxhash.xxh3_64_intdigest(data)
 
 
 _INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

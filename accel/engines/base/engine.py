@@ -125,8 +125,9 @@ class Engine(ABC):
         self.gradients = self.gradients_type(self)
         self._read_parameters()
         self.holdings = self.holdings_type(self)
-        watching = self.gradients.reduced and self.distributed and getattr(self.options, "auto_refresh", True)
-        self._watching_mask = watching
+        self._watching_mask = (
+            self.gradients.reduced and self.distributed and getattr(self.options, "auto_refresh", True)
+        )
         self.restructured = self.started = False
         compared = self.distributed and self.synchronizes
         self.drift = DriftGuard(self, self.options.drift_check if compared else 0)
@@ -134,9 +135,8 @@ class Engine(ABC):
 
     def _read_parameters(self) -> None:
         """Take the module's parameters as they are: at first, and where ``start`` put others in their place."""
-        named = dict(self.module.named_parameters())
-        self.names = list(named)
-        self.parameters = list(named.values())
+        self.named = dict(self.module.named_parameters())
+        self.names, self.parameters = list(self.named), list(self.named.values())
         #: Identities of all parameter objects that are this engine's.
         self.known: Container[int] = {id(p) for p in self.parameters}
         self.mask = TrainableMask(self.parameters)
@@ -181,11 +181,9 @@ class Engine(ABC):
         handle = self.optimizer_handles[id(optimizer)] = OptimizerHandle(self, optimizer)
         Slot.put(optimizer, weakref.ref(handle))
         self.optimizers.append(optimizer)
-        self.drift.follow(optimizer)
 
     def detach(self, optimizer: Optimizer) -> None:
         """Give the optimizer back to its user. Local."""
-        self.drift.leave(optimizer)
         self.steppers.pop(id(optimizer)).close()
         Slot.clear(optimizer)
         end(self.optimizer_handles.pop(id(optimizer)))
@@ -268,10 +266,8 @@ class Engine(ABC):
             return self.precision.call(self.run, (function, args, kwargs), {})
         except RuntimeError as error:
             if is_lost(error):
-                name = (
-                    "a forward" if function is self.entry else f"the method {getattr(function, '__name__', function)}"
-                )
-                raise lost(f"{name} ({self.label})", error) from error
+                method = f"the method {getattr(function, '__name__', function)}"
+                raise lost(f"{'a forward' if function is self.entry else method} ({self.label})", error) from error
             raise
 
     @final

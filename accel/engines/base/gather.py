@@ -113,13 +113,9 @@ class _Given:
     def rows(self, device: str, on_device: bool) -> list[tuple[Any, ...]]:
         """Where the parts lie, and whether the whole is to lie on the device."""
         return [
-            (key, s.shape, s.tensor.dtype, _lies_on(s.tensor, device, on_device), s.start, s.tensor.numel())
-            for key, s in self.shards.items()
+            (key, s.shape, t.dtype, t.device.type == device or (on_device and t.dim() > 0), s.start, t.numel())
+            for key, s, t in ((key, shard, shard.tensor) for key, shard in self.shards.items())
         ]
-
-
-def _lies_on(tensor: torch.Tensor, device: str, on_device: bool) -> bool:
-    return tensor.device.type == device or (on_device and tensor.dim() > 0)
 
 
 @torch.no_grad()
@@ -140,7 +136,8 @@ def _assemble(told: Sequence[Sequence[Any]], mine: Mapping[Any, Shard], process:
             for holder, start, end in _cover(key, ranges[key], len(flat)):
                 by_rank.setdefault(holder, []).append(flat[start:end])
                 if holder == process.place.rank:
-                    _take_range(flat[start:end], mine[key], start)
+                    part = mine[key]
+                    flat[start:end] = part.tensor.reshape(-1)[start - part.start : end - part.start]
         for holder in sorted(by_rank):
             broadcast_(by_rank[holder], process.group, holder)
         for key in batch:
@@ -176,12 +173,3 @@ def _cover(key: Any, ranges: list[tuple[int, int, int]], numel: int) -> Iterator
             at = start + length
     if at < numel:
         raise AccelError(f"no rank holds element {at} of the {numel} of {key}, so that it cannot be put together")
-
-
-def _take_range(into: torch.Tensor, mine: Shard, start: int) -> None:
-    """Copy from a part what begins at an element of the whole."""
-    if start == mine.start and len(into) == mine.tensor.numel():
-        into.view(mine.tensor.shape).copy_(mine.tensor)
-    else:
-        first = start - mine.start
-        into.copy_(mine.tensor.reshape(-1)[first : first + len(into)])

@@ -7,30 +7,32 @@ fill, ``state_dict``, ``full_state_dict``, ``load_state_dict``, the gathering at
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from ... import shard
-from ...errors import BackendError, OptimizerError
+from ...errors import AccelError, BackendError, OptimizerError
+from ...gradients.log import remove_hooks
 from ...process.control import Waiting
 from ...process.packing import broadcast_
-from ...shard import Manifest, Shard, StateEntry
+from ...shard import Raw, Shard, StateEntry, named_tensors
 from ...trees import map_tensors
+from .absent import Absent, attributes, name_of
 from .gather import Item, gather
-from .guards import Guard
 from .memory import MemoryUse
 
 if TYPE_CHECKING:
     from .engine import Engine
 
 
-class Holdings:
+class Holdings(Raw):
     """Engines that keep everything whole on every rank need no more than this. ``optimizer=None`` means the model itself."""
 
     #: A step overwrites or spreads what one rank alone wrote to a weight, so that values tell nothing of it later.
@@ -41,10 +43,11 @@ class Holdings:
     offloads: bool = False
 
     def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.module, {})
         self.engine: Any = engine
         self.guard = Guard()
         #: Of each parameter, whole, whatever becomes of it on this rank.
-        self.shapes = {name: p.shape for name, p in zip(engine.names, engine.parameters, strict=True)}
+        self.shapes = {name: p.shape for name, p in engine.named.items()}
 
     # -- where things lie: what a backend overrides -------------------------------------------------------------------
 
@@ -56,41 +59,19 @@ class Holdings:
         """Make what lies here as its shards say it, to be read or to be written. Local."""
         return
 
-    def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
-        """What lies here of the tensor that is found here under a name; None where nothing does. Local, without a copy.
-
-        Args:
-            name: of a parameter or buffer.
-            tensor: the parameter or buffer, or of its optimizer's state, or its gradient.
-            key: of the state, or "grad"; empty for the parameter or buffer.
-        """
-        return shard.whole(f"{name}/{key}" if key else name, tensor)
-
-    def entries(self, optimizer: Optimizer) -> list[StateEntry]:
-        """The state that this rank keeps. Local."""
-        return shard.entries(optimizer, self.parameter_names)
-
-    def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for what this rank keeps of a tensor of this shape in the state of a parameter. Local."""
-        return shard.new_state(entry, key, shape, dtype)
-
-    def has(self, name: str) -> bool:
-        """Whether the module keeps on this rank what its ``state_dict`` has under a name and is no tensor. Local."""
-        return True
-
     def filled(self) -> None:
         """Hear that shards were filled: derive what depends on them (half-precision copies, say). Collective."""
         return
 
     def gradients(self) -> Iterator[Item]:
         """The final gradients that this rank keeps. Local."""
-        for name, parameter in zip(self.engine.names, self.engine.parameters, strict=True):
+        for name, parameter in self.engine.named.items():
             if parameter.grad is not None:
                 yield name, "grad", parameter.grad
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
         """The weights that every rank holds whole, and equal before each step. Local."""
-        return list(zip(self.engine.names, self.engine.parameters, strict=True))
+        return list(self.engine.named.items())
 
     def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
         """Take what the loop assigns to ``parameter.data``, where torch would put it in a wrong place; False if not. Local."""
@@ -112,7 +93,7 @@ class Holdings:
         """What lives on this rank: tensors, each with the field of ``MemoryUse`` that it counts for. Local."""
         parameters = self.engine.parameters
         yield from (("parameters", parameter) for parameter in parameters)
-        yield from (("buffers", buffer) for buffer in self.engine.module.buffers())
+        yield from (("buffers", buffer) for buffer in self.module.buffers())
         yield from (("gradients", p.grad) for p in parameters if p.grad is not None)
         for optimizer in self.engine.optimizers:
             for state in optimizer.state.values():
@@ -127,56 +108,16 @@ class Holdings:
     @property
     def parameter_names(self) -> dict[int, str]:
         """Names by the identity of what the optimizers' groups hold."""
-        return {id(p): n for n, p in zip(self.engine.names, self.engine.parameters, strict=True)}
+        return {id(p): name for name, p in self.engine.named.items()}
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
-        """The tensors that lie on this rank, at full precision (a master copy where there is one). Local, without a copy."""
-        if optimizer is not None:
-            return shard.optimizer_shards(optimizer, self.parameter_names, self.entries(optimizer), self._state_part)
-        self.prepare(writing=False)
+        """As of raw objects."""
+        if optimizer is None:
+            self.prepare(writing=False)
         with self.guard.opened():
-            return shard.module_shards(self.engine.module, self.part)
-
-    def _state_part(self, name: str, key: str, tensor: torch.Tensor) -> Shard | None:
-        return self.part(name, tensor, key)
-
-    @final
-    def values(self, optimizer: Optimizer | None) -> dict[str, Any]:
-        """``shard.optimizer_values`` of what lies on this rank; of the model the extra state by name. Local."""
-        if optimizer is None:
-            return shard.module_values(self.engine.module, self.has)
-        return shard.optimizer_values(optimizer, self.parameter_names, self.entries(optimizer))
-
-    @final
-    def slots(self, optimizer: Optimizer | None, manifest: Manifest) -> list[Shard]:
-        """What this rank needs filled of the checkpoint that ``manifest`` describes; creates optimizer state. Local."""
-        if optimizer is None:
-            return self.shards(None)
-        names, held = self.parameter_names, self.entries(optimizer)
-        return shard.optimizer_slots(optimizer, names, manifest, held, self._state_part, self.new_state)
-
-    @final
-    def fill(self, optimizer: Optimizer | None, values: Mapping[str, Any]) -> None:
-        """Take over the values of all ranks' ``values`` together. Local; comes after the slots were filled."""
-        if optimizer is None:
-            shard.fill_module_values(self.engine.module, values)
-        else:
-            shard.fill_optimizer_values(optimizer, self.parameter_names, values, self.entries(optimizer))
+            return super().shards(optimizer)
 
     # -- what the handles do --------------------------------------------------------------------------------------------
-
-    @final
-    def copy(self, memo: dict[int, Any]) -> nn.Module:
-        """A raw copy, for ``copy.deepcopy(handle)``. Local; raises where this rank does not hold it all."""
-        made: nn.Module = copy.deepcopy(self.engine.module, memo)
-        return made
-
-    @final
-    def state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The handle's ``state_dict()``. Local; the guard refuses it where this rank does not hold it all."""
-        raw = self.engine.module if optimizer is None else optimizer
-        state: dict[str, Any] = raw.state_dict(*args, **kwargs)
-        return state
 
     @final
     def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -185,14 +126,15 @@ class Holdings:
         It is what that method returns while whole tensors are in the places of parts, so that hooks and order are its own.
         """
         if not self.partial(optimizer):
-            return self.state_dict(optimizer, (), {})
+            raw = self.module if optimizer is None else optimizer
+            return raw.state_dict()
         kind = "the model" if optimizer is None else type(optimizer).__name__
         what = f"accel.full_state_dict of {kind}"
         with Waiting(self.engine.process, "accel.full_state_dict"):
             return self._full_model(what) if optimizer is None else self._full_optimizer(what, optimizer)
 
     def _full_model(self, what: str) -> dict[str, Any]:
-        module: nn.Module = self.engine.module
+        module = self.module
         self.prepare(writing=False)
         tensors = _first_names(module)
         extra = self.values(None) if type(self).has is not Holdings.has else {}
@@ -213,8 +155,9 @@ class Holdings:
 
     def _full_optimizer(self, what: str, optimizer: Optimizer) -> dict[str, Any]:
         names = self.parameter_names
-        whole = self.whole_state(what, optimizer)
-        kept = {id(entry.parameter) for entry in self.entries(optimizer)}
+        entries = self.entries(optimizer)
+        whole = self._whole_state(what, optimizer, entries)
+        kept = {id(entry.parameter) for entry in entries}
         state: Any = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
         state = {parameter: whole[name] for name, parameter in state.items() if name in whole}
         state |= {key: value for key, value in optimizer.state.items() if id(key) not in kept}
@@ -232,7 +175,7 @@ class Holdings:
         It is the raw object's own, with its hooks, checks and messages; it meets what notes the values that this rank needs.
         """
         if not self.partial(optimizer):
-            return (self.engine.module if optimizer is None else optimizer).load_state_dict(*args, **kwargs)
+            return (self.module if optimizer is None else optimizer).load_state_dict(*args, **kwargs)
         if optimizer is None:
             return self._load_model(args, kwargs)
         self._load_optimizer(optimizer, args, kwargs)
@@ -247,7 +190,7 @@ class Holdings:
         if type(self).filled is not Holdings.filled:  # a collective
             self.engine.compare("load_state_dict")
         self.prepare(writing=True)
-        module: nn.Module = self.engine.module
+        module = self.module
         targets = {
             id(tensor): (name, tensor, Target.of(tensor, self.shapes.get(name)))
             for name, tensor in _first_names(module).items()
@@ -261,13 +204,8 @@ class Holdings:
                     target.given = None
             self.filled()
 
-        swaps = torch.__future__.get_swap_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(False)
-        try:
-            with self.guard.opened(), _in_place_of(module, {key: t for key, (*_, t) in targets.items()}, take):
-                out = module.load_state_dict(*args, **kwargs)
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(swaps)
+        with self.guard.opened(), _in_place_of(module, {key: t for key, (*_, t) in targets.items()}, take):
+            out = module.load_state_dict(*args, **kwargs)
         take()
         return out
 
@@ -308,8 +246,7 @@ class Holdings:
             with self.guard.opened():
                 optimizer.load_state_dict(*args, **kwargs)
         finally:
-            for hook in hooks:
-                hook.remove()
+            remove_hooks(hooks)
         if not calls:
             raise OptimizerError(
                 f"{type(optimizer).__name__}.load_state_dict() does not call torch's own, so that this rank cannot keep its part "
@@ -320,12 +257,7 @@ class Holdings:
     @torch.no_grad()
     def take(self, optimizer: Optimizer, whole: Mapping[str, Mapping[Any, Any]]) -> None:
         """Keep this rank's part of the whole state of parameters, by name; that of others stays as it is. Local."""
-        names = self.parameter_names
-        beside = {
-            names[id(p)]: bool(g.get("capturable") or g.get("fused"))
-            for g in optimizer.param_groups
-            for p in g["params"]
-        }
+        beside = self.counters_beside(optimizer)
         for entry in self.entries(optimizer):
             if state := whole.get(entry.name):
                 optimizer.state[entry.parameter] = {
@@ -356,38 +288,33 @@ class Holdings:
 
     # -- whole state from parts ---------------------------------------------------------------------------------------
 
-    @final
-    def whole_state(self, what: str, optimizer: Optimizer, *, strays: bool = False) -> dict[str, dict[Any, Any]]:
-        """An optimizer's whole state by the names of its parameters, on every rank; ``strays`` are in no group. Collective."""
-        entries = [*self.entries(optimizer), *(self._strays(optimizer) if strays else ())]
-        held = [(entry.name, key, value) for entry in entries for key, value in entry.state.items()]
+    def _whole_state(self, what: str, optimizer: Optimizer, entries: Iterable[StateEntry]) -> dict[str, dict[Any, Any]]:
+        """By the names of its parameters, in one order on all ranks. Collective."""
         names = self.parameter_names
         held_names = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
         order = {name: i for i, name in enumerate(dict.fromkeys([*held_names, *names.values()]))}
         whole: dict[str, dict[Any, Any]] = {}
+        held = [(entry.name, key, value) for entry in entries for key, value in entry.state.items()]
         for (name, key), value in self.gather(what, held).items():
             whole.setdefault(name, {})[key] = value
         return dict(sorted(whole.items(), key=lambda item: order[item[0]]))
 
     @final
-    def give_back(
-        self, optimizer: Optimizer, whole: Mapping[str, Mapping[Any, Any]], parameters: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Make ``whole_state`` the state of a raw optimizer, in one order on all ranks. Local."""
-        for entry in [*self.entries(optimizer), *self._strays(optimizer)]:
-            optimizer.state.pop(entry.parameter, None)
-        for name, state in whole.items():
-            optimizer.state[parameters[name]] = state
-
-    def _strays(self, optimizer: Optimizer) -> list[StateEntry]:
-        names = self.parameter_names
+    def give_back(self, what: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Make a raw optimizer's state whole on every rank, also that of parameters in no group. Collective."""
+        entries, names = self.entries(optimizer), self.parameter_names
         known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        known |= {id(entry.parameter) for entry in self.entries(optimizer)}
-        return [
+        known |= {id(entry.parameter) for entry in entries}
+        entries += [
             StateEntry(names[id(key)], tuple(key.shape), key, state)
             for key, state in optimizer.state.items()
             if isinstance(key, torch.Tensor) and id(key) in names and id(key) not in known
         ]
+        whole = self._whole_state(what, optimizer, entries)
+        for entry in entries:
+            optimizer.state.pop(entry.parameter, None)
+        for name, state in whole.items():
+            optimizer.state[parameters[name]] = state
 
     @final
     def gather(self, what: str, held: Iterable[Item]) -> dict[tuple[str, Any], Any]:
@@ -403,11 +330,6 @@ class Holdings:
             broadcast_(tensors, engine.process.group, source)
 
     # -- memory ---------------------------------------------------------------------------------------------------------
-
-    @final
-    def full_shape(self, parameter: torch.Tensor) -> Sequence[int]:
-        """The shape that a parameter has in one process."""
-        return self.shapes[self.parameter_names[id(parameter)]]
 
     @final
     def measure(self) -> MemoryUse:
@@ -438,7 +360,7 @@ def _with_memory(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _first_names(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers, each once, under its first name."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, tensor in shard.named_tensors(module):
+    for name, tensor in named_tensors(module):
         found.setdefault(id(tensor), (name, tensor))
     return dict(found.values())
 
@@ -488,21 +410,11 @@ def _in_place_of(
             attributes["_load_state_dict_post_hooks"] = own_hooks
 
 
-_T: Any = torch.Tensor
-#: What does not look at values.
-_PLAIN: Final = frozenset(
-    [
-        *(getattr(_T, n).__get__ for n in ("shape", "dtype", "device", "layout", "ndim", "is_meta", "requires_grad")),
-        *(getattr(_T, n).__get__ for n in ("is_sparse", "is_leaf", "is_cuda", "itemsize", "nbytes")),
-        *(_T.size, _T.dim, _T.numel, _T.is_floating_point, _T.is_complex, _T.__len__, _T.__hash__, _T.stride),
-    ]
-)
-
-
 @final
-class Target(torch.Tensor):
+class Target(Absent, torch.Tensor):
     """Stands in a module for a tensor while a whole state is loaded, and notes what is copied to it."""
 
+    plain = frozenset(attributes("requires_grad", "__get__"))
     given: torch.Tensor | None
 
     @staticmethod
@@ -513,17 +425,99 @@ class Target(torch.Tensor):
         made.given = None
         return made
 
+    def fetch(self, function: Any) -> None:
+        """Refuse it."""
+        raise BackendError(
+            f"{name_of(function)} of a parameter while a state is loaded, of which this rank may hold a part: a hook that comes "
+            "before a load, or an own _load_from_state_dict, finds no values there; change the state dict instead"
+        )
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """``copy_``, shape, dtype and the like; nothing else."""
-        if func is _T.copy_ and isinstance(args[0], Target):
+        if func is torch.Tensor.copy_ and isinstance(args[0], Target):
             if not isinstance(args[1], Target):  # else it is filled with itself
                 args[0].given = args[1]
             return args[0]
-        if func in _PLAIN:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise BackendError(
-            f"{getattr(func, '__name__', func)} of a parameter while a state is loaded, of which this rank may hold a part: a "
-            "hook that comes before a load, or an own _load_from_state_dict, finds no values there; change the state dict instead"
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+# -- Raw objects of which this rank holds a part: a state dict, a copy or a pickle of one would look whole -----------------
+
+#: How ``copy`` and ``pickle`` ask an object for what they take; of the instance, since the class is the user's.
+_COPIES: Final = ("__deepcopy__", "__getstate__")
+
+
+@final
+class Guard:
+    """Refuses ``state_dict()``, ``load_state_dict()``, copies and pickles of raw modules and optimizers, unless opened.
+
+    It knows no engine: an optimizer that is kept does not keep its model, and what is a part stays one without it.
+    """
+
+    def __init__(self) -> None:
+        self._open = False
+        self._watched: dict[int, tuple[weakref.ref[Any], list[RemovableHandle]]] = {}
+
+    def watch(self, raw: nn.Module | Optimizer, load: Callable[..., Any] | None = None) -> None:
+        """Refuse from now on; ``load`` is called instead before a raw optimizer loads a state, and may give another one."""
+        self.release(raw)
+        before_load = functools.partial(self._check, "load_state_dict()")
+        hooks = [
+            raw.register_state_dict_pre_hook(functools.partial(self._check, "state_dict()")),
+            raw.register_load_state_dict_pre_hook(load or before_load),
+        ]
+        self._watched[id(raw)] = weakref.ref(raw), hooks
+        refused = _refusal(
+            raw, f"a copy or pickle of this {type(raw).__name__}", "a copy or pickle would miss the rest"
         )
+        for name in _COPIES:
+            vars(raw)[name] = functools.partial(_raise, *refused)
+
+    def watch_modules(self, module: nn.Module, holds_part: Callable[[nn.Module], bool]) -> None:
+        """Refuse it of a module and of those in it of which this rank holds a part."""
+        for child in filter(holds_part, module.modules()):
+            self.watch(child)
+
+    def release_modules(self) -> None:
+        """The end of ``watch_modules``, also for those that were taken out of the module since."""
+        for reference, _ in list(self._watched.values()):
+            if isinstance(raw := reference(), nn.Module):
+                self.release(raw)
+
+    def release(self, raw: nn.Module | Optimizer) -> None:
+        """Refuse no more."""
+        _, hooks = self._watched.pop(id(raw), (None, []))
+        remove_hooks(hooks)
+        for name in _COPIES:
+            if getattr(vars(raw).get(name), "func", None) is _raise:
+                del vars(raw)[name]
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Let state dicts through inside."""
+        before, self._open = self._open, True
+        try:
+            yield
+        finally:
+            self._open = before
+
+    def _check(self, what: str, raw: nn.Module | Optimizer, *_: object) -> None:
+        if not self._open:
+            loading = "every rank loads a whole one by load_state_dict(full) of the handle, or by accel.load"
+            lead = loading if what.startswith("load") else "it would miss the rest"
+            _raise(*_refusal(raw, f"{what} of this {type(raw).__name__}", lead))
+
+
+def _refusal(raw: nn.Module | Optimizer, what: str, why: str) -> tuple[type[AccelError], str]:
+    """The error, which says what to do instead; that works on every backend."""
+    kind, error = ("model", BackendError) if isinstance(raw, nn.Module) else ("optimizer", OptimizerError)
+    ended = "returns it whole" if kind == "model" else "gives it back with its whole state"
+    return error, (
+        f"{what}: this rank holds only its own part of it, and {why}; use what accel.full_state_dict({kind}) returns, which "
+        f"every rank calls; accel.teardown(model) {ended}; accel.save writes a checkpoint"
+    )
+
+
+def _raise(error: type[AccelError], text: str, *_: object) -> NoReturn:
+    raise error(text)

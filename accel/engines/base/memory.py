@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
@@ -71,6 +71,11 @@ class ParameterSize:
         return math.prod(self.shape)
 
     @property
+    def rows(self) -> int:
+        """The length of the dimension that it is cut along."""
+        return self.shape[0] if self.shape else 1
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the parameter, and of its gradient where it has one."""
         return self.numel * self.itemsize
@@ -110,12 +115,12 @@ class Footprint:
         alike = Counter((prefix.rpartition(".")[0], *names) for prefix, names in inside.items())
         blocks: dict[str, list[ParameterSize]] = {}
         for parameter in self.parameters:
-            block = ""
-            for prefix, _ in _numbered(parameter.name):
-                names = inside[prefix]
-                if any("." in name for name in names) and alike[(prefix.rpartition(".")[0], *names)] > 1:
-                    block = prefix
-            blocks.setdefault(block, []).append(parameter)
+            repeated = [
+                prefix
+                for prefix, _ in _numbered(parameter.name)
+                if any("." in n for n in inside[prefix]) and alike[(prefix.rpartition(".")[0], *inside[prefix])] > 1
+            ]
+            blocks.setdefault(repeated[-1] if repeated else "", []).append(parameter)
         return blocks
 
 
@@ -130,28 +135,25 @@ def _numbered(name: str) -> Iterator[tuple[str, str]]:
 def take(
     module: nn.Module,
     optimizers: Sequence[Optimizer] = (),
-    *,
     named: Mapping[str, torch.Tensor] | None = None,
-    names: Mapping[int, str] | None = None,
-    shape_of: Callable[[torch.Tensor], Sequence[int]] = lambda tensor: tensor.shape,
+    shapes: Mapping[str, torch.Size] | None = None,
 ) -> Footprint:
     """The footprint of a module on any device, also the meta device; nothing is allocated or changed.
 
     Args:
         module: with its buffers.
         optimizers: over its parameters.
-        named: its parameters by name; by default those it has now.
-        names: the names by the identity of what the optimizers' groups hold; by default that of ``named``.
-        shape_of: the whole shape of a parameter of which this rank may hold a part.
+        named: what the optimizers' groups hold, by the names of the parameters; by default the module's own.
+        shapes: of the whole parameters, where this rank may hold a part.
 
     Raises:
         OptimizerError: an optimizer holds other tensors, or its state cannot be told without real tensors.
     """
     named = dict(module.named_parameters()) if named is None else named
-    shapes = {name: tuple(shape_of(p)) for name, p in named.items()}
-    names = {id(p): name for name, p in named.items()} if names is None else names
+    shapes = {name: p.shape for name, p in named.items()} if shapes is None else shapes
+    names = {id(p): name for name, p in named.items()}
     place = {name: i for i, name in enumerate(named)}
-    state_bytes: dict[str, int] = {}
+    state_bytes: Counter[str] = Counter()
     held = []
     for optimizer in optimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -161,19 +163,18 @@ def take(
                 f"this {type(optimizer).__name__} holds {len(strangers)} tensors that are not parameters of the model "
                 f"(the first of shape {strangers[0]}): build it from the parameters of the module that is measured"
             )
-        held.append(tuple(place[names[id(p)]] for p in parameters))
-        sizes = _state_bytes(optimizer, [shapes[names[id(p)]] for p in parameters])
-        for parameter, size in zip(parameters, sizes, strict=True):
-            name = names[id(parameter)]
-            state_bytes[name] = state_bytes.get(name, 0) + size
+        own = [names[id(p)] for p in parameters]
+        held.append(tuple(place[name] for name in own))
+        for name, size in zip(own, _state_bytes(optimizer, [shapes[name] for name in own]), strict=True):
+            state_bytes[name] += size
     return Footprint(
         parameters=tuple(
             ParameterSize(
                 name=name,
-                shape=shapes[name],
+                shape=tuple(shapes[name]),
                 itemsize=p.dtype.itemsize,
                 trainable=p.requires_grad,
-                state_bytes=state_bytes.get(name, 0),
+                state_bytes=state_bytes[name],
             )
             for name, p in named.items()
         ),
@@ -333,33 +334,30 @@ def even_shards(footprint: Footprint, world_size: int) -> tuple[MemoryUse, ...]:
     In backward a block and the next one are there whole, with a block's gradients until they are reduced; and so is
     from first to last what lies in no block.
     """
-    parameters = sum(_rows(p, world_size) * _row_bytes(p) for p in footprint.parameters)
-    gradients = sum(_rows(p, world_size) * _row_bytes(p) for p in footprint.trainable)
+
+    def padded(parameters: Iterable[ParameterSize]) -> int:
+        return sum(_share(p.rows, world_size) * (p.nbytes // max(p.rows, 1)) for p in parameters)
+
+    def state(p: ParameterSize, rank: int) -> int:
+        rows = _share(p.rows, world_size)
+        return p.state_bytes * min(max(p.rows - rank * rows, 0), rows) // max(p.rows, 1)
+
     blocks = dict(footprint.blocks)
     rest = blocks.pop("", [])
     gathered = sum(p.nbytes for p in rest) + _gradients(rest)
     gathered += max((2 * sum(p.nbytes for p in block) + _gradients(block) for block in blocks.values()), default=0)
     use = MemoryUse(
-        parameters=parameters,
-        gradients=gradients,
+        parameters=padded(footprint.parameters),
+        gradients=padded(footprint.trainable),
         buffers=footprint.buffers,
         transient=gathered if world_size > 1 else 0,
     )
     stateful = [p for p in footprint.parameters if p.state_bytes]
-    return tuple(
-        replace(use, optimizer_state=sum(_state_share(p, rank, world_size) for p in stateful))
-        for rank in range(world_size)
-    )
+    return tuple(replace(use, optimizer_state=sum(state(p, rank) for p in stateful)) for rank in range(world_size))
 
 
 def zero(
-    footprint: Footprint,
-    world_size: int,
-    stage: int,
-    *,
-    masters: bool = False,
-    whole_below: int = 0,
-    bucket: int = 0,
+    footprint: Footprint, world_size: int, stage: int, *, masters: bool = False, whole_below: int = 0, bucket: int = 0
 ) -> tuple[MemoryUse, ...]:
     """The stages of ZeRO (Rajbhandari et al., arXiv 1910.02054): 1 cuts optimizer state, 2 gradients too, 3 parameters too.
 
@@ -378,24 +376,20 @@ def zero(
         return whole(footprint, 1)
     sizes = {p.name: p.numel * (2 if masters else p.itemsize) for p in footprint.parameters}
     stepped = {index for indices in footprint.optimizers for index in indices}
-    state = gradients = 0
-    for index, parameter in enumerate(footprint.parameters):
-        if parameter.trainable:
-            gradients += sizes[parameter.name]
-        if not masters:
-            state += parameter.state_bytes
-        elif index in stepped and parameter.trainable:
-            state += 4 * parameter.numel + parameter.state_bytes * 4 // parameter.itemsize
+    gradients = sum(sizes[p.name] for p in footprint.trainable)
+    state = sum(p.state_bytes for p in footprint.parameters)
+    if masters:
+        copied = [p for i, p in enumerate(footprint.parameters) if i in stepped and p.trainable]
+        state = sum(4 * p.numel + p.state_bytes * 4 // p.itemsize for p in copied)
     block = max((sum(sizes[p.name] for p in block) for block in footprint.blocks.values()), default=0)
-    mine = _share(gradients, world_size)
     kept = sum(sizes[p.name] for p in footprint.parameters if p.numel <= whole_below) if stage == 3 else 0
     numel = sum(p.numel for p in footprint.parameters)
     itemsize = max((2 if masters else p.itemsize for p in footprint.parameters), default=0)
     # Stage 1 keeps all gradients until they are reduced, 2 a block's; 3 has a block's parameters too.
-    transient = {1: sum(sizes[p.name] for p in footprint.trainable), 2: block, 3: 2 * block}[stage]
+    transient = {1: gradients, 2: block, 3: 2 * block}[stage]
     use = MemoryUse(
         parameters=_share(sum(sizes.values()), world_size if stage == 3 else 1) + kept,
-        gradients=mine,
+        gradients=_share(gradients, world_size),
         optimizer_state=_share(state, world_size),
         buffers=footprint.buffers,
         buckets=min(bucket, numel + numel % 2) * itemsize if stage == 3 else 0,
@@ -442,23 +436,3 @@ def _gradients(parameters: Iterable[ParameterSize]) -> int:
 
 def _share(total: int, parts: int) -> int:
     return -(-total // parts)
-
-
-def _first(parameter: ParameterSize) -> int:
-    return parameter.shape[0] if parameter.shape else 1
-
-
-def _rows(parameter: ParameterSize, world_size: int) -> int:
-    """Rows of a piece; on the last ranks some of them are padding."""
-    return _share(_first(parameter), world_size)
-
-
-def _row_bytes(parameter: ParameterSize) -> int:
-    return parameter.nbytes // max(_first(parameter), 1)
-
-
-def _state_share(parameter: ParameterSize, rank: int, world_size: int) -> int:
-    """State of the rows that ``rank`` has, which are no padding."""
-    rows = _rows(parameter, world_size)
-    mine = min(max(_first(parameter) - rank * rows, 0), rows)
-    return parameter.state_bytes * mine // max(_first(parameter), 1)

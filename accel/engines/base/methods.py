@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, FunctionType
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -26,23 +26,13 @@ if TYPE_CHECKING:
     from .step import Stepper
 
 
-@final
-class Methods:
-    """Makes these methods of one raw optimizer go through its engine, until ``close``."""
-
-    def __init__(self, engine: Engine, step: Stepper) -> None:
-        optimizer = step.optimizer
-        self._optimizer = weakref.ref(optimizer)
-        self._names: list[str] = []
-        for name, gradients in writing_methods(optimizer).items():
-            vars(optimizer)[name] = _routed(weakref.ref(engine), step, getattr(optimizer, name), gradients)
-            self._names.append(name)
-
-    def close(self) -> None:
-        """Give the optimizer its own methods back."""
-        if (optimizer := self._optimizer()) is not None:
-            for name in self._names:
-                vars(optimizer).pop(name, None)
+def route_methods(engine: Engine, step: Stepper) -> list[str]:
+    """Make these methods of a raw optimizer go through its engine; their names, under which ``vars`` has what stands in."""
+    found = writing_methods(step.optimizer)
+    for name, gradients in found.items():
+        method = getattr(step.optimizer, name)
+        vars(step.optimizer)[name] = _routed(weakref.ref(engine), step, method, gradients)
+    return list(found)
 
 
 def _routed(reference: weakref.ref[Engine], step: Stepper, method: Any, gradients: bool) -> Callable[..., Any]:

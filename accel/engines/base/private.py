@@ -65,11 +65,7 @@ _FSDP2: Final[Names] = (
     (_GROUP, "is_sharded _to_sharded", "freeing what is gathered"),
     (_GROUP, "_init_mp_dtypes", "parameters that are frozen or unfrozen later"),
     (_GROUP, "mesh_info post_forward_mesh_info", "letting go of process groups"),
-    (
-        _GROUP,
-        "_module_to_pre_save_state_dict_hook_handle _module_to_pre_load_state_dict_hook_handle",
-        "teardown",
-    ),
+    (_GROUP, "_module_to_pre_save_state_dict_hook_handle _module_to_pre_load_state_dict_hook_handle", "teardown"),
     (_PARAM, "sharded_param sharded_state reset_sharded_param", "the shard of a parameter"),
     (_PARAM, "_unsharded_param unsharded_accumulated_grad", "gathered parameters and their gradients"),
     (

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from ...errors import AccelError, BackendError, OptimizerError, PrecisionError, RankMismatchError
+from ...gradients.log import remove_hooks
 from ...precision import gradients_of
-from ...process.control import Waiting, is_lost, lost
-from .methods import Methods
+from ...process.control import Waiting, agree, is_lost, lost
+from .methods import route_methods
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -33,7 +32,7 @@ def refuse_changes(engine: Engine) -> None:
     if engine.ended:
         raise AccelError(f"the process groups were ended, this engine cannot go on: {engine.ended}")
     found = {n: id(engine.gradients.canonical(p)) for n, p in engine.module.named_parameters()}
-    known = {n: id(p) for n, p in zip(engine.names, engine.parameters, strict=True)}
+    known = {n: id(p) for n, p in engine.named.items()}
     changed = sorted(n for n in found.keys() | known.keys() if found.get(n) != known.get(n))
     if changed:
         raise BackendError(
@@ -76,7 +75,7 @@ class Stepper:
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
         self._engine = weakref.ref(engine)
         self.optimizer = optimizer
-        self._methods = Methods(engine, self) if engine.distributed else None
+        self._methods = route_methods(engine, self) if engine.distributed else []
         self._num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
         self._serial = engine.loss_scale.serial
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -93,18 +92,19 @@ class Stepper:
         self._fused = hasattr(optimizer, _PROTOCOL)
         if not self._fused:
             setattr(optimizer, _PROTOCOL, True)
-        self._prepare = optimizer.register_step_pre_hook(self._before)
-        self._finish: RemovableHandle | None = None
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_load_state_dict_post_hook(self._loaded),
+        ]
+        self._finishes = False
         if engine.gradients.finishes_steps:
-            self._finish = optimizer.register_step_post_hook(self._after)
+            self._finish_steps()
 
     def close(self) -> None:
         """Give the optimizer back to its user."""
-        if self._methods is not None:
-            self._methods.close()
-        for hook in (self._prepare, self._finish):
-            if hook is not None:
-                hook.remove()
+        for name in self._methods:
+            vars(self.optimizer).pop(name, None)
+        remove_hooks(self._hooks)
         if not self._fused:
             delattr(self.optimizer, _PROTOCOL)
 
@@ -121,12 +121,9 @@ class Stepper:
         engine.gradients.find_unoptimized()
 
     def call(self, engine: Engine, method: Callable[[], Any], gradients: bool) -> Any:
-        """Call a method of the optimizer's own class that writes weights or state. Collective where each rank steps a part.
+        """Call a method of the optimizer's own class that writes weights or state; ``gradients``: whether it uses them.
 
-        Args:
-            engine: of the optimizer.
-            method: is called without arguments.
-            gradients: whether it uses them.
+        Collective where each rank steps a part.
         """
         if self._calling:  # one calls another
             return method()
@@ -170,7 +167,8 @@ class Stepper:
         else:
             prepare(engine, optimizer)
             if self._serial != engine.loss_scale.serial:
-                self._note(not self._judge(engine))
+                self._serial = engine.loss_scale.serial
+                self._note(not engine.loss_scale.judge(engine.gradients.finite(optimizer)))
             elif self.skipped is not False:
                 self.skipped = False
         # By this mark a scheduler built on the other object knows that a step came before its own.
@@ -205,11 +203,6 @@ class Stepper:
             return (*args[:at], self._global(engine, args[at]), *args[at + 1 :]), kwargs
         return None
 
-    def _judge(self, engine: Engine) -> bool:
-        """Whether the gradients may be stepped with, where a scaled loss has made them."""
-        self._serial = engine.loss_scale.serial
-        return engine.loss_scale.judge(engine.gradients.finite(self.optimizer))
-
     def _refuse_double_scaling(self, engine: Engine) -> None:
         if self._serial != engine.loss_scale.serial:
             raise PrecisionError(
@@ -232,6 +225,15 @@ class Stepper:
             torch._foreach_mul_(grads, scale.double().reciprocal().float().to(grads[0].device))
         return bool(found_inf.item())
 
+    def _loaded(self, optimizer: Optimizer) -> None:
+        if (engine := self._engine()) is not None:
+            engine.drift.loaded(optimizer)
+
+    def _finish_steps(self) -> None:
+        if not self._finishes:
+            self._finishes = True
+            self._hooks.append(self.optimizer.register_step_post_hook(self._after))
+
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for parameter, grad in self._hidden:
             parameter.grad = grad
@@ -243,8 +245,7 @@ class Stepper:
 
     def _hide_gradients(self) -> None:
         """Let the overflowed step find no gradient: optimizers then skip the parameter, its state included."""
-        if self._finish is None:
-            self._finish = self.optimizer.register_step_post_hook(self._after)
+        self._finish_steps()
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -266,16 +267,15 @@ class Stepper:
             world = process.place.world_size
             if world == 1:
                 return loss
-            value = torch.as_tensor(0.0 if loss is None else loss, device=process.device).detach().reshape(())
-            value = value if value.is_floating_point() else value.float()
-            total = torch.stack([value, torch.full_like(value, float(loss is not None))])
-            dist.all_reduce(total, group=process.group)
-            num_losses = int(total[1].item())
-            if num_losses not in (0, world):
+            mine = None if loss is None else torch.as_tensor(loss).detach().item()
+            told = agree(f"the loss of a closure ({engine.label})", mine)
+            losses = [one for one in told if one is not None]
+            if len(losses) not in (0, world):
                 raise RankMismatchError(
-                    f"the closure gave a loss on {num_losses} of {world} ranks: return it on every rank"
+                    f"the closure gave a loss on {len(losses)} of {world} ranks: return it on every rank"
                 )
-            return total[0] / world if num_losses else None
+            dtype = loss.dtype if isinstance(loss, torch.Tensor) and loss.is_floating_point() else torch.float32
+            return torch.tensor(sum(losses) / world, dtype=dtype, device=process.device) if losses else None
 
         return global_closure
 

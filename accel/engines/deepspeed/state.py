@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -286,7 +287,7 @@ class DeepSpeedHoldings(Holdings):
             return False, None
         return True, zero.fragments.get(index)
 
-    @property
+    @functools.cached_property
     def _numbers(self) -> dict[str, int]:
         return {name: number for number, name in enumerate(self.engine.names)}
 
@@ -348,11 +349,10 @@ class DeepSpeedHoldings(Holdings):
         engine, what = self.engine, "the end of a divided model"
         if lost := zero.take_edits():
             logger.warning("%s changed in place, which is lost", ", ".join(engine.names[i] for i in lost[:5]))
-        named = dict(zip(engine.names, engine.parameters, strict=True))
+        named = engine.named
         whole = self.gather(what, [*((name, "", p) for name, p in named.items()), *self.gradients()])
-        states = [self.whole_state(what, optimizer) for optimizer in optimizers]
-        for optimizer, state in zip(optimizers, states, strict=True):
-            self.give_back(optimizer, state, named)
+        for optimizer in optimizers:
+            self.give_back(what, optimizer, named)
         # What accel made half becomes whole again from its fp32 copy.
         ours = {id(tensor) for tensor, _ in engine.dtypes}
         zero.end([w if id(p) in ours else w.to(p.dtype) for p, w in ((p, whole[n, ""]) for n, p in named.items())])

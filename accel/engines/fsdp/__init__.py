@@ -82,12 +82,11 @@ class FSDPHoldings(Holdings):
         old = {name: p for name, (p, _) in parts.replaced.items()}
         try:
             if not engine.ended:
-                held = [(name, "", p) for name, p in zip(engine.names, engine.parameters, strict=True) if name in old]
+                held = [(name, "", p) for name, p in engine.named.items() if name in old]
                 grads = [(name, key, grad) for name, key, grad in self.gradients() if name in old]
                 whole = self.gather(what, [*held, *grads])
                 for optimizer in optimizers:
-                    state = self.whole_state(what, optimizer, strays=True)
-                    self.give_back(optimizer, state, dict(zip(engine.names, engine.parameters, strict=True)) | old)
+                    self.give_back(what, optimizer, engine.named | old)
         except (RuntimeError, AccelError) as error:
             engine.ended, whole = str(error) if isinstance(error, AccelError) else reason_of(error), None
         parts.restore(whole, optimizers)

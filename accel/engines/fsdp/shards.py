@@ -45,7 +45,7 @@ def wrap(local: torch.Tensor, shape: torch.Size | tuple[int, ...], like: DTensor
 def new(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Memory for a tensor in the state of a parameter, cut as that is where it has its shape."""
     if isinstance(parameter, DTensor) and shape == tuple(parameter.shape):
-        return wrap(torch.zeros_like(parameter.to_local(), dtype=dtype), shape, parameter)
+        return wrap(torch.empty_like(parameter.to_local(), dtype=dtype), shape, parameter)
     return torch.empty(shape, dtype=dtype, device=parameter.device)
 
 

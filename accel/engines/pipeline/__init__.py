@@ -171,7 +171,7 @@ class PipelineHoldings(Holdings):
         names = dict(self.engine.module.named_parameters())
         for optimizer in optimizers:
             parts.release_state(optimizer, self.parameter_names)
-            self.give_back(optimizer, self.whole_state("the end of a pipeline", optimizer, strays=True), names)
+            self.give_back("the end of a pipeline", optimizer, names)
         tensors = parts.tensors()
         held = [(name, "", tensor.data) for name, tensor in tensors.items()]
         extra = [(name, "extra", value) for name, value in self.values(None).items()]

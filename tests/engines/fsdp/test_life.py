@@ -222,6 +222,10 @@ def state_verbs() -> list[str]:
         model.load_state_dict(full | {"blocks.0.norm.weight": torch.ones(3)})
     with pytest.raises(accel.BackendError, match="assign"):
         model.load_state_dict(full, assign=True)
+    hook = net.head.register_load_state_dict_pre_hook(lambda module, *_: module.weight.sum())
+    with pytest.raises(accel.BackendError, match="sum of a parameter while a state is loaded"):
+        model.load_state_dict(full)
+    hook.remove()
     model.load_state_dict(full)
     handle.load_state_dict(full_optimizer)
     return said
