@@ -9,11 +9,11 @@ from torch.optim import Optimizer
 
 from ..errors import BackendError
 from ..process import Process
-from ._reducer import ReducingEngine, ReducingOptions
+from .ddp import DDP, DDPEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DDP2(ReducingOptions):
+class DDP2(DDP):
     """Options of ``ddp2``: those of ``accel.DDP``, but ``sync_batchnorm``, which works with one device a process only.
 
     Start one process on each host. It splits its batch over all devices of the host and gathers the outputs, so that
@@ -23,7 +23,7 @@ class DDP2(ReducingOptions):
 
 
 @final
-class DDP2Engine(ReducingEngine):
+class DDP2Engine(DDPEngine):
     """The reducer around a DataParallel."""
 
     name = "ddp2"

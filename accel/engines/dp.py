@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .base.engine import Engine, Options
-from .base.memory import Footprint, MemoryUse, whole
 
 logger = logging.getLogger("accel")
 
@@ -24,16 +23,14 @@ class DP(Options):
 
 @final
 class DPEngine(Engine):
-    """Splits each batch over the devices and gathers the outputs, so that a loss sees the whole batch."""
+    """Splits each batch over the devices and gathers the outputs, so that a loss sees the whole batch.
+
+    Everything lies on the first device; the others hold copies during a step.
+    """
 
     name = "dp"
     options_type = DP
     synchronizes = False
-
-    @classmethod
-    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
-        """Everything on the first device; the others hold copies during a step."""
-        return whole(footprint, world_size)
 
     def wrap(self) -> None:
         """Build the DataParallel where there are devices for it."""

@@ -437,7 +437,6 @@ class ShardedEngine(Engine):
         """Remove the hooks too."""
         super().detach(optimizer)
         self._split.discard(id(optimizer))
-        self.holdings.guard.release(optimizer)
 
     def splits(self, optimizer: Optimizer) -> bool:
         """Whether each rank has the state of its own parameters only."""

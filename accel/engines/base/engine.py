@@ -24,7 +24,7 @@ from ...process.control import announce, is_lost, lost, require_equal
 from .drift import DriftGuard
 from .gradients import Gradients
 from .holdings import Holdings
-from .memory import Footprint, MemoryUse
+from .memory import Footprint, MemoryUse, whole
 from .step import Stepper, refuse_changes
 
 logger = logging.getLogger("accel")
@@ -155,12 +155,12 @@ class Engine(ABC):
         return process.place.rank, process.place.world_size
 
     @classmethod
-    @abstractmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
         """What each rank will hold, by rank; nothing where the backend does not take such a module. Pure.
 
-        It needs neither the backend's package nor a process group.
+        It needs neither the backend's package nor a process group. As written here, everything on every rank.
         """
+        return whole(footprint, world_size)
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -186,6 +186,7 @@ class Engine(ABC):
     def detach(self, optimizer: Optimizer) -> None:
         """Give the optimizer back to its user. Local."""
         self.drift.leave(optimizer)
+        self.holdings.guard.release(optimizer)
         self.steppers.pop(id(optimizer)).close()
         Slot.clear(optimizer)
         end(self.optimizer_handles.pop(id(optimizer)))

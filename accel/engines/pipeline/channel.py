@@ -28,7 +28,7 @@ class Message(NamedTuple):
 
     def head(self) -> tuple[bytes, list[torch.Tensor]]:
         """All but the tensors' contents, and the tensors that have any, in memory as they are."""
-        kinds = [None if t is None else (tuple(t.shape), t.dtype, t.requires_grad) for t in self.tensors]
+        kinds = [None if t is None else (t.shape, t.dtype, t.requires_grad) for t in self.tensors]
         data = pickle.dumps((kinds, self.form, self.failure))
         full = [t.detach() for t in self.tensors if t is not None and t.numel()]
         return data, [t.resolve_conj().resolve_neg().contiguous() for t in full]
@@ -36,29 +36,21 @@ class Message(NamedTuple):
 
 @final
 class Channel:
-    """This rank's connection with the other stages of the model that ``label`` names."""
+    """This rank's connection with the other stages."""
 
-    def __init__(self, process: Process, label: str) -> None:
+    def __init__(self, process: Process) -> None:
         self._process = process
-        self.label = label
         self.rank = process.place.rank
-        self.device = process.device
         self.last = process.place.world_size - 1
-        self.carrier = process.carrier
         self._sent: list[tuple[Any, torch.Tensor]] = []
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The ranks."""
-        return self._process.group
 
     def send(self, to: int, message: Message) -> None:
         """Begin to send; ``flush`` waits for the end."""
         head, tensors = message.head()
         with self._transfer():
             for piece in (*map(to_tensor, framed(head)), *tensors):
-                travelling = piece.to(self.carrier)
-                self._sent.append((dist.isend(travelling, to, self.group, _TAG), travelling))
+                travelling = piece.to(self._process.carrier)
+                self._sent.append((dist.isend(travelling, to, self._process.group, _TAG), travelling))
 
     def flush(self) -> None:
         """Wait until the neighbours have what was sent."""
@@ -69,40 +61,33 @@ class Channel:
 
     def receive(self, source: int) -> Message:
         """The next message of a neighbour."""
-        return self._read(lambda tensor: dist.recv(tensor, source, self.group, _TAG))
+        return self._read(lambda tensor: dist.recv(tensor, source, self._process.group, _TAG))
 
     def broadcast(self, source: int, message: Message | None) -> Message:
         """Give every rank the message of ``source``. Collective."""
-        group = self.group
+        group, carrier = self._process.group, self._process.carrier
         if message is None:
             return self._read(lambda tensor: dist.broadcast(tensor, source, group))
         head, tensors = message.head()
         with self._transfer():
-            for piece in framed(head):
-                dist.broadcast(to_tensor(piece).to(self.carrier), source, group)
-            for tensor in tensors:
-                dist.broadcast(_bytes(tensor.to(self.carrier)), source, group)
+            for piece in (*map(to_tensor, framed(head)), *map(_bytes, tensors)):
+                dist.broadcast(piece.to(carrier), source, group)
         return message
 
     def _read(self, get: Callable[[torch.Tensor], object]) -> Message:
-        with self._transfer():
-            kinds, form, failure = pickle.loads(unframed(lambda count: self._bytes(get, count)))
-            tensors: list[torch.Tensor | None] = []
-            for kind in kinds:
-                if kind is None:
-                    tensors.append(None)
-                    continue
-                shape, dtype, requires_grad = kind
-                tensor = torch.empty(shape, dtype=dtype, device=self.carrier)
-                if tensor.numel():
-                    get(_bytes(tensor))
-                tensors.append(tensor.to(self.device).requires_grad_(requires_grad))
-        return Message(tensors, form, failure)
+        def block(count: int) -> torch.Tensor:
+            data = torch.empty(count, dtype=torch.uint8, device=self._process.carrier)
+            if count:
+                get(data)
+            return data
 
-    def _bytes(self, get: Callable[[torch.Tensor], object], count: int) -> bytearray:
-        block = torch.empty(count, dtype=torch.uint8, device=self.carrier)
-        get(block)
-        return to_bytes(block)
+        def tensor(shape: torch.Size, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
+            whole = block(shape.numel() * dtype.itemsize).view(dtype).view(shape)
+            return whole.to(self._process.device).requires_grad_(requires_grad)
+
+        with self._transfer():
+            kinds, form, failure = pickle.loads(unframed(lambda count: to_bytes(block(count))))
+            return Message([None if kind is None else tensor(*kind) for kind in kinds], form, failure)
 
     @contextlib.contextmanager
     def _transfer(self) -> Iterator[None]:

@@ -209,8 +209,8 @@ def test_gradients_that_come_in_any_way(world: int) -> None:
 def explicit_gradients() -> None:
     raw, plain = net(), net()
     model = accel.setup(raw, backend=accel.Pipeline(chunks=2, checkpoint="always")).model
-    parts = registry.of_handle(model).parts  # type: ignore[attr-defined]
-    own = [i for i, (n, _) in enumerate(raw.named_parameters()) if parts.owns(n)]
+    holdings = registry.of_handle(model).holdings
+    own = [i for i, (n, _) in enumerate(raw.named_parameters()) if holdings.has(n)]
     of = [list(m.parameters()) for m in (raw, plain)]
     found = torch.autograd.grad(model(batch(0)[0]).square().mean(), [of[0][i] for i in own])
     want = torch.autograd.grad(plain(batch(0)[0]).square().mean(), [of[1][i] for i in own])

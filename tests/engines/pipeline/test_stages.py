@@ -114,7 +114,7 @@ def shards_and_slots() -> dict[str, list[tuple[int, int]]]:
         slot.tensor.copy_(before[slot.name])
     engine.holdings.fill(own, values)
     engine.holdings.filled()
-    assert all(engine.parts.owns(engine.holdings.parameter_names[id(p)]) for p in own.state)  # type: ignore[attr-defined]
+    assert all(engine.holdings.has(engine.holdings.parameter_names[id(p)]) for p in own.state)
     one_step(model, optimizer, 1)
     accel.teardown(model)
     plain = net(nn.BatchNorm1d(16))
