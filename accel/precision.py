@@ -101,16 +101,13 @@ class LossScale:
 
     The scale lives only inside ``backward``: afterwards every gradient is divided again, so that clipping, logging and
     models of another precision see true gradients. The scale is a power of two, so both are exact.
-
-    Attributes:
-        value: the scale.
-        serial: how many scaled backwards there were.
     """
 
     GROWTH_INTERVAL: Final = 2000
 
     def __init__(self) -> None:
         self.value = 65536.0
+        #: How many scaled backwards there were.
         self.serial = 0
         self._counted = 0
         self._halved = 0
@@ -220,7 +217,6 @@ def restore_dtypes(changed: Dtypes, optimizers: Iterable[Optimizer]) -> None:
     if changed:
         for optimizer in optimizers:
             convert_optimizer(optimizer, for_good)
-    for_good.pop_all()
     changed.clear()
 
 

@@ -161,13 +161,7 @@ def optimizer_shards(
     held: Iterable[StateEntry] | None = None,
     make: Make = whole,
 ) -> list[Shard]:
-    """The tensors of an optimizer's state.
-
-    Args:
-        optimizer: the raw one.
-        names: of its parameters, by ``id``.
-        held: what this rank keeps; by default everything.
-        make: the shard of a tensor.
+    """The tensors of a raw optimizer's state; ``held`` is what this rank keeps of it, by default everything.
 
     Raises:
         CheckpointError: the state has an entry that could not be found again.

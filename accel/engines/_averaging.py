@@ -32,11 +32,9 @@ class AveragedGradients(Gradients):
     reduced = logged = deferred = True
     engine: AveragingEngine
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        #: All existing gradients are known to be equal on all ranks.
-        self.settled = False
-        self._num_steps = 0
+    #: All existing gradients are known to be equal on all ranks.
+    settled = False
+    _num_steps = 0
 
     def pending(self) -> bool:
         """Whether gradients exist that may be this rank's own."""
@@ -90,7 +88,6 @@ class AveragingEngine(Engine, ABC):
         """Sum over the ranks, in place. Collective."""
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call it."""
         if function is self.entry and torch.is_grad_enabled():
             self.gradients.settled = False
         return function(*args, **kwargs)

@@ -110,36 +110,6 @@ def finalized(ddp: DistributedDataParallel) -> bool:
     return True
 
 
-def bucket_bytes(ddp: DistributedDataParallel) -> int:
-    """Bytes of the reducer's buckets, which only the reducer sees."""
-    data = ddp._get_ddp_logging_data()
-    sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
-    return sum(map(int, sizes.split(",")))
-
-
-def explain_missing(
-    names: Sequence[str], parameters: Sequence[nn.Parameter], missing: Iterable[int], options: object
-) -> str:
-    """Why a reduction never ended, and what to do."""
-    texts = [
-        names[i]
-        if parameters[i].requires_grad
-        else f"{names[i]} (frozen since: accel.refresh_trainable was not called)"
-        for i in missing
-    ]
-    if texts:
-        return (
-            f"{len(texts)} parameters got no gradient in the last backward, so that its reduction never ended: "
-            f"{', '.join(texts[:5])}{', ...' if len(texts) > 5 else ''}; use them in the loss, freeze them "
-            f"(requires_grad_(False)), or pass backend=accel.{type(options).__name__}(find_unused_parameters=True)"
-        )
-    return (
-        "every parameter got a gradient, but the reduction did not end: an exception ended the backward (then call "
-        "zero_grad() and go on), or static_graph=True was given for a graph that changes or that "
-        "torch.autograd.grad goes through"
-    )
-
-
 # -- what the gradient log says about a reducer that averages once for each armed backward ---------------------------
 
 
@@ -150,14 +120,11 @@ class Reduction:
     A forward *arms* the reducer. The next gradient of each expected parameter then completes one reduction; whatever
     comes before, after or without it is local until something averages it. Averaging again is harmless: what is
     already equal on all ranks stays as it is.
-
-    Args:
-        log: the gradients that came.
-        noted: the end of a reduction is noted in the log (as None) instead of being told by counting.
     """
 
     def __init__(self, log: GradientLog, noted: bool) -> None:
         self.log = log
+        #: The end of a reduction is noted in the log (as None) instead of being told by counting.
         self.noted = noted
         self.armed = False
         #: All existing gradients are known to be final.

@@ -19,7 +19,7 @@ from ..gradients.log import at_end_of_backward
 from ..precision import Replaced, convert_batchnorms, restore_batchnorms
 from ..process import Process
 from ..process.control import agree
-from ._reducer import Reduction, bucket_bytes, compress, end_without, explain_missing, finalized, kept, predict_kept
+from ._reducer import Reduction, compress, end_without, finalized, kept, predict_kept
 from .base.engine import Context, Engine, Options
 from .base.gradients import Gradients
 from .base.holdings import Holdings
@@ -28,6 +28,7 @@ from .base.memory import Footprint, MemoryUse, whole
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
 # torch 2.13 renamed the switch; the engine broadcasts buffers by itself, once a step.
 _NO_BUFFERS: Any = {"forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False}
+_PASSED = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "batched_grad_copy", "bucket_cap_mb")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +78,13 @@ class DDPGradients(Gradients):
     reduced = logged = True
     engine: DDPEngine
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self.ddp: DistributedDataParallel | None = None
-        self.hook_state: Any = None
-        #: Inside ``join``; in how many forwards this rank took part there.
-        self.joining = False
-        self.num_joined = 0
-        #: A backward ended well, and the reducer still waits for gradients.
-        self._incomplete = False
+    ddp: DistributedDataParallel | None = None
+    hook_state: Any = None
+    #: Inside ``join``; in how many forwards this rank took part there.
+    joining = False
+    num_joined = 0
+    #: A backward ended well, and the reducer still waits for gradients.
+    _incomplete = False
 
     def follow(self, parameters: Sequence[nn.Parameter]) -> None:
         """Read from the log what was reduced."""
@@ -104,17 +103,9 @@ class DDPGradients(Gradients):
         if not trainable:
             return
         options = self.engine.options
-        batched: Any = {"batched_grad_copy": options.batched_grad_copy} if "batched_grad_copy" in _KNOWN else {}
+        given: Any = {name: getattr(options, name) for name in _PASSED if name in _KNOWN}
         self.ddp = DistributedDataParallel(
-            core,
-            process_group=self.process.group,
-            init_sync=False,
-            **_NO_BUFFERS,
-            **batched,
-            find_unused_parameters=options.find_unused_parameters,
-            static_graph=options.static_graph,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
-            bucket_cap_mb=options.bucket_cap_mb,
+            core, process_group=self.process.group, init_sync=False, **_NO_BUFFERS, **given
         )
         if self.reduction.noted:
             hook, rank = options.comm_hook, options.powersgd_rank
@@ -204,8 +195,21 @@ class DDPGradients(Gradients):
         average_gradients_(what, engine.parameters, engine.names, self.process)
 
     def _raise_missing(self) -> None:
-        engine = self.engine
-        message = explain_missing(engine.names, engine.parameters, self.reduction.missing(), engine.options)
+        engine, missing = self.engine, self.reduction.missing()
+        late = " (frozen since: accel.refresh_trainable was not called)"
+        texts = [engine.names[i] + ("" if engine.parameters[i].requires_grad else late) for i in missing]
+        if texts:
+            message = (
+                f"{len(texts)} parameters got no gradient in the last backward, so that its reduction never ended: "
+                f"{', '.join(texts[:5])}{', ...' if len(texts) > 5 else ''}; use them in the loss, freeze them "
+                f"(requires_grad_(False)), or pass backend=accel.{type(engine.options).__name__}(find_unused_parameters=True)"
+            )
+        else:
+            message = (
+                "every parameter got a gradient, but the reduction did not end: an exception ended the backward (then call "
+                "zero_grad() and go on), or static_graph=True was given for a graph that changes or that "
+                "torch.autograd.grad goes through"
+            )
         engine.compare("a step after an unfinished reduction", message)
         raise BackendError(message)
 
@@ -237,8 +241,10 @@ class DDPHoldings(Holdings):
         engine, ddp = self.engine, self.engine.gradients.ddp
         if ddp is None:
             return 0
+        data = ddp._get_ddp_logging_data()
+        sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
         seen = sum(p.nbytes for p in engine.parameters if p.requires_grad and p.grad is not None)
-        return max(bucket_bytes(ddp) - (seen if engine.options.gradient_as_bucket_view else 0), 0)
+        return max(sum(map(int, sizes.split(","))) - (seen if engine.options.gradient_as_bucket_view else 0), 0)
 
 
 class DDPEngine(Engine):

@@ -1,11 +1,9 @@
 """``ddp2``: ``torch.nn.DataParallel`` inside a host, ``DistributedDataParallel`` across hosts; one process for each host."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 from torch import nn
-from torch.optim import Optimizer
 
 from ..errors import BackendError
 from ..process import Process
@@ -45,8 +43,3 @@ class DDP2Engine(DDPEngine):
         if len(devices) > 1:
             self._core = nn.DataParallel(self.entry, device_ids=list(devices), output_device=devices[0])
         super().wrap()
-
-    def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let go of the DataParallel too."""
-        super().unwrap(optimizers)
-        self._core = self.entry

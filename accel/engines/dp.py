@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
 from torch import nn
-from torch.optim import Optimizer
 
 from .base.engine import Engine, Options
 
@@ -42,12 +41,7 @@ class DPEngine(Engine):
             _say_single(str(self.process.device))
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Split, run the replicas, gather."""
         return (self._parallel if function is self.entry else function)(*args, **kwargs)
-
-    def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let go of the DataParallel."""
-        self._parallel = self.entry
 
 
 @functools.cache

@@ -36,11 +36,7 @@ def load() -> Any:
 
 
 def start(process: Process) -> None:
-    """Start Horovod on all ranks, unless the program has. It then runs until the process ends. Collective.
-
-    Raises:
-        LaunchError: it did not start, or has other ranks than accel; on every rank.
-    """
+    """Start Horovod on all ranks, or raise LaunchError on all; unless the program has. It ends with the process. Collective."""
     hvd = load()
     running = agree("whether Horovod runs", bool(hvd.is_initialized()))
     if any(running) and not all(running):

@@ -23,5 +23,4 @@ class SingleEngine(Engine):
     synchronizes = False
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call it."""
         return function(*args, **kwargs)

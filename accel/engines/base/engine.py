@@ -20,7 +20,7 @@ from ...gradients.log import TrainableMask, explain
 from ...handles import ModelHandle, OptimizerHandle, Slot, end
 from ...precision import Dtypes, LossScale, Precision, restore_dtypes
 from ...process import Process
-from ...process.control import announce, is_lost, lost, require_equal
+from ...process.control import announce, raise_lost, require_equal
 from .drift import DriftGuard
 from .gradients import Gradients
 from .holdings import Holdings
@@ -268,11 +268,8 @@ class Engine(ABC):
                 return self.run(function, args, kwargs)
             return self.precision.call(self.run, (function, args, kwargs), {})
         except RuntimeError as error:
-            if is_lost(error):
-                name = (
-                    "a forward" if function is self.entry else f"the method {getattr(function, '__name__', function)}"
-                )
-                raise lost(f"{name} ({self.label})", error) from error
+            name = "a forward" if function is self.entry else f"the method {getattr(function, '__name__', function)}"
+            raise_lost(f"{name} ({self.label})", error)
             raise
 
     @final

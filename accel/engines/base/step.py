@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...errors import AccelError, BackendError, OptimizerError, PrecisionError, RankMismatchError
 from ...precision import gradients_of
-from ...process.control import Waiting, is_lost, lost
+from ...process.control import Waiting, raise_lost
 from .methods import Methods
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ def prepare(engine: Engine, optimizer: Optimizer, *, by_grad_scaler: bool = Fals
             gradients.before_step(optimizer)
         gradients.settle(optimizer)
     except RuntimeError as error:
-        if is_lost(error):
-            raise lost(f"the reduction of gradients before a step ({engine.label})", error) from error
+        raise_lost(f"the reduction of gradients before a step ({engine.label})", error)
         raise
     if engine.drift.judged:  # not before all ranks have come as far as this
         engine.drift.begin()

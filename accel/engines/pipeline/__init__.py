@@ -18,7 +18,6 @@ from ...precision import convert_module, convert_optimizer
 from ...process import Process
 from ...process.control import agree
 from ...shard import Shard, StateEntry
-from ...trees import map_tensors
 from ..base.engine import Context, Engine, Options, lost_weights
 from ..base.gather import Item
 from ..base.gradients import Gradients
@@ -26,26 +25,9 @@ from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse
 from ..base.methods import only
 from ..base.step import refuse_steps
-from .channel import Channel
 from .checks import batchnorms_of, check_balance, check_forward, check_layers, check_sequential, check_tied, crc, meet
-from .passes import Pass
-from .stages import (
-    Balance,
-    Cut,
-    Named,
-    Stage,
-    balanced,
-    count_stages,
-    cut,
-    flatten,
-    listed,
-    pieces,
-    predicted,
-    put_together,
-    split,
-    times_of,
-    unflatten,
-)
+from .passes import Channel, Pass
+from .stages import Named, Stage, balanced, count_stages, cut, flatten, listed, predicted, run_here, split, times_of
 
 _SAME_BATCH: Final = (
     "every rank of a pipeline needs the same batch and calls the same things: give the dataloader to accel.setup, draw "
@@ -71,7 +53,7 @@ def _blank(tensor: torch.Tensor) -> torch.Tensor:
 
 @final
 class PipelineHoldings(Holdings):
-    """This rank's stage. The other stages' tensors hold no memory here, and reading them is an error."""
+    """This rank's stage, once the stages are apart: the others' tensors hold no memory here, and reading them is an error."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -84,7 +66,6 @@ class PipelineHoldings(Holdings):
 
     @property
     def divided(self) -> bool:
-        """Whether the stages are apart."""
         return bool(self._stage_of)
 
     def owner(self, name: str) -> int:
@@ -92,27 +73,21 @@ class PipelineHoldings(Holdings):
         return self._stage_of.get(name.partition(".")[0], 0)
 
     def has(self, name: str) -> bool:
-        """What runs on this rank."""
         return not self.divided or self.owner(name) == self._rank
 
     def partial(self, optimizer: Optimizer | None) -> bool:
-        """Once the stages are apart."""
         return self.divided
 
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
-        """All of what is in its stage."""
         return super().part(name, tensor, key) if self.has(name) else None
 
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
-        """Of its stage's parameters."""
         return [entry for entry in super().entries(optimizer) if self.has(entry.name)]
 
     def gradients(self) -> Iterator[Item]:
-        """Of its stage's parameters."""
         return ((name, key, value) for name, key, value in super().gradients() if self.has(name))
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """None once the stages are apart."""
         return [] if self.divided else super().replicas()
 
     def divide(self, stages: Sequence[Sequence[Named]]) -> None:
@@ -216,7 +191,6 @@ class PipelineGradients(Gradients):
     engine: PipelineEngine
 
     def steps_part(self, optimizer: Optimizer) -> bool:
-        """Its stage."""
         return self.engine.holdings.divided
 
     def outside_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -251,7 +225,7 @@ class PipelineEngine(Engine):
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         super().__init__(module, entry, context)
-        self._balance: Balance = self.options.balance or "size"
+        self._balance = self.options.balance or "size"
         self._children: list[Named] = list(module._modules.items())  # type: ignore[arg-type]
         self._batchnorms = batchnorms_of(module)
         self._stages: list[Stage] = []
@@ -335,19 +309,11 @@ class PipelineEngine(Engine):
             return self._run_over_ranks(args[0], tensors, form, where, keep)
         if not self._stages:
             self._place(balanced(times_of(self._children, args[0]), len(self.process.devices)))
-        values = [unflatten(form, piece) for piece in pieces(tensors, where)]
-        # At each moment a stage has the micro-batch after the one that its successor has: devices work at the same time.
-        for moment in range(count + len(self._stages) - 1):
-            for at, stage in zip(range(moment, -1, -1), self._stages, strict=False):
-                if at < count:
-                    values[at] = stage.run(self._moved(values[at], stage.device), keep[at])
-        return self._moved(put_together(values, where), self.process.device)
+        return run_here(self._stages, tensors, form, where, keep, self.process.device)
 
-    def _moved(self, value: Any, device: torch.device) -> Any:
-        several = len(self.process.devices) > 1
-        return map_tensors(lambda tensor: tensor.to(device), value, others=True) if several else value
-
-    def _run_over_ranks(self, batch: Any, tensors: list[torch.Tensor], form: Any, where: Cut, keep: list[bool]) -> Any:
+    def _run_over_ranks(
+        self, batch: Any, tensors: list[torch.Tensor], form: Any, where: list[slice | None], keep: list[bool]
+    ) -> Any:
         mask, what = self.mask.now(), f"forward {self._num_forwards} of a pipeline ({self.label})"
         self._num_forwards += 1
         facts = {

@@ -101,8 +101,6 @@ class Prints(NamedTuple):
 
     def same(self, other: Prints) -> bool:
         """Whether they can be of the same values, up to what rounding does."""
-        if self.tolerance != other.tolerance:
-            return False
         room = self.tolerance * abs(self.sums[1]) + 1e-30
         return all(
             a == b or abs(a - b) <= room or (a != a and b != b) for a, b in zip(self.sums, other.sums, strict=True)

@@ -7,20 +7,117 @@ so that the user's ``loss.backward()`` is all that is called.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
 import torch
+import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...errors import AccelError, BackendError
-from ...process.control import agree
-from .channel import Channel, Failure, Message
+from ...process import Process
+from ...process.control import agree, lost
+from ...process.packing import framed, to_bytes, to_tensor, unframed
 from .checks import meet
 from .stages import Cut, Stage, flatten, pieces, put_together, unflatten, without_hooks
 
 _SAME_LOSS: Final = "every rank must compute the same loss from the pipeline's output, with the same targets"
+_TAG: Final = 0x919E
+
+#: The rank, and its error.
+Failure = tuple[int, str]
+
+# -- messages between the stages ---------------------------------------------------------------------------------------
+
+
+class Message(NamedTuple):
+    """What passes between stages: a nested value, or where and how its making failed."""
+
+    tensors: list[torch.Tensor | None]
+    form: Any = None
+    failure: Failure | None = None
+
+    def head(self) -> tuple[bytes, list[torch.Tensor]]:
+        """All but the tensors' contents, and the tensors that have any, in memory as they are."""
+        kinds = [None if t is None else (t.shape, t.dtype, t.requires_grad) for t in self.tensors]
+        data = pickle.dumps((kinds, self.form, self.failure))
+        full = [t.detach() for t in self.tensors if t is not None and t.numel()]
+        return data, [t.resolve_conj().resolve_neg().contiguous() for t in full]
+
+
+@final
+class Channel:
+    """This rank's connection with the other stages."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self.rank = process.place.rank
+        self.last = process.place.world_size - 1
+        self._sent: list[tuple[Any, torch.Tensor]] = []
+
+    def send(self, to: int, message: Message) -> None:
+        """Begin to send; ``flush`` waits for the end."""
+        head, tensors = message.head()
+        with self._transfer():
+            for piece in (*map(to_tensor, framed(head)), *tensors):
+                travelling = piece.to(self._process.carrier)
+                self._sent.append((dist.isend(travelling, to, self._process.group, _TAG), travelling))
+
+    def flush(self) -> None:
+        """Wait until the neighbours have what was sent."""
+        with self._transfer():
+            for work, _ in self._sent:
+                work.wait()
+        self._sent.clear()
+
+    def receive(self, source: int) -> Message:
+        """The next message of a neighbour."""
+        return self._read(lambda tensor: dist.recv(tensor, source, self._process.group, _TAG))
+
+    def broadcast(self, source: int, message: Message | None) -> Message:
+        """Give every rank the message of ``source``. Collective."""
+        group, carrier = self._process.group, self._process.carrier
+        if message is None:
+            return self._read(lambda tensor: dist.broadcast(tensor, source, group))
+        head, tensors = message.head()
+        with self._transfer():
+            for piece in (*map(to_tensor, framed(head)), *map(_bytes, tensors)):
+                dist.broadcast(piece.to(carrier), source, group)
+        return message
+
+    def _read(self, get: Callable[[torch.Tensor], object]) -> Message:
+        def block(count: int) -> torch.Tensor:
+            data = torch.empty(count, dtype=torch.uint8, device=self._process.carrier)
+            if count:
+                get(data)
+            return data
+
+        def tensor(shape: torch.Size, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
+            whole = block(shape.numel() * dtype.itemsize).view(dtype).view(shape)
+            return whole.to(self._process.device).requires_grad_(requires_grad)
+
+        with self._transfer():
+            kinds, form, failure = pickle.loads(unframed(lambda count: to_bytes(block(count))))
+            return Message([None if kind is None else tensor(*kind) for kind in kinds], form, failure)
+
+    @contextlib.contextmanager
+    def _transfer(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self._sent.clear()
+            raise lost("a message of a pipeline", error) from error
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor: not every backend knows every dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+# -- a forward and its backward ---------------------------------------------------------------------------------------
 
 
 class _Kept(NamedTuple):
@@ -31,26 +128,19 @@ class _Kept(NamedTuple):
 
 
 @final
+@dataclass(eq=False)
 class Pass:
-    """One forward on this rank, and its backward.
+    """One forward on this rank, and its backward."""
 
-    Args:
-        channel: to the other stages.
-        stage: this rank's.
-        what: names it for messages.
-        where: how the batch is cut.
-        keep: for each micro-batch, whether its activations are kept.
-        grad: a backward may come.
-    """
+    channel: Channel
+    stage: Stage
+    what: str  # names it for messages
+    where: Cut
+    keep: list[bool]  # of each micro-batch, whether its activations are kept
+    grad: bool  # a backward may come
 
-    def __init__(self, channel: Channel, stage: Stage, what: str, where: Cut, keep: list[bool], grad: bool) -> None:
-        self._channel = channel
-        self._stage = stage
-        self._what = what
-        self._where = where
-        self._keep = keep
-        self._grad = grad
-        self._parameters: list[torch.Tensor] = [p for p in stage.parameters if grad and p.requires_grad]
+    def __post_init__(self) -> None:
+        self._parameters: list[torch.Tensor] = [p for p in self.stage.parameters if self.grad and p.requires_grad]
         self._wanted: list[bool] = []
         self._form: Any = None
         self._kept: list[_Kept] = []
@@ -61,10 +151,9 @@ class Pass:
 
     def run(self, batch: Sequence[torch.Tensor], form: Any) -> Any:
         """The output of all stages, the same on every rank. Collective."""
-        if self._grad:
-            anchor = torch.empty(
-                0, requires_grad=True
-            )  # the output has a gradient also where this rank's stage has none
+        if self.grad:
+            # The output has a gradient also where this rank's stage has none.
+            anchor = torch.empty(0, requires_grad=True)
             out = _node(self, form, anchor, len(batch), *batch, *self._parameters)
         else:
             out = self.forward(batch, form)
@@ -76,20 +165,20 @@ class Pass:
         try:
             yield
         except Exception as error:
-            self._error, self._failure = error, (self._channel.rank, f"{type(error).__name__}: {error}")
+            self._error, self._failure = error, (self.channel.rank, f"{type(error).__name__}: {error}")
 
     def _receive(self, source: int) -> Message:
-        message = self._channel.receive(source)
+        message = self.channel.receive(source)
         self._failure = self._failure or message.failure
         return message
 
     def forward(self, batch: Sequence[torch.Tensor], form: Any) -> list[torch.Tensor]:
         """Run the micro-batches through this stage; the output of the last one is every rank's."""
-        channel, outputs = self._channel, []
+        channel, outputs = self.channel, []
         first, last = channel.rank == 0, channel.rank == channel.last
-        self._wanted = [self._grad and t.requires_grad for t in batch]
-        parts = pieces(batch, self._where) if first else []
-        for number, keep in enumerate(self._keep):
+        self._wanted = [self.grad and t.requires_grad for t in batch]
+        parts = pieces(batch, self.where) if first else []
+        for number, keep in enumerate(self.keep):
             if first:
                 leaves = [t.detach().requires_grad_(w) for t, w in zip(parts[number], self._wanted, strict=True)]
                 given = Message([*leaves], form)
@@ -113,11 +202,11 @@ class Pass:
         return [t for t in whole.tensors if t is not None]
 
     def _compute(self, given: Message, keep: bool) -> tuple[Message, Any]:
-        with torch.set_grad_enabled(self._grad):
+        with torch.set_grad_enabled(self.grad):
             tensors = [_alias(t) if t is not None and t.requires_grad else t for t in given.tensors]
-            out = self._stage.run(unflatten(given.form, tensors), keep)
-            results, form = flatten(out, f"the output of {self._stage.names[-1]}")
-        if self._grad:
+            out = self.stage.run(unflatten(given.form, tensors), keep)
+            results, form = flatten(out, f"the output of {self.stage.names[-1]}")
+        if self.grad:
             leaves = [t for t in given.tensors if t is not None]
             self._kept.append(_Kept(leaves, [get_gradient_edge(t) if t.requires_grad else None for t in results]))
         detached = [t.detach().requires_grad_(t.requires_grad) for t in results]
@@ -128,8 +217,8 @@ class Pass:
         tensors: list[torch.Tensor] = []
         form = None
         if self._failure is None:
-            with self._noting(), torch.set_grad_enabled(self._grad):  # so that it is seen which parts have a gradient
-                tensors, form = flatten(put_together(outputs, self._where), "output")
+            with self._noting(), torch.set_grad_enabled(self.grad):  # so that it is seen which parts have a gradient
+                tensors, form = flatten(put_together(outputs, self.where), "output")
         return Message([*tensors], form, self._failure)
 
     def backward(self, grads: Sequence[torch.Tensor | None], retain: bool) -> list[torch.Tensor | None]:
@@ -140,11 +229,11 @@ class Pass:
         """
         if self._used:
             raise BackendError("a second backward of one forward: use retain_graph=True in the first one")
-        meet(f"the backward of {self._what}", {"retain_graph": retain}, grads, _SAME_LOSS)
+        meet(f"the backward of {self.what}", {"retain_graph": retain}, grads, _SAME_LOSS)
         self._error = self._failure = None
-        channel = self._channel
+        channel = self.channel
         first, last = channel.rank == 0, channel.rank == channel.last
-        totals = _Totals(len(self._parameters))
+        totals: list[torch.Tensor | None] = [None] * len(self._parameters)
         of_batch: list[list[torch.Tensor | None]] = []
         for number in reversed(range(len(self._kept))):
             leaves, ends = self._kept[number]
@@ -155,7 +244,8 @@ class Pass:
             if self._failure is None:
                 with self._noting():
                     found, mine = self._differentiate(leaves, ends, came, retain)
-                    totals.add(mine)
+                    # Not in place: what autograd gives may be shared.
+                    totals = [b if a is None else a if b is None else a + b for a, b in zip(totals, mine, strict=True)]
             if first:
                 of_batch.insert(0, found)
             elif any(leaf.requires_grad for leaf in leaves):
@@ -165,22 +255,22 @@ class Pass:
         if not retain:
             self._used = True
             self._kept.clear()
-        return [*self._agreed(inputs), *totals.values]
+        return [*self._agreed(inputs), *totals]
 
     def _agreed(self, inputs: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The first stage's gradients of the batch on every rank, once all are well."""
         problem = "" if self._failure is None else _failed("backward", self._failure)
-        problems = agree(f"the end of the backward of {self._what}", problem)
+        problems = agree(f"the end of the backward of {self.what}", problem)
         if self._error is not None:
             raise self._error
         if any(problems):
             raise AccelError(next(filter(None, problems)))
         if not any(self._wanted):
             return [None] * len(self._wanted)
-        return self._channel.broadcast(0, Message(inputs) if self._channel.rank == 0 else None).tensors
+        return self.channel.broadcast(0, Message(inputs) if self.channel.rank == 0 else None).tensors
 
     def _piece(self, grads: Sequence[torch.Tensor | None], number: int) -> list[torch.Tensor | None]:
-        where = self._where[number]
+        where = self.where[number]
         return [g if g is None or where is None else g[where] for g in grads]
 
     def _differentiate(
@@ -234,30 +324,6 @@ class _Alias(torch.autograd.Function):
 
 
 _alias: Any = _Alias.apply
-
-
-@final
-class _Totals:
-    """Sums of the micro-batches' gradients, with as few copies at a time as can be."""
-
-    def __init__(self, count: int) -> None:
-        self.values: list[torch.Tensor | None] = [None] * count
-        self._own: set[int] = set()
-
-    def add(self, grads: list[torch.Tensor | None]) -> None:
-        """Add one micro-batch's; empties ``grads``."""
-        for index in range(len(grads)):
-            grad, grads[index] = grads[index], None
-            total = self.values[index]
-            if grad is None:
-                continue
-            if total is None:
-                self.values[index] = grad
-            elif index in self._own:
-                total.add_(grad)
-            else:  # what autograd gives may be shared
-                self.values[index] = total + grad
-                self._own.add(index)
 
 
 def _failed(what: str, failure: Failure) -> str:

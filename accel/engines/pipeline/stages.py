@@ -150,6 +150,24 @@ class Stage:
         return value
 
 
+def run_here(
+    stages: Sequence[Stage], tensors: list[torch.Tensor], form: Any, where: Cut, keep: list[bool], device: torch.device
+) -> Any:
+    """The output of all stages of this process, on ``device``; ``keep`` is for each micro-batch."""
+    several = len({stage.device for stage in stages}) > 1
+
+    def moved(value: Any, to: torch.device) -> Any:
+        return map_tensors(lambda tensor: tensor.to(to), value, others=True) if several else value
+
+    values = [unflatten(form, piece) for piece in pieces(tensors, where)]
+    # At each moment a stage has the micro-batch after the one that its successor has: devices work at the same time.
+    for moment in range(len(values) + len(stages) - 1):
+        for at, stage in zip(range(moment, -1, -1), stages, strict=False):
+            if at < len(values):
+                values[at] = stage.run(moved(values[at], stage.device), keep[at])
+    return moved(put_together(values, where), device)
+
+
 _Buffer = tuple[nn.Module, str, torch.Tensor]
 
 
@@ -225,11 +243,6 @@ def without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 Balance = Sequence[int] | str
 
 
-def sizes_of(children: Sequence[Named]) -> list[float]:
-    """The bytes of each child's parameters and buffers."""
-    return [float(sum(t.nbytes for t in (*child.parameters(), *child.buffers()))) for _, child in children]
-
-
 def balanced(weights: Sequence[float], count: int) -> list[int]:
     """How many neighbours each of ``count`` groups gets, so that the heaviest group is as light as can be."""
     total = [0.0]
@@ -283,8 +296,10 @@ def count_stages(balance: Balance, process: Process) -> int:
 
 
 def listed(balance: Balance, children: Sequence[Named], stages: int) -> list[int]:
-    """The number of children of each stage, by size where it is not given."""
-    return balanced(sizes_of(children), stages) if isinstance(balance, str) else list(balance)
+    """The number of children of each stage, where it is not given by the bytes of their parameters and buffers."""
+    if not isinstance(balance, str):
+        return list(balance)
+    return balanced([sum(t.nbytes for t in (*child.parameters(), *child.buffers())) for _, child in children], stages)
 
 
 def split(children: Sequence[Named], balance: Sequence[int]) -> list[list[Named]]:
