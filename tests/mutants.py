@@ -45,7 +45,6 @@ AREAS: dict[str, tuple[str, ...]] = {
     "accel/engines/": ("engines/test_contract", "test_loop", "engines", "test_memory"),
     "accel/engines/_averaging": ("engines/test_averaging", "engines/test_updates"),
     "accel/engines/_reducer": ("engines/test_ddp", "engines/test_reducer", "test_loop"),
-    "accel/engines/ddp": ("engines/test_ddp", "engines/test_reducer", "test_loop"),
     "accel/engines/deepspeed": ("engines/deepspeed", "engines/test_contract"),
     "accel/engines/fsdp": ("engines/fsdp", "engines/test_contract"),
     "accel/engines/pipeline": ("engines/pipeline", "engines/test_contract"),

@@ -58,7 +58,7 @@ class Owners:
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
         self._order: list[SimpleNamespace] = []
-        self._hooks: list[RemovableHandle] = []
+        self.hooks = contextlib.ExitStack()
         #: The owner's rank, by ``id`` of the parameter.
         self.rank_of: dict[int, int] = {}
         #: Differs where ranks did not ask alike.
@@ -81,19 +81,14 @@ class Owners:
             world_size=self._world, _partition_parameters=[], param_groups=[{"params": self._order}]
         )
         for rank, groups in enumerate(OSS.partition_parameters(request)):
-            self.rank_of.update((parameter.key, rank) for parameter in groups[0]["params"])
+            self.rank_of.update((stand_in.key, rank) for stand_in in groups[0]["params"])
         self.digest = zlib.crc32(str([self.digest, *(p.shape for p in new)]).encode())
-        own = [p for p in new if self.owns(p) and (p.is_floating_point() or p.is_complex())]
-        self._hooks += [spread_before_accumulation(p, self._world) for p in own]
+        for parameter in new:
+            if self.owns(parameter) and (parameter.is_floating_point() or parameter.is_complex()):
+                self.hooks.callback(spread_before_accumulation(parameter, self._world).remove)
 
     def owns(self, parameter: torch.Tensor) -> bool:
         return self.rank_of.get(id(parameter)) == self._rank
-
-    def close(self) -> None:
-        """Remove the hooks on the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -214,7 +209,7 @@ class Sharded(Options):
 class ShardedGradients(Gradients):
     """Backward stays local; before a step each gradient goes to its owner, and after it the new values come back.
 
-    A gradient carries a note of where it is final (``owners.EVERYWHERE``, ``OWNED``); without one it is this rank's
+    A gradient carries a note of where it is final (``EVERYWHERE``, ``OWNED``); without one it is this rank's
     own. So all that the loop may do with gradients in between, or not do on some ranks, is known at the step.
     """
 
@@ -440,7 +435,7 @@ class ShardedEngine(Engine):
                     whole = self.holdings.whole_state("the whole state of an optimizer", optimizer, strays=True)
                     self.holdings.give_back(optimizer, whole, dict(zip(self.names, self.parameters, strict=True)))
         finally:
-            self.gradients.owners.close()
+            self.gradients.owners.hooks.close()
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function is not self.entry:

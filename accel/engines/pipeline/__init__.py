@@ -11,7 +11,6 @@ from typing import Any, Final, Literal, NoReturn, final
 import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from ...errors import BackendError, OptimizerError, PrecisionError
 from ...precision import convert_module, convert_optimizer
@@ -60,7 +59,7 @@ class PipelineHoldings(Holdings):
         self._rank = engine.process.place.rank
         #: Of each child; empty while every rank holds everything.
         self._stage_of: dict[str, int] = {}
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = ExitStack()
         #: The parameters of other ranks.
         self.away: list[tuple[str, nn.Parameter]] = []
 
@@ -99,7 +98,7 @@ class PipelineHoldings(Holdings):
             for name, child in stage:
                 if not any(child is mine for mine in own):  # an activation, say, may stand in several stages
                     refuse = functools.partial(_refuse_call, f"child {name!r} of this pipeline lies on rank {number}")
-                    self._hooks.append(child.register_forward_pre_hook(refuse))
+                    self._hooks.callback(child.register_forward_pre_hook(refuse).remove)
         here = {id(part) for child in own for part in child.modules()}
         self.guard.watch_modules(module, lambda part: id(part) not in here)
         self.away = [(name, p) for name, p in module.named_parameters() if not self.has(name)]
@@ -129,9 +128,7 @@ class PipelineHoldings(Holdings):
     def end(self, optimizers: Sequence[Optimizer]) -> None:
         """Let the children be called and copied again, and give every rank everything, unless it is alone. Collective."""
         self.guard.release_modules()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.close()
         if not self.engine.ended:
             self._unite(optimizers)
         self._stage_of, self.away = {}, []
