@@ -82,15 +82,16 @@ def end_without(ddp: DistributedDataParallel, parameters: Sequence[nn.Parameter]
     empty = [p for p in absent if p.grad is None]
 
     def take(_: torch.Tensor) -> None:
-        for parameter in empty:
-            parameter.grad = torch.zeros_like(parameter)
         for parameter in absent:
+            before = parameter.grad
+            parameter.grad = torch.zeros_like(parameter) if before is None else before
             try:
                 reducer._autograd_hook(numbers[id(parameter)])
             except RuntimeError as error:
-                # With find_unused_parameters it may know already that no gradient will come.
+                # With find_unused_parameters it may know already that no gradient will come, and then wants none.
                 if "ready only once" not in str(error):
                     raise
+                parameter.grad = before
 
     # The reducer waits for its buckets in a callback of autograd's, which only a backward has.
     start = torch.zeros((), requires_grad=True)

@@ -119,10 +119,11 @@ class DDPGradients(Gradients):
 
     def pending(self) -> bool:
         """Whether local gradients exist; those too that neither a backward nor an earlier ``settle`` explains."""
-        if not self.engine.distributed or self.reduction.local():
-            return self.engine.distributed
-        known = self.reduction.settled or self.log.entries
-        return not known and any(p.grad is not None for p in self.engine.parameters)
+        if not self.engine.distributed:
+            return False
+        explained = self.reduction.settled or self.log.entries
+        assigned = not explained and any(p.grad is not None for p in self.engine.parameters)
+        return assigned or self.reduction.local()
 
     def complete(self) -> bool:
         """Whether the armed backward came to its end: every gradient, and the reducer's own last act."""
