@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -93,31 +93,24 @@ def batchnorms_of(module: nn.Module) -> list[Named]:
 # -- the ranks do the same --------------------------------------------------------------------------------------------
 
 
-class Prints(NamedTuple):
-    """Sums of a tensor in which another batch, or another order of it, shows."""
-
-    sums: tuple[float, float, float]
-    tolerance: float
-
-    def same(self, other: Prints) -> bool:
-        """Whether they can be of the same values, up to what rounding does."""
-        room = self.tolerance * abs(self.sums[1]) + 1e-30
-        return all(
-            a == b or abs(a - b) <= room or (a != a and b != b) for a, b in zip(self.sums, other.sums, strict=True)
-        )
-
-
 @torch.no_grad()
-def prints(tensor: torch.Tensor) -> Prints:
-    """Of one tensor."""
+def prints(tensor: torch.Tensor) -> tuple[float, float, float, float]:
+    """Sums of a tensor in which another batch, or another order of it, shows; and how far rounding may take them apart."""
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     rows = values.reshape(len(values), -1) if values.dim() and values.numel() else values.reshape(1, -1)
     each = rows.sum(1, dtype=torch.float64)
     total = (rows.abs() if rows.dtype is not torch.bool else rows).sum(dtype=torch.float64)
     order = (each * torch.linspace(1, 2, len(each), dtype=torch.float64, device=each.device)).sum()
-    rounding = 1e-5 if values.dtype.itemsize >= 4 else 1e-2
     a, b, c = torch.stack([each.sum(), total, order]).tolist()
-    return Prints((a, b, c), rounding if values.is_floating_point() else 0.0)
+    rounding = 0.0 if not values.is_floating_point() else 1e-5 if values.dtype.itemsize >= 4 else 1e-2
+    return a, b, c, rounding * abs(b) + 1e-30
+
+
+def _alike(first: Sequence[float] | None, other: Sequence[float] | None) -> bool:
+    if first is None or other is None:
+        return first is other
+    *sums, room = first
+    return all(a == b or abs(a - b) <= room or (a != a and b != b) for a, b in zip(sums, other, strict=False))
 
 
 def crc(value: object) -> int:
@@ -134,7 +127,7 @@ def meet(what: str, facts: dict[str, Any], seen: Sequence[torch.Tensor | None], 
             if first != other:
                 raise RankMismatchError(f"{what}: {name} differs between rank 0 and rank {rank}: {advice}")
         for index, (a, b) in enumerate(zip(answers[0][1], sums, strict=True)):
-            if (a is None) != (b is None) or (a is not None and not a.same(b)):
+            if not _alike(a, b):
                 raise RankMismatchError(
                     f"{what}: tensor {index} has other values on rank {rank} than on rank 0: {advice}"
                 )

@@ -295,19 +295,17 @@ class Pass:
 
     def _of_batch(self, found: list[list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
         """The batch's gradients from those of its micro-batches, which are all of the first stage."""
-        joined: list[torch.Tensor | None] = []
-        for index, parts in enumerate(zip(*found, strict=True)):
+
+        def join(parts: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> torch.Tensor | None:
             known = [p for p in parts if p is not None]
-            leaves = [kept.leaves[index] for kept in self._kept]
             if len(parts) == 1 or not known:
-                joined.append(parts[0])
-            elif known[0].dim() == 0:
-                joined.append(torch.stack(known).sum())
-            else:
-                joined.append(
-                    torch.cat([torch.zeros_like(t) if p is None else p for p, t in zip(parts, leaves, strict=True)])
-                )
-        return joined
+                return parts[0]
+            if known[0].dim() == 0:
+                return torch.stack(known).sum()
+            return torch.cat([torch.zeros_like(t) if p is None else p for p, t in zip(parts, leaves, strict=True)])
+
+        leaves = zip(*(kept.leaves for kept in self._kept), strict=True)
+        return list(map(join, zip(*found, strict=True), leaves))
 
 
 @final
