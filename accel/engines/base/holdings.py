@@ -357,13 +357,9 @@ class Holdings:
     def whole_state(
         self, what: str, optimizer: Optimizer, *, strays: bool = False, source: int | None = None
     ) -> dict[str, dict[Any, Any]]:
-        """An optimizer's whole state by the names of its parameters, on every rank. Collective.
+        """An optimizer's whole state by the names of its parameters, on every rank; ``strays`` are in no group. Collective.
 
-        Args:
-            what: it is for, for messages.
-            optimizer: whose.
-            strays: that of parameters in no group too.
-            source: the rank whose state counts; None where the ranks agree.
+        Where the ranks may differ it is rank ``source``'s.
         """
         entries = [*self.entries(optimizer), *(self._strays(optimizer) if strays else ())]
         if source not in (None, self.engine.process.place.rank):
