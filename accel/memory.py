@@ -54,13 +54,13 @@ def write_figure(figure: Any, path: str | os.PathLike[str]) -> Path:
     return path
 
 
-#: The parts of a total, as the table and the picture name them.
+#: The parts of a total, as the table and the picture name them, and their colours.
 PARTS: Final = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer_state": "optimizer",
-    "buffers": "buffers",
-    "buckets": "buckets",
+    "parameters": ("parameters", "#334155"),
+    "gradients": ("gradients", "#c2410c"),
+    "optimizer_state": ("optimizer", "#eab308"),
+    "buffers": ("buffers", "#94a3b8"),
+    "buckets": ("buckets", "#7c3aed"),
 }
 
 
@@ -111,23 +111,19 @@ class MemoryReport:
 
     def __str__(self) -> str:
         parts = [field for field in PARTS if any(getattr(row.use, field) for row in self.rows)]
-        header = ["ranks", "backend", "", *(PARTS[field] for field in parts), "total", "less", "+ in a step"]
+        header = ["ranks", "backend", "", *(PARTS[field][0] for field in parts), "total", "less", "+ in a step"]
         lines = [header]
         for row in self.rows:
             sizes = [human(getattr(row.use, field)) for field in parts]
             kind = "" if row.kind == "predicted" else row.kind
             passing = f"~{human(row.use.transient)}" if row.use.transient else ""
             lines.append([str(row.ranks), row.backend, kind, *sizes, human(row.use.total), self._less(row), passing])
-        drop = {i for i in range(len(header)) if not any(line[i] for line in lines[1:])}
-        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        text = [
-            "  ".join(
-                cell.ljust(widths[i]) if i in (1, 2) else cell.rjust(widths[i])
-                for i, cell in enumerate(line)
-                if i not in drop
-            ).rstrip()
-            for line in lines
-        ]
+        columns = []
+        for column in zip(*lines, strict=True):
+            if any(column[1:]):
+                width, left = max(map(len, column)), column[0] in ("backend", "")
+                columns.append([cell.ljust(width) if left else cell.rjust(width) for cell in column])
+        text = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
         legend = [f"less: than {BASELINE} on as many ranks"] if any(map(self._less, self.rows)) else []
         return "\n".join([self.title, *text, *legend])
 
@@ -184,23 +180,14 @@ class MemoryReport:
         return {textwrap.fill(", ".join(names), 30): by_backend[names[0]] for names in same.values()}
 
 
-_COLOURS: Final = {
-    "parameters": "#334155",
-    "gradients": "#c2410c",
-    "optimizer_state": "#eab308",
-    "buffers": "#94a3b8",
-    "buckets": "#7c3aed",
-}
-
-
 def _draw(axes: Any, title: str, rows: Sequence[MemoryRow], size: int) -> None:
     """The bars of one panel, in units of ``size`` bytes."""
     places = range(len(rows))
     bottoms = [0.0] * len(rows)
-    for field, label in PARTS.items():
+    for field, (label, colour) in PARTS.items():
         heights = [getattr(row.use, field) / size for row in rows]
         if any(heights):
-            axes.bar(places, heights, 0.7, bottom=bottoms, color=_COLOURS[field], label=label)
+            axes.bar(places, heights, 0.7, bottom=bottoms, color=colour, label=label)
         bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
     passing = [row.use.transient / size for row in rows]
     if any(passing):
@@ -278,17 +265,16 @@ def label(options: Options) -> str:
 
 
 def _optimizers(tree: Any) -> list[Optimizer]:
-    found: list[Optimizer] = []
+    found: dict[int, Optimizer] = {}
 
     def add(optimizer: Any, path: str) -> None:
         if not isinstance(optimizer, Optimizer):
             raise OptimizerError(f"{path} is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
         own = raw(optimizer) if type(optimizer) is OptimizerHandle else optimizer
-        if not any(own is other for other in found):
-            found.append(own)
+        found[id(own)] = own
 
     map_leaves(add, tree, "optimizer")
-    return found
+    return list(found.values())
 
 
 def _footprint(module: nn.Module, engine: Engine | None, optimizers: Sequence[Optimizer]) -> Footprint:
@@ -328,15 +314,15 @@ def summary(model: nn.Module) -> str:
     trainable = sum(n for n, p in zip(sizes, engine.parameters, strict=True) if p.requires_grad)
     optimizers = [stepper.optimizer for stepper in engine.steppers.values()]
     kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
-    weights = _bytes(engine.holdings.shards(None))
-    state = sum(_bytes(engine.holdings.shards(optimizer)) for optimizer in optimizers)
+    weights = _bytes(engine.holdings.shards(None)) / 1e6
+    state = sum(_bytes(engine.holdings.shards(optimizer)) for optimizer in optimizers) / 1e6
     ranks = f"{place.world_size} rank{'s' if place.world_size > 1 else ''}"
     rows = {
         "backend": f"{engine.name} on {ranks} ({engine.process.device.type}), {engine.precision.name}",
         "options": f"{options}",
         "parameters": f"{total:,}: {trainable:,} trainable, {total - trainable:,} frozen",
         "optimizers": kinds,
-        f"on rank {place.rank}": f"weights and buffers {_megabytes(weights)}, optimizer state {_megabytes(state)}",
+        f"on rank {place.rank}": f"weights and buffers {weights:,.2f} MB, optimizer state {state:,.2f} MB",
     }
     width = max(map(len, rows))
     return "\n".join([type(engine.module).__name__, *(f"  {key.ljust(width)}  {text}" for key, text in rows.items())])
@@ -346,7 +332,3 @@ def _bytes(shards: Iterable[Shard]) -> int:
     """What shards occupy; memory that several of them name counts once."""
     seen = {(s.tensor.data_ptr(), s.tensor.numel()): s.tensor.numel() * s.tensor.element_size() for s in shards}
     return sum(seen.values())
-
-
-def _megabytes(number: int) -> str:
-    return f"{number / 1e6:,.2f} MB"

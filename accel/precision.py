@@ -83,33 +83,16 @@ class Precision:
                 f"{getattr(fn, '__qualname__', fn)} returns a {type(out).__name__}, whose body would run outside "
                 f"precision {self.name!r}: return tensors, or use '32-true'"
             )
-        return map_tensors(_to_fp32, out, others=True) if _has_half(out) else out
+        return map_tensors(_to_fp32, out, others=True)
 
     def _store(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.storage) if tensor.is_floating_point() else tensor
 
 
-def _has_half(out: Any) -> bool:
-    """Whether there is anything to convert: what has nothing is returned as it is, not as a copy."""
-    found = False
-
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal found
-        found = found or _is_half(tensor)
-        return tensor
-
-    map_tensors(look, out, others=True)
-    return found
-
-
-def _is_half(tensor: torch.Tensor) -> bool:
+def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
     # A parameter or buffer that is given out is the module's own, not a result.
     half = tensor.dtype is torch.bfloat16 or tensor.dtype is torch.float16
-    return half and not isinstance(tensor, (nn.Parameter, nn.Buffer))
-
-
-def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if _is_half(tensor) else tensor
+    return tensor.float() if half and not isinstance(tensor, (nn.Parameter, nn.Buffer)) else tensor
 
 
 @final
@@ -118,16 +101,13 @@ class LossScale:
 
     The scale lives only inside ``backward``: afterwards every gradient is divided again, so that clipping, logging and
     models of another precision see true gradients. The scale is a power of two, so both are exact.
-
-    Attributes:
-        value: the scale.
-        serial: how many scaled backwards there were.
     """
 
     GROWTH_INTERVAL: Final = 2000
 
     def __init__(self) -> None:
         self.value = 65536.0
+        #: How many scaled backwards there were.
         self.serial = 0
         self._counted = 0
         self._halved = 0
@@ -225,7 +205,7 @@ def convert_module(
     for tensor in chain(module.parameters(), module.buffers()):
         if dtype is not None and tensor.is_floating_point() and tensor.dtype is not dtype:
             changed.append((tensor, tensor.dtype))
-        _convert_with_gradient(tensor, device, dtype, undo)
+        _convert(tensor, device, dtype, undo)
     return changed
 
 
@@ -233,34 +213,26 @@ def restore_dtypes(changed: Dtypes, optimizers: Iterable[Optimizer]) -> None:
     """Give converted tensors, and the optimizer state that belongs to them, the dtype that they had."""
     for_good = contextlib.ExitStack()
     for tensor, dtype in changed:
-        _convert_with_gradient(tensor, tensor.device, dtype, for_good)
+        _convert(tensor, tensor.device, dtype, for_good)
     if changed:
         for optimizer in optimizers:
             convert_optimizer(optimizer, for_good)
-    for_good.pop_all()
     changed.clear()
 
 
-def _convert_with_gradient(
-    tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None, undo: contextlib.ExitStack
-) -> None:
+def _convert(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None, undo: contextlib.ExitStack) -> None:
     # A gradient of another dtype than its tensor's cannot be held, not even on the way back.
     grad, tensor.grad = tensor.grad, None
     undo.callback(setattr, tensor, "grad", grad)
-    _convert(tensor, device, dtype, undo)
-    undo.callback(setattr, tensor, "grad", None)
-    if grad is not None:
-        tensor.grad = grad.to(device=device, dtype=dtype if grad.is_floating_point() else None)
-
-
-def _convert(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None, undo: contextlib.ExitStack) -> None:
-    dtype = dtype if tensor.is_floating_point() else None
     before = tensor.data
     # What has no memory yet gets it from the engine.
-    after = before.to(device=None if before.is_meta else device, dtype=dtype)
+    after = before.to(None if before.is_meta else device, dtype if tensor.is_floating_point() else None)
     if after is not before:
         _put(tensor, after)
         undo.callback(_put, tensor, before)
+    undo.callback(setattr, tensor, "grad", None)
+    if grad is not None:
+        tensor.grad = grad.to(device, dtype if grad.is_floating_point() else None)
 
 
 def _put(tensor: torch.Tensor, value: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ BACKENDS: list[Any] = [option for name, engine in ENGINES.items() for option in 
 
 def engine_of(backend: Any) -> type[Engine]:
     """The engine's class, whether or not its package is installed."""
-    return next(e for e in ENGINES.values() if backend == e.name or isinstance(backend, e.options_type))
+    return next(e for e in ENGINES.values() if backend == e.name or type(backend) is e.options_type)
 
 
 def _reason(backend: Any, build: Callable[[], nn.Module]) -> str:

@@ -43,14 +43,10 @@ class _Engines(MutableMapping[str, type[Engine]]):
     def __getitem__(self, name: str) -> type[Engine]:
         engine = self._found[name]
         if engine is None:
-            engine = self._found[name] = self._import(name)
+            module = importlib.import_module(f"{__name__}.{name}")
+            own = (v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__)
+            engine = self._found[name] = next(v for v in own if issubclass(v, Engine) and "name" in vars(v))
         return engine
-
-    @staticmethod
-    def _import(name: str) -> type[Engine]:
-        module = importlib.import_module(f"{__name__}.{name}")
-        own = (v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__)
-        return next(cls for cls in own if issubclass(cls, Engine) and "name" in vars(cls))
 
     def __setitem__(self, name: str, engine: type[Engine]) -> None:
         self._found[name] = engine

@@ -13,17 +13,11 @@ from torch.optim import Optimizer
 from ..gradients.average import average_gradients_
 from .base.engine import Engine, Options
 from .base.gradients import Gradients
-from .base.memory import Footprint, MemoryUse, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragingOptions(Options):
-    """Options of every such engine.
-
-    Args:
-        broadcast_buffers: all ranks take rank 0's buffers once a step.
-        auto_refresh: look for a change of ``requires_grad`` before each forward.
-    """
+    """Options of every such engine, which its own class explains."""
 
     broadcast_buffers: bool = True
     auto_refresh: bool = True
@@ -38,11 +32,9 @@ class AveragedGradients(Gradients):
     reduced = logged = deferred = True
     engine: AveragingEngine
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        #: All existing gradients are known to be equal on all ranks.
-        self.settled = False
-        self._num_steps = 0
+    #: All existing gradients are known to be equal on all ranks.
+    settled = False
+    _num_steps = 0
 
     def pending(self) -> bool:
         """Whether gradients exist that may be this rank's own."""
@@ -95,13 +87,7 @@ class AveragingEngine(Engine, ABC):
     def add(self, flat: torch.Tensor) -> None:
         """Sum over the ranks, in place. Collective."""
 
-    @classmethod
-    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
-        """Everything on every rank."""
-        return whole(footprint, world_size)
-
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call it."""
         if function is self.entry and torch.is_grad_enabled():
             self.gradients.settled = False
         return function(*args, **kwargs)

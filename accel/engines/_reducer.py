@@ -1,13 +1,9 @@
-"""What the engines around a reducer ask it, and say about it."""
+"""torch's reducer, which averages gradients once for each armed backward: what it does, and what it leaves to others."""
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-from abc import ABC
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, final
+from collections.abc import Iterable, Sequence
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -15,29 +11,42 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..errors import BackendError
-from ..gradients.average import average_gradients_
-from ..gradients.log import GradientLog, at_end_of_backward
-from ..precision import Replaced, convert_batchnorms, restore_batchnorms
-from ..process import Process
-from ..process.control import agree
-from ..process.packing import broadcast_
-from .base.engine import Context, Engine, Options
-from .base.gradients import Gradients
-from .base.holdings import Holdings
-from .base.memory import Footprint, MemoryUse, ParameterSize, whole
+from ..gradients.log import GradientLog
+from .base.memory import ParameterSize
 
 # -- Compression of gradients on the wire, by torch's own communication hooks ------------------------------------------
 
 
-def comm_hook(name: str | None, group: dist.ProcessGroup | None, rank: int) -> tuple[Any, Any]:
-    """The state and the hook of a compression; None is the plain mean. ``rank`` is that of PowerSGD's approximation."""
+def compress(
+    ddp: DistributedDataParallel,
+    name: str | None,
+    group: dist.ProcessGroup | None,
+    rank: int,
+    entries: list[int | None],
+) -> Any:
+    """Let a compression reduce the buckets, which adds None to ``entries`` at the last of them; returns its state.
+
+    None is the plain mean; ``rank`` is that of PowerSGD's approximation.
+    """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # a tenth of accel's import
 
+    state: Any = group
+    hook: Any = powerSGD_hook.powerSGD_hook
     if name == "powersgd":
-        return powerSGD_hook.PowerSGDState(group, rank, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook
-    hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-    return group, default_hooks.allreduce_hook if name is None else hooks[name]
+        state = powerSGD_hook.PowerSGDState(group, rank, start_powerSGD_iter=2)
+    else:
+        hook = getattr(default_hooks, "allreduce_hook" if name is None else f"{name}_compress_hook")
+
+    # It holds no engine: the reducer keeps it, where no garbage collector looks.
+    def noting(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
+        if bucket.is_last():
+            entries.append(None)
+        return future
+
+    noting.__annotations__.clear()  # of which torch accepts only its own
+    ddp.register_comm_hook(None, noting)
+    return state
 
 
 def kept(state: Any) -> list[torch.Tensor]:
@@ -62,26 +71,7 @@ def predict_kept(name: str | None, rank: int, parameters: Iterable[ParameterSize
     return total
 
 
-def register(
-    ddp: DistributedDataParallel,
-    name: str | None,
-    group: dist.ProcessGroup | None,
-    rank: int,
-    entries: list[int | None],
-) -> Any:
-    """Let a compression reduce the buckets, which adds None to ``entries`` at the last of them; returns its state."""
-    state, hook = comm_hook(name, group, rank)
-
-    # It holds no engine: the reducer keeps it, where no garbage collector looks.
-    def noting(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
-        if bucket.is_last():
-            entries.append(None)
-        return future
-
-    noting.__annotations__.clear()  # of which torch accepts only its own
-    ddp.register_comm_hook(None, noting)
-    return state
+# -- the reducer itself -----------------------------------------------------------------------------------------------
 
 
 def end_without(ddp: DistributedDataParallel, parameters: Sequence[nn.Parameter], missing: Iterable[int]) -> None:
@@ -92,15 +82,16 @@ def end_without(ddp: DistributedDataParallel, parameters: Sequence[nn.Parameter]
     empty = [p for p in absent if p.grad is None]
 
     def take(_: torch.Tensor) -> None:
-        for parameter in empty:
-            parameter.grad = torch.zeros_like(parameter)
         for parameter in absent:
+            before = parameter.grad
+            parameter.grad = torch.zeros_like(parameter) if before is None else before
             try:
                 reducer._autograd_hook(numbers[id(parameter)])
             except RuntimeError as error:
-                # With find_unused_parameters it may know already that no gradient will come.
+                # With find_unused_parameters it may know already that no gradient will come, and then wants none.
                 if "ready only once" not in str(error):
                     raise
+                parameter.grad = before
 
     # The reducer waits for its buckets in a callback of autograd's, which only a backward has.
     start = torch.zeros((), requires_grad=True)
@@ -120,36 +111,6 @@ def finalized(ddp: DistributedDataParallel) -> bool:
     return True
 
 
-def bucket_bytes(ddp: DistributedDataParallel) -> int:
-    """Bytes of the reducer's buckets, which only the reducer sees."""
-    data = ddp._get_ddp_logging_data()
-    sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
-    return sum(map(int, sizes.split(",")))
-
-
-def explain_missing(
-    names: Sequence[str], parameters: Sequence[nn.Parameter], missing: Iterable[int], options: object
-) -> str:
-    """Why a reduction never ended, and what to do."""
-    texts = [
-        names[i]
-        if parameters[i].requires_grad
-        else f"{names[i]} (frozen since: accel.refresh_trainable was not called)"
-        for i in missing
-    ]
-    if texts:
-        return (
-            f"{len(texts)} parameters got no gradient in the last backward, so that its reduction never ended: "
-            f"{', '.join(texts[:5])}{', ...' if len(texts) > 5 else ''}; use them in the loss, freeze them "
-            f"(requires_grad_(False)), or pass backend=accel.{type(options).__name__}(find_unused_parameters=True)"
-        )
-    return (
-        "every parameter got a gradient, but the reduction did not end: an exception ended the backward (then call "
-        "zero_grad() and go on), or static_graph=True was given for a graph that changes or that "
-        "torch.autograd.grad goes through"
-    )
-
-
 # -- what the gradient log says about a reducer that averages once for each armed backward ---------------------------
 
 
@@ -160,14 +121,11 @@ class Reduction:
     A forward *arms* the reducer. The next gradient of each expected parameter then completes one reduction; whatever
     comes before, after or without it is local until something averages it. Averaging again is harmless: what is
     already equal on all ranks stays as it is.
-
-    Args:
-        log: the gradients that came.
-        noted: the end of a reduction is noted in the log (as None) instead of being told by counting.
     """
 
     def __init__(self, log: GradientLog, noted: bool) -> None:
         self.log = log
+        #: The end of a reduction is noted in the log (as None) instead of being told by counting.
         self.noted = noted
         self.armed = False
         #: All existing gradients are known to be final.
@@ -254,344 +212,3 @@ class Reduction:
         self._awaited = frozenset()
         self.log.fold(stepping=stepping)
         self.settled = True
-
-
-# -- the engines -------------------------------------------------------------------------------------------------------
-# Engines around ``torch.nn.parallel.DistributedDataParallel``, made right where its reducer alone is not.
-
-CommHook = Literal["fp16", "bf16", "powersgd"]
-_KNOWN = inspect.signature(DistributedDataParallel).parameters
-# torch 2.13 renamed the switch; the engine broadcasts buffers by itself, once a step.
-_NO_BUFFERS: Any = {"forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReducingOptions(Options):
-    """What the reducer and the engine around it can be told; ``accel.DDP`` explains it."""
-
-    find_unused_parameters: bool = False
-    static_graph: bool = False
-    gradient_as_bucket_view: bool = True
-    batched_grad_copy: bool = True
-    bucket_cap_mb: float | None = None
-    broadcast_buffers: bool = True
-    sync_batchnorm: bool = False
-    comm_hook: CommHook | None = None
-    powersgd_rank: int = 1
-    auto_refresh: bool = True
-
-    def check_values(self) -> None:
-        """Refuse an unknown hook, and sizes that are none."""
-        name = type(self).__name__
-        if self.comm_hook not in (None, "fp16", "bf16", "powersgd"):
-            raise BackendError(f"{name}(comm_hook={self.comm_hook!r}): expected 'fp16', 'bf16', 'powersgd' or None")
-        size = self.bucket_cap_mb
-        if size is not None and (type(size) not in (int, float) or not size > 0):
-            raise BackendError(f"{name}(bucket_cap_mb={self.bucket_cap_mb!r}): expected a positive number of MiB")
-        if type(self.powersgd_rank) is not int or self.powersgd_rank < 1:
-            raise BackendError(f"{name}(powersgd_rank={self.powersgd_rank!r}): expected at least 1")
-
-
-class ReducerGradients(Gradients):
-    """Final by the reducer's hooks while backward runs, and by ``settle`` whatever these missed."""
-
-    reduced = logged = True
-    engine: ReducingEngine
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self.ddp: DistributedDataParallel | None = None
-        self.hook_state: Any = None
-        #: Inside ``join``; in how many forwards this rank took part there.
-        self.joining = False
-        self.num_joined = 0
-        #: A backward ended well, and the reducer still waits for gradients.
-        self._incomplete = False
-
-    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Read from the log what was reduced."""
-        super().follow(parameters)
-        # Where the parameters of a step are not known beforehand, the last bucket's reduction is noted in the log.
-        options = self.engine.options
-        noted = options.find_unused_parameters or options.static_graph or options.comm_hook is not None
-        self.reduction = Reduction(self.log, noted)
-
-    def build(self, core: nn.Module) -> None:
-        """A new reducer of the parameters that are trainable now, around what a forward calls."""
-        self.ddp = self.hook_state = None
-        self._incomplete = False
-        trainable = [i for i, p in enumerate(self.engine.parameters) if p.requires_grad]
-        self.reduction.reset(trainable)
-        if not trainable:
-            return
-        options = self.engine.options
-        batched: Any = {"batched_grad_copy": options.batched_grad_copy} if "batched_grad_copy" in _KNOWN else {}
-        self.ddp = DistributedDataParallel(
-            core,
-            process_group=self.process.group,
-            init_sync=False,
-            **_NO_BUFFERS,
-            **batched,
-            find_unused_parameters=options.find_unused_parameters,
-            static_graph=options.static_graph,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
-            bucket_cap_mb=options.bucket_cap_mb,
-        )
-        if self.reduction.noted:
-            self.hook_state = register(
-                self.ddp, options.comm_hook, self.process.group, options.powersgd_rank, self.log.entries
-            )
-
-    def accumulate(self, accumulating: bool) -> None:
-        """Leave the reducer unarmed in the forwards inside."""
-        if accumulating and self.engine.options.static_graph and self.engine.distributed:
-            raise BackendError("accel.no_sync cannot be used with static_graph=True: the graph would change")
-        super().accumulate(accumulating)
-
-    def pending(self) -> bool:
-        """Whether local gradients exist."""
-        return self.engine.distributed and (self.reduction.local() or self._assigned())
-
-    def _assigned(self) -> bool:
-        """Whether gradients exist that neither a backward nor an earlier ``settle`` explains: assigned by hand."""
-        known = self.reduction.settled or self.log.entries
-        return not known and any(p.grad is not None for p in self.engine.parameters)
-
-    def complete(self) -> bool:
-        """Whether the armed backward came to its end: every gradient, and the reducer's own last act."""
-        return (self.ddp is None or finalized(self.ddp)) and self.reduction.complete()
-
-    def before_backward(self) -> None:
-        """End a reduction before another backward comes by the same parameters, as with a trunk's two heads and losses."""
-        reduction = self.reduction
-        if not reduction.started() or reduction.complete() or self.ddp is None:
-            return
-        if self.engine.options.static_graph or self.joining:
-            setting = "accel.join" if self.joining else "static_graph=True"
-            raise BackendError(
-                f"a second backward begins before every parameter of this {type(self.engine.module).__name__} got its gradient "
-                f"from the first one, which cannot be reduced with {setting}: add the losses up and call backward() once"
-            )
-        missing = reduction.missing()
-        self.engine.compare("a second backward of one forward", missing)
-        self._refuse_changed()
-        end_without(self.ddp, self.engine.parameters, missing)
-        reduction.ended_without()
-
-    def settle(self, optimizer: Optimizer | None = None) -> None:
-        """A look at the log, where the reducer saw all; else average once more, on all ranks. Then rank 0's buffers."""
-        if not self.engine.distributed:
-            super().settle()
-            return
-        came = bool(self.log.entries)
-        if not (self.reduction.exact() and (self.ddp is None or finalized(self.ddp))):
-            if optimizer is not None and self.log.repeats(optimizer):
-                self.reduction.settled = False
-            if self.reduction.unfinished():
-                self._refuse_changed()
-                if not self.complete():
-                    self._raise_missing()
-            if self.pending():
-                self._average()
-        self.reduction.finish(optimizer)
-        if (self.buffers.stale or (came and self.buffers.wanted)) and not self.joining:
-            self.buffers.synchronize()
-
-    def end_backward(self, indices: Sequence[int]) -> None:
-        """What came past the reducer; all of it, since no step may come that would average the rest."""
-        self._incomplete = False
-        if not self.reduction.exact() and not self.joining:
-            at_end_of_backward(self._average_missed)  # the reducer ends first
-
-    def _average_missed(self) -> None:
-        self._incomplete = self.reduction.started() and not self.complete()
-        if not self._incomplete and self.reduction.local():
-            self._average()
-            self.reduction.finish()
-
-    def _refuse_changed(self) -> None:
-        if changed := self.reduction.changed():
-            raise BackendError(
-                f"{', '.join(self.engine.names[i] for i in changed[:5])} was frozen or got another dtype between a forward and "
-                "its backward, where the reducer waits for its gradient: change requires_grad before the forward, and a dtype "
-                "only after accel.teardown"
-            )
-
-    def _average(self) -> None:
-        if self.joining:
-            raise BackendError(
-                "gradients were accumulated without the reducer (accel.no_sync, a second backward, or a call of the raw "
-                "module) inside accel.join, where the ranks cannot reduce them together"
-            )
-        engine = self.engine
-        what = f"a reduction of gradients accumulated without the reducer ({engine.label})"
-        average_gradients_(what, engine.parameters, engine.names, self.process)
-
-    def _raise_missing(self) -> None:
-        engine = self.engine
-        message = explain_missing(engine.names, engine.parameters, self.reduction.missing(), engine.options)
-        engine.compare("a step after an unfinished reduction", message)
-        raise BackendError(message)
-
-    def recover(self) -> None:
-        """Start afresh after a backward that ended half-way, once its gradients are dropped. Collective."""
-        # After a backward that came to its end, a loop may have used its gradients.
-        if self._incomplete or any(p.grad is not None and bool(p.grad.any()) for p in self.engine.parameters):
-            self._raise_missing()
-        self.engine.compare("a new start after an unfinished backward")
-        self.log.fold()
-        self.engine.rebuild()
-
-    def let_go(self) -> None:
-        """Free the reducer and its buckets, which ``p.grad`` may lie in."""
-        self.ddp = self.hook_state = None
-
-
-@final
-class ReducingHoldings(Holdings):
-    """Everything on every rank, and the reducer's buckets."""
-
-    def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What a compression keeps, beside the rest."""
-        yield from super().storages()
-        yield from (("buckets", tensor) for tensor in kept(self.engine.gradients.hook_state))
-
-    def hidden_buckets(self) -> int:
-        """The reducer's buckets, as far as no gradient is a view of them."""
-        engine, ddp = self.engine, self.engine.gradients.ddp
-        if ddp is None:
-            return 0
-        seen = sum(p.nbytes for p in engine.parameters if p.requires_grad and p.grad is not None)
-        return max(bucket_bytes(ddp) - (seen if engine.options.gradient_as_bucket_view else 0), 0)
-
-
-class ReducingEngine(Engine, ABC):
-    """A forward arms the reducer for the next backward."""
-
-    options: ReducingOptions
-    gradients_type = ReducerGradients
-    holdings_type = ReducingHoldings
-    gradients: ReducerGradients
-
-    def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
-        super().__init__(module, entry, context)
-        #: What a forward calls where there is no reducer, and what the reducer is built around.
-        self._core = entry
-        self._batchnorms: Replaced = []
-
-    @classmethod
-    def check(cls, module: nn.Module, options: Any, process: Process) -> None:
-        """Refuse a synchronised BatchNorm where torch has none."""
-        if options.sync_batchnorm and process.device.type == "cpu":
-            raise BackendError(
-                f"{type(options).__name__}(sync_batchnorm=True) needs an accelerator: torch's SyncBatchNorm does not run on CPU"
-            )
-
-    @classmethod
-    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
-        """Everything on every rank; the gradients once more in buckets, unless they are views of them."""
-        buckets = 0
-        if world_size > 1:
-            buckets = predict_kept(options.comm_hook, options.powersgd_rank, footprint.trainable)
-            buckets += 0 if options.gradient_as_bucket_view else sum(p.nbytes for p in footprint.trainable)
-        return whole(footprint, world_size, buckets)
-
-    def wrap(self) -> None:
-        """Build the reducer, unless there is one process."""
-        if not self.distributed:
-            return
-        if self.options.sync_batchnorm:
-            self._batchnorms = convert_batchnorms(self.module, self.process.group)
-        self.rebuild()
-
-    def rebuild(self) -> None:
-        """A new reducer for the parameters that are trainable now."""
-        self.gradients.build(self._core)
-
-    def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let go of the reducer and of its buckets."""
-        for parameter in self.parameters:
-            if self.gradients.ddp is not None and self.options.gradient_as_bucket_view and parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()
-        self.gradients.let_go()
-        restore_batchnorms(self._batchnorms)
-
-    def abandon(self, reason: str) -> None:
-        """Free the reducer too: peers that wait in it wake only when nothing here holds the group any more."""
-        super().abandon(reason)
-        self.gradients.let_go()
-
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Forward through the reducer, which is armed for the next backward."""
-        if function is not self.entry:
-            return function(*args, **kwargs)
-        if not self.distributed:
-            return self._core(*args, **kwargs)
-        grad, gradients = torch.is_grad_enabled(), self.gradients
-        sync, reduction, buffers = not gradients.accumulating, gradients.reduction, gradients.buffers
-        # `settle` has done it, but after a backward without a step. Not while a graph may hold the buffers, before its backward.
-        if grad and buffers.stale and sync and not gradients.joining and not reduction.graph_open:
-            buffers.synchronize()
-        if reduction.started() and not gradients.complete():
-            gradients.recover()
-        ddp = gradients.ddp
-        if ddp is None:
-            out = self._core(*args, **kwargs)
-        else:
-            if ddp.require_backward_grad_sync is not sync:  # nn.Module is slow to assign to
-                ddp.require_backward_grad_sync = sync
-            gradients.num_joined += 1
-            out = ddp(*args, **kwargs)
-            if grad and sync:
-                reduction.arm()
-        reduction.opened(grad)
-        if grad:  # forwards without a graph may be one rank's alone: their changes wait for the next step
-            buffers.touch()
-        return out
-
-    @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
-        """``DistributedDataParallel.join``: ranks that ran out of inputs mirror the others' reductions."""
-        gradients = self.gradients
-        if gradients.ddp is None:
-            yield
-            return
-        gradients.joining, gradients.num_joined = True, 0
-        self.drift.pause()
-        try:
-            with gradients.ddp.join():
-                yield
-        finally:
-            gradients.joining = False
-        counts = agree(f"the end of accel.join ({self.label})", gradients.num_joined)
-        source = counts.index(max(counts))
-        self.holdings.synchronize(source)
-        for optimizer in self.optimizers:
-            _broadcast_state(optimizer, source, self.process.group, self.label)
-        self.drift.restart()
-
-
-def _broadcast_state(optimizer: Optimizer, source: int, group: dist.ProcessGroup | None, label: str) -> None:
-    """Give every rank rank ``source``'s optimizer state; a rank that has none yet gets it. ``label`` names the model."""
-    parameters = [p for g in optimizer.param_groups for p in g["params"]]
-    # Shapes and plain values by pickle, tensors' contents by the flat pieces.
-    mine = [
-        {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in optimizer.state.get(p, {}).items()}
-        for p in parameters
-    ]
-    theirs = agree(f"broadcast of optimizer state ({label})", mine)[source]
-    tensors = []
-    for parameter, entries in zip(parameters, theirs, strict=True):
-        if not entries:
-            optimizer.state.pop(parameter, None)
-            continue
-        state = optimizer.state[parameter]
-        for key, value in entries.items():
-            if not isinstance(value, torch.Tensor):
-                state[key] = value
-                continue
-            if key not in state:
-                device = "cpu" if key == "step" else parameter.device
-                state[key] = torch.zeros(value.shape, dtype=value.dtype, device=device)
-            tensors.append(state[key])
-    broadcast_(tensors, group, source)

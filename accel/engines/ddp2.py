@@ -1,19 +1,17 @@
 """``ddp2``: ``torch.nn.DataParallel`` inside a host, ``DistributedDataParallel`` across hosts; one process for each host."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 from torch import nn
-from torch.optim import Optimizer
 
 from ..errors import BackendError
 from ..process import Process
-from ._reducer import ReducingEngine, ReducingOptions
+from .ddp import DDP, DDPEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DDP2(ReducingOptions):
+class DDP2(DDP):
     """Options of ``ddp2``: those of ``accel.DDP``, but ``sync_batchnorm``, which works with one device a process only.
 
     Start one process on each host. It splits its batch over all devices of the host and gathers the outputs, so that
@@ -23,7 +21,7 @@ class DDP2(ReducingOptions):
 
 
 @final
-class DDP2Engine(ReducingEngine):
+class DDP2Engine(DDPEngine):
     """The reducer around a DataParallel."""
 
     name = "ddp2"
@@ -45,8 +43,3 @@ class DDP2Engine(ReducingEngine):
         if len(devices) > 1:
             self._core = nn.DataParallel(self.entry, device_ids=list(devices), output_device=devices[0])
         super().wrap()
-
-    def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let go of the DataParallel too."""
-        super().unwrap(optimizers)
-        self._core = self.entry

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
 from torch import nn
-from torch.optim import Optimizer
 
 from .base.engine import Engine, Options
-from .base.memory import Footprint, MemoryUse, whole
 
 logger = logging.getLogger("accel")
 
@@ -24,16 +22,14 @@ class DP(Options):
 
 @final
 class DPEngine(Engine):
-    """Splits each batch over the devices and gathers the outputs, so that a loss sees the whole batch."""
+    """Splits each batch over the devices and gathers the outputs, so that a loss sees the whole batch.
+
+    Everything lies on the first device; the others hold copies during a step.
+    """
 
     name = "dp"
     options_type = DP
     synchronizes = False
-
-    @classmethod
-    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
-        """Everything on the first device; the others hold copies during a step."""
-        return whole(footprint, world_size)
 
     def wrap(self) -> None:
         """Build the DataParallel where there are devices for it."""
@@ -45,12 +41,7 @@ class DPEngine(Engine):
             _say_single(str(self.process.device))
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Split, run the replicas, gather."""
         return (self._parallel if function is self.entry else function)(*args, **kwargs)
-
-    def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let go of the DataParallel."""
-        self._parallel = self.entry
 
 
 @functools.cache

@@ -19,16 +19,11 @@ from ..process import Process
 from ..process.control import agree, lost
 from ._averaging import AveragingEngine, AveragingOptions
 
-# -- horovod -----------------------------------------------------------------------------------------------------------
-# How Horovod starts: by its own launcher, by MPI, or by accel where another launcher started the processes.
+# -- How Horovod starts: by its own launcher, by MPI, or by accel where another launcher started the processes ---------
 
 
 def load() -> Any:
-    """The module ``horovod.torch``.
-
-    Raises:
-        BackendError: it was built without torch, or for another one.
-    """
+    """The module ``horovod.torch``; BackendError where it was built without torch, or for another one."""
     import horovod.torch as hvd  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     # Without its library the import only prints a warning.
@@ -41,11 +36,7 @@ def load() -> Any:
 
 
 def start(process: Process) -> None:
-    """Start Horovod on all ranks, unless the program has. It then runs until the process ends. Collective.
-
-    Raises:
-        LaunchError: it did not start, or has other ranks than accel; on every rank.
-    """
+    """Start Horovod on all ranks, or raise LaunchError on all; unless the program has. It ends with the process. Collective."""
     hvd = load()
     running = agree("whether Horovod runs", bool(hvd.is_initialized()))
     if any(running) and not all(running):
@@ -74,7 +65,9 @@ def _initialise(hvd: Any, process: Process) -> None:
         hvd.init()
         return
     # A Horovod without MPI takes itself for alone under every other launcher.
-    with _meeting(process) as variables, _environment(variables):
+    with _meeting(process) as variables, contextlib.ExitStack() as undo:
+        for name, value in variables.items():  # no longer than it reads them: they would tell accel of another launcher
+            undo.enter_context(replaced(os.environ, name, value))
         hvd.init()
 
 
@@ -86,7 +79,7 @@ def _meeting(process: Process) -> Iterator[dict[str, str]]:
         RendezvousServer,
     )
 
-    rank, world = process.place.rank, process.place.world_size
+    rank = process.place.rank
     hosts = agree("Horovod's hosts", socket.gethostname())
     slots = [SlotInfo(host, r, *_position(hosts, r)) for r, host in enumerate(hosts)]
     server, port = None, 0
@@ -97,19 +90,13 @@ def _meeting(process: Process) -> Iterator[dict[str, str]]:
     try:
         port = agree("Horovod's server", port)[0]
         one_host = len(set(hosts)) == 1
-        slot = slots[rank]
+        fields = ("hostname", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
         yield {
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1" if one_host else process.place.master_addr or hosts[0],
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-            "HOROVOD_HOSTNAME": slot.hostname,
-            "HOROVOD_RANK": str(rank),
-            "HOROVOD_SIZE": str(world),
-            "HOROVOD_LOCAL_RANK": str(slot.local_rank),
-            "HOROVOD_LOCAL_SIZE": str(slot.local_size),
-            "HOROVOD_CROSS_RANK": str(slot.cross_rank),
-            "HOROVOD_CROSS_SIZE": str(slot.cross_size),
+            **{f"HOROVOD_{field.upper()}": str(getattr(slots[rank], field)) for field in fields},
         }
     finally:
         agree("Horovod's meeting", None)
@@ -122,15 +109,6 @@ def _position(hosts: list[str], rank: int) -> tuple[int, int, int, int, int]:
     local_rank = hosts[:rank].count(hosts[rank])
     column = [host for host in dict.fromkeys(hosts) if hosts.count(host) > local_rank]
     return local_rank, column.index(hosts[rank]), len(hosts), hosts.count(hosts[rank]), len(column)
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set while Horovod reads them, and no longer: they would tell accel of another launcher."""
-    with contextlib.ExitStack() as undo:
-        for name, value in variables.items():
-            undo.enter_context(replaced(os.environ, name, value))
-        yield
 
 
 _KNOWN = (torch.float16, torch.float32, torch.float64)

@@ -27,7 +27,7 @@ from ..process.packing import average_, broadcast_from_owners, reduce_to_owners
 from ..process.startup import unseen_group
 from ..shard import StateEntry
 from .base import memory
-from .base.engine import Context, Engine, Options
+from .base.engine import Engine, Options
 from .base.gradients import Gradients
 from .base.holdings import Holdings
 from .base.memory import Footprint, MemoryUse
@@ -36,7 +36,8 @@ from .base.private import require
 from .base.step import refuse_steps
 
 # -- who owns what -----------------------------------------------------------------------------------------------------
-# Who owns which parameter, what is known of its gradient, and the part of an optimizer's state that a rank keeps.
+
+logger = logging.getLogger("accel")
 
 #: What is known of a gradient, in the order in which one rank's knowledge outranks another's.
 NONE, EVERYWHERE, OWNED, LOCAL, SPARSE = range(5)
@@ -52,17 +53,15 @@ class Owners:
     """Gives each parameter to one rank by fairscale's partition: the next parameter to the rank that has the least.
 
     Asked again with more parameters, it leaves those where they are that have an owner. All ranks must ask alike.
-
-    Attributes:
-        rank_of: the owner's rank, by ``id`` of the parameter.
-        digest: differs where ranks did not ask alike.
     """
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
         self._order: list[SimpleNamespace] = []
-        self._hooks: list[RemovableHandle] = []
+        self.hooks = contextlib.ExitStack()
+        #: The owner's rank, by ``id`` of the parameter.
         self.rank_of: dict[int, int] = {}
+        #: Differs where ranks did not ask alike.
         self.digest = 0
 
     def take(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -82,23 +81,14 @@ class Owners:
             world_size=self._world, _partition_parameters=[], param_groups=[{"params": self._order}]
         )
         for rank, groups in enumerate(OSS.partition_parameters(request)):
-            self.rank_of.update((parameter.key, rank) for parameter in groups[0]["params"])
+            self.rank_of.update((stand_in.key, rank) for stand_in in groups[0]["params"])
         self.digest = zlib.crc32(str([self.digest, *(p.shape for p in new)]).encode())
-        self._hooks += [spread_before_accumulation(p, self._world) for p in new if self.owns(p) and _has_gradients(p)]
+        for parameter in new:
+            if self.owns(parameter) and (parameter.is_floating_point() or parameter.is_complex()):
+                self.hooks.callback(spread_before_accumulation(parameter, self._world).remove)
 
     def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether the parameter is this rank's."""
         return self.rank_of.get(id(parameter)) == self._rank
-
-    def close(self) -> None:
-        """Remove the hooks on the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
-
-def _has_gradients(parameter: torch.Tensor) -> bool:
-    return parameter.is_floating_point() or parameter.is_complex()
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -169,21 +159,15 @@ class ShardedHoldings(Holdings):
     undoes_writes = True
 
     def partial(self, optimizer: Optimizer | None) -> bool:
-        """Never the model."""
         return optimizer is not None and bool(self.engine.splits(optimizer))
 
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
-        """Of what this rank owns."""
         held = super().entries(optimizer)
         if not self.partial(optimizer):
             return held
         owners = self.engine.gradients.owners
         owners.take(parameters_of(optimizer))
         return [entry for entry in held if owners.owns(entry.parameter)]
-
-    def attach(self, optimizer: Optimizer) -> None:
-        """Never take its state for the whole from now on; the raw optimizer keeps this rank's part of what it loads."""
-        self.guard.watch(optimizer, functools.partial(_own_of, weakref.ref(self)))
 
     def drop(self, optimizer: Optimizer) -> None:
         """Let go of the state of other ranks' parameters."""
@@ -203,9 +187,6 @@ def _own_of(
     numbers = itertools.chain.from_iterable(group["params"] for group in full["param_groups"])
     mine = {n for n, p in zip(numbers, parameters_of(optimizer), strict=False) if id(p) in own}
     return {**full, "state": {k: v for k, v in full["state"].items() if not isinstance(k, int) or k in mine}}
-
-
-logger = logging.getLogger("accel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +209,7 @@ class Sharded(Options):
 class ShardedGradients(Gradients):
     """Backward stays local; before a step each gradient goes to its owner, and after it the new values come back.
 
-    A gradient carries a note of where it is final (``owners.EVERYWHERE``, ``OWNED``); without one it is this rank's
+    A gradient carries a note of where it is final (``EVERYWHERE``, ``OWNED``); without one it is this rank's
     own. So all that the loop may do with gradients in between, or not do on some ranks, is known at the step.
     """
 
@@ -245,7 +226,6 @@ class ShardedGradients(Gradients):
         self._unpublished: dict[int, set[int]] = {}
 
     def follow(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Number the parameters."""
         super().follow(parameters)
         self._index = {id(p): i for i, p in enumerate(parameters)}
 
@@ -357,11 +337,9 @@ class ShardedGradients(Gradients):
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Give every rank the stepped parameters."""
         self.publish(optimizer)
 
     def steps_part(self, optimizer: Optimizer) -> bool:
-        """Where its state is split."""
         return self.engine.splits(optimizer)
 
     @contextlib.contextmanager
@@ -408,10 +386,6 @@ class ShardedEngine(Engine):
     holdings: ShardedHoldings
     options: Sharded
 
-    def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
-        super().__init__(module, entry, context)
-        self._split: set[int] = set()
-
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
         """Gradients and optimizer state of a parameter on its owner alone, after a step."""
@@ -422,9 +396,9 @@ class ShardedEngine(Engine):
     def attach(self, optimizer: Optimizer) -> None:
         """Add an optimizer, whose state is split if its kind allows."""
         super().attach(optimizer)
-        if self._splittable(optimizer):
-            self._split.add(id(optimizer))
-            self.holdings.attach(optimizer)
+        if self.splits(optimizer):
+            # The raw optimizer keeps this rank's part of what it loads.
+            self.holdings.guard.watch(optimizer, functools.partial(_own_of, weakref.ref(self.holdings)))
         elif self.distributed:
             logger.warning(
                 "%s steps whole on every rank, which saves no memory: backend %r splits torch's own optimizers, but not "
@@ -433,15 +407,9 @@ class ShardedEngine(Engine):
                 self.name,
             )
 
-    def detach(self, optimizer: Optimizer) -> None:
-        """Remove the hooks too."""
-        super().detach(optimizer)
-        self._split.discard(id(optimizer))
-        self.holdings.guard.release(optimizer)
-
     def splits(self, optimizer: Optimizer) -> bool:
         """Whether each rank has the state of its own parameters only."""
-        return id(optimizer) in self._split
+        return id(optimizer) in self.steppers and self._splittable(optimizer)
 
     def _splittable(self, optimizer: Optimizer) -> bool:
         own = type(optimizer).__module__.startswith("torch.optim.") or self.options.split_any_optimizer
@@ -466,10 +434,9 @@ class ShardedEngine(Engine):
                 elif self.started:
                     self.holdings.give_back("the whole state of an optimizer", optimizer, self.named)
         finally:
-            self.gradients.owners.close()
+            self.gradients.owners.hooks.close()
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call it."""
         if function is not self.entry:
             return function(*args, **kwargs)
         self.gradients.publish()  # a step raised half-way

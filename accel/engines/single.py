@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from .base.engine import Engine, Options
-from .base.memory import Footprint, MemoryUse, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +22,5 @@ class SingleEngine(Engine):
     options_type = Single
     synchronizes = False
 
-    @classmethod
-    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
-        """Everything on one device."""
-        return whole(footprint, world_size)
-
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call it."""
         return function(*args, **kwargs)

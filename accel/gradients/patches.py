@@ -19,7 +19,7 @@ import torch
 from torch.nn.utils import clip_grad
 
 from ..errors import BackendError
-from ..process.control import is_lost, lost
+from ..process.control import raise_lost
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -185,8 +185,7 @@ def backward_patch(leaf: Callable[[torch.Tensor], torch.Tensor], before: Callabl
         try:
             original(*args, inputs=None if inputs is None else leaves(inputs), **kwargs)
         except RuntimeError as error:
-            if is_lost(error):
-                raise lost("a backward", error) from error
+            raise_lost("a backward", error)
             raise
 
     return around(vars(torch.autograd), "backward", backward)

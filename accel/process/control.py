@@ -18,7 +18,7 @@ import re
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Final, ParamSpec, TypeVar, final
+from typing import Any, Final, ParamSpec, TypeGuard, TypeVar, final
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -275,7 +275,7 @@ def lost(what: str, error: RuntimeError) -> AccelError:
     return kind(f"rank {rank()} cannot go on in {what}: {reason}")
 
 
-def is_lost(error: BaseException | None) -> bool:
+def is_lost(error: BaseException | None) -> TypeGuard[RuntimeError]:
     """Whether an error comes of connections that closed or ran out of time, which say nothing of the cause."""
     if not isinstance(error, RuntimeError):
         return False
@@ -283,6 +283,12 @@ def is_lost(error: BaseException | None) -> bool:
     if process is None or process.control is None:
         return bool(ended())
     return isinstance(error, dist.DistError) or any(text in str(error) for text in _LOST)
+
+
+def raise_lost(what: str, error: BaseException | None) -> None:
+    """Raise ``lost`` where an error comes of that; the caller raises all others."""
+    if is_lost(error):
+        raise lost(what, error) from error
 
 
 @final
@@ -305,8 +311,7 @@ class Waiting:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._process.doing = self._before
-        if isinstance(error, RuntimeError) and is_lost(error):
-            raise lost(self._what, error) from error
+        raise_lost(self._what, error)
 
 
 def announce(process: Process, what: str, details: Hashable = None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -324,10 +326,31 @@ class Heads(nn.Module):
         return self.left(features), self.right(features)
 
 
+@dataclass
+class Outputs:
+    left: torch.Tensor
+    right: torch.Tensor
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter((self.left, self.right))
+
+
+class HeadsAndSpare(Heads):
+    """Of a dataclass's tensors the reducer knows from the forward on which parameters they use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return Outputs(*super().forward(x))
+
+
 def heads(option: dict[str, Any]) -> float:
     """One backward for each head: the largest difference from one process; buckets of one parameter or of all."""
     torch.manual_seed(0)
-    reference, ours = Heads(), Heads()
+    kind = HeadsAndSpare if "find_unused_parameters" in option else Heads
+    reference, ours = kind(), kind()
     ours.load_state_dict(reference.state_dict())
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (reference, ours)]
     model, handle, _ = accel.setup(ours, optimizers[1], backend=accel.DDP(**option))
@@ -348,7 +371,9 @@ def heads(option: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("option", [{}, {"bucket_cap_mb": 0.0001}, {"gradient_as_bucket_view": False}])
+@pytest.mark.parametrize(
+    "option", [{}, {"bucket_cap_mb": 0.0001}, {"gradient_as_bucket_view": False}, {"find_unused_parameters": True}]
+)
 def test_a_backward_for_each_head(option: dict[str, Any], world: int) -> None:
     assert max(run(world, heads, option)) < 1e-5
 

@@ -20,11 +20,11 @@ from ...gradients.log import TrainableMask, explain
 from ...handles import ModelHandle, OptimizerHandle, Slot, end
 from ...precision import Dtypes, LossScale, Precision, restore_dtypes
 from ...process import Process
-from ...process.control import announce, is_lost, lost, require_equal
+from ...process.control import announce, raise_lost, require_equal
 from .drift import DriftGuard
 from .gradients import Gradients
 from .holdings import Holdings
-from .memory import Footprint, MemoryUse
+from .memory import Footprint, MemoryUse, whole
 from .step import Stepper, refuse_changes
 
 logger = logging.getLogger("accel")
@@ -155,12 +155,12 @@ class Engine(ABC):
         return process.place.rank, process.place.world_size
 
     @classmethod
-    @abstractmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
         """What each rank will hold, by rank; nothing where the backend does not take such a module. Pure.
 
-        It needs neither the backend's package nor a process group.
+        It needs neither the backend's package nor a process group. As written here, everything on every rank.
         """
+        return whole(footprint, world_size)
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -184,6 +184,7 @@ class Engine(ABC):
 
     def detach(self, optimizer: Optimizer) -> None:
         """Give the optimizer back to its user. Local."""
+        self.holdings.guard.release(optimizer)
         self.steppers.pop(id(optimizer)).close()
         Slot.clear(optimizer)
         end(self.optimizer_handles.pop(id(optimizer)))
@@ -265,9 +266,8 @@ class Engine(ABC):
                 return self.run(function, args, kwargs)
             return self.precision.call(self.run, (function, args, kwargs), {})
         except RuntimeError as error:
-            if is_lost(error):
-                method = f"the method {getattr(function, '__name__', function)}"
-                raise lost(f"{'a forward' if function is self.entry else method} ({self.label})", error) from error
+            name = "a forward" if function is self.entry else f"the method {getattr(function, '__name__', function)}"
+            raise_lost(f"{name} ({self.label})", error)
             raise
 
     @final

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ...errors import AccelError, BackendError, OptimizerError, PrecisionError, RankMismatchError
 from ...gradients.log import remove_hooks
 from ...precision import gradients_of
-from ...process.control import Waiting, agree, is_lost, lost
+from ...process.control import Waiting, agree, raise_lost
 from .methods import route_methods
 
 if TYPE_CHECKING:
@@ -54,8 +54,7 @@ def prepare(engine: Engine, optimizer: Optimizer, *, by_grad_scaler: bool = Fals
             gradients.before_step(optimizer)
         gradients.settle(optimizer)
     except RuntimeError as error:
-        if is_lost(error):
-            raise lost(f"the reduction of gradients before a step ({engine.label})", error) from error
+        raise_lost(f"the reduction of gradients before a step ({engine.label})", error)
         raise
     if engine.drift.judged:  # not before all ranks have come as far as this
         engine.drift.begin()

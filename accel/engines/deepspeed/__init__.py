@@ -493,7 +493,6 @@ class DeepSpeedEngine(Engine):
         """Without the guards it is the user's own again."""
         self.gradients.break_step()
         self.overrides.remove(optimizer)
-        self.holdings.guard.release(optimizer)
         super().detach(optimizer)
 
     def take_edits(self) -> None:

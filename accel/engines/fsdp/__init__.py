@@ -314,7 +314,6 @@ class FSDPEngine(Engine):
 
     def detach(self, optimizer: Optimizer) -> None:
         """Give the optimizer back to its user."""
-        self.holdings.guard.release(optimizer)
         if self.distributed and isinstance(optimizer, _WHOLE_MATRICES):
             muon_patch().drop(optimizer)
         super().detach(optimizer)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, final
+from typing import Any, Final, Literal, NoReturn, final
 
 import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from ...errors import BackendError, OptimizerError, PrecisionError
 from ...precision import convert_module, convert_optimizer
 from ...process import Process
+from ...process.control import agree
 from ...shard import Shard, StateEntry
-from ...trees import map_tensors
 from ..base.engine import Context, Engine, Options, lost_weights
 from ..base.gather import Item
 from ..base.gradients import Gradients
@@ -25,28 +24,16 @@ from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse
 from ..base.methods import only
 from ..base.step import refuse_steps
-from .channel import Channel
-from .checks import batchnorms_of, check_balance, check_forward, check_layers, check_sequential
-from .passes import Relay
-from .stages import (
-    Balance,
-    Cut,
-    Named,
-    Stage,
-    balanced,
-    count_stages,
-    cut,
-    flatten,
-    listed,
-    predicted,
-    put_together,
-    split,
-    times_of,
-    unflatten,
+from .checks import batchnorms_of, check_balance, check_forward, check_layers, check_sequential, check_tied, crc, meet
+from .passes import Channel, Pass
+from .stages import Named, Stage, balanced, count_stages, cut, flatten, listed, predicted, run_here, split, times_of
+
+_SAME_BATCH: Final = (
+    "every rank of a pipeline needs the same batch and calls the same things: give the dataloader to accel.setup, draw "
+    "random numbers of the data from generators seeded alike, and let no rank go its own way"
 )
 
 # -- what of a model lies on which rank ---------------------------------------------------------------------------------
-# What of a pipeline's model lies on which rank. The other stages' tensors hold no memory here, and reading them is an error.
 
 
 def _refuse_call(where: str, *_: object) -> NoReturn:
@@ -54,7 +41,7 @@ def _refuse_call(where: str, *_: object) -> NoReturn:
     raise BackendError(f"{where}: call the handle, on all ranks")
 
 
-def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+def _blank(tensor: torch.Tensor) -> torch.Tensor:
     """The same shape and dtype in one element's memory: NaN, or the least integer; writing to it raises."""
     if tensor.is_floating_point() or tensor.is_complex():
         value: Any = float("nan")
@@ -63,128 +50,102 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
-def refuse_tied(stages: Sequence[Sequence[Named]]) -> None:
-    """Refuse a tensor that two stages hold: each would train its own.
-
-    Raises:
-        BackendError: names it.
-    """
-    holder: dict[int, tuple[int, str]] = {}
-    for number, stage in enumerate(stages):
-        for prefix, child in stage:
-            for kind in (child.named_parameters(prefix), child.named_buffers(prefix)):
-                for name, tensor in kind:
-                    other, first = holder.setdefault(id(tensor), (number, name))
-                    if other != number:
-                        raise BackendError(
-                            f"{first} and {name} are one tensor, but lie in stages {other} and {number} of the pipeline: give "
-                            "Pipeline(balance=[...]) that puts them into one stage, or untie them"
-                        )
-
-
 @final
-class Parts:
-    """Which tensors this rank owns.
+class PipelineHoldings(Holdings):
+    """This rank's stage, once the stages are apart: the others' tensors hold no memory here, and reading them is an error."""
 
-    Args:
-        module: the user's Sequential.
-        stages: each rank's children.
-        rank: this one.
-    """
-
-    def __init__(self, module: nn.Module, stages: Sequence[Sequence[Named]], rank: int) -> None:
-        self._module = module
-        self._rank = rank
-        self._stage_of = {name: number for number, stage in enumerate(stages) for name, _ in stage}
-        self._hooks: list[RemovableHandle] = []
-        own = [child for _, child in stages[rank]]
-        for number, stage in enumerate(stages):
-            for name, child in stage:
-                if not any(child is mine for mine in own):  # an activation, say, may stand in several stages
-                    refuse = functools.partial(_refuse_call, f"child {name!r} of this pipeline lies on rank {number}")
-                    self._hooks.append(child.register_forward_pre_hook(refuse))
-        mine = {id(part) for child in own for part in child.modules()}
-        #: The modules of other ranks, by ``id``.
-        self.elsewhere = {id(part) for part in module.modules()} - mine - {id(module)}
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._rank = engine.process.place.rank
+        #: Of each child; empty while every rank holds everything.
+        self._stage_of: dict[str, int] = {}
+        self._hooks = ExitStack()
         #: The parameters of other ranks.
-        self.away = [(name, p) for name, p in module.named_parameters() if not self.owns(name)]
-        self.release()
+        self.away: list[tuple[str, nn.Parameter]] = []
+
+    @property
+    def divided(self) -> bool:
+        return bool(self._stage_of)
 
     def owner(self, name: str) -> int:
         """The rank that owns what has this name; what is in no child is the first rank's."""
         return self._stage_of.get(name.partition(".")[0], 0)
 
-    def owns(self, name: str) -> bool:
-        """Whether this rank owns what has this name."""
-        return self.owner(name) == self._rank
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All parameters and buffers, by name."""
-        return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
-
-    def release(self) -> None:
-        """Free the memory of what other ranks own."""
-        for name, tensor in self.tensors().items():
-            if not self.owns(name):
-                tensor.grad = None
-                tensor.data = empty_like(tensor)
-
-    def release_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        """Drop the optimizer's state of what other ranks own."""
-        for parameter in list(optimizer.state):
-            if isinstance(parameter, torch.Tensor) and not self.owns(names[id(parameter)]):
-                del optimizer.state[parameter]
-
-    def close(self) -> None:
-        """Let the children be called and copied again."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
-
-@final
-class PipelineHoldings(Holdings):
-    """This rank's stage."""
+    def has(self, name: str) -> bool:
+        return not self.divided or self.owner(name) == self._rank
 
     def partial(self, optimizer: Optimizer | None) -> bool:
-        """Once the stages are apart."""
-        return self.engine.parts is not None
-
-    def has(self, name: str) -> bool:
-        """What runs on this rank."""
-        return self.engine.parts is None or bool(self.engine.parts.owns(name))
+        return self.divided
 
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
-        """All of what is in its stage."""
         return super().part(name, tensor, key) if self.has(name) else None
 
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
-        """Of its stage's parameters."""
         return [entry for entry in super().entries(optimizer) if self.has(entry.name)]
 
     def gradients(self) -> Iterator[Item]:
-        """Of its stage's parameters."""
         return ((name, key, value) for name, key, value in super().gradients() if self.has(name))
 
-    def restore(self, parts: Parts, optimizers: Sequence[Optimizer]) -> None:
-        """Give every rank all tensors, with their gradients and the optimizers' state. Collective."""
+    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
+        return [] if self.divided else super().replicas()
+
+    def divide(self, stages: Sequence[Sequence[Named]]) -> None:
+        """Keep this rank's stage, and free the memory of the others."""
+        module: nn.Module = self.engine.module
+        self._stage_of = {name: number for number, stage in enumerate(stages) for name, _ in stage}
+        own = [child for _, child in stages[self._rank]]
+        for number, stage in enumerate(stages):
+            for name, child in stage:
+                if not any(child is mine for mine in own):  # an activation, say, may stand in several stages
+                    refuse = functools.partial(_refuse_call, f"child {name!r} of this pipeline lies on rank {number}")
+                    self._hooks.callback(child.register_forward_pre_hook(refuse).remove)
+        here = {id(part) for child in own for part in child.modules()}
+        self.guard.watch_modules(module, lambda part: id(part) not in here)
+        self.away = [(name, p) for name, p in module.named_parameters() if not self.has(name)]
+        for tensor in self._elsewhere().values():
+            tensor.grad = None
+            tensor.data = _blank(tensor)
+        for optimizer in self.engine.optimizers:
+            self.keep_stage(optimizer)
+
+    def _elsewhere(self) -> dict[str, torch.Tensor]:
+        """The parameters and buffers of other ranks."""
+        module: nn.Module = self.engine.module
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return {name: tensor for name, tensor in tensors.items() if not self.has(name)}
+
+    def keep_stage(self, optimizer: Optimizer) -> None:
+        """Keep this stage's part of an optimizer's state."""
+        self._drop(optimizer)
+        self.guard.watch(optimizer)
+
+    def _drop(self, optimizer: Optimizer) -> None:
+        names = self.parameter_names
+        for parameter in list(optimizer.state):
+            if isinstance(parameter, torch.Tensor) and not self.has(names[id(parameter)]):
+                del optimizer.state[parameter]
+
+    def end(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let the children be called and copied again, and give every rank everything, unless it is alone. Collective."""
+        self.guard.release_modules()
+        self._hooks.close()
+        if not self.engine.ended:
+            self._unite(optimizers)
+        self._stage_of, self.away = {}, []
+
+    def _unite(self, optimizers: Sequence[Optimizer]) -> None:
+        """Give every rank all tensors, with their gradients and the optimizers' state."""
         names = dict(self.engine.module.named_parameters())
         for optimizer in optimizers:
-            parts.release_state(optimizer, self.parameter_names)
+            self._drop(optimizer)
             self.give_back("the end of a pipeline", optimizer, names)
-        tensors = parts.tensors()
-        held = [(name, "", tensor.data) for name, tensor in tensors.items()]
+        held = [(name, "", tensor.data) for name, tensor in [*names.items(), *self.engine.module.named_buffers()]]
         extra = [(name, "extra", value) for name, value in self.values(None).items()]
         whole = self.gather("the end of a pipeline", [*held, *self.gradients(), *extra])
-        for name, tensor in tensors.items():
-            if not parts.owns(name):
-                tensor.data = whole[name, ""]
-                tensor.grad = whole.get((name, "grad"))
-        self.fill(None, {n: value for (n, key), value in whole.items() if key == "extra" and not parts.owns(n)})
-
-    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """None once the stages are apart."""
-        return [] if self.partial(None) else super().replicas()
+        for name, tensor in self._elsewhere().items():
+            tensor.data = whole[name, ""]
+            tensor.grad = whole.get((name, "grad"))
+        self.fill(None, {n: value for (n, key), value in whole.items() if key == "extra" and not self.has(n)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,27 +188,22 @@ class PipelineGradients(Gradients):
     engine: PipelineEngine
 
     def steps_part(self, optimizer: Optimizer) -> bool:
-        """Its stage."""
-        return self.engine.parts is not None
+        return self.engine.holdings.divided
 
     def outside_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """On this rank's stage only."""
-        parts = self.engine.parts
-        away = {id(p) for _, p in parts.away} if parts is not None else set()
+        away = {id(p) for _, p in self.engine.holdings.away}
         return only(optimizer, lambda p: id(p) not in away) if away else super().outside_step(optimizer)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse gradients of what lies on other ranks, and a scaler that looked at this stage alone."""
-        parts = self.engine.parts
-        if parts is None:
-            return
-        away = [name for name, parameter in parts.away if parameter.grad is not None]
-        if away:
+        holdings = self.engine.holdings
+        if away := [name for name, parameter in holdings.away if parameter.grad is not None]:
             raise BackendError(
                 f"{', '.join(away[:5])} has a gradient on rank {self.process.place.rank}, but lies on rank "
-                f"{parts.owner(away[0])}: a loss may use the pipeline's output, not its parameters"
+                f"{holdings.owner(away[0])}: a loss may use the pipeline's output, not its parameters"
             )
-        if getattr(optimizer, "found_inf", None) is not None:
+        if holdings.divided and getattr(optimizer, "found_inf", None) is not None:
             raise PrecisionError(
                 "a GradScaler sees the overflow of one stage only, on each rank of a pipeline: use accel.backward(loss)"
             )
@@ -266,13 +222,12 @@ class PipelineEngine(Engine):
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         super().__init__(module, entry, context)
-        self._balance: Balance = self.options.balance or "size"
+        self._balance = self.options.balance or "size"
         self._children: list[Named] = list(module._modules.items())  # type: ignore[arg-type]
         self._batchnorms = batchnorms_of(module)
         self._stages: list[Stage] = []
-        self.parts: Parts | None = None
-        self._channel = Channel(context.process, self.label)
-        self._relay = Relay(module, self._channel)
+        self._channel = Channel(context.process)
+        self._num_forwards = 0
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
@@ -280,14 +235,15 @@ class PipelineEngine(Engine):
         distributed = process.place.world_size > 1
         num_stages = count_stages(options.balance, process)
         check_sequential(module, num_stages)
-        check_layers(module, distributed=distributed)
+        if distributed:
+            check_layers(module)
         children: list[Named] = list(module._modules.items())  # type: ignore[arg-type]
         if options.balance == "time":
-            refuse_tied([[child] for child in children])
+            check_tied([[child] for child in children])
             return
         if not isinstance(options.balance, str):
             check_balance(options.balance, len(children), num_stages, distributed or len(process.devices) > 1)
-        refuse_tied(split(children, listed(options.balance, children, num_stages)))
+        check_tied(split(children, listed(options.balance, children, num_stages)))
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
@@ -321,26 +277,16 @@ class PipelineEngine(Engine):
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Rank 0's weights, then each rank keeps its own stage of them."""
         super().start(optimizers)
-        if self.distributed and self.parts is None and self._balance != "time":
-            self._part(listed(self._balance, self._children, self.process.place.world_size))
-        elif self.parts is not None:
+        if self.holdings.divided:
             for optimizer in optimizers:
-                self._release(optimizer)
+                self.holdings.keep_stage(optimizer)
+        elif self.distributed and self._balance != "time":
+            self._divide(listed(self._balance, self._children, self.process.place.world_size))
 
-    def _part(self, balance: Sequence[int]) -> None:
-        parts = split(self._children, balance)
-        self.parts = Parts(self.module, parts, self._channel.rank)
-        elsewhere = self.parts.elsewhere
-        self.holdings.guard.watch_modules(self.module, lambda m: m is self.module or id(m) in elsewhere)
-        self._stages = [Stage(parts[self._channel.rank], self.process.device)]
-        for optimizer in self.optimizers:
-            self._release(optimizer)
-
-    def _release(self, optimizer: Optimizer) -> None:
-        """Keep this stage's part of an optimizer's state."""
-        assert self.parts is not None
-        self.parts.release_state(optimizer, self.holdings.parameter_names)
-        self.holdings.guard.watch(optimizer)
+    def _divide(self, balance: Sequence[int]) -> None:
+        stages = split(self._children, balance)
+        self.holdings.divide(stages)
+        self._stages = [Stage(stages[self._channel.rank], self.process.device)]
 
     # -- forward and backward -----------------------------------------------------------------------------------------
 
@@ -352,7 +298,7 @@ class PipelineEngine(Engine):
             raise TypeError(f"a Sequential takes one input; got {len(args)} and {sorted(kwargs)}")
         tensors, form = flatten(args[0], "input")
         where = cut(tensors, self.options.chunks)
-        count = len(where.slices)
+        count = len(where)
         check_forward(self.module, self._children, self._batchnorms, count)
         kept = {"always": 0, "except_last": 1, "never": count}[self.options.checkpoint]
         keep = [number >= count - kept for number in range(count)]
@@ -360,26 +306,39 @@ class PipelineEngine(Engine):
             return self._run_over_ranks(args[0], tensors, form, where, keep)
         if not self._stages:
             self._place(balanced(times_of(self._children, args[0]), len(self.process.devices)))
-        values = [unflatten(form, piece) for piece in where.pieces(tensors)]
-        # At each moment a stage has the micro-batch after the one that its successor has: devices work at the same time.
-        for moment in range(count + len(self._stages) - 1):
-            for at, stage in zip(range(moment, -1, -1), self._stages, strict=False):
-                if at < count:
-                    values[at] = stage.run(self._moved(values[at], stage.device), keep[at])
-        return self._moved(put_together(values, where), self.process.device)
+        return run_here(self._stages, tensors, form, where, keep, self.process.device)
 
-    def _moved(self, value: Any, device: torch.device) -> Any:
-        several = len(self.process.devices) > 1
-        return map_tensors(lambda tensor: tensor.to(device), value, others=True) if several else value
-
-    def _run_over_ranks(self, batch: Any, tensors: list[torch.Tensor], form: Any, where: Cut, keep: list[bool]) -> Any:
-        mask = self.mask.now()
-        self._relay.meet(tensors, form, mask)
+    def _run_over_ranks(
+        self, batch: Any, tensors: list[torch.Tensor], form: Any, where: list[slice | None], keep: list[bool]
+    ) -> Any:
+        mask, what = self.mask.now(), f"forward {self._num_forwards} of a pipeline ({self.label})"
+        self._num_forwards += 1
+        facts = {
+            "whether gradients are on": torch.is_grad_enabled(),
+            "the form of the batch": crc((repr(form), [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors])),
+            "requires_grad of the parameters": crc(mask),
+            "train() or eval() of a layer": crc([m.training for m in self.module.modules()]),
+        }
+        meet(what, facts, tensors, _SAME_BATCH)
         self.mask.known = mask
-        if self.parts is None:
-            self._part(balanced(self._relay.times(self._children, batch), self.process.place.world_size))
-        wanted = torch.is_grad_enabled() and (any(mask) or any(t.requires_grad for t in tensors))
-        return self._relay.run(self._stages[0], tensors, form, where, keep, wanted)
+        if not self.holdings.divided:
+            self._divide(balanced(self._times(batch), self.process.place.world_size))
+        grad = torch.is_grad_enabled() and (any(mask) or any(t.requires_grad for t in tensors))
+        return Pass(self._channel, self._stages[0], what, where, keep, grad).run(tensors, form)
+
+    def _times(self, batch: Any) -> list[float]:
+        """What rank 0 measures, on every rank. Collective."""
+        times: list[float] = []
+        problem = ""
+        if self._channel.rank == 0:
+            try:
+                times = times_of(self._children, batch)
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+        times, problem = agree(f"Pipeline(balance='time') ({self.label})", (times, problem))[0]
+        if problem:
+            raise BackendError(f"measuring the children for Pipeline(balance='time') failed on rank 0: {problem}")
+        return times
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
@@ -392,25 +351,16 @@ class PipelineEngine(Engine):
             )
         super().attach(optimizer)
 
-    def detach(self, optimizer: Optimizer) -> None:
-        """Give the optimizer back to its user."""
-        super().detach(optimizer)
-        self.holdings.guard.release(optimizer)
-
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """The whole module and the whole state of its optimizers, on every rank."""
-        if self.parts is not None:
-            self.parts.close()
-            self.holdings.guard.release_modules()
+        if self.holdings.divided:
+            self.holdings.end(optimizers)
             if self.ended:
-                self.parts = None
                 for optimizer in optimizers:
                     refuse_steps(optimizer, self.ended)
                 raise lost_weights(self)
-            self.holdings.restore(self.parts, optimizers)
-            self.parts = None
         elif len(self.process.devices) > 1 and self._stages:
             for _, child in self._children:
                 convert_module(child, self.process.device, None, ExitStack())

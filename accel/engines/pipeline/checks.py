@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,15 +15,9 @@ from ...process.control import agree
 from ..base.memory import is_sequence
 from .stages import Named
 
-_TIED = nn.modules.batchnorm._BatchNorm
-
 
 def check_sequential(module: nn.Module, stages: int) -> None:
-    """Refuse a module that has no sequence of children, or too few of them.
-
-    Raises:
-        BackendError: says what to do.
-    """
+    """Refuse (BackendError) a module that has no sequence of children, or too few of them."""
     if not is_sequence(module):
         raise BackendError(
             f"a pipeline needs a torch.nn.Sequential, whose children are its layers; this {type(module).__name__} has a "
@@ -36,11 +31,7 @@ def check_sequential(module: nn.Module, stages: int) -> None:
 
 
 def check_balance(balance: tuple[int, ...], children: int, stages: int, fixed: bool) -> None:
-    """Refuse a balance that does not give each stage its children.
-
-    Raises:
-        BackendError: says what was expected.
-    """
+    """Refuse (BackendError) a balance that does not give each stage its children."""
     if fixed and len(balance) != stages:
         raise BackendError(
             f"Pipeline(balance={list(balance)}) is for {len(balance)} stages; there are {stages} devices"
@@ -51,23 +42,29 @@ def check_balance(balance: tuple[int, ...], children: int, stages: int, fixed: b
         )
 
 
-def check_layers(module: nn.Module, *, distributed: bool) -> None:
-    """Refuse layers that would wait for ranks that never call them.
-
-    Raises:
-        BackendError: names them.
-    """
+def check_layers(module: nn.Module) -> None:
+    """Refuse (BackendError) layers that would wait for ranks that never call them."""
     for name, layer in module.named_modules():
-        if distributed and isinstance(layer, nn.SyncBatchNorm):
+        if isinstance(layer, nn.SyncBatchNorm):
             raise BackendError(f"{name} is a SyncBatchNorm, but a stage runs on one rank only: use BatchNorm")
 
 
-def check_forward(module: nn.Module, children: Sequence[Named], batchnorms: Sequence[Named], chunks: int) -> None:
-    """Refuse what changed since setup, and a forward that would not be the module's.
+def check_tied(stages: Sequence[Sequence[Named]]) -> None:
+    """Refuse (BackendError) a tensor that two stages hold: each would train its own."""
+    holder: dict[int, tuple[int, str]] = {}
+    for number, stage in enumerate(stages):
+        for prefix, child in stage:
+            for name, tensor in chain(child.named_parameters(prefix), child.named_buffers(prefix)):
+                other, first = holder.setdefault(id(tensor), (number, name))
+                if other != number:
+                    raise BackendError(
+                        f"{first} and {name} are one tensor, but lie in stages {other} and {number} of the pipeline: give "
+                        "Pipeline(balance=[...]) that puts them into one stage, or untie them"
+                    )
 
-    Raises:
-        BackendError: says what to do.
-    """
+
+def check_forward(module: nn.Module, children: Sequence[Named], batchnorms: Sequence[Named], chunks: int) -> None:
+    """Refuse (BackendError) what changed since setup, and a forward that would not be the module's."""
     now = list(module._modules.items())
     if len(now) != len(children) or any(a[1] is not b[1] for a, b in zip(now, children, strict=True)):
         raise BackendError(
@@ -88,39 +85,32 @@ def check_forward(module: nn.Module, children: Sequence[Named], batchnorms: Sequ
 
 def batchnorms_of(module: nn.Module) -> list[Named]:
     """The BatchNorms, by name."""
-    return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _TIED)]
+    return [
+        (name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)
+    ]
 
 
 # -- the ranks do the same --------------------------------------------------------------------------------------------
 
 
-class Prints(NamedTuple):
-    """Sums of a tensor in which another batch, or another order of it, shows."""
-
-    sums: tuple[float, float, float]
-    tolerance: float
-
-    def same(self, other: Prints) -> bool:
-        """Whether they can be of the same values, up to what rounding does."""
-        if self.tolerance != other.tolerance:
-            return False
-        room = self.tolerance * abs(self.sums[1]) + 1e-30
-        return all(
-            a == b or abs(a - b) <= room or (a != a and b != b) for a, b in zip(self.sums, other.sums, strict=True)
-        )
-
-
 @torch.no_grad()
-def prints(tensor: torch.Tensor) -> Prints:
-    """Of one tensor."""
+def prints(tensor: torch.Tensor) -> tuple[float, float, float, float]:
+    """Sums of a tensor in which another batch, or another order of it, shows; and how far rounding may take them apart."""
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     rows = values.reshape(len(values), -1) if values.dim() and values.numel() else values.reshape(1, -1)
     each = rows.sum(1, dtype=torch.float64)
     total = (rows.abs() if rows.dtype is not torch.bool else rows).sum(dtype=torch.float64)
     order = (each * torch.linspace(1, 2, len(each), dtype=torch.float64, device=each.device)).sum()
-    rounding = 1e-5 if values.dtype.itemsize >= 4 else 1e-2
     a, b, c = torch.stack([each.sum(), total, order]).tolist()
-    return Prints((a, b, c), rounding if values.is_floating_point() else 0.0)
+    rounding = 0.0 if not values.is_floating_point() else 1e-5 if values.dtype.itemsize >= 4 else 1e-2
+    return a, b, c, rounding * abs(b) + 1e-30
+
+
+def _alike(first: Sequence[float] | None, other: Sequence[float] | None) -> bool:
+    if first is None or other is None:
+        return first is other
+    *sums, room = first
+    return all(a == b or abs(a - b) <= room or (a != a and b != b) for a, b in zip(sums, other, strict=False))
 
 
 def crc(value: object) -> int:
@@ -129,11 +119,7 @@ def crc(value: object) -> int:
 
 
 def meet(what: str, facts: dict[str, Any], seen: Sequence[torch.Tensor | None], advice: str) -> None:
-    """All ranks do ``what`` with equal facts and with tensors of equal values, or every rank raises. Collective.
-
-    Raises:
-        RankMismatchError: names the first difference.
-    """
+    """All ranks do ``what`` with equal facts and tensors, or each raises (RankMismatchError) the first difference. Collective."""
     mine = (list(facts.values()), [None if t is None else prints(t) for t in seen])
     answers = agree(what, mine)
     for rank, (theirs, sums) in enumerate(answers):
@@ -141,7 +127,7 @@ def meet(what: str, facts: dict[str, Any], seen: Sequence[torch.Tensor | None], 
             if first != other:
                 raise RankMismatchError(f"{what}: {name} differs between rank 0 and rank {rank}: {advice}")
         for index, (a, b) in enumerate(zip(answers[0][1], sums, strict=True)):
-            if (a is None) != (b is None) or (a is not None and not a.same(b)):
+            if not _alike(a, b):
                 raise RankMismatchError(
                     f"{what}: tensor {index} has other values on rank {rank} than on rank 0: {advice}"
                 )

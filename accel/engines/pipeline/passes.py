@@ -6,19 +6,118 @@ so that the user's ``loss.backward()`` is all that is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
 import torch
-from torch import nn
+import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...errors import AccelError, BackendError
-from ...process.control import agree
-from .channel import Channel, Failure, Message
-from .checks import crc, meet
-from .stages import Cut, Named, Stage, flatten, put_together, times_of, unflatten, without_hooks
+from ...process import Process
+from ...process.control import agree, lost
+from ...process.packing import framed, to_bytes, to_tensor, unframed
+from .checks import meet
+from .stages import Cut, Stage, flatten, pieces, put_together, unflatten, without_hooks
+
+_SAME_LOSS: Final = "every rank must compute the same loss from the pipeline's output, with the same targets"
+_TAG: Final = 0x919E
+
+#: The rank, and its error.
+Failure = tuple[int, str]
+
+# -- messages between the stages ---------------------------------------------------------------------------------------
+
+
+class Message(NamedTuple):
+    """What passes between stages: a nested value, or where and how its making failed."""
+
+    tensors: list[torch.Tensor | None]
+    form: Any = None
+    failure: Failure | None = None
+
+    def head(self) -> tuple[bytes, list[torch.Tensor]]:
+        """All but the tensors' contents, and the tensors that have any, in memory as they are."""
+        kinds = [None if t is None else (t.shape, t.dtype, t.requires_grad) for t in self.tensors]
+        data = pickle.dumps((kinds, self.form, self.failure))
+        full = [t.detach() for t in self.tensors if t is not None and t.numel()]
+        return data, [t.resolve_conj().resolve_neg().contiguous() for t in full]
+
+
+@final
+class Channel:
+    """This rank's connection with the other stages."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self.rank = process.place.rank
+        self.last = process.place.world_size - 1
+        self._sent: list[tuple[Any, torch.Tensor]] = []
+
+    def send(self, to: int, message: Message) -> None:
+        """Begin to send; ``flush`` waits for the end."""
+        head, tensors = message.head()
+        with self._transfer():
+            for piece in (*map(to_tensor, framed(head)), *tensors):
+                travelling = piece.to(self._process.carrier)
+                self._sent.append((dist.isend(travelling, to, self._process.group, _TAG), travelling))
+
+    def flush(self) -> None:
+        """Wait until the neighbours have what was sent."""
+        with self._transfer():
+            for work, _ in self._sent:
+                work.wait()
+        self._sent.clear()
+
+    def receive(self, source: int) -> Message:
+        """The next message of a neighbour."""
+        return self._read(lambda tensor: dist.recv(tensor, source, self._process.group, _TAG))
+
+    def broadcast(self, source: int, message: Message | None) -> Message:
+        """Give every rank the message of ``source``. Collective."""
+        group, carrier = self._process.group, self._process.carrier
+        if message is None:
+            return self._read(lambda tensor: dist.broadcast(tensor, source, group))
+        head, tensors = message.head()
+        with self._transfer():
+            for piece in (*map(to_tensor, framed(head)), *map(_bytes, tensors)):
+                dist.broadcast(piece.to(carrier), source, group)
+        return message
+
+    def _read(self, get: Callable[[torch.Tensor], object]) -> Message:
+        def block(count: int) -> torch.Tensor:
+            data = torch.empty(count, dtype=torch.uint8, device=self._process.carrier)
+            if count:
+                get(data)
+            return data
+
+        def tensor(shape: torch.Size, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
+            whole = block(shape.numel() * dtype.itemsize).view(dtype).view(shape)
+            return whole.to(self._process.device).requires_grad_(requires_grad)
+
+        with self._transfer():
+            kinds, form, failure = pickle.loads(unframed(lambda count: to_bytes(block(count))))
+            return Message([None if kind is None else tensor(*kind) for kind in kinds], form, failure)
+
+    @contextlib.contextmanager
+    def _transfer(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self._sent.clear()
+            raise lost("a message of a pipeline", error) from error
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor: not every backend knows every dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+# -- a forward and its backward ---------------------------------------------------------------------------------------
 
 
 class _Kept(NamedTuple):
@@ -28,143 +127,150 @@ class _Kept(NamedTuple):
     ends: list[GradientEdge | None]
 
 
-class PassGradients(NamedTuple):
-    """What a backward gives: gradients of the batch (on the first stage) and of the stage's parameters."""
-
-    inputs: list[torch.Tensor | None]
-    parameters: list[torch.Tensor | None]
-
-
 @final
+@dataclass(eq=False)
 class Pass:
-    """One forward on this rank, and its backward.
+    """One forward on this rank, and its backward."""
 
-    Args:
-        channel: to the other stages.
-        stage: this rank's.
-        where: how the batch is cut.
-        keep: for each micro-batch, whether its activations are kept.
-        parameters: the stage's parameters that get gradients; None where no gradient is wanted at all.
-    """
+    channel: Channel
+    stage: Stage
+    what: str  # names it for messages
+    where: Cut
+    keep: list[bool]  # of each micro-batch, whether its activations are kept
+    grad: bool  # a backward may come
 
-    def __init__(
-        self, channel: Channel, stage: Stage, where: Cut, keep: list[bool], parameters: list[torch.Tensor] | None
-    ) -> None:
-        self._channel = channel
-        self._stage = stage
-        self._where = where
-        self._keep = keep
-        self.parameters = parameters or []
-        self._grad = parameters is not None
+    def __post_init__(self) -> None:
+        self._parameters: list[torch.Tensor] = [p for p in self.stage.parameters if self.grad and p.requires_grad]
+        self._wanted: list[bool] = []
+        self._form: Any = None
         self._kept: list[_Kept] = []
-        self.form: Any = None
-        self.used = False
+        self._used = False
+        #: Of the forward or backward that runs: this stage's own error, and what failed here or at a stage before.
+        self._error: Exception | None = None
+        self._failure: Failure | None = None
+
+    def run(self, batch: Sequence[torch.Tensor], form: Any) -> Any:
+        """The output of all stages, the same on every rank. Collective."""
+        if self.grad:
+            # The output has a gradient also where this rank's stage has none.
+            anchor = torch.empty(0, requires_grad=True)
+            out = _node(self, form, anchor, len(batch), *batch, *self._parameters)
+        else:
+            out = self.forward(batch, form)
+        return unflatten(self._form, out)
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        """An error inside goes to the other ranks with the messages, and is raised when all have come to the end."""
+        try:
+            yield
+        except Exception as error:
+            self._error, self._failure = error, (self.channel.rank, f"{type(error).__name__}: {error}")
+
+    def _receive(self, source: int) -> Message:
+        message = self.channel.receive(source)
+        self._failure = self._failure or message.failure
+        return message
 
     def forward(self, batch: Sequence[torch.Tensor], form: Any) -> list[torch.Tensor]:
         """Run the micro-batches through this stage; the output of the last one is every rank's."""
-        channel, outputs = self._channel, []
+        channel, outputs = self.channel, []
         first, last = channel.rank == 0, channel.rank == channel.last
-        pieces = self._where.pieces(batch) if first else []
-        error: Exception | None = None
-        failure: Failure | None = None
-        for number, keep in enumerate(self._keep):
+        self._wanted = [self.grad and t.requires_grad for t in batch]
+        parts = pieces(batch, self.where) if first else []
+        for number, keep in enumerate(self.keep):
             if first:
-                given = Message(
-                    [t.detach().requires_grad_(self._grad and t.requires_grad) for t in pieces[number]], form
-                )
+                leaves = [t.detach().requires_grad_(w) for t, w in zip(parts[number], self._wanted, strict=True)]
+                given = Message([*leaves], form)
             else:
-                given = channel.receive(channel.rank - 1)
-                failure = failure or given.failure
+                given = self._receive(channel.rank - 1)
             out = Message([])
-            if failure is None:
-                try:
+            if self._failure is None:
+                with self._noting():
                     out, value = self._compute(given, keep)
                     outputs.append(value)
-                except Exception as caught:
-                    error, failure = caught, (channel.rank, _say(caught))
             if not last:
-                channel.send(channel.rank + 1, Message(out.tensors, out.form, failure))
-        whole: Message | None = None
-        if last:
-            whole, error, failure = self._whole(outputs, error, failure)
+                channel.send(channel.rank + 1, Message(out.tensors, out.form, self._failure))
+        whole = self._whole(outputs) if last else None
         channel.flush()
-        return self._end_forward(channel.broadcast(channel.last, whole), error)
+        whole = channel.broadcast(channel.last, whole)
+        if self._error is not None:
+            raise self._error
+        if whole.failure is not None:
+            raise AccelError(_failed("forward", whole.failure))
+        self._form = whole.form
+        return [t for t in whole.tensors if t is not None]
 
     def _compute(self, given: Message, keep: bool) -> tuple[Message, Any]:
-        with torch.set_grad_enabled(self._grad):
+        with torch.set_grad_enabled(self.grad):
             tensors = [_alias(t) if t is not None and t.requires_grad else t for t in given.tensors]
-            out = self._stage.run(unflatten(given.form, tensors), keep)
-            results, form = flatten(out, f"the output of {self._stage.names[-1]}")
-        if self._grad:
+            out = self.stage.run(unflatten(given.form, tensors), keep)
+            results, form = flatten(out, f"the output of {self.stage.names[-1]}")
+        if self.grad:
             leaves = [t for t in given.tensors if t is not None]
             self._kept.append(_Kept(leaves, [get_gradient_edge(t) if t.requires_grad else None for t in results]))
         detached = [t.detach().requires_grad_(t.requires_grad) for t in results]
         return Message([*detached], form), unflatten(form, detached)
 
-    def _whole(
-        self, outputs: list[Any], error: Exception | None, failure: Failure | None
-    ) -> tuple[Message, Exception | None, Failure | None]:
+    def _whole(self, outputs: list[Any]) -> Message:
         """The output of the whole batch, on the last stage."""
         tensors: list[torch.Tensor] = []
         form = None
-        if failure is None:
-            try:
-                with torch.set_grad_enabled(self._grad):  # so that it is seen which parts have a gradient
-                    tensors, form = flatten(put_together(outputs, self._where), "output")
-            except Exception as caught:
-                error, failure = caught, (self._channel.rank, _say(caught))
-        return Message([*tensors], form, failure), error, failure
+        if self._failure is None:
+            with self._noting(), torch.set_grad_enabled(self.grad):  # so that it is seen which parts have a gradient
+                tensors, form = flatten(put_together(outputs, self.where), "output")
+        return Message([*tensors], form, self._failure)
 
-    def _end_forward(self, out: Message, error: Exception | None) -> list[torch.Tensor]:
-        if error is not None:
-            raise error
-        if out.failure is not None:
-            rank, text = out.failure
-            raise AccelError(f"the forward of the pipeline failed on rank {rank}: {text}")
-        self.form = out.form
-        return [t for t in out.tensors if t is not None]
+    def backward(self, grads: Sequence[torch.Tensor | None], retain: bool) -> list[torch.Tensor | None]:
+        """Run the micro-batches back through this stage: the gradients of the batch and of the stage's parameters.
 
-    def backward(
-        self, grads: Sequence[torch.Tensor | None], retain: bool
-    ) -> tuple[PassGradients, Exception | None, str]:
-        """Run the micro-batches back through this stage.
-
-        Returns:
-            The gradients; an error of this stage; and what failed here or further down, if anything.
+        Raises:
+            AccelError: another rank has other gradients, or an error; or this one's own.
         """
-        channel = self._channel
+        if self._used:
+            raise BackendError("a second backward of one forward: use retain_graph=True in the first one")
+        meet(f"the backward of {self.what}", {"retain_graph": retain}, grads, _SAME_LOSS)
+        self._error = self._failure = None
+        channel = self.channel
         first, last = channel.rank == 0, channel.rank == channel.last
-        totals = _Totals(len(self.parameters))
+        totals: list[torch.Tensor | None] = [None] * len(self._parameters)
         of_batch: list[list[torch.Tensor | None]] = []
-        error: Exception | None = None
-        failure: Failure | None = None
         for number in reversed(range(len(self._kept))):
             leaves, ends = self._kept[number]
             came = self._piece(grads, number) if last else []
             if not last and any(end is not None for end in ends):
-                message = channel.receive(channel.rank + 1)
-                came, failure = message.tensors, failure or message.failure
+                came = self._receive(channel.rank + 1).tensors
             found: list[torch.Tensor | None] = [None] * len(leaves)
-            if failure is None:
-                try:
+            if self._failure is None:
+                with self._noting():
                     found, mine = self._differentiate(leaves, ends, came, retain)
-                    totals.add(mine)
-                except Exception as caught:
-                    error, failure = caught, (channel.rank, _say(caught))
+                    # Not in place: what autograd gives may be shared.
+                    totals = [b if a is None else a if b is None else a + b for a, b in zip(totals, mine, strict=True)]
             if first:
                 of_batch.insert(0, found)
             elif any(leaf.requires_grad for leaf in leaves):
-                channel.send(channel.rank - 1, Message(found, None, failure))
+                channel.send(channel.rank - 1, Message(found, None, self._failure))
         channel.flush()
-        inputs = self._of_batch(of_batch) if failure is None else []
+        inputs = self._of_batch(of_batch) if self._failure is None else []
         if not retain:
-            self.used = True
+            self._used = True
             self._kept.clear()
-        text = "" if failure is None else f"the backward of the pipeline failed on rank {failure[0]}: {failure[1]}"
-        return PassGradients(inputs, totals.values), error, text
+        return [*self._agreed(inputs), *totals]
+
+    def _agreed(self, inputs: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The first stage's gradients of the batch on every rank, once all are well."""
+        problem = "" if self._failure is None else _failed("backward", self._failure)
+        problems = agree(f"the end of the backward of {self.what}", problem)
+        if self._error is not None:
+            raise self._error
+        if any(problems):
+            raise AccelError(next(filter(None, problems)))
+        if not any(self._wanted):
+            return [None] * len(self._wanted)
+        return self.channel.broadcast(0, Message(inputs) if self.channel.rank == 0 else None).tensors
 
     def _piece(self, grads: Sequence[torch.Tensor | None], number: int) -> list[torch.Tensor | None]:
-        where = self._where.slices[number]
+        where = self.where[number]
         return [g if g is None or where is None else g[where] for g in grads]
 
     def _differentiate(
@@ -177,10 +283,10 @@ class Pass:
         """The gradients of one micro-batch's inputs and of the parameters."""
         pairs = [(e, g) for e, g in zip(ends, grads, strict=False) if e is not None and g is not None]
         inputs = [leaf for leaf in leaves if leaf.requires_grad]
-        wanted = [*inputs, *self.parameters]
+        wanted = [*inputs, *self._parameters]
         if not pairs or not wanted:
-            return [None] * len(leaves), [None] * len(self.parameters)
-        with without_hooks(self.parameters):
+            return [None] * len(leaves), [None] * len(self._parameters)
+        with without_hooks(self._parameters):
             found = torch.autograd.grad(
                 [e for e, _ in pairs], wanted, [g for _, g in pairs], retain_graph=retain, allow_unused=True
             )
@@ -189,19 +295,17 @@ class Pass:
 
     def _of_batch(self, found: list[list[torch.Tensor | None]]) -> list[torch.Tensor | None]:
         """The batch's gradients from those of its micro-batches, which are all of the first stage."""
-        joined: list[torch.Tensor | None] = []
-        for index, parts in enumerate(zip(*found, strict=True)):
+
+        def join(parts: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]) -> torch.Tensor | None:
             known = [p for p in parts if p is not None]
-            leaves = [kept.leaves[index] for kept in self._kept]
             if len(parts) == 1 or not known:
-                joined.append(parts[0])
-            elif known[0].dim() == 0:
-                joined.append(torch.stack(known).sum())
-            else:
-                joined.append(
-                    torch.cat([torch.zeros_like(t) if p is None else p for p, t in zip(parts, leaves, strict=True)])
-                )
-        return joined
+                return parts[0]
+            if known[0].dim() == 0:
+                return torch.stack(known).sum()
+            return torch.cat([torch.zeros_like(t) if p is None else p for p, t in zip(parts, leaves, strict=True)])
+
+        leaves = zip(*(kept.leaves for kept in self._kept), strict=True)
+        return list(map(join, zip(*found, strict=True), leaves))
 
 
 @final
@@ -220,47 +324,17 @@ class _Alias(torch.autograd.Function):
 _alias: Any = _Alias.apply
 
 
+def _failed(what: str, failure: Failure) -> str:
+    return f"the {what} of the pipeline failed on rank {failure[0]}: {failure[1]}"
+
+
 @final
-class _Totals:
-    """Sums of the micro-batches' gradients, with as few copies at a time as can be."""
-
-    def __init__(self, count: int) -> None:
-        self.values: list[torch.Tensor | None] = [None] * count
-        self._own: set[int] = set()
-
-    def add(self, grads: list[torch.Tensor | None]) -> None:
-        """Add one micro-batch's; empties ``grads``."""
-        for index in range(len(grads)):
-            grad, grads[index] = grads[index], None
-            total = self.values[index]
-            if grad is None:
-                continue
-            if total is None:
-                self.values[index] = grad
-            elif index in self._own:
-                total.add_(grad)
-            else:  # what autograd gives may be shared
-                self.values[index] = total + grad
-                self._own.add(index)
-
-
-def _say(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-class Ends(NamedTuple):
-    """What the engine does around a pass's backward: compare the ranks before, and their errors and results after."""
-
-    before: Callable[[Sequence[torch.Tensor | None], bool], None]
-    after: Callable[[PassGradients, Exception | None, str], PassGradients]
-
-
-class Node(torch.autograd.Function):
+class _Node(torch.autograd.Function):
     """A pass as one node of autograd."""
 
     @staticmethod
-    def forward(ctx: Any, run: Pass, ends: Ends, form: Any, anchor: torch.Tensor, count: int, *tensors: Any) -> Any:
-        ctx.run, ctx.ends = run, ends
+    def forward(ctx: Any, run: Pass, form: Any, anchor: torch.Tensor, count: int, *tensors: Any) -> Any:
+        ctx.run = run
         ctx.set_materialize_grads(False)
         found = run.forward(tensors[:count], form)
         out = tuple(t.detach() for t in found)
@@ -270,111 +344,8 @@ class Node(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        run: Pass = ctx.run
-        if run.used:
-            raise BackendError("a second backward of one forward: use retain_graph=True in the first one")
         retain: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-        ctx.ends.before(grads, retain)
-        found = ctx.ends.after(*run.backward(grads, retain))
-        return None, None, None, None, None, *found.inputs, *found.parameters
+        return None, None, None, None, *ctx.run.backward(grads, retain)
 
 
-node: Any = Node.apply
-
-
-# -- pipeline relay ----------------------------------------------------------------------------------------------------
-# The forwards of a pipeline over ranks: all ranks compare, each runs its stage, autograd gets one node.
-
-_SAME_BATCH: Final = (
-    "every rank of a pipeline needs the same batch and calls the same things: give the dataloader to accel.setup, draw "
-    "random numbers of the data from generators seeded alike, and let no rank go its own way"
-)
-_SAME_LOSS: Final = "every rank must compute the same loss from the pipeline's output, with the same targets"
-
-
-@final
-class Relay:
-    """Counts the forwards and compares them.
-
-    Args:
-        module: the user's Sequential.
-        channel: to the other ranks.
-    """
-
-    def __init__(self, module: nn.Module, channel: Channel) -> None:
-        self._module = module
-        self._channel = channel
-        self._forwards = 0
-        self._what = ""
-
-    def meet(self, tensors: Sequence[torch.Tensor], form: Any, mask: list[bool]) -> None:
-        """Before each forward: all ranks begin it, with one batch. Collective.
-
-        Raises:
-            RankMismatchError: the ranks differ; nothing has changed.
-        """
-        self._what = f"forward {self._forwards} of a pipeline ({self._channel.label})"
-        self._forwards += 1
-        facts = {
-            "whether gradients are on": torch.is_grad_enabled(),
-            "the form of the batch": crc((repr(form), [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors])),
-            "requires_grad of the parameters": crc(mask),
-            "train() or eval() of a layer": crc([m.training for m in self._module.modules()]),
-        }
-        meet(self._what, facts, tensors, _SAME_BATCH)
-
-    def times(self, children: Sequence[Named], batch: Any) -> list[float]:
-        """What rank 0 measures, on every rank. Collective."""
-        mine: tuple[list[float], str] = ([], "")
-        if self._channel.rank == 0:
-            try:
-                mine = times_of(children, batch), ""
-            except Exception as error:
-                mine = [], f"{type(error).__name__}: {error}"
-        times, problem = agree(f"Pipeline(balance='time') ({self._channel.label})", mine)[0]
-        if problem:
-            raise BackendError(f"measuring the children for Pipeline(balance='time') failed on rank 0: {problem}")
-        return list(times)
-
-    def run(
-        self,
-        stage: Stage,
-        tensors: Sequence[torch.Tensor],
-        form: Any,
-        where: Cut,
-        keep: list[bool],
-        differentiable: bool,
-    ) -> Any:
-        """The output of all stages, the same on every rank. Collective."""
-        if not differentiable:
-            run = Pass(self._channel, stage, where, keep, None)
-            out: Sequence[torch.Tensor] = run.forward(tensors, form)
-        else:
-            parameters: list[torch.Tensor] = [p for p in stage.parameters if p.requires_grad]
-            run = Pass(self._channel, stage, where, keep, parameters)
-            anchor = torch.empty(
-                0, requires_grad=True
-            )  # the output has a gradient also where this rank's stage has none
-            ends = self._ends([t.requires_grad for t in tensors])
-            out = node(run, ends, form, anchor, len(tensors), *tensors, *parameters)
-        return unflatten(run.form, out)
-
-    def _ends(self, wanted: list[bool]) -> Ends:
-        """What comes before and after the backward; ``wanted`` says which tensors of the batch need a gradient."""
-        channel, what = self._channel, f"the backward of {self._what}"
-
-        def before(grads: Sequence[torch.Tensor | None], retain: bool) -> None:
-            meet(what, {"retain_graph": retain}, grads, _SAME_LOSS)
-
-        def after(found: PassGradients, error: Exception | None, failure: str) -> PassGradients:
-            failures = [text for text in agree(f"the end of {what}", failure) if text]
-            if error is not None:
-                raise error
-            if failures:
-                raise AccelError(failures[0])
-            inputs: Sequence[torch.Tensor | None] = [None] * len(wanted)
-            if any(wanted):
-                inputs = channel.broadcast(0, Message(found.inputs) if channel.rank == 0 else None).tensors
-            return PassGradients(list(inputs), found.parameters)
-
-        return Ends(before, after)
+_node: Any = _Node.apply

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple, final
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -21,26 +23,11 @@ Named = tuple[str, nn.Module]
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
-@final
-class _TensorAt:
-    """Where a tensor stood in a nested value."""
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor stood in a nested value; compared between ranks."""
 
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __reduce__(self) -> Any:
-        return _TensorAt, (self.index,)
-
-    def __repr__(self) -> str:
-        return f"tensor {self.index}"  # compared between ranks
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _TensorAt) and other.index == self.index
-
-    def __hash__(self) -> int:
-        return self.index
+    index: int
 
 
 def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
@@ -54,7 +41,7 @@ def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
     def visit(path: str, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
             tensors.append(leaf)
-            return _TensorAt(len(tensors) - 1)
+            return _Place(len(tensors) - 1)
         if isinstance(leaf, _PLAIN):
             return leaf
         kind = f"{leaf.layout} tensor" if isinstance(leaf, torch.Tensor) else type(leaf).__qualname__
@@ -67,30 +54,27 @@ def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
 
 def unflatten(form: Any, tensors: Sequence[Any]) -> Any:
     """The nested value again, with other tensors."""
-    return walk(lambda _, leaf: tensors[leaf.index] if isinstance(leaf, _TensorAt) else leaf, form, "value")
+
+    def is_place(leaf: Any) -> bool:
+        return isinstance(leaf, _Place)
+
+    return walk(lambda _, leaf: tensors[leaf.index] if is_place(leaf) else leaf, form, "value", is_place)
 
 
 # -- micro-batches ----------------------------------------------------------------------------------------------------
 
-
-class Cut(NamedTuple):
-    """Where a batch is cut along the first dimension; one None leaves it whole."""
-
-    slices: list[slice | None]
-
-    def pieces(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """The tensors of each micro-batch; one without dimensions goes to all."""
-        return [[t if s is None or t.dim() == 0 else t[s] for t in tensors] for s in self.slices]
+#: For each micro-batch its part of the batch along the first dimension; None is the whole batch.
+Cut = list[slice | None]
 
 
 def cut(tensors: Sequence[torch.Tensor], chunks: int) -> Cut:
-    """Cuts a batch into at most ``chunks`` micro-batches whose sizes differ by one sample at most.
+    """Where to cut a batch into at most ``chunks`` micro-batches whose sizes differ by one sample at most.
 
     Raises:
         BackendError: the tensors do not have one batch size.
     """
     if chunks == 1:
-        return Cut([None])
+        return [None]
     sizes = {len(t) for t in tensors if t.dim()}
     if len(sizes) != 1:
         raise BackendError(
@@ -100,9 +84,14 @@ def cut(tensors: Sequence[torch.Tensor], chunks: int) -> Cut:
     (rows,) = sizes
     count = min(chunks, rows)
     if count < 2:
-        return Cut([None])
+        return [None]
     ends = [rows * i // count for i in range(count + 1)]
-    return Cut([slice(a, b) for a, b in zip(ends, ends[1:], strict=False)])
+    return [slice(a, b) for a, b in itertools.pairwise(ends)]
+
+
+def pieces(tensors: Sequence[torch.Tensor], where: Cut) -> list[list[torch.Tensor]]:
+    """The tensors of each micro-batch; one without dimensions goes to all."""
+    return [[t if s is None or t.dim() == 0 else t[s] for t in tensors] for s in where]
 
 
 def put_together(outputs: Sequence[Any], where: Cut) -> Any:
@@ -115,7 +104,7 @@ def put_together(outputs: Sequence[Any], where: Cut) -> Any:
         return outputs[0]
     flat = [flatten(output, "output") for output in outputs]
     form = flat[0][1]
-    rows = [s.stop - s.start for s in where.slices if s is not None]
+    rows = [s.stop - s.start for s in where if s is not None]
     for (tensors, other), n in zip(flat, rows, strict=True):
         bad = [tuple(t.shape) for t in tensors if t.dim() == 0 or len(t) != n]
         if bad or other != form:
@@ -161,7 +150,29 @@ class Stage:
         return value
 
 
+def run_here(
+    stages: Sequence[Stage], tensors: list[torch.Tensor], form: Any, where: Cut, keep: list[bool], device: torch.device
+) -> Any:
+    """The output of all stages of this process, on ``device``; ``keep`` is for each micro-batch."""
+    several = len({stage.device for stage in stages}) > 1
+
+    def moved(value: Any, to: torch.device) -> Any:
+        return map_tensors(lambda tensor: tensor.to(to), value, others=True) if several else value
+
+    values = [unflatten(form, piece) for piece in pieces(tensors, where)]
+    # At each moment a stage has the micro-batch after the one that its successor has: devices work at the same time.
+    for moment in range(len(values) + len(stages) - 1):
+        for at, stage in zip(range(moment, -1, -1), stages, strict=False):
+            if at < len(values):
+                values[at] = stage.run(moved(values[at], stage.device), keep[at])
+    return moved(put_together(values, where), device)
+
+
 _Buffer = tuple[nn.Module, str, torch.Tensor]
+
+
+def _buffers_of(modules: Iterable[nn.Module]) -> Iterator[_Buffer]:
+    return ((m, name, b) for m in modules for name, b in m._buffers.items() if b is not None)
 
 
 @final
@@ -174,10 +185,8 @@ class _Again:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._form = self._look()
-        self._before: list[_Buffer] = [
-            (m, name, b.clone()) for m in stage.modules for name, b in m._buffers.items() if b is not None
-        ]
-        self._entered: list[Swapped] = []
+        self._before = [(m, name, b.clone()) for m, name, b in _buffers_of(stage.modules)]
+        self._undo = contextlib.ExitStack()
 
     def _look(self) -> tuple[list[int], list[bool]]:
         return [p._version for p in self._stage.parameters], [m.training for m in self._stage.modules]
@@ -192,45 +201,36 @@ class _Again:
                 "parameters, or train() and eval(), changed between a forward and its backward, which computes the "
                 "activations again: call backward before the step, or use Pipeline(checkpoint='never')"
             )
-        swapped = Swapped(self._before)
-        swapped.__enter__()
-        self._entered.append(swapped)
+        self._undo.enter_context(swapped(self._before))
 
     def __exit__(self, *error: object) -> None:
-        self._entered.pop().__exit__()
+        self._undo.close()
 
 
 def _same(old: torch.Tensor, new: torch.Tensor | None) -> bool:
     return new is not None and old.shape == new.shape and torch.equal(old, new)
 
 
-@final
-class Swapped:
-    """Puts copies of values in buffers' places for a while."""
-
-    def __init__(self, values: Sequence[_Buffer]) -> None:
-        self._values = values
-        self._own: list[tuple[nn.Module, str, torch.Tensor | None]] = []
-
-    def __enter__(self) -> None:
-        self._own = [(m, name, m._buffers[name]) for m, name, _ in self._values]
-        for module, name, value in self._values:
-            module._buffers[name] = value.clone()
-
-    def __exit__(self, *error: object) -> None:
-        for module, name, value in self._own:
-            module._buffers[name] = value
+@contextlib.contextmanager
+def swapped(values: Iterable[_Buffer]) -> Iterator[None]:
+    """Inside, copies of values are in buffers' places."""
+    own = [(m, name, m._buffers[name], value) for m, name, value in values]
+    for module, name, _, value in own:
+        module._buffers[name] = value.clone()
+    try:
+        yield
+    finally:
+        for module, name, buffer, _ in own:
+            module._buffers[name] = buffer
 
 
 @contextlib.contextmanager
 def without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """The tensors' gradient hooks do not run: they run once, on the sum over the micro-batches."""
-    hidden: list[tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]] = []
-    for tensor in tensors:
-        hooks: Any = tensor._backward_hooks
-        if hooks:
-            hidden.append((hooks, dict(hooks)))
-            hooks.clear()
+    tables: list[Any] = [tensor._backward_hooks for tensor in tensors if tensor._backward_hooks]
+    hidden = [(hooks, dict(hooks)) for hooks in tables]
+    for hooks in tables:
+        hooks.clear()
     try:
         yield
     finally:
@@ -241,11 +241,6 @@ def without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 # -- Which children of a Sequential make which stage -------------------------------------------------------------------
 
 Balance = Sequence[int] | str
-
-
-def sizes_of(children: Sequence[Named]) -> list[float]:
-    """The bytes of each child's parameters and buffers."""
-    return [float(sum(t.nbytes for t in (*child.parameters(), *child.buffers()))) for _, child in children]
 
 
 def balanced(weights: Sequence[float], count: int) -> list[int]:
@@ -276,8 +271,7 @@ def times_of(children: Sequence[Named], value: Any) -> list[float]:
             leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
             wanted = [t for t in (*leaves, *child.parameters()) if t.requires_grad]
             best = float("inf")
-            buffers = [(m, k, b) for m in child.modules() for k, b in m._buffers.items() if b is not None]
-            with Swapped(buffers), without_hooks(wanted):
+            with swapped(_buffers_of(child.modules())), without_hooks(wanted):
                 for _ in range(3):
                     copies = [t.clone() for t in leaves]  # a child may work in place
                     start = time.perf_counter()
@@ -302,8 +296,10 @@ def count_stages(balance: Balance, process: Process) -> int:
 
 
 def listed(balance: Balance, children: Sequence[Named], stages: int) -> list[int]:
-    """The number of children of each stage, by size where it is not given."""
-    return balanced(sizes_of(children), stages) if isinstance(balance, str) else list(balance)
+    """The number of children of each stage, where it is not given by the bytes of their parameters and buffers."""
+    if not isinstance(balance, str):
+        return list(balance)
+    return balanced([sum(t.nbytes for t in (*child.parameters(), *child.buffers())) for _, child in children], stages)
 
 
 def split(children: Sequence[Named], balance: Sequence[int]) -> list[list[Named]]:

@@ -204,6 +204,21 @@ def test_an_error_in_one_stage_is_every_ranks_and_the_engine_goes_on() -> None:
     run(4, failures)
 
 
+def failing_measure() -> None:
+    torch.manual_seed(0)
+    raw = nn.Sequential(nn.Linear(6, 6), Faulty(), nn.Linear(6, 3))
+    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=accel.Pipeline(balance="time"))
+    raw[1].where = "forward"  # type: ignore[union-attr]
+    with pytest.raises(accel.BackendError, match=r"balance='time'\) failed on rank 0: ValueError: no forward today"):
+        one_step(model, optimizer, 0)
+    raw[1].where = ""  # type: ignore[union-attr]
+    one_step(model, optimizer, 0)
+
+
+def test_an_error_while_the_children_are_measured_is_every_ranks_and_the_engine_goes_on() -> None:
+    run(2, failing_measure)
+
+
 def lose_the_groups() -> None:
     model = accel.setup(net(), backend="pipeline").model
     accel.process.end_groups("the test")  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -190,6 +191,27 @@ def with_hooks(m: Any) -> None:
     hook.remove()
 
 
+class Scaled(nn.Module):
+    """Of a dict with a tensor without dimensions, which goes to all micro-batches."""
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return batch["x"] * batch["scale"]
+
+
+def batch_with_a_number() -> None:
+    scales = [torch.tensor(3.0, requires_grad=True) for _ in range(2)]
+    raw = nn.Sequential(Scaled(), *net())
+    plain = copy.deepcopy(raw)
+    model = accel.setup(raw, backend=accel.Pipeline(chunks=3)).model
+    for m, scale in zip((model, plain), scales, strict=True):
+        m({"x": batch(0)[0], "scale": scale}).square().mean().backward()
+    torch.testing.assert_close(scales[0].grad, scales[1].grad)
+
+
+def test_a_number_in_the_batch_gets_its_gradient_from_all_micro_batches() -> None:
+    run(2, batch_with_a_number)
+
+
 def part_of_the_rows(m: Any) -> None:
     m(batch(0)[0])[2:3].square().sum().backward()
 
@@ -209,8 +231,8 @@ def test_gradients_that_come_in_any_way(world: int) -> None:
 def explicit_gradients() -> None:
     raw, plain = net(), net()
     model = accel.setup(raw, backend=accel.Pipeline(chunks=2, checkpoint="always")).model
-    parts = registry.of_handle(model).parts  # type: ignore[attr-defined]
-    own = [i for i, (n, _) in enumerate(raw.named_parameters()) if parts.owns(n)]
+    holdings = registry.of_handle(model).holdings
+    own = [i for i, (n, _) in enumerate(raw.named_parameters()) if holdings.has(n)]
     of = [list(m.parameters()) for m in (raw, plain)]
     found = torch.autograd.grad(model(batch(0)[0]).square().mean(), [of[0][i] for i in own])
     want = torch.autograd.grad(plain(batch(0)[0]).square().mean(), [of[1][i] for i in own])
@@ -219,6 +241,10 @@ def explicit_gradients() -> None:
     loss = model(batch(0)[0]).square().mean()
     loss.backward()
     with pytest.raises((RuntimeError, accel.BackendError), match=r"retain_graph|second time"):
+        loss.backward()
+    loss = model(batch(0)[0]).sum()  # whose own graph says nothing
+    loss.backward()
+    with pytest.raises(accel.BackendError, match="a second backward of one forward: use retain_graph=True"):
         loss.backward()
     loss = model(batch(0)[0]).square().mean()
     with torch.no_grad():

@@ -92,6 +92,26 @@ def test_each_rank_holds_its_stage_and_full_states_come_together() -> None:
     assert sum(parts) < 1.1 * bytes_of(net())
 
 
+def optimizer_added() -> None:
+    raw, plain = net(), net()
+    model = accel.setup(raw, backend="pipeline").model
+    own, reference = adamw(raw), adamw(plain)
+    optimizer = accel.setup(model, own).optimizers
+    for step in range(2):
+        one_step(model, optimizer, step)
+        one_step(plain, reference, step)
+    with pytest.raises(accel.OptimizerError, match="holds only its own part"):
+        own.state_dict()
+    torch.testing.assert_close(accel.full_state_dict(optimizer)["state"], reference.state_dict()["state"])
+    accel.teardown(model)
+    assert apart(raw, plain) < 1e-5
+    assert len(own.state) == len(list(raw.parameters()))
+
+
+def test_an_optimizer_that_comes_once_the_stages_are_apart_has_its_parts_too() -> None:
+    run(2, optimizer_added)
+
+
 def shards_and_slots() -> dict[str, list[tuple[int, int]]]:
     raw = net(nn.BatchNorm1d(16))
     own = adamw(raw)
@@ -114,7 +134,7 @@ def shards_and_slots() -> dict[str, list[tuple[int, int]]]:
         slot.tensor.copy_(before[slot.name])
     engine.holdings.fill(own, values)
     engine.holdings.filled()
-    assert all(engine.parts.owns(engine.holdings.parameter_names[id(p)]) for p in own.state)  # type: ignore[attr-defined]
+    assert all(engine.holdings.has(engine.holdings.parameter_names[id(p)]) for p in own.state)
     one_step(model, optimizer, 1)
     accel.teardown(model)
     plain = net(nn.BatchNorm1d(16))
