@@ -208,7 +208,8 @@ class OptimizerHandle(Optimizer):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
         """Drop (or zero) the gradients, wherever the engine keeps them; the arguments are the raw optimizer's own."""
-        return (self._accel_engine or _engine(self)).gradients.zero(self._accel_raw, args, kwargs)
+        _engine(self)
+        return self._accel_raw.zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of this model's parameters."""

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 import accel
-from accel.engines.deepspeed import config as configuration
+from accel.engines.deepspeed import DeepSpeed
 from accel.engines.deepspeed import library as quiet
+from accel.engines.deepspeed.config import Configuration
 
 from .contenders import by_accel
 from .section import Data, Panel, Section, Verdict
@@ -29,7 +30,7 @@ def raw_deepspeed(workload: Workload, stage: int) -> Step:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     model, optimizer = workload.build()
     numel = sum(p.numel() for p in model.parameters())
-    config = configuration.complete({}, stage, offload_parameters=False, dtype=torch.float32, numel=numel)
+    config = Configuration(DeepSpeed(stage=stage)).complete(torch.float32, numel)
     # What makes the library fit a raw loop; its own loop does without.
     del config["managed_gradient_accumulation"]
     with warnings.catch_warnings():

@@ -147,10 +147,6 @@ class Gradients:
         self.settle()
         return nn.utils.clip_grad_norm_(self.engine.parameters, max_norm, norm_type)
 
-    def zero(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Drop the optimizer's gradients, by its own ``zero_grad`` with its own arguments. Local."""
-        return optimizer.zero_grad(*args, **kwargs)
-
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def check(self, optimizer: Optimizer) -> None:
@@ -288,9 +284,37 @@ def refuse_sparse(module: nn.Module, backend: str) -> None:
         )
 
 
-def broken_backward() -> BackendError:
-    """The error of a step, or a forward, after a backward that did not come to its end."""
-    return BackendError(
-        "an exception ended a backward, so that its gradients are incomplete: call zero_grad(), then forward and backward "
-        "again"
-    )
+@final
+class Interruption:
+    """What follows where an exception ended a backward of one model: what it left is cleared, its gradients are refused. Local.
+
+    Attributes:
+        running: by autograd's numbers, the backwards that have begun and not ended; the backend adds and removes them.
+        incomplete: there may be gradients of one that will not end; until the backend knows that they were dropped.
+        stale: what one left half-way, or a forward did, is still in the library; until the backend has cleared it.
+    """
+
+    def __init__(self) -> None:
+        self.running: set[int] = set()
+        self.incomplete = self.stale = False
+
+    def notice(self) -> bool:
+        """Whether there is something to clear; never while a backward runs."""
+        if torch._C._current_graph_task_id() != -1:
+            return False
+        if self.running:
+            self.running.clear()
+            self.incomplete = self.stale = True
+        return self.stale
+
+    def refuse(self) -> None:
+        """Refuse gradients that are incomplete.
+
+        Raises:
+            BackendError: says what to do.
+        """
+        if self.incomplete:
+            raise BackendError(
+                "an exception ended a backward, or a forward after one, so that gradients are incomplete: call zero_grad(), "
+                "then forward and backward again"
+            )

@@ -21,11 +21,11 @@ from ...process import Process
 from ...process.control import Waiting
 from ..base.absent import plainly
 from ..base.engine import Context, Engine, Options, lost_weights
-from ..base.gradients import Gradients, broken_backward, refuse_sparse
+from ..base.gradients import Gradients, refuse_sparse
 from ..base.memory import Footprint, MemoryUse
-from . import config as configuration
+from . import overrides
+from .config import Configuration, refuse_parameters
 from .library import release_groups
-from .overrides import Overrides, call_zero_grad
 from .partitions import Flat, Partitions
 from .stage3 import Stage3
 from .state import DeepSpeedHoldings
@@ -74,7 +74,7 @@ DeepSpeed.variants = tuple(DeepSpeed(stage=stage) for stage in (0, 1, 3))
 
 @final
 class ZeROGradients(Gradients):
-    """Gradients of this rank's fragments are kept until ``zero``; the user's own optimizer steps the fragments.
+    """Gradients of this rank's fragments are kept until ``zero_grad``; the user's own optimizer steps the fragments.
 
     Between ``before_step`` and ``after_step`` these are in the parameters' places in its groups. While nothing is divided,
     gradients are each rank's own until ``settle`` averages them.
@@ -85,14 +85,10 @@ class ZeROGradients(Gradients):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        #: Every step clips to it; 0.0 for none.
-        self.max_norm = 0.0
         #: Steps, or is about to.
         self.stepping: Optimizer | None = None
         #: Groups that have fragments now, with the parameters in whose places these are.
         self.held: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
-        #: A forward or backward ended half-way.
-        self._failed = False
         #: Parameters with final gradients in fragments, and those of them that were stepped with and not dropped since.
         self._kept: set[int | None] = set()
         self._spent: set[int | None] = set()
@@ -144,7 +140,9 @@ class ZeROGradients(Gradients):
     @contextlib.contextmanager
     def forward(self, zero: Partitions) -> Iterator[None]:
         """Around whatever uses weights: what was assigned or written since takes effect, and an exception is noticed."""
-        self._recover(zero)
+        if zero.interruption.notice():
+            self.engine.compare("a new start after an exception")
+            zero.reset()
         if self.engine.stage == 3:
             self._refuse_unseen()
             self.engine.take_edits()
@@ -155,17 +153,8 @@ class ZeROGradients(Gradients):
         try:
             yield
         except BaseException:
-            self._failed = True
+            zero.interruption.stale = zero.eager  # else nothing is in its buckets
             raise
-
-    def _recover(self, zero: Partitions) -> None:
-        """Start afresh after a forward or backward that ended half-way."""
-        if zero.broken:
-            raise broken_backward()
-        if self._failed and torch._C._current_graph_task_id() == -1:
-            self.engine.compare("a new start after an exception")
-            zero.reset()
-            self._failed = False
 
     # -- making them final ----------------------------------------------------------------------------------------
 
@@ -181,8 +170,9 @@ class ZeROGradients(Gradients):
         if not engine.distributed:
             super().settle()
             return
-        if zero is not None and zero.broken:
-            self._recover(zero)
+        if zero is not None:
+            zero.interruption.notice()
+            zero.interruption.refuse()
         if self.pending():
             if zero is None:
                 what = f"a reduction of gradients ({engine.label})"
@@ -272,27 +262,14 @@ class ZeROGradients(Gradients):
 
     # -- dropping them --------------------------------------------------------------------------------------------
 
-    def zero(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Drop gradients here and in ``p.grad``."""
-        if self.engine.zero is None:
-            return type(optimizer).zero_grad(optimizer, *args, **kwargs)
-        indices = self.engine.indices(optimizer)
-        out, dropped = call_zero_grad(optimizer, [self.engine.parameters[i] for i in indices], args, kwargs)
-        self._drop(self.engine.zero, indices, dropped)
-        return out
-
     def drop(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> None:
-        """After ``zero_grad`` of a module with these parameters; nothing where that is not for fragments. Local."""
+        """After ``zero_grad`` of what has these parameters, which may be none of this model's. Local."""
         zero = self.engine.zero
-        numbers = [zero.numbers.get(id(p)) for p in parameters] if zero is not None else []
-        indices = [i for i in numbers if i is not None]
-        if zero is not None and len(indices) == len(numbers):
-            self._drop(zero, indices, set_to_none)
-
-    def _drop(self, zero: Partitions, indices: Sequence[int], set_to_none: bool) -> None:
-        if zero.broken:
-            zero.backwards.clear()
-            self._failed = True
+        indices = [zero.numbers[id(p)] for p in parameters if id(p) in zero.numbers] if zero is not None else []
+        if zero is None or not indices:
+            return
+        zero.interruption.notice()
+        zero.interruption.incomplete = False
         zero.drop(indices, set_to_none)
         self._spent.difference_update(indices)
         if set_to_none:
@@ -305,7 +282,8 @@ class ZeROGradients(Gradients):
         """Refuse an optimizer that would see a part of a parameter as another parameter."""
         super().check(optimizer)
         engine = self.engine
-        if engine.stage and engine.distributed and type(optimizer) not in _ELEMENTWISE and not engine.any_optimizer:
+        fits = type(optimizer) in _ELEMENTWISE or engine.configuration.any_optimizer
+        if engine.stage and engine.distributed and not fits:
             raise OptimizerError(
                 f"{type(optimizer).__name__} with DeepSpeed stage {engine.stage}: each rank steps its part of each parameter as "
                 "a flat tensor, which is known to be exact for torch's elementwise optimizers (SGD, Adam, AdamW, ...); use "
@@ -326,8 +304,8 @@ class ZeROGradients(Gradients):
 
     def _show(self, optimizer: Optimizer) -> None:
         """Clip as the configuration says, then put the fragments in the parameters' places in the groups."""
-        if self.max_norm > 0:
-            self._clip(self.max_norm, 2.0)
+        if (max_norm := self.engine.configuration.clipping) > 0:
+            self._clip(max_norm, 2.0)
         zero = self.engine.zero
         if zero is None:
             return
@@ -398,40 +376,32 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         super().__init__(module, entry, context)
-        self._config = configuration.read(self.options.config)
-        self.gradients.max_norm = configuration.clipping(self._config)
-        self.stage = configuration.stage_of(self._config, self.options.stage)
+        self.configuration = Configuration(self.options)
+        self.stage = self.configuration.stage
         self.holdings.undoes_writes = bool(self.stage)
         self.zero: Partitions | None = None
-        self.overrides = Overrides(self)
-        #: Whether the configuration vouches for optimizers that are not torch's.
-        self.any_optimizer = self._config.get("zero_allow_untested_optimizer") is True
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         """Refuse a configuration that contradicts the options or the loop."""
-        config = configuration.read(options.config)
-        stage = configuration.stage_of(config, options.stage)
-        configuration.check(config, stage)
-        configuration.check_divided(config, stage, options, process.place.world_size)
+        Configuration(options).check(process.place.world_size)
         if process.place.world_size > 1:
             refuse_sparse(module, cls.name)
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
         """What the stage divides, divided."""
-        config = configuration.read(options.config)
-        return configuration.predicted(footprint, config, configuration.stage_of(config, options.stage), world_size)
+        return Configuration(options).predicted(footprint, world_size)
 
     def wrap(self) -> None:
         """Refuse what needs the precision; DeepSpeed itself divides in ``start``."""
-        configuration.check(self._config, self.stage, self.precision.name)
+        self.configuration.check_precision(self.precision.name)
         if not self.distributed or not self.stage:
             return
-        configuration.refuse_parameters(self.parameters, self.names)
+        refuse_parameters(self.parameters, self.names)
         if self.stage == 3 and self.entry is not self.module:
             raise BackendError("a torch.compile wrapper with DeepSpeed stage 3: its weights come and go; use stage 2")
-        self.overrides.put(self.module)
+        overrides.put(self.module, self)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Rank 0's weights; then DeepSpeed divides them, if it has not yet; then the optimizers' state follows."""
@@ -451,19 +421,10 @@ class DeepSpeedEngine(Engine):
             self.holdings.guard.watch(optimizer)
 
     def _divide(self) -> None:
-        masters = configuration.masters(self._config)
-        offload = configuration.offloaded(self._config, "offload_optimizer", self.options.offload_optimizer)
-        weights_on = torch.device("cpu") if offload else None
-        arguments = (self.module, self.parameters, masters, weights_on, self.process, self.label)
-        zero = Stage3(*arguments) if self.stage == 3 else Flat(self.stage, *arguments)
+        self.zero = zero = Stage3(self) if self.stage == 3 else Flat(self)
         numel = sum(p.numel() for p in self.parameters)
         dtype = next(p.dtype for p in self.parameters if p.is_floating_point())
-        offload_parameters = configuration.offloaded(self._config, "offload_param", self.options.offload_parameters)
-        self.zero = zero
-        config = configuration.complete(
-            self._config, self.stage, offload_parameters=offload_parameters, dtype=dtype, numel=numel
-        )
-        zero.start(config, self.process.device)
+        zero.start(self.configuration.complete(dtype, numel), self.process.device)
         if self.holdings.partial(None):
             self.holdings.guard.watch_modules(self.module, lambda m: any(True for _ in m.parameters()))
 
@@ -476,10 +437,7 @@ class DeepSpeedEngine(Engine):
         if self.zero is None:
             return function(*args, **kwargs)
         with self.gradients.forward(self.zero):
-            if function is not self.entry:
-                return self.zero.call(function, args, kwargs)
-            with self.zero.forward():
-                return function(*args, **kwargs)
+            return self.zero.call(function, args, kwargs, function is self.entry)
 
     # -- optimizers -----------------------------------------------------------------------------------------------
 
@@ -487,12 +445,13 @@ class DeepSpeedEngine(Engine):
         """Refuse what cannot step parts of parameters."""
         self.gradients.check(optimizer)
         super().attach(optimizer)
-        self.overrides.put(optimizer)
+        if self.distributed and self.stage:
+            overrides.put(optimizer, self)
 
     def detach(self, optimizer: Optimizer) -> None:
         """Without the guards it is the user's own again."""
         self.gradients.break_step()
-        self.overrides.remove(optimizer)
+        overrides.remove(optimizer)
         super().detach(optimizer)
 
     def take_edits(self) -> None:
@@ -519,19 +478,15 @@ class DeepSpeedEngine(Engine):
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Whole weights, gradients and optimizer state in the user's own objects."""
         self.holdings.guard.release_modules()
-        self.overrides.remove(self.module)
-        zero = self.zero
-        if zero is None or not hasattr(zero, "zero"):  # its start failed
-            self.zero = None
-            return
-        if not self.ended:
+        overrides.remove(self.module)
+        zero = self.zero if hasattr(self.zero, "zero") else None  # its start may have failed
+        if zero is not None and not self.ended:
             self.holdings.restore(zero, optimizers)
-            self.zero = None
-            return
         self.zero = None
-        self.holdings.leave(zero, optimizers)
-        if self.stage == 3:
-            raise lost_weights(self)
+        if zero is not None and self.ended:
+            self.holdings.leave(zero, optimizers)
+            if self.stage == 3:
+                raise lost_weights(self)
 
     def abandon(self, reason: str) -> None:
         """Let go of the groups that DeepSpeed holds for this model too."""

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any, Final, final
 
 import torch
@@ -38,6 +38,16 @@ def _compile(original: Callable[..., Any], model: Any = None, **options: Any) ->
     return model if model is not None else lambda function: function
 
 
+def _linear(plain: Callable[..., Any], input: Any, weight: Any, bias: Any = None) -> Any:
+    """The library's, which does not keep a gathered weight until backward, for weights that it divides."""
+    divided = hasattr(weight, "ds_id")
+    return (library("deepspeed.runtime.zero.linear").zero3_linear_wrap if divided else plain)(input, weight, bias)
+
+
+#: The library alone would replace it in every model, for good.
+_efficient: Final = around(vars(nn.functional), "linear", _linear)
+
+
 @contextlib.contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
     """Import and build without log lines, deprecation warnings, and compilation of what is never used."""
@@ -55,6 +65,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 # -- The private names of the library that this backend relies on ------------------------------------------------------
 
+_ENGINE: Final = "deepspeed.runtime.engine:DeepSpeedEngine."
 _ZERO12: Final = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer."
 _ZERO3: Final = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3."
 _OFFLOAD: Final = "deepspeed.runtime.zero.parameter_offload:"
@@ -62,50 +73,33 @@ _COORDINATOR: Final = "deepspeed.runtime.zero.partitioned_param_coordinator:"
 _OWN: Final = f"{_COORDINATOR}PartitionedParameterCoordinator."
 #: What it puts on a parameter of stage 3.
 _PARAMETER: Final = "deepspeed.runtime.zero.partition_parameters:Init."
+#: Where Python puts what these two classes call by two underscores.
+OF_STAGE3: Final = "_DeepSpeedZeroOptimizer_Stage3__"
+OF_COORDINATOR: Final = "_PartitionedParameterCoordinator__"
 _PRIVATE: Final = (
     ("deepspeed.accelerator:", "get_accelerator", "which device it runs on"),
     ("deepspeed.utils.debug:", "debug_clear_module_and_param_names", "letting go of models"),
-    (
-        "deepspeed.utils.groups:",
-        "_WORLD_GROUP _ZERO_PARAM_INTRA_PARALLEL_GROUP _ALL_TO_ALL_GROUP",
-        "letting go of process groups",
-    ),
+    ("deepspeed.utils.groups:", "_WORLD_GROUP _ALL_TO_ALL_GROUP", "letting go of process groups"),
+    ("deepspeed.utils.groups:", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "letting go of process groups"),
     ("deepspeed.comm.comm:", "cdb", "letting go of process groups"),
-    (
-        "deepspeed.runtime.engine:DeepSpeedEngine.",
-        "module_forward_pre_hook module_forward_post_hook",
-        "several forwards before a backward",
-    ),
-    ("deepspeed.runtime.engine:DeepSpeedEngine.", "destroy", "teardown"),
+    (_ENGINE, "module_forward_pre_hook module_forward_post_hook", "several forwards before a backward"),
+    (_ENGINE, "destroy", "teardown"),
     (_ZERO12, "round_robin_bit16_groups bit16_groups_flat", "the flat memory, and what lies there"),
     (_ZERO12, "partition_size real_dp_process_group", "this rank's part of it"),
     (_ZERO12, "single_partition_of_fp32_groups", "weights that are stepped elsewhere"),
     (_ZERO12, "_grad_acc_hooks", "which gradients exist"),
     (_ZERO12, "copy_grads_in_partition", "reduced gradients"),
-    (
-        _ZERO12,
-        "reduce_independent_p_g_buckets_and_remove_grads reduce_ipg_grads setup_buckets ipg_buckets overlap_comm "
-        "extra_large_param_to_reduce params_already_reduced get_param_id _release_ipg_buffers _clear_previous_reduced_grads",
-        "its buckets",
-    ),
-    (
-        _ZERO12,
-        "parallel_partitioned_bit16_groups nccl_start_alignment_factor allgather_bucket_size",
-        "the weights after a step",
-    ),
+    (_ZERO12, "reduce_independent_p_g_buckets_and_remove_grads reduce_ipg_grads setup_buckets", "its buckets"),
+    (_ZERO12, "ipg_buckets overlap_comm extra_large_param_to_reduce params_already_reduced", "its buckets"),
+    (_ZERO12, "get_param_id _release_ipg_buffers _clear_previous_reduced_grads", "its buckets"),
+    (_ZERO12, "parallel_partitioned_bit16_groups nccl_start_alignment_factor", "the weights after a step"),
+    (_ZERO12, "allgather_bucket_size", "the weights after a step"),
     ("deepspeed.runtime.utils:", "all_gather_dp_groups", "the weights after a step"),
     (_ZERO3, "_grad_acc_hooks _leaf_module_hooks", "which gradients exist"),
-    (
-        _ZERO3,
-        "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition grad_partitions_flat_buffer micro_step_id",
-        "reduced gradients",
-    ),
-    (
-        _ZERO3,
-        "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads reduce_independent_p_g_buckets_and_remove_grads "
-        "reduce_and_partition_stream ipg_buckets",
-        "its buckets",
-    ),
+    (_ZERO3, f"{OF_STAGE3}param_id_to_grad_partition", "reduced gradients"),
+    (_ZERO3, "grad_partitions_flat_buffer micro_step_id", "reduced gradients"),
+    (_ZERO3, f"{OF_STAGE3}reduce_and_partition_ipg_grads ipg_buckets", "its buckets"),
+    (_ZERO3, "reduce_independent_p_g_buckets_and_remove_grads reduce_and_partition_stream", "its buckets"),
     (_ZERO3, "offload_optimizer fp32_partitioned_groups_flat", "weights that are stepped elsewhere"),
     (_ZERO3, "parameter_offload persistent_parameters _partition_all_parameters", "gathered weights"),
     (_OFFLOAD, "FWD_MODULE_STACK ZeROOrderedDict._in_forward", "weights that one module reads from another"),
@@ -114,24 +108,14 @@ _PRIVATE: Final = (
     (_COORDINATOR, "iter_params z3_leaf_module", "the weights of a module"),
     (_OWN, "fetch_sub_module release_sub_module reset_step", "what is gathered, and divided again"),
     (_OWN, "trace_prologue release_and_reset_all", "its hooks on plain tensors"),
-    (
-        _OWN,
-        "_PartitionedParameterCoordinator__params_to_release _PartitionedParameterCoordinator__submodule_order",
-        "letting go of models",
-    ),
-    (
-        _OWN,
-        "_PartitionedParameterCoordinator__inflight_param_registry",
-        "weights that one module reads from another",
-    ),
+    (_OWN, f"{OF_COORDINATOR}params_to_release {OF_COORDINATOR}submodule_order", "letting go of models"),
+    (_OWN, f"{OF_COORDINATOR}inflight_param_registry", "weights that one module reads from another"),
+    ("deepspeed.runtime.zero.linear:", "zero3_linear_wrap", "gathered weights"),
     ("deepspeed.runtime.zero:", "register_external_parameter", "weights that one module reads from another"),
     ("deepspeed.runtime.zero.partition_parameters:", "ZeroParamStatus.AVAILABLE", "whether a weight is gathered"),
-    (
-        _PARAMETER,
-        "ds_status ds_tensor ds_numel ds_shape ds_id ds_persist ds_active_sub_modules ds_zero_partition_world_size "
-        "all_gather all_gather_coalesced partition item",
-        "what this rank has of a weight",
-    ),
+    (_PARAMETER, "ds_status ds_tensor ds_numel ds_shape ds_id ds_persist", "what this rank has of a weight"),
+    (_PARAMETER, "ds_active_sub_modules ds_zero_partition_world_size", "what this rank has of a weight"),
+    (_PARAMETER, "all_gather all_gather_coalesced partition item", "what this rank has of a weight"),
 )
 #: The version with which this backend's tests were run. With 0.19.6 and 0.19.7 they fail, although these have the names.
 _RAN: Final = ("0.19.8",)
@@ -154,14 +138,6 @@ def _import(device: torch.device) -> Any:
     return deepspeed
 
 
-def _forget_old_groups() -> None:
-    """DeepSpeed keeps process groups for good; those of a process group that ended are of no use."""
-    groups = library("deepspeed.utils.groups")
-    known = groups._WORLD_GROUP
-    if known is not None and known not in distributed_c10d._world.pg_map:
-        forget_groups()
-
-
 def forget_groups() -> None:
     """Let go of the process groups that DeepSpeed holds, where it was imported; its copy of the user's group ends."""
     groups: Any = sys.modules.get("deepspeed.utils.groups")
@@ -175,20 +151,11 @@ def forget_groups() -> None:
         comm.cdb = None
 
 
-class _NoBackend:
-    """Answers for the library's communication once its process groups are gone: it asks for its rank before it logs."""
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def get_rank(self, group: object = None) -> int:
-        return -1
-
-
 def without_groups() -> contextlib.AbstractContextManager[None]:
-    """Inside, the library takes its own apart although its process groups may be gone."""
+    """Inside, the library takes its own apart although its process groups may be gone: it asks for its rank before it logs."""
     comm = vars(library("deepspeed.comm.comm"))
-    return replaced(comm, "cdb", _NoBackend()) if comm["cdb"] is None else contextlib.nullcontext()
+    nobody = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda group=None: -1)
+    return replaced(comm, "cdb", nobody) if comm["cdb"] is None else contextlib.nullcontext()
 
 
 def release_groups(roots: Iterable[Any]) -> None:
@@ -204,11 +171,8 @@ def release_groups(roots: Iterable[Any]) -> None:
             if any(isinstance(v, dist.ProcessGroup) for v in (value if isinstance(value, list) else [value])):
                 held[name] = None
         cells = [cell.cell_contents for cell in getattr(owner, "__closure__", None) or ()]
-        todo += [v for v in (*held.values(), *cells) if isinstance(v, FunctionType) or _is_of_library(v)]
-
-
-def _is_of_library(value: object) -> bool:
-    return type(value).__module__.startswith("deepspeed.")
+        inside = (*held.values(), *cells)
+        todo += [v for v in inside if isinstance(v, FunctionType) or type(v).__module__.startswith("deepspeed.")]
 
 
 def initialise(
@@ -218,17 +182,26 @@ def initialise(
     with _undisturbed(device):
         with unseen_group():
             deepspeed = _import(device)
-        _forget_old_groups()
+        # It keeps process groups for good; those of a process group that ended are of no use.
+        if library("deepspeed.utils.groups")._WORLD_GROUP not in (None, *distributed_c10d._world.pg_map):
+            forget_groups()
         process = running()
         if process is not None and forget_groups not in process.releases:
             process.releases.append(forget_groups)
+        divided = config["zero_optimization"]
+        config = {**config, "zero_optimization": {**divided, "memory_efficient_linear": False}}
         stand_in = torch.optim.SGD([{"params": group} for group in groups], lr=0.0)
         # Its shared-memory op takes a minute to compile and serves only inference.
         with replaced(vars(library("deepspeed.ops")), "__compatible_ops__", collections.defaultdict(bool)):
             engine = deepspeed.initialize(model=module, optimizer=stand_in, config=config, dist_init_required=False)[0]
     _renamed.need(engine)
-    for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
-        hook.remove()
+    if divided["stage"] == 3 and divided.get("memory_efficient_linear", True):
+        _efficient.need(engine)
+    zero, forward = engine.optimizer, [engine.module_forward_pre_hook, engine.module_forward_post_hook]
+    for hooks in (forward, zero._grad_acc_hooks, getattr(zero, "_leaf_module_hooks", [])):
+        for hook in hooks:
+            hook.remove()
+        hooks.clear()
     library("deepspeed.utils.debug").debug_clear_module_and_param_names()
     return engine
 
@@ -243,8 +216,8 @@ _HOOKS: Final = (
 _LATER: Final = ("ds_", "applied_pre_backward_ref_cnt")
 
 
-def _hooks(module: nn.Module) -> dict[str, set[int]]:
-    return {name: set(getattr(module, name)) for name in _HOOKS}
+def _owned(owner: Any) -> tuple[set[str], dict[str, set[int]]]:
+    return set(vars(owner)), {name: set(getattr(owner, name, None) or ()) for name in _HOOKS}
 
 
 @final
@@ -253,23 +226,19 @@ class Snapshot:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._before: dict[int, tuple[set[str], Any]] = {id(m): (set(vars(m)), _hooks(m)) for m in module.modules()}
-        self._before.update((id(p), (set(vars(p)), None)) for p in module.parameters())
+        self._before = {id(owner): _owned(owner) for owner in (*module.modules(), *module.parameters())}
         self._containers = [(m, type(m._parameters)) for m in module.modules()]
         self._added: list[tuple[Any, set[str], dict[str, set[int]]]] = []
 
     def changed(self) -> None:
         """Call it when the library has made its changes: later ones are the user's."""
-        for module in self._module.modules():
-            names, hooks = self._before[id(module)]
-            now = _hooks(module)
-            self._added.append((module, set(vars(module)) - names, {k: now[k] - hooks[k] for k in now}))
-        for parameter in self._module.parameters():
-            self._added.append((parameter, set(vars(parameter)) - self._before[id(parameter)][0], {}))
+        for owner in (*self._module.modules(), *self._module.parameters()):
+            (names, hooks), (names_now, hooks_now) = self._before[id(owner)], _owned(owner)
+            self._added.append((owner, names_now - names, {k: hooks_now[k] - hooks[k] for k in hooks}))
 
     def hooks(self, name: str) -> list[Any]:
-        """The library's hooks of the root module."""
-        keys = next((added[name] for owner, _, added in self._added if owner is self._module), set())
+        """The library's hooks of the root module, which comes first."""
+        keys = self._added[0][2][name]
         return [hook for key, hook in getattr(self._module, name).items() if key in keys]
 
     def change_hooks(self, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import AccelError
-from .stage3 import Method
 
 if TYPE_CHECKING:
     from . import DeepSpeedEngine
@@ -22,89 +21,69 @@ _OWN: Final = ("zero_grad", "__deepcopy__", "__getstate__")
 
 
 @final
-class Overrides:
-    """Puts them into the raw objects of one engine, which it holds weakly.
+class Method:
+    """A bound method whose repr is not its owner's: some modules (``EmbeddingBag``) show all of their attributes in theirs."""
 
-    Args:
-        engine: drops the gradients.
-    """
+    def __init__(self, function: Callable[..., Any], owner: Any) -> None:
+        self._function = function
+        self._owner = owner
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        self._engine = weakref.ref(engine)
-        self._copying = False
-
-    def put(self, raw: nn.Module | Optimizer) -> None:
-        """Into a module and all in it, or into an optimizer."""
-        if isinstance(raw, Optimizer):
-            vars(raw)["zero_grad"] = Method(_optimizer_zero_grad(self._engine), raw)
-            return
-        for child in raw.modules():
-            if any(True for _ in child.parameters()):
-                vars(child)["__deepcopy__"] = Method(self._deepcopy(), child)
-                vars(child)["__getstate__"] = Method(self._getstate(), child)
-            vars(child)["zero_grad"] = Method(_module_zero_grad(self._engine), child)
-
-    def remove(self, raw: nn.Module | Optimizer) -> None:
-        """Take them out again."""
-        for holder in [raw] if isinstance(raw, Optimizer) else raw.modules():
-            for name in _OWN:
-                if isinstance(vars(holder).get(name), Method):
-                    del vars(holder)[name]
-
-    def _deepcopy(self) -> Callable[..., Any]:
-        reference = weakref.ref(self)
-
-        def deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
-            own, overrides = vars(module).pop("__deepcopy__"), reference()
-            assert overrides is not None  # the module's engine has it
-            before, overrides._copying = overrides._copying, True
-            try:
-                return copy.deepcopy(module, memo)
-            finally:
-                overrides._copying = before
-                vars(module)["__deepcopy__"] = own
-
-        return deepcopy
-
-    def _getstate(self) -> Callable[..., Any]:
-        """For a copy of a whole module, without these; a pickle there is none of what the library adds to parameters."""
-        reference = weakref.ref(self)
-
-        def getstate(module: nn.Module) -> Any:
-            overrides = reference()
-            if overrides is None or not overrides._copying:
-                raise AccelError(
-                    f"a {type(module).__name__} cannot be pickled while DeepSpeed works on its weights: pickle what "
-                    "accel.full_state_dict(model) returns, which every rank calls, or the module that accel.teardown(model) "
-                    "returns; accel.save writes a checkpoint"
-                )
-            state = type(module).__getstate__(module) if hasattr(type(module), "__getstate__") else vars(module)
-            return {k: v for k, v in state.items() if k not in _OWN} if isinstance(state, dict) else state
-
-        return getstate
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._owner, *args, **kwargs)
 
 
-def _module_zero_grad(reference: weakref.ref[DeepSpeedEngine]) -> Callable[..., None]:
-    def zero_grad(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        engine, own = reference(), list(module.parameters())
-        _, dropped = call_zero_grad(module, own, args, kwargs)
-        if engine is not None:  # a copy of the module has this method too, and other parameters
-            engine.gradients.drop(own, dropped)
+def put(raw: nn.Module | Optimizer, engine: DeepSpeedEngine) -> None:
+    """Put them into an optimizer, or into a module and all in it that have parameters; the engine is held weakly."""
+    functions: dict[str, Callable[..., Any]] = {"zero_grad": _zero_grad(weakref.ref(engine))}
+    if isinstance(raw, nn.Module):
+        functions |= {"__deepcopy__": _deepcopy, "__getstate__": _getstate}
+    for holder in [raw] if isinstance(raw, Optimizer) else raw.modules():
+        if isinstance(holder, Optimizer) or any(True for _ in holder.parameters()):
+            vars(holder).update({name: Method(function, holder) for name, function in functions.items()})
+
+
+def remove(raw: nn.Module | Optimizer) -> None:
+    """Take them out again."""
+    for holder in [raw] if isinstance(raw, Optimizer) else raw.modules():
+        for name in _OWN:
+            if isinstance(vars(holder).get(name), Method):
+                del vars(holder)[name]
+
+
+def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
+    """A copy has none of them."""
+    own = {name: vars(module).pop(name) for name in _OWN}
+    try:
+        return copy.deepcopy(module, memo)
+    finally:
+        vars(module).update(own)
+
+
+def _getstate(module: nn.Module) -> NoReturn:
+    """A pickle would have none of what the library adds to parameters."""
+    raise AccelError(
+        f"a {type(module).__name__} cannot be pickled while DeepSpeed works on its weights: pickle what "
+        "accel.full_state_dict(model) returns, which every rank calls, or the module that accel.teardown(model) returns; "
+        "accel.save writes a checkpoint"
+    )
+
+
+def _zero_grad(reference: weakref.ref[DeepSpeedEngine]) -> Callable[..., Any]:
+    def zero_grad(holder: nn.Module | Optimizer, *args: Any, **kwargs: Any) -> Any:
+        engine, parameters = reference(), []
+        if isinstance(holder, nn.Module):
+            parameters = list(holder.parameters())
+        elif engine is not None:
+            parameters = [engine.parameters[i] for i in engine.indices(holder)]
+        out, dropped = _call_zero_grad(holder, parameters, args, kwargs)
+        if engine is not None:
+            engine.gradients.drop(parameters, dropped)
+        return out
 
     return zero_grad
 
 
-def _optimizer_zero_grad(reference: weakref.ref[DeepSpeedEngine]) -> Callable[..., Any]:
-    def zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        engine = reference()
-        if engine is None:
-            return type(optimizer).zero_grad(optimizer, *args, **kwargs)
-        return engine.gradients.zero(optimizer, args, kwargs)
-
-    return zero_grad
-
-
-def call_zero_grad(
+def _call_zero_grad(
     holder: nn.Module | Optimizer, parameters: Sequence[nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, bool]:
     """What the class's own ``zero_grad`` returns, and whether it dropped gradients rather than filling them with zeros.

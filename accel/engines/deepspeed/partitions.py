@@ -6,12 +6,12 @@ here, by parameter: so a frozen or unused parameter is left alone exactly as in 
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...gradients.average import held_anywhere
-from ...process import Process
+from ...gradients.log import at_end_of_backward
 from ...process.control import Waiting, announce
 from ..base.absent import plainly
+from ..base.gradients import Interruption
 from .library import Snapshot, initialise, library
+
+if TYPE_CHECKING:
+    from . import DeepSpeedEngine
 
 # -- One process's part of one parameter -------------------------------------------------------------------------------
 
@@ -33,7 +37,6 @@ class Fragment:
     """The part of one parameter that this rank owns.
 
     Args:
-        index: of the parameter.
         start: its first element.
         home: the part in the model's own memory.
         weights: what an optimizer steps: ``home`` itself, or a copy of higher precision or on another device.
@@ -41,7 +44,6 @@ class Fragment:
             dtype that it came in, which loses nothing; a sum is of the dtype of ``weights``.
     """
 
-    index: int
     start: int
     home: torch.Tensor
     weights: torch.Tensor
@@ -62,66 +64,43 @@ class Fragment:
             self.grad = self.grad.to(self.weights.dtype)
 
 
-def arrival_hook(partitions: weakref.ref[Any], index: int) -> Callable[[torch.Tensor], None]:
-    """Tells ``partitions`` that a parameter's gradient has arrived."""
-
-    # Weakly: autograd keeps the hook where no garbage collector looks.
-    def arrived(_: torch.Tensor) -> None:
-        if (owner := partitions()) is not None:
-            owner.arrived(index)
-
-    return arrived
+def _arrived(partitions: weakref.ref[Partitions], index: int, _: torch.Tensor) -> None:
+    if (owner := partitions()) is not None:
+        owner.arrived(index)
 
 
 class Partitions(ABC):
-    """One model's parameters, divided by DeepSpeed. ``start`` and whatever is marked so are collectives.
-
-    Args:
-        parameters: all of the model.
-        masters: give each fragment fp32 weights of its own.
-        weights_on: where the optimizer's weights are; None where the model's are.
-        process: of this rank.
-        label: of the engine, for messages.
-    """
+    """The parameters of an engine's model, divided by DeepSpeed. ``start`` and whatever is marked so are collectives."""
 
     #: Weights are divided too.
     divides_weights: ClassVar[bool] = False
-    #: Gradients are reduced while backward runs; else when ``flush`` is called.
-    eager: bool
 
-    def __init__(
-        self,
-        module: nn.Module,
-        parameters: Sequence[nn.Parameter],
-        masters: bool,
-        weights_on: torch.device | None,
-        process: Process,
-        label: str,
-    ) -> None:
-        self.module = module
-        self.process = process
-        self.label = label
-        self.parameters = parameters
-        self.shapes = [p.shape for p in parameters]
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self.module, self.process, self.label = engine.module, engine.process, engine.label
+        self.names, self.parameters = engine.names, engine.parameters
+        #: Gradients are reduced while backward runs; else when ``flush`` is called.
+        self.eager = engine.stage > 1
+        self.shapes = [p.shape for p in self.parameters]
         self.fragments: dict[int, Fragment] = {}
-        self.divided: dict[int, nn.Parameter] = {}
-        self.numbers: dict[int, int] = {}
+        self.divided = {i: p for i, p in enumerate(self.parameters) if p.is_floating_point()}
+        self.numbers = {id(p): i for i, p in enumerate(self.parameters)}
+        #: The numbers of those of which ranks have fragments.
+        self.by_name = {n: i for i, n in enumerate(self.names) if self.divides_weights or i in self.divided}
         self.local = False
-        self.masters = masters
-        self._weights_on = weights_on
+        #: Each fragment has fp32 weights of its own; where these are, if not where the model's are.
+        self.masters = engine.configuration.masters
+        self._weights_on = torch.device("cpu") if engine.configuration.offload_optimizer else None
         self._hooks: list[RemovableHandle] = []
-        self.backwards: set[int] = set()
+        self.interruption = Interruption()
         #: What backwards left in ``p.grad``.
         self.waiting: dict[int, torch.Tensor] = {}
         #: Parameters whose gradients stay whole in ``p.grad``, since no optimizer steps their fragments.
         self.whole_gradients: set[int] = set()
-        self.snapshot = Snapshot(module)
+        self.snapshot = Snapshot(self.module)
 
     def start(self, config: dict[str, Any], device: torch.device) -> None:
         """Divide the model. Collective."""
         trainable = [p.requires_grad for p in self.parameters]
-        self.divided = {i: p for i, p in enumerate(self.parameters) if p.is_floating_point()}
-        self.numbers = {id(p): i for i, p in enumerate(self.parameters)}
         originals = {i: p.detach().float().clone() for i, p in self.divided.items()} if self.masters else {}
         try:
             for parameter in self.divided.values():
@@ -135,45 +114,35 @@ class Partitions(ABC):
             self.library = initialise(self.module, [part for part in parts if part], config, device)
             self.zero = self.library.optimizer
             for parameter in scalars:
-                self.make_scalar(parameter)
+                if parameter.data.numel():
+                    parameter.data = parameter.data.view(())
             self.snapshot.changed()
             self.arrange()
             for index, parameter in self.divided.items():
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(arrival_hook(weakref.ref(self), index)))
+                # Weakly: autograd keeps the hook where no garbage collector looks.
+                hook = functools.partial(_arrived, weakref.ref(self), index)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         finally:
-            for parameter, wanted in zip(self.parameters, trainable, strict=True):
-                if parameter.is_floating_point():
-                    parameter.requires_grad_(wanted)
+            for index, parameter in self.divided.items():
+                parameter.requires_grad_(trainable[index])
         for index, original in originals.items():
             if (fragment := self.fragments.get(index)) is not None:
                 part = original.reshape(-1).narrow(0, fragment.start, fragment.home.numel())
                 fragment.weights.copy_(part)
 
-    def make_scalar(self, parameter: nn.Parameter) -> None:
-        """Give a parameter that was shown with one dimension its true shape again."""
-        parameter.data = parameter.data.view(())
-
     def own(self, index: int, start: int, home: torch.Tensor) -> None:
         """Note that ``home`` is this rank's part of a parameter."""
-        weights = home.detach()
-        if self.masters and weights.is_floating_point():
-            weights = weights.float()
-        if self._weights_on is not None:
-            weights = weights.to(self._weights_on)
-        if weights.data_ptr() == home.data_ptr() and (self.masters or self._weights_on is not None):
-            weights = weights.clone()
-        self.fragments[index] = Fragment(index, start, home, weights)
+        dtype = torch.float32 if self.masters and home.is_floating_point() else home.dtype
+        copy = self.masters or self._weights_on is not None
+        self.fragments[index] = Fragment(
+            start, home, home.detach().to(self._weights_on or home.device, dtype, copy=copy)
+        )
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def buckets(self) -> list[torch.Tensor]:
         """Memory to reduce in that the library keeps from step to step."""
         return []
-
-    @property
-    def broken(self) -> bool:
-        """Whether a backward ended half-way."""
-        return bool(self.backwards) and torch._C._current_graph_task_id() == -1
 
     @plainly
     def arrived(self, index: int) -> None:
@@ -191,14 +160,14 @@ class Partitions(ABC):
     def enter_backward(self) -> None:
         """Note the backward that runs, whose end reduces what is left. Reentrant checkpoints run others inside of it."""
         task = torch._C._current_graph_task_id()
-        if task not in self.backwards:
-            self.backwards.add(task)
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: self._end_of_backward(task))
+        if task not in self.interruption.running:
+            self.interruption.running.add(task)
+            self.interruption.refuse()
+            at_end_of_backward(lambda: self._end_of_backward(task))
 
     def _end_of_backward(self, task: int) -> None:
         self.finish()
-        self.backwards.discard(task)
+        self.interruption.running.discard(task)
 
     def announced(self, reduce: Callable[..., None], came: Callable[..., Any]) -> Callable[..., None]:
         """The library's ``reduce`` of a bucket, announced before; ``came`` lists what is in it."""
@@ -216,23 +185,18 @@ class Partitions(ABC):
     def flush(self) -> None:
         """Reduce what backward left in ``p.grad``; a rank that has none counts as zero. Collective."""
         indices = [i for i in self.divided if i not in self.whole_gradients]
-        what, parameters = f"the gradients of a step ({self.label})", [self.parameters[i] for i in indices]
-        names = [f"parameter {i}" for i in indices]
+        parameters, names = [self.parameters[i] for i in indices], [self.names[i] for i in indices]
+        what = f"the gradients of a step ({self.label})"
         waiting = [indices[n] for n in held_anywhere(what, parameters, names, self.process, announced=True)]
         for index in waiting:
-            self.offer(index)
             self.take(index)
         self.waiting.clear()
         if waiting:
             self.finish()
 
     @abstractmethod
-    def offer(self, index: int) -> None:
-        """Make sure that ``p.grad`` is there and of the parameter's full shape."""
-
-    @abstractmethod
     def take(self, index: int) -> None:
-        """Put ``p.grad`` into a bucket, which is reduced when it is full. Collective."""
+        """Put ``p.grad``, zeros where there is none, into a bucket, which is reduced when it is full. Collective."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -244,12 +208,8 @@ class Partitions(ABC):
             self.waiting.pop(index, None)
             parameter, fragment = self.parameters[index], self.fragments.get(index)
             for holder in (parameter, fragment):
-                if holder is None or holder.grad is None:
-                    continue
-                if set_to_none:
-                    holder.grad = None
-                else:
-                    holder.grad = holder.grad.detach().zero_()
+                if holder is not None and holder.grad is not None:
+                    holder.grad = None if set_to_none else holder.grad.detach().zero_()
 
     def replace(self, indices: Sequence[int]) -> None:
         """Drop the final gradients of parameters whose ``p.grad`` was assigned since."""
@@ -267,19 +227,12 @@ class Partitions(ABC):
         return mine, [grad for grad in whole if grad is not None]
 
     def reset(self) -> None:
-        """Forget a backward or forward that ended half-way. Collective."""
-        self.backwards.clear()
+        """Clear what a backward or forward left half-way. Collective."""
+        self.interruption.stale = False
         self.waiting.clear()
         for parameter in self.parameters:
+            self.interruption.incomplete |= parameter.grad is not None
             parameter.grad = None
-
-    def is_divided(self, index: int) -> bool:
-        """Whether the ranks hold fragments of a parameter."""
-        return index in self.divided
-
-    def here(self, index: int) -> torch.Tensor:
-        """A parameter's values as far as this rank has them all; else nan. Local."""
-        return self.parameters[index].detach().clone()
 
     # -- weights --------------------------------------------------------------------------------------------------
 
@@ -291,7 +244,7 @@ class Partitions(ABC):
     def spread(self) -> None:
         """Let every rank see the stepped weights. Collective."""
         for fragment in self.fragments.values():
-            if fragment.weights is not fragment.home and fragment.weights.data_ptr() != fragment.home.data_ptr():
+            if fragment.weights.data_ptr() != fragment.home.data_ptr():
                 fragment.home.copy_(fragment.weights)
         self.gather()
 
@@ -303,14 +256,9 @@ class Partitions(ABC):
     def arrange(self) -> None:
         """Find this rank's fragments in what the library built."""
 
-    @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around each forward."""
-        yield
-
-    def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A method of the root module."""
-        return method(*args, **kwargs)
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], forward: bool) -> Any:
+        """Call the root module, which is a forward, or a method of it."""
+        return function(*args, **kwargs)
 
     @torch.no_grad()
     def end(self, full: Sequence[torch.Tensor]) -> None:
@@ -333,19 +281,12 @@ class Partitions(ABC):
 class Flat(Partitions):
     """Stages 1 and 2: every rank holds all weights, in flat memory, and owns an equal part of it."""
 
-    def __init__(self, stage: int, *args: Any) -> None:
-        super().__init__(*args)
-        self.eager = stage == 2
-        self._groups: dict[int, int] = {}
-        #: Each parameter's place in the flat memory.
-        self._places: dict[int, torch.Tensor] = {}
-
     def arrange(self) -> None:
         """A fragment for each parameter that reaches into this rank's part."""
         zero = self.zero
-        for hook in zero._grad_acc_hooks:
-            hook.remove()
-        zero._grad_acc_hooks.clear()
+        self._groups: dict[int, int] = {}
+        #: Each parameter's place in the flat memory.
+        self._places: dict[int, torch.Tensor] = {}
         for g, parameters in enumerate(zero.round_robin_bit16_groups):
             size = int(zero.partition_size[g])
             first = size * dist.get_rank(zero.real_dp_process_group[g])
@@ -393,16 +334,12 @@ class Flat(Partitions):
                 fragment.weights.copy_(torch.where(same, fragment.weights, written.to(fragment.weights.dtype)))
         return lost
 
-    def offer(self, index: int) -> None:
-        """Zeros where this rank has no gradient."""
-        parameter = self.parameters[index]
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-
     def take(self, index: int) -> None:
         """Into the library's bucket."""
         parameter = self.parameters[index]
         if parameter.numel():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
             self.zero.setup_buckets()
             self.zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, self._groups[index])
 

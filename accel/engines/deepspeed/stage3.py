@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import weakref
 from collections import OrderedDict
@@ -18,26 +19,15 @@ from ...process import Process
 from ...process.control import Waiting, announce, is_lost
 from ...trees import walk
 from ..base.absent import plainly
-from .library import library
-from .partitions import Partitions
+from .library import OF_COORDINATOR, OF_STAGE3, library
+from .overrides import Method
+from .partitions import Fragment, Partitions
 from .weights import Stage3Weights, promise, set_grad, take_back
 
 # -- DeepSpeed's coordinator of gathers --------------------------------------------------------------------------------
 # Where stage 3 decides which weights to gather: what its coordinator and its modules' dicts do otherwise here.
 
 _KEPT: Final = object()
-
-
-@final
-class Method:
-    """A bound method whose repr is not its owner's: some modules (``EmbeddingBag``) show all of their attributes in theirs."""
-
-    def __init__(self, function: Callable[..., Any], owner: Any) -> None:
-        self._function = function
-        self._owner = owner
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(self._owner, *args, **kwargs)
 
 
 def shorten_methods(modules: Iterable[Any]) -> None:
@@ -56,12 +46,7 @@ def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(module: Any, *values: Any) -> Any:
         found: list[torch.Tensor] = []
-
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            found.append(tensor)
-            return tensor
-
-        _exchange(note, values[-1])
+        _exchange(lambda tensor: found.append(tensor) or tensor, values[-1])  # type: ignore[func-returns-value]
         changed = hook(module, *values[:-1], found)
         if changed is None:
             return None
@@ -85,38 +70,71 @@ def _exchange(give: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     return walk(visit, tree, "")
 
 
-def watch_order(
-    coordinator: Any, model: Any, process: Process, label: str, backward: weakref.WeakMethod[Callable[[], None]]
-) -> None:
-    """Announce which modules gather weights, theirs or in advance, and tell ``backward`` of one. Small weights stay gathered."""
-    fetch, reset = coordinator.fetch_sub_module, coordinator.reset_step
-    divided = any(not p.ds_persist for p in model.parameters())
-    texts = {id(m): f"the gathering of {n or 'the model itself'}" for n, m in model.named_modules()}
-    waits = {
-        (key, forward): (what := f"{text} for its {kind} ({label})", Waiting(process, what))
-        for key, text in texts.items()
-        for forward, kind in ((True, "forward"), (False, "backward"))
-    }
+def _lister() -> Callable[[Any], tuple[list[Any], list[Any]]]:
+    """Lists the weights that are gathered with a module, once: those that stay whole, and the others."""
+    home = library("deepspeed.runtime.zero.partitioned_param_coordinator")
 
-    def fetching(module: Any, forward: bool) -> None:
-        if not forward and (enter := backward()) is not None:
-            enter()
-        what, waiting = waits[id(module), forward]
+    @functools.cache
+    def weights_of(module: Any) -> tuple[list[Any], list[Any]]:
+        weights = list(home.iter_params(module, recurse=home.z3_leaf_module(module)))
+        return [w for w in weights if w.ds_persist], [w for w in weights if not w.ds_persist]
+
+    return weights_of
+
+
+def _announcer(model: Any, process: Process, label: str) -> Callable[[Any, str], Waiting]:
+    """Announces, where weights are divided, that a module gathers its own for a forward or backward, or that None starts one."""
+    divided = any(not p.ds_persist for p in model.parameters())
+    texts = {id(m): f"the gathering of {name or 'the model itself'} for its" for name, m in model.named_modules()}
+    texts[id(None)] = "the start of a"
+
+    @functools.cache
+    def at(key: int, kind: str) -> tuple[str, Waiting]:
+        what = f"{texts[key]} {kind} ({label})"
+        return what, Waiting(process, what)
+
+    def announced(module: Any, kind: str) -> Waiting:
+        what, waiting = at(id(module), kind)
         if divided:
             announce(process, what)
-        with waiting:
+        return waiting
+
+    return announced
+
+
+def watch(coordinator: Any, announced: Callable[[Any, str], Waiting], backward: weakref.WeakMethod[Any]) -> None:
+    """Announce what gathers weights, theirs or in advance, and tell ``backward`` of one; hooks work on plain tensors.
+
+    A module's weights are promised from its fetch to its release. Small weights stay gathered.
+    """
+    fetch, release, reset = coordinator.fetch_sub_module, coordinator.release_sub_module, coordinator.reset_step
+    weights_of = _lister()
+
+    def fetch_sub_module(module: Any, forward: bool) -> None:
+        if not forward and (enter := backward()) is not None:
+            enter()
+        with announced(module, "forward" if forward else "backward"):
             fetch(module, forward)
+        for part in weights_of(module):
+            promise(part)
 
-    start = f"the start of a forward ({label})"
-    in_start = Waiting(process, start)
+    def release_sub_module(module: Any, forward: bool = False) -> None:
+        kept, others = weights_of(module)
+        for weight in kept:  # the library releases them too before it knows the order of the modules
+            weight.ds_active_sub_modules.add(_KEPT)
+        release(module, forward)
+        for weight in kept:
+            weight.ds_active_sub_modules.discard(_KEPT)
+        take_back(others)
 
-    def resetting() -> None:
-        if divided:
-            announce(process, start)
-        with in_start:
+    def reset_step() -> None:
+        with announced(None, "forward"):
             reset()
 
-    coordinator.fetch_sub_module, coordinator.reset_step = fetching, resetting
+    for method in (fetch_sub_module, release_sub_module, reset_step):
+        setattr(coordinator, method.__name__, plainly(method))
+    for name in ("trace_prologue", "release_and_reset_all", "release_backward_leftovers"):
+        setattr(coordinator, name, plainly(getattr(coordinator, name)))
 
 
 def adopting(adopt: weakref.WeakMethod[Callable[[Any], None]], partition: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,89 +175,41 @@ def waiting_dict(kind: type[Any], reveal: Callable[[Any], bool]) -> type[Any]:
 
 def free_coordinator(coordinator: Any) -> None:
     """Its method with a cache keeps every coordinator, and so every model, for good: the cache moves to the object."""
-    name = "_PartitionedParameterCoordinator__params_to_release"
-    cached = inspect.getclosurevars(getattr(type(coordinator), name)).nonlocals["func"]
-    method = inspect.unwrap(cached)
+    name, trace = f"{OF_COORDINATOR}params_to_release", None
+    method = inspect.unwrap(inspect.getclosurevars(getattr(type(coordinator), name)).nonlocals["func"])
     reference = weakref.ref(coordinator)
-    cache: dict[tuple[int, int], set[int]] = {}
-    order: list[Any] = [None]
+    cached = functools.cache(lambda module, step: method(reference(), module, step))
 
-    def params_to_release(module: Any, step: int) -> set[int]:
-        owner: Any = reference()
-        trace = owner._PartitionedParameterCoordinator__submodule_order
-        if trace is not order[0]:  # another trace of the model
-            cache.clear()
-            order[0] = trace
-        key = (module.ds_id, step)
-        if key not in cache:
-            cache[key] = method(owner, module, step)
-        return cache[key]
+    def params_to_release(module: Any, step: int) -> Any:
+        nonlocal trace
+        before, trace = trace, getattr(reference(), f"{OF_COORDINATOR}submodule_order")
+        if trace is not before:  # another trace of the model
+            cached.cache_clear()
+        return cached(module, step)
 
     setattr(coordinator, name, params_to_release)
-
-
-@final
-class _Weights:
-    """The weights that are gathered with a module: those that stay whole, and the others. They are listed once."""
-
-    def __init__(self) -> None:
-        self._home = library("deepspeed.runtime.zero.partitioned_param_coordinator")
-        self._known: dict[int, tuple[list[Any], list[Any]]] = {}
-
-    def of(self, module: Any) -> tuple[list[Any], list[Any]]:
-        """Of one module."""
-        if module.ds_id not in self._known:
-            weights = list(self._home.iter_params(module, recurse=self._home.z3_leaf_module(module)))
-            self._known[module.ds_id] = [w for w in weights if w.ds_persist], [w for w in weights if not w.ds_persist]
-        return self._known[module.ds_id]
-
-
-def watch_library(coordinator: Any) -> None:
-    """Let the library's hooks work on plain tensors; a module's weights are promised from its fetch to its release."""
-    fetch, release, weights = coordinator.fetch_sub_module, coordinator.release_sub_module, _Weights()
-
-    def fetch_sub_module(module: Any, forward: bool) -> None:
-        fetch(module, forward)
-        for part in weights.of(module):
-            promise(part)
-
-    def release_sub_module(module: Any, forward: bool = False) -> None:
-        kept, others = weights.of(module)
-        for weight in kept:  # the library releases them too before it knows the order of the modules
-            weight.ds_active_sub_modules.add(_KEPT)
-        release(module, forward)
-        for weight in kept:
-            weight.ds_active_sub_modules.discard(_KEPT)
-        take_back(others)
-
-    coordinator.fetch_sub_module = plainly(fetch_sub_module)
-    coordinator.release_sub_module = plainly(release_sub_module)
-    for name in ("reset_step", "trace_prologue", "release_and_reset_all", "release_backward_leftovers"):
-        setattr(coordinator, name, plainly(getattr(coordinator, name)))
-
-
-_STAGE3: Final = "_DeepSpeedZeroOptimizer_Stage3__"
-_INFLIGHT: Final = "_PartitionedParameterCoordinator__inflight_param_registry"
 
 
 class _Gradients(dict[int, torch.Tensor]):
     """Where stage 3 adds a reduced gradient, made when it is asked for; a second one is added in the weights' dtype."""
 
-    def __init__(self, sharded: Stage3) -> None:
+    def __init__(self, owned: dict[int, tuple[Any, Fragment]]) -> None:
         super().__init__()
-        self._sharded = sharded
+        self._owned = owned
 
     def __getitem__(self, ds_id: int) -> torch.Tensor:
+        shard, fragment = self._owned[ds_id]
         if ds_id in self:
-            self.widen(ds_id)
+            self[ds_id] = super().__getitem__(ds_id).to(fragment.weights.dtype)
         else:
-            shard, weights = self._sharded.by_id[ds_id].ds_tensor, self._sharded.weights_of(ds_id)
-            self[ds_id] = torch.zeros(shard.ds_numel, dtype=shard.dtype, device=weights.device)
+            self[ds_id] = torch.zeros(shard.ds_numel, dtype=shard.dtype, device=fragment.weights.device)
         return super().__getitem__(ds_id)
 
-    def widen(self, ds_id: int) -> None:
-        """Keep one in the dtype of the weights."""
-        self[ds_id] = super().__getitem__(ds_id).to(self._sharded.weights_of(ds_id).dtype)
+    def hand_out(self) -> None:
+        """A fragment's gradient is what the library has added, without the padding."""
+        for ds_id, grad in self.items():
+            fragment = self._owned[ds_id][1]
+            fragment.grad = grad.narrow(0, 0, fragment.home.numel())
 
 
 @final
@@ -247,7 +217,6 @@ class Stage3(Partitions):
     """Stage 3: every rank holds a part of each parameter, and gathers the rest when a module runs."""
 
     divides_weights = True
-    eager = True
     _running = 0
     _versions: list[int]
 
@@ -259,35 +228,33 @@ class Stage3(Partitions):
     def arrange(self) -> None:
         """A fragment for each parameter of which this rank's part is not padding only."""
         zero = self.zero
-        for hook in (*zero._grad_acc_hooks, *zero._leaf_module_hooks):
-            hook.remove()
-        zero._grad_acc_hooks.clear()
-        zero._leaf_module_hooks.clear()
-        self.by_id: dict[int, Any] = {p.ds_id: p for p in self.divided.values()}  # type: ignore[attr-defined]
-        for index, parameter in enumerate(self.parameters):
-            shard = parameter.ds_tensor  # type: ignore[attr-defined]
-            start = shard.ds_numel * parameter.ds_zero_partition_rank  # type: ignore[attr-defined]
+        owned = {}
+        parameters: Sequence[Any] = self.parameters
+        for index, parameter in enumerate(parameters):
+            shard = parameter.ds_tensor
+            start = shard.ds_numel * parameter.ds_zero_partition_rank
+            parameter.ds_shape = self.shapes[index]  # a scalar was shown with one dimension
             num = min(shard.ds_numel, self.shapes[index].numel() - start)
             if num > 0:
                 self.own(index, start, shard.data.narrow(0, 0, num))
-        setattr(zero, f"{_STAGE3}param_id_to_grad_partition", gradients := _Gradients(self))
-        self._gradients = gradients
+                owned[parameter.ds_id] = shard, self.fragments[index]
+        self._gradients = _Gradients(owned)
+        setattr(zero, f"{OF_STAGE3}param_id_to_grad_partition", self._gradients)
         zero.grad_partitions_flat_buffer = None
         zero.offload_optimizer = False
         zero.micro_step_id = 1  # anything but 0 adds
         for flat in zero.fp32_partitioned_groups_flat:
             flat.grad = None
         zero.fp32_partitioned_groups_flat = []
-        free_coordinator(zero.parameter_offload.get_param_coordinator())
         # The module is only pushed while it runs: a module on the library's global stack would never be freed.
         self._stack = library("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
         self._stack[:] = [m for m in self._stack if m is not self.module]
-        coordinator = zero.parameter_offload.get_param_coordinator()
-        name, numbers, buckets = f"{_STAGE3}reduce_and_partition_ipg_grads", self.numbers, zero.ipg_buckets
+        free_coordinator(coordinator := zero.parameter_offload.get_param_coordinator())
+        name, numbers, buckets = f"{OF_STAGE3}reduce_and_partition_ipg_grads", self.numbers, zero.ipg_buckets
         came = lambda dtype: tuple(numbers[id(p)] for p in buckets[dtype].params)  # noqa: E731
         setattr(zero, name, self.announced(getattr(zero, name), came))
-        watch_order(coordinator, self.module, self.process, self.label, weakref.WeakMethod(self.enter_backward))
-        watch_library(coordinator)
+        announced = _announcer(self.module, self.process, self.label)
+        watch(coordinator, announced, weakref.WeakMethod(self.enter_backward))
         method = weakref.WeakMethod(self.reveal)
         reveal = lambda weight: (bound := method()) is not None and bound(weight)  # noqa: E731
         kind = waiting_dict(type(self.module._parameters), reveal)
@@ -326,57 +293,36 @@ class Stage3(Partitions):
         super().spread()
         self._note_versions()
 
-    def make_scalar(self, parameter: Any) -> None:
-        """In what the library remembers of it."""
-        parameter.ds_shape = torch.Size(())
-        if parameter.data.numel():
-            super().make_scalar(parameter)
-
-    def weights_of(self, ds_id: int) -> torch.Tensor:
-        """The weights that a gradient is for."""
-        index = self.numbers[id(self.by_id[ds_id])]
-        return self.fragments[index].weights
-
     def buckets(self) -> list[torch.Tensor]:
         """The library's flat buffers."""
         return [bucket.buffer for bucket in self.zero.ipg_buckets.values() if bucket.buffer is not None]
 
     @plainly
-    def offer(self, index: int) -> None:
-        """Zeros where this rank has no gradient."""
+    def take(self, index: int) -> None:
+        """Into the library's bucket."""
         parameter = self.parameters[index]
         if parameter.grad is None:
             set_grad(parameter, torch.zeros(self.shapes[index], dtype=parameter.dtype, device=parameter.device))
-
-    @plainly
-    def take(self, index: int) -> None:
-        """Into the library's bucket."""
-        self.zero.reduce_independent_p_g_buckets_and_remove_grads(self.parameters[index])
+        self.zero.reduce_independent_p_g_buckets_and_remove_grads(parameter)
 
     @plainly
     def finish(self) -> None:
         """Reduce what is in the buckets, and let go of modules whose own hook did not fire."""
         zero = self.zero
         for dtype in list(zero.ipg_buckets):
-            getattr(zero, f"{_STAGE3}reduce_and_partition_ipg_grads")(dtype)
-        stream = zero.reduce_and_partition_stream
-        if stream is not None:
+            getattr(zero, f"{OF_STAGE3}reduce_and_partition_ipg_grads")(dtype)
+        if (stream := zero.reduce_and_partition_stream) is not None:
             stream.synchronize()
-        self._hand_out()
-        if len(self.backwards) <= 1:  # the backward around a reentrant checkpoint's still needs its weights
+        self._gradients.hand_out()
+        if len(self.interruption.running) <= 1:  # the backward around a reentrant checkpoint's still needs its weights
             zero.parameter_offload.release_backward_leftovers()
 
-    def widen(self) -> None:
-        """Of what the library adds to."""
-        for ds_id in self._gradients:
-            self._gradients.widen(ds_id)
-        self._hand_out()
-
-    def _hand_out(self) -> None:
-        """A fragment's gradient is what the library has added, without the padding."""
-        for ds_id, grad in self._gradients.items():
-            fragment = self.fragments[self.numbers[id(self.by_id[ds_id])]]
-            fragment.grad = grad.narrow(0, 0, fragment.home.numel())
+    def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The very ones that the library adds to."""
+        for ds_id in list(self._gradients):
+            self._gradients[ds_id]  # asked for again, it is of the weights' dtype
+        self._gradients.hand_out()
+        return super().gradients()
 
     @plainly
     def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
@@ -398,8 +344,8 @@ class Stage3(Partitions):
             for name in ("ds_grads_remaining", "applied_pre_backward_ref_cnt"):
                 if name in vars(module):
                     setattr(module, name, 0)
-        for parameter in self.by_id.values():
-            parameter.ds_active_sub_modules.clear()
+        for parameter in self.divided.values():
+            parameter.ds_active_sub_modules.clear()  # type: ignore[attr-defined]
         zero.parameter_offload.release_backward_leftovers()
         self.gather()
 
@@ -415,7 +361,7 @@ class Stage3(Partitions):
         self.zero._partition_all_parameters()
 
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
+    def _forward(self) -> Iterator[None]:
         """A parameter that a module reads from another one is gathered while the model runs."""
         depth = len(self._stack)
         self._stack.append(self.module)
@@ -434,43 +380,34 @@ class Stage3(Partitions):
         """Gather a weight that the running forward reads beside its modules' own; False where none runs. Collective."""
         if not self._running:
             return False
-        handle = getattr(self.zero.parameter_offload.get_param_coordinator(), _INFLIGHT).pop(weight, None)
+        coordinator = self.zero.parameter_offload.get_param_coordinator()
+        handle = getattr(coordinator, f"{OF_COORDINATOR}inflight_param_registry").pop(weight, None)
         if handle is not None:
             plainly(handle.wait)()
         library("deepspeed.runtime.zero").register_external_parameter(self._stack[-1], weight)
         weight.all_gather()  # announced by its own method
         return True
 
-    def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """With the library's hooks of a forward around it, and none of the user's."""
-        with self.forward():
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], forward: bool) -> Any:
+        """A method with the library's hooks of a forward around it, and none of the user's."""
+        with self._forward():
+            if forward:
+                return function(*args, **kwargs)
             for hook in self.snapshot.hooks("_forward_pre_hooks"):
                 if (changed := hook(self.module, args)) is not None:
                     args = changed if isinstance(changed, tuple) else (changed,)
-            out = method(*args, **kwargs)
+            out = function(*args, **kwargs)
             for hook in self.snapshot.hooks("_forward_hooks"):
                 if (changed := hook(self.module, args, out)) is not None:
                     out = changed
             return out
 
-    def is_divided(self, index: int) -> bool:
-        """All are."""
-        return True
-
-    def here(self, index: int) -> torch.Tensor:
-        """No rank has one."""
-        parameter = self.parameters[index]
-        blank = float("nan") if parameter.is_floating_point() else 0
-        return torch.full(self.shapes[index], blank, dtype=parameter.dtype, device=parameter.device)
-
     def end(self, full: Sequence[torch.Tensor]) -> None:
         """Let go of the shards as well."""
         try:
             self.scatter()
-        except (
-            RuntimeError
-        ) as error:  # of a gathering that other ranks never came to: it goes with the library's objects
-            if not is_lost(error):
+        except RuntimeError as error:
+            if not is_lost(error):  # of a gathering that other ranks never came to: it goes with the library's objects
                 raise
         self.weights.open()
         super().end(full)

@@ -9,12 +9,12 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
 from torch.optim import Optimizer
 
+from ...deferred import without_values
 from ...errors import CheckpointError
 from ...precision import convert_optimizer
 from ...shard import Shard, StateEntry
@@ -40,13 +40,10 @@ _OPTIMIZER: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_\d+_optim_
 _TAG: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 #: Of DeepSpeed itself; what else is there is the user's ``client_state``.
 _OWN: Final = frozenset(
-    [
-        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
-        *("frozen_param_fragments", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"),
-        *("global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"),
-        *("ds_config", "ds_version", "mp_rank", "num_experts"),
-    ]
-)
+    {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
+     "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps", "global_samples",
+     "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "mp_rank", "num_experts"}
+)  # fmt: skip
 Load = Callable[..., Any]
 NewTensor = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
@@ -93,16 +90,8 @@ def _tagged(path: str) -> str:
     return os.path.join(path, tag)
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """Elements ``start`` and on of a tensor, and where they lie: a rank, and from where on in its part of a group."""
-
-    rank: int
-    at: int
-    start: int
-    count: int
-
-
+#: Where elements of a tensor lie: a rank, from where on in its part of a group; the first of them, and how many.
+_Range = tuple[int, int, int, int]
 #: The parts of one quantity: by group of the optimizer, by rank.
 _Parts = list[list[torch.Tensor]]
 
@@ -210,7 +199,7 @@ class _ZeroCheckpoint:
         """Every rank has an equal piece, the last ones padded."""
         size = -(-numel // self._world)
         return [
-            _Range(rank, at, rank * size, min(size, numel - rank * size))
+            (rank, at, rank * size, min(size, numel - rank * size))
             for rank in range(self._world)
             if rank * size < numel
         ]
@@ -222,7 +211,7 @@ class _ZeroCheckpoint:
         for rank, part in enumerate(parts):
             low, high = max(at, begin), min(at + numel, begin + part.numel())
             if low < high:
-                found.append(_Range(rank, low - begin, low - at, high - low))
+                found.append((rank, low - begin, low - at, high - low))
             begin += part.numel()
         return found
 
@@ -232,19 +221,17 @@ class _ZeroCheckpoint:
             if "param_slice_mappings" not in saved:
                 continue
             told = saved["param_slice_mappings"][group].get(name)
-            mine = next(({"numel": p.count, "start": p.at} for p in places if p.rank == rank), None)
+            mine = next(({"numel": count, "start": at} for holder, at, _, count in places if holder == rank), None)
             if mine != (None if told is None else dict(told.state)):
                 raise ValueError(f"{name} lies elsewhere in the part of rank {rank} than its place in the groups says")
 
     def _assemble(self, shape: Sequence[int], parts: Sequence[torch.Tensor], places: Sequence[_Range]) -> torch.Tensor:
         whole = self._new(shape, parts[0].dtype)
-        if sum(place.count for place in places) != whole.numel():
+        if sum(count for *_, count in places) != whole.numel():
             raise ValueError("a part of a tensor is missing")
         flat = whole.view(-1)
-        for place in places:
-            flat[place.start : place.start + place.count].copy_(
-                parts[place.rank].view(-1)[place.at : place.at + place.count]
-            )
+        for rank, at, start, count in places:
+            flat[start : start + count].copy_(parts[rank].view(-1)[at : at + count])
         return whole
 
 
@@ -282,14 +269,9 @@ class DeepSpeedHoldings(Holdings):
     def _fragment(self, name: str) -> tuple[bool, Fragment | None]:
         """Whether a parameter is divided, and this rank's part of it."""
         zero: Partitions | None = self.engine.zero
-        index = self._numbers.get(name) if zero is not None else None
-        if zero is None or index is None or not zero.is_divided(index):
+        if zero is None or name not in zero.by_name:
             return False, None
-        return True, zero.fragments.get(index)
-
-    @functools.cached_property
-    def _numbers(self) -> dict[str, int]:
-        return {name: number for number, name in enumerate(self.engine.names)}
+        return True, zero.fragments.get(zero.by_name[name])
 
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
         """A fragment of what is divided, at full precision."""
@@ -371,7 +353,8 @@ class DeepSpeedHoldings(Holdings):
                 optimizer.state.pop(fragment.weights, None)
             refuse_steps(optimizer, self.engine.ended)
         with without_groups():
-            zero.end([zero.here(i) for i in range(len(self.engine.parameters))])
+            divided = zero.divides_weights
+            zero.end([without_values(p, p.device) if divided else p.detach().clone() for p in self.engine.parameters])
 
     def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The module's, and the fragments'; weights that only the optimizer has count as its state."""

@@ -107,8 +107,7 @@ class _DividedWeight(_Stage3Weight, Absent):
 
     def full_shape(self) -> torch.Size:
         """As the library knows it."""
-        shape: torch.Size = vars(self)["ds_shape"]
-        return shape
+        return torch.Size(vars(self)["ds_shape"])
 
     def fetch(self, function: Any) -> None:
         """Gather it in a forward; elsewhere raise."""
@@ -152,7 +151,7 @@ class Stage3Weights:
         self._own = [(weakref.ref(weight), type(weight)) for weight in weights]
         self._names = {id(p): name for name, p in module.named_parameters()}
         self._reveal = reveal
-        self._states = {kind: self._derive(kind) for kind in {type(weight) for weight in weights}}
+        states = {kind: self._derive(kind) for kind in {type(weight) for weight in weights}}
         self.ranks = weights[0].ds_zero_partition_world_size
         for weight in weights:
             # It gathers, which hangs where one rank asks for a number to print.
@@ -160,7 +159,8 @@ class Stage3Weights:
             vars(weight).update({n: plainly(vars(weight)[n]) for n in ("all_gather_coalesced", "partition")})
             what = f"the gathering of {self.name(weight)} ({title})"
             vars(weight)["all_gather"] = _gathering(weight, vars(weight)["all_gather"], process, what)
-        self.close()
+            weight.__class__ = states[type(weight)][0]
+            weight.ds_status = weight.ds_status  # its class says it now
 
     def _derive(self, kind: type[Any]) -> tuple[type[Any], ...]:
         available = library("deepspeed.runtime.zero.partition_parameters").ZeroParamStatus.AVAILABLE
@@ -183,13 +183,6 @@ class Stage3Weights:
         for reference, kind in self._own:
             if (weight := reference()) is not None:
                 weight.__class__ = kind
-
-    def close(self) -> None:
-        """Let their classes say it again, or for the first time."""
-        for reference, kind in self._own:
-            if (weight := reference()) is not None:
-                weight.__class__ = self._states[kind][0]
-                weight.ds_status = weight.ds_status
 
     def gather(self, weight: Any, function: Any) -> None:
         """Gather a weight for a use of it, in a forward.

@@ -24,17 +24,17 @@ from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse, even_shards
 from ..base.step import refuse_steps
 from . import wrap
-from .wrap import Checkpointed, Wrap
+from .wrap import Wrap
 
 if TYPE_CHECKING:
     from .conversion import Conversion
-    from .pending import Backwards
 
 
 @final
 class FSDPHoldings(Holdings):
     """Rows of each tensor."""
 
+    engine: FSDPEngine
     offloads = True
     undoes_writes = divides_weights = True
 
@@ -50,15 +50,15 @@ class FSDPHoldings(Holdings):
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
         """This rank's rows."""
         parts = self.engine.parts
-        made: Shard | None = super().part(name, tensor, key) if parts is None else parts.part(name, tensor, key)
-        return made
+        return (
+            super().part(name, tensor, key) if parts is None else parts.part(f"{name}/{key}" if key else name, tensor)
+        )
 
     def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Cut as the parameter."""
         if self.engine.parts is None:
             return super().new_state(entry, key, shape, dtype)
-        made: torch.Tensor = self.engine.parts.new(entry.parameter, shape, dtype)
-        return made
+        return self.engine.parts.new(entry.parameter, shape, dtype)
 
     def whole(self, parameter: nn.Parameter) -> torch.Tensor:
         """The whole values of a parameter. Collective."""
@@ -103,7 +103,7 @@ class FSDPHoldings(Holdings):
     def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
         """Shards take values of their own form."""
         parts = self.engine.parts
-        return parts is not None and bool(parts.sharded.set_data(parameter, value))
+        return parts is not None and parts.sharded.set_data(parameter, value)
 
 
 #: Optimizers of torch that do not compute with shards, or not what they would with whole tensors.
@@ -165,10 +165,6 @@ class FSDPGradients(Gradients):
     reduced = partial = before_any_step = True
     engine: FSDPEngine
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self.backwards: Backwards | None = None
-
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
         """The shard that a gathered or replaced parameter stands for."""
         parts = self.engine.parts
@@ -189,37 +185,37 @@ class FSDPGradients(Gradients):
         """Let backward passes accumulate without reduction."""
         super().accumulate(accumulating)
         if self.engine.parts is not None:
-            self.engine.parts.sharded.synchronise(not accumulating)
+            self.engine.parts.sharded.module.set_requires_gradient_sync(not accumulating)
 
     def holders(self) -> Sequence[torch.Tensor]:
         """Shards, and the gathered parameters that hold what was not reduced."""
         parts = self.engine.parts
-        if parts is None or self.backwards is None:
+        if parts is None:
             return self.engine.parameters
-        self.backwards.take_markers()
+        parts.backwards.take_markers()
         return [*self.engine.parameters, *(whole for whole, _ in parts.sharded.gathered())]
 
     def pending(self) -> bool:
         """Whether gradients were not reduced."""
         parts = self.engine.parts
-        return parts is not None and (bool(parts.sharded.pending()) or parts.scalars_pending())
+        return parts is not None and (bool(parts.sharded.pending()) or bool(parts.scalar_log.entries))
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
         """Reduce what is pending; take rank 0's buffers."""
         engine, parts = self.engine, self.engine.parts
-        if parts is None or self.backwards is None:
+        if parts is None:
             super().settle()
             return
-        self.backwards.notice_exception()
-        self.backwards.refuse_broken()
-        self.backwards.take_markers()
+        parts.backwards.notice_exception()
+        parts.backwards.interruption.refuse()
+        parts.backwards.take_markers()
         sharded = parts.sharded
         if pending := sharded.pending():
             names = engine.holdings.parameter_names
             engine.compare("a reduction of accumulated gradients", [names[id(p.sharded_param)] for p in pending])
             sharded.reduce(not self.accumulating)
         # Every rank has scalars whole: also a gradient that was assigned by hand is to be their mean.
-        if parts.scalars_pending() or (optimizer is not None and parts.scalar_log.repeats(optimizer)):
+        if parts.scalar_log.entries or (optimizer is not None and parts.scalar_log.repeats(optimizer)):
             parts.average_scalars()
         parts.scalar_log.fold(stepping=optimizer)
         sharded.reshard()
@@ -269,7 +265,7 @@ class FSDPEngine(Engine):
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         super().__init__(module, entry, context)
         self.parts: Conversion | None = None
-        self._checkpointed = Checkpointed()
+        self._checkpointed = contextlib.ExitStack()
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
@@ -286,31 +282,27 @@ class FSDPEngine(Engine):
     def wrap(self) -> None:
         """Checkpoint activations; shards come with ``start``, since they need rank 0's weights."""
         if self.options.activation_checkpointing:
-            self._checkpointed.wrap([m for _, m in wrap.blocks(self.module, self.options.wrap)])
+            self._checkpointed = wrap.checkpointed(m for _, m in wrap.blocks(self.module, self.options.wrap))
 
     def attach(self, optimizer: Optimizer) -> None:
         """Refuse what cannot step shards."""
-        if self.distributed and type(optimizer).__name__ in _REFUSED:
-            raise OptimizerError(
-                f"{type(optimizer).__name__} cannot train sharded parameters (backend {self.name!r}): it needs whole "
-                "tensors; use an elementwise optimizer such as AdamW or SGD, or backend='ddp'"
-            )
+        if not self.distributed:
+            super().attach(optimizer)
+            return
+        kind, why = type(optimizer).__name__, ""
         packages = {c.__module__.partition(".")[0] for c in type(optimizer).__mro__}
-        if self.distributed and (theirs := packages & _OWN_KERNELS):
-            raise OptimizerError(
-                f"{type(optimizer).__name__} cannot train sharded parameters (backend {self.name!r}): the kernels of "
-                f"{theirs.pop()} take whole tensors; use an optimizer of torch or torchao, or backend='ddp'"
-            )
-        fused = any(group.get("fused") for group in optimizer.param_groups)
-        if self.distributed and fused and type(optimizer).__name__ not in ("Adam", "AdamW"):
-            raise OptimizerError(
-                f"{type(optimizer).__name__}(fused=True) cannot train sharded parameters: leave fused out"
-            )
-        if self.distributed and isinstance(optimizer, _WHOLE_MATRICES):
+        if kind in _REFUSED:
+            why = "it needs whole tensors; use an elementwise optimizer such as AdamW or SGD, or backend='ddp'"
+        elif theirs := packages & _OWN_KERNELS:
+            why = f"the kernels of {theirs.pop()} take whole tensors; use an optimizer of torch or torchao, or backend='ddp'"
+        elif kind not in ("Adam", "AdamW") and any(group.get("fused") for group in optimizer.param_groups):
+            kind, why = f"{kind}(fused=True)", "leave fused out"
+        if why:
+            raise OptimizerError(f"{kind} cannot train sharded parameters (backend {self.name!r}): {why}")
+        if isinstance(optimizer, _WHOLE_MATRICES):
             muon_patch().need(optimizer)
         super().attach(optimizer)
-        if self.distributed:
-            self.holdings.guard.watch(optimizer)
+        self.holdings.guard.watch(optimizer)
 
     def detach(self, optimizer: Optimizer) -> None:
         """Give the optimizer back to its user."""
@@ -324,19 +316,15 @@ class FSDPEngine(Engine):
             return
         if self.parts is None:
             from .conversion import Conversion  # heavy, as torch's own code for it is
-            from .pending import Backwards
 
             self.holdings.synchronize()
             names = [name for name, _ in wrap.blocks(self.module, self.options.wrap)]
             self.compare("the choice of FSDP(wrap=...)", names)
-            self.parts = Conversion(self.module, self.process, self.options, self.label)
+            self.parts = Conversion(self)
             self.parts.shard(names, self.holdings.whole)
             self.holdings.guard.watch_modules(self.module, lambda m: any(True for _ in m.parameters()))
             self._read_parameters()
-            log = self.gradients.log if self.precision.scaled else None
-            backwards = self.gradients.backwards = Backwards(self.parts, self.holdings.parameter_names, log)
-            self.parts.sharded.begin(self.process, self.label, backwards.begin, backwards.end)
-            self.parts.mark_gathered()
+            self.parts.begin(self.holdings.parameter_names, self.gradients.log if self.precision.scaled else None)
             self.known = self.parts.known
             self.started = True
         for optimizer in optimizers:
@@ -346,11 +334,10 @@ class FSDPEngine(Engine):
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it; FSDP2 gathers and frees in its hooks, and what methods use of the root is gathered for them."""
-        parts, backwards = self.parts, self.gradients.backwards
-        if parts is None or backwards is None:
+        if self.parts is None:
             return function(*args, **kwargs)
-        sharded, grad = parts.sharded, torch.is_grad_enabled()
-        backwards.notice_exception()
+        sharded, grad = self.parts.sharded, torch.is_grad_enabled()
+        self.parts.backwards.notice_exception()
         try:
             out = function(*args, **kwargs) if function is self.entry else sharded.compute(function, args, kwargs)
         except BaseException:
@@ -379,7 +366,7 @@ class FSDPEngine(Engine):
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Whole parameters, in the objects that held them before. Collective."""
-        self._checkpointed.unwrap()
+        self._checkpointed.close()
         self.holdings.guard.release_modules()
         if self.parts is not None:
             self.holdings.restore(self.parts, optimizers)

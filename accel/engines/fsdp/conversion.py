@@ -1,102 +1,48 @@
-"""From whole parameters to shards and back, for a module and the optimizers of its parameters."""
+"""From whole parameters to shards along the first dimension and back, for a module and the optimizers of its parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...deferred import borrowing, refuse_without_values, reset_own, resetting, weights_of, without_values
 from ...gradients.average import average_gradients_
 from ...gradients.log import GradientLog
-from ...process import Process
+from ...precision import here
 from ...process.packing import broadcast_
 from ...shard import Shard
-from . import shards, standin
-from .module import ShardedModule, kept_whole
-from .pending import drop
-from .shards import cut_if_fits, here
+from . import standin
+from .module import ShardedModule, drop, kept_whole, wrap
+from .pending import Backwards
 
-# -- First values for shards of parameters that were built without memory ----------------------------------------------
-
-
-def allocate(module: nn.Module, device: torch.device) -> set[int]:
-    """Give shards on the meta device memory; returns the identities of those that now wait for values. Local."""
-    names = [name for name, p in module.named_parameters() if p.is_meta]
-    if names:
-        module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
-    parameters = dict(module.named_parameters())
-    return {id(parameters[name]) for name in names}
-
-
-@torch.no_grad()
-def initialize(
-    module: nn.Module,
-    waiting: set[int],
-    borrowed: dict[int, set[str]],
-    whole_of: Callable[[nn.Parameter], torch.Tensor],
-    device: torch.device,
-    group: dist.ProcessGroup,
-) -> None:
-    """Rank 0's values by ``reset_parameters``, for one module that has it at a time. Collective.
-
-    ``borrowed`` is ``deferred.borrowing`` of the module; ``whole_of`` gathers what has its values already. Every rank draws
-    the same random numbers as in one process, and no more than that module is whole at a time.
-    """
-    if not waiting:
-        return
-    empty = set(waiting)
-    for child, reset in resetting(module):
-        shards = {id(p): p for p in child.parameters()}
-        if waiting.isdisjoint(shards):
-            continue
-        whole = {
-            key: nn.Parameter(
-                without_values(p, device) if key in empty else whole_of(p),
-                requires_grad=p.requires_grad,
-            )
-            for key, p in shards.items()
-        }
-        places = [(m, n, p) for m in child.modules() for n, p in m._parameters.items() if p is not None]
-        for owner, name, p in places:
-            owner._parameters[name] = whole[id(p)]
-        try:
-            reset_own(child, reset, borrowed[id(child)])
-        finally:
-            for owner, name, p in places:
-                owner._parameters[name] = p
-        broadcast_([w.data for w in whole.values()], group)
-        for key, p in shards.items():
-            here(p).copy_(here(cut_if_fits(whole[key].data, p)))
-        empty -= shards.keys()
-    refuse_without_values((n, here(p)) for n, p in module.named_parameters() if id(p) in waiting)
+if TYPE_CHECKING:
+    from . import FSDPEngine
 
 
 @final
 class Conversion:
     """The module's shards, the parameter objects that they replaced, and which is which."""
 
-    def __init__(self, module: nn.Module, process: Process, options: Any, label: str) -> None:
-        self.module = module
-        self.label = label
-        self.process = process
-        self.options = options
-        assert process.group is not None
-        self.group: dist.ProcessGroup = process.group
-        self.scalars: list[nn.Parameter] = []
-        self._scalar_names: list[str] = []
+    def __init__(self, engine: FSDPEngine) -> None:
+        self.module, self.process, self.label = engine.module, engine.process, engine.label
+        self._offload = engine.options.cpu_offload
+        assert self.process.group is not None
+        self._group: dist.ProcessGroup = self.process.group
+        self._scalars: dict[str, nn.Parameter] = {}
+        #: Of scalars, which every rank has whole: gradients of this rank's own.
         self.scalar_log = GradientLog(())
         #: By identity: the shard of every parameter object, old, gathered or the shard itself.
         self.known: dict[int, nn.Parameter] = {}
         #: By name the parameter objects that shards replaced, and these.
         self.replaced: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
-        self._places = [(m, n, p) for m in module.modules() for n, p in m._parameters.items() if p is not None]
-        self._local = shards.LocalShards()
-        self.sharded = ShardedModule(module, self.group, process.device, options)
+        self._places = [(m, n, p) for m in self.module.modules() for n, p in m._parameters.items() if p is not None]
+        self.sharded = ShardedModule(self.module, self._group, self.process.device, engine.options)
 
     def shard(self, blocks: Sequence[str], whole_of: Callable[[nn.Parameter], torch.Tensor]) -> None:
         """Put shards in the parameters' places. Collective where there are gradients, or first values to be made."""
@@ -104,18 +50,18 @@ class Conversion:
         for parameter in old.values():
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
-        grads = self._mean_gradients(list(old.values()))
+        what = f"gradients before accel.setup ({self.label})"
+        average_gradients_(what, list(old.values()), list(old), self.process)
+        grads = {name: p.grad for name, p in old.items() if p.grad is not None}
         children = [self.module.get_submodule(name) for name in blocks]
         borrowed, weights = borrowing(self.module), weights_of(self.module)
         self.sharded.apply(children)
-        storage = torch.device("cpu") if self.options.cpu_offload else self.process.device
-        waiting = allocate(self.module, storage)
-        self.scalars = kept_whole(self.module)
-        if weights is None:  # else they are read into the shards
-            initialize(self.module, waiting, borrowed, whole_of, self.process.device, self.group)
+        waiting = self._allocate()
+        if waiting and weights is None:  # else they are read into the shards
+            self._initialize(waiting, borrowed, whole_of)
         new = dict(self.module.named_parameters())
-        names = {id(parameter): name for name, parameter in new.items()}
-        self._scalar_names = [names[id(p)] for p in self.scalars]
+        whole = {id(p) for p in kept_whole(self.module)}
+        self._scalars = {name: p for name, p in new.items() if id(p) in whole}
         for name, parameter in old.items():
             shard = new[name]
             self.known[id(shard)] = shard
@@ -124,14 +70,53 @@ class Conversion:
                 self.replaced[name] = parameter, shard
                 standin.put(parameter, shard)
                 if name in grads:
-                    shard.grad = shards.cut(grads[name], shard)
-        self.scalar_log = GradientLog(self.scalars)
+                    shard.grad = self.new(shard, tuple(shard.shape), shard.dtype)
+                    self._fill(shard.grad, grads[name])
+        self.scalar_log = GradientLog(self._scalars.values())
 
-    def _mean_gradients(self, parameters: list[nn.Parameter]) -> dict[str, torch.Tensor]:
-        """Gradients that were there before, as their mean."""
-        names = [name for name, _ in self.module.named_parameters()]
-        average_gradients_(f"gradients before accel.setup ({self.label})", parameters, names, self.process)
-        return {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
+    def _allocate(self) -> set[int]:
+        """Give shards on the meta device memory; returns the identities of those that now wait for values. Local."""
+        names = [name for name, p in self.module.named_parameters() if p.is_meta]
+        if names:
+            device = torch.device("cpu") if self._offload else self.process.device
+            self.module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+        parameters = dict(self.module.named_parameters())
+        return {id(parameters[name]) for name in names}
+
+    @torch.no_grad()
+    def _initialize(
+        self, waiting: set[int], borrowed: dict[int, set[str]], whole_of: Callable[[nn.Parameter], torch.Tensor]
+    ) -> None:
+        """Rank 0's values by ``reset_parameters``, for one module that has it at a time. Collective.
+
+        ``borrowed`` is ``deferred.borrowing`` of the module; ``whole_of`` gathers what has its values already. Every rank draws
+        the same random numbers as in one process, and no more than that module is whole at a time.
+        """
+        empty, device = set(waiting), self.process.device
+        for child, reset in resetting(self.module):
+            own = {id(p): p for p in child.parameters()}
+            if waiting.isdisjoint(own):
+                continue
+            values = {key: without_values(p, device) if key in empty else whole_of(p) for key, p in own.items()}
+            whole = {key: nn.Parameter(values[key], requires_grad=p.requires_grad) for key, p in own.items()}
+            places = [(m, n, p) for m in child.modules() for n, p in m._parameters.items() if p is not None]
+            for owner, name, p in places:
+                owner._parameters[name] = whole[id(p)]
+            try:
+                reset_own(child, reset, borrowed[id(child)])
+            finally:
+                for owner, name, p in places:
+                    owner._parameters[name] = p
+            broadcast_([w.data for w in whole.values()], self._group)
+            for key, p in own.items():
+                self._fill(p, whole[key])
+            empty -= own.keys()
+        refuse_without_values((n, here(p)) for n, p in self.module.named_parameters() if id(p) in waiting)
+
+    @torch.no_grad()
+    def _fill(self, shard: torch.Tensor, whole: torch.Tensor) -> None:
+        if (mine := self.part("", shard)) is not None:
+            mine.fill(whole)
 
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
         """The shard of a parameter object."""
@@ -142,21 +127,18 @@ class Conversion:
         shard = self.known.get(id(parameter), parameter)
         return next((whole for whole, s in self.sharded.gathered() if s is shard), parameter)
 
-    def mark_gathered(self) -> None:
-        """Know the gathered parameters."""
-        self.sharded.mark_gathered()
+    def begin(self, names: dict[int, str], log: GradientLog | None) -> None:
+        """Take over, once every parameter has its values. As in ``Backwards``."""
+        self.backwards = Backwards(self, names, log)
+        self.sharded.begin(self.process, self.label, self.backwards.begin, self.backwards.end)
         self.known.update((id(whole), shard) for whole, shard in self.sharded.gathered())
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
-    def scalars_pending(self) -> bool:
-        """Whether scalar parameters, which every rank has whole, got gradients of this rank's own."""
-        return bool(self.scalar_log.entries)
-
     def average_scalars(self) -> None:
         """Make the scalars' gradients final. Collective."""
         what = f"the reduction of scalars ({self.label})"
-        average_gradients_(what, self.scalars, self._scalar_names, self.process, announced=True)
+        average_gradients_(what, [*self._scalars.values()], [*self._scalars], self.process, announced=True)
         self.scalar_log.fold()
 
     def drop_pending(self) -> None:
@@ -174,7 +156,7 @@ class Conversion:
 
     def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What lies on this rank of the final gradients, and those of scalars, which every rank has."""
-        scalars = set(map(id, self.scalars))
+        scalars = set(map(id, self._scalars.values()))
         found = [(id(p) in scalars, here(p.grad)) for p in self.known_shards() if p.grad is not None]
         return [g for common, g in found if not common], [g for common, g in found if common]
 
@@ -184,13 +166,23 @@ class Conversion:
 
     # -- state ----------------------------------------------------------------------------------------------------
 
-    def part(self, name: str, tensor: torch.Tensor, key: Any) -> Shard | None:
-        """What of a tensor lies here."""
-        return self._local(f"{name}/{key}" if key else name, tensor)
+    @staticmethod
+    def new(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a tensor in the state of a parameter, cut as that is where it has its shape."""
+        if isinstance(parameter, DTensor) and shape == tuple(parameter.shape):
+            return wrap(torch.empty_like(parameter.to_local(), dtype=dtype), shape, parameter)
+        return torch.empty(shape, dtype=dtype, device=parameter.device)
 
-    def new(self, parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a tensor in the state of a parameter."""
-        return shards.new(parameter, shape, dtype)
+    @torch.no_grad()  # then a DTensor gives its local tensor as it is, without a node of autograd
+    def part(self, name: str, tensor: torch.Tensor) -> Shard | None:
+        """The range of a tensor's elements that lies on this rank; None where nothing does."""
+        shape, place = tuple(tensor.shape), self.process.place
+        if not isinstance(tensor, DTensor):
+            return Shard(name, shape, 0, tensor.detach())
+        local = tensor.to_local().detach()
+        each = -(-shape[0] // place.world_size)  # rows of every shard but the last ones
+        first = place.rank * each
+        return Shard(name, shape, first * (local.numel() // len(local)), local) if len(local) else None
 
     # -- the way back ---------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
@@ -63,16 +64,21 @@ def has_gradient(param: Any) -> bool:
     return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
 
 
+def drop(param: Any) -> None:
+    """Drop such a gradient."""
+    param.unsharded_accumulated_grad = param._unsharded_param.grad = None
+
+
+def wrap(local: torch.Tensor, shape: torch.Size | tuple[int, ...], like: DTensor) -> DTensor:
+    """A local tensor as this rank's shard of a tensor of ``shape``."""
+    stride = torch.empty(shape, device="meta").stride()
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
 @final
 class ShardedModule:
-    """A module whose parameters are shards, gathered block by block while forward and backward need them.
-
-    Args:
-        module: the user's module.
-        group: the process group.
-        device: where to compute.
-        options: of the engine.
-    """
+    """A module whose parameters are shards, gathered block by block while forward and backward need them."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device, options: Any) -> None:
         self.module: Any = module
@@ -110,7 +116,7 @@ class ShardedModule:
             )
 
     def begin(self, process: Process, label: str, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """Take over, once every parameter has its values: ``before`` and ``after`` hear of each backward."""
+        """Take over. Gathered parameters get the class that keeps them and their shards alike."""
         self.root = self.module._get_fsdp_state()
         self.root._lazy_init()
         self.context = self.root._state_ctx
@@ -126,27 +132,21 @@ class ShardedModule:
             _tell(state, self.context, before, after)
         inside = {id(m) for child in self._modules if child is not self.module for m in child.modules()}
         for child in self.module.modules():
-            if (
-                id(child) not in inside
-                and child is not self.module
-                and any(p is not None for p in child._parameters.values())
-            ):
+            own = id(child) not in inside and child is not self.module
+            if own and any(True for _ in child.parameters(recurse=False)):
                 self._hooks += _enter_by(child, self.root)
+        for whole, shard in self.gathered():
+            marked: Any = whole
+            marked.__class__ = Gathered
+            marked.shard = shard
+            # Autograd never comes to the shard: a hook there would wait for ever.
+            vars(shard)["register_hook"] = functools.partial(_register_hook, weakref.ref(whole))
 
     # -- parameters -----------------------------------------------------------------------------------------------
 
     def gathered(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Each parameter as it is while it is gathered, with its shard."""
         return ((param._unsharded_param, param.sharded_param) for param in self.params)
-
-    def mark_gathered(self) -> None:
-        """Give gathered parameters the class that keeps them and their shards alike."""
-        for whole, shard in self.gathered():
-            marked: Any = whole
-            marked.__class__ = Gathered
-            marked.shard = shard
-            # Autograd never comes to the shard: a hook there would wait for ever.
-            vars(shard)["register_hook"] = _hooking(weakref.ref(whole))
 
     def reshard(self) -> None:
         """Free what is gathered: the next use gathers again. Local."""
@@ -180,14 +180,6 @@ class ShardedModule:
         self.root._root_post_backward_final_callback()
         self.module.set_requires_gradient_sync(synchronised)
 
-    def synchronise(self, value: bool) -> None:
-        """Whether backward passes reduce."""
-        self.module.set_requires_gradient_sync(value)
-
-    def broken(self) -> bool:
-        """Whether a backward began and did not come to its end."""
-        return self.context.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1
-
     def reset(self) -> None:
         """Forget a forward or backward that ended half-way."""
         if torch._C._current_graph_task_id() == -1:  # inside a backward it is activation checkpointing that ends early
@@ -215,7 +207,7 @@ class ShardedModule:
 
     def let_go(self) -> None:
         """Drop the process groups. Local."""
-        for group in getattr(self, "groups", []):
+        for group in self.groups:
             for info in (group.mesh_info, group.post_forward_mesh_info):
                 if info is not None:
                     info.shard_process_group = None
@@ -294,12 +286,9 @@ def _undo(child: Any) -> None:
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
     for group in state._fsdp_param_groups:
-        for handles in (
-            group._module_to_pre_save_state_dict_hook_handle,
-            group._module_to_pre_load_state_dict_hook_handle,
-        ):
-            for handle in handles.values():
-                handle.remove()
+        saving, loading = (getattr(group, f"_module_to_pre_{verb}_state_dict_hook_handle") for verb in ("save", "load"))
+        for handle in (*saving.values(), *loading.values()):
+            handle.remove()
         for param in group.fsdp_params:
             param._post_load_hook_handle.remove()
     child.__class__ = type(child).__mro__[2]
@@ -308,16 +297,8 @@ def _undo(child: Any) -> None:
         child.__dict__.pop(key, None)
 
 
-def _hooking(reference: weakref.ref[nn.Parameter]) -> Callable[..., Any]:
-    def register_hook(hook: Callable[..., Any]) -> Any:
-        """As any tensor's: the hook gets this rank's own gradient, whole, before it is reduced."""
-        whole = reference()
-        assert whole is not None  # as long as the shard
-        return whole.register_hook(hook)
-
-    return register_hook
-
-
-def is_shard(value: object) -> bool:
-    """Whether a value is a sharded tensor."""
-    return isinstance(value, DTensor)
+def _register_hook(reference: weakref.ref[nn.Parameter], hook: Callable[..., Any]) -> Any:
+    """As any tensor's: the hook gets this rank's own gradient, whole, before it is reduced."""
+    whole = reference()
+    assert whole is not None  # as long as the shard
+    return whole.register_hook(hook)

@@ -14,29 +14,17 @@ from ..base.absent import Absent, name_of
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
+def _of_shard(name: str) -> Any:
+    return property(lambda held: getattr(held.shard, name), lambda held, value: setattr(held.shard, name, value))
+
+
 class StandIn(Absent, nn.Parameter):
     """A replaced parameter: ``grad`` and ``requires_grad`` are its shard's; any use of its values raises."""
 
     shard: nn.Parameter
     kind: type[nn.Parameter]
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """The shard's gradient."""
-        return self.shard.grad
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        self.shard.grad = value
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the shard is trainable."""
-        return self.shard.requires_grad
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self.shard.requires_grad = value
+    grad = _of_shard("grad")
+    requires_grad = _of_shard("requires_grad")
 
     def requires_grad_(self, requires_grad: bool = True) -> StandIn:
         """Freeze or unfreeze the shard."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, final
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ...errors import BackendError
+from ...gradients.patches import around
 
 #: Classes of modules to gather as one, or a function that says so of a module; None is the automatic rule.
 Wrap = tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | None
@@ -18,19 +20,16 @@ Wrap = tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | None
 
 def blocks(module: nn.Module, wrap: Wrap) -> list[tuple[str, nn.Module]]:
     """The submodules that become groups of their own, inner ones first; ``module`` itself takes what is left."""
-    chosen = {name: child for name, child in module.named_modules() if child is not module and _wanted(child, wrap)}
     if wrap is None:
         repeated = _repeated(module)
-        chosen = {n: m for n, m in module.named_modules() if id(m) in repeated and m is not module}
-    chosen = {name: child for name, child in chosen.items() if any(True for _ in child.parameters())}
+        wanted = [(n, m) for n, m in module.named_modules() if id(m) in repeated]
+    elif isinstance(wrap, tuple):
+        wanted = [(n, m) for n, m in module.named_modules() if isinstance(m, wrap)]
+    else:
+        wanted = [(n, m) for n, m in module.named_modules() if m is not module and wrap(m)]
+    chosen = {n: m for n, m in wanted if m is not module and any(True for _ in m.parameters())}
     _leave_out_tied(module, chosen)
     return list(reversed(chosen.items()))
-
-
-def _wanted(child: nn.Module, wrap: Wrap) -> bool:
-    if wrap is None:
-        return False
-    return isinstance(child, wrap) if isinstance(wrap, tuple) else wrap(child)
 
 
 def _repeated(module: nn.Module) -> set[int]:
@@ -49,38 +48,33 @@ def _is_container(module: nn.Module) -> bool:
     return type(module).forward in (nn.ModuleList.forward, nn.ModuleDict.forward)
 
 
-def owners(module: nn.Module) -> dict[int, list[tuple[str, str]]]:
-    """By the identity of each parameter, the modules (by name) that have it and the names that it has there."""
-    found: dict[int, list[tuple[str, str]]] = {}
+def owners(module: nn.Module) -> dict[int, list[str]]:
+    """By the identity of each parameter, the names of the modules that have it."""
+    found: dict[int, list[str]] = {}
     for path, child in module.named_modules(remove_duplicate=False):
-        for name, parameter in child._parameters.items():
-            if parameter is not None:
-                found.setdefault(id(parameter), []).append((path, name))
+        for parameter in child.parameters(recurse=False):
+            found.setdefault(id(parameter), []).append(path)
     return found
 
 
 def _leave_out_tied(module: nn.Module, chosen: dict[str, nn.Module]) -> None:
     """Drop the groups that would split a tied parameter: it must lie in one."""
-    everything = owners(module)
-    again = True
-    while again:
-        again = False
+    everything, before = owners(module), None
+    while before != chosen.keys():
+        before = set(chosen)
         for places in everything.values():
-            groups = {_group(module, path, chosen) for path, _ in places}
-            if len(groups) > 1:
-                for name in groups - {""}:
-                    del chosen[name]
-                    again = True
+            groups = {_group(module, path, chosen) for path in places}
+            for name in groups - {""} if len(groups) > 1 else ():
+                del chosen[name]
 
 
 def _group(module: nn.Module, path: str, chosen: dict[str, nn.Module]) -> str:
     """The name of the innermost chosen module at or above ``path``; "" is the whole."""
     names = {id(child): name for name, child in chosen.items()}
-    parts = path.split(".") if path else []
-    for end in range(len(parts), 0, -1):
-        name = names.get(id(module.get_submodule(".".join(parts[:end]))))
-        if name is not None:
+    while path:
+        if (name := names.get(id(module.get_submodule(path)))) is not None:
             return name
+        path = path.rpartition(".")[0]
     return ""
 
 
@@ -117,7 +111,7 @@ def _check_dtypes(module: nn.Module, options: Any) -> None:
     for identity, places in owners(module).items():
         name, parameter = named[identity]
         if parameter.requires_grad and parameter.dim() and parameter.numel():
-            dtypes.setdefault(_group(module, places[0][0], chosen), {}).setdefault(parameter.dtype, name)
+            dtypes.setdefault(_group(module, places[0], chosen), {}).setdefault(parameter.dtype, name)
     for found in dtypes.values():
         if len(found) > 1:
             listed = ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in found.items())
@@ -126,30 +120,12 @@ def _check_dtypes(module: nn.Module, options: Any) -> None:
             )
 
 
-# -- Activation checkpointing of whole blocks --------------------------------------------------------------------------
-
-
-@final
-class Checkpointed:
-    """Blocks whose forward keeps only its inputs and runs again in backward."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[nn.Module, Any]] = []
-
-    def wrap(self, blocks: Iterable[nn.Module]) -> None:
-        """Checkpoint these; a block inside another recomputes with it."""
-        inner: set[int] = set()
-        for block in reversed(list(blocks)):
-            if id(block) in inner:
-                continue
-            inner.update(id(m) for m in block.modules())
-            self._before.append((block, block.__dict__.get("forward")))
-            block.__dict__["forward"] = functools.partial(checkpoint, block.forward, use_reentrant=False)
-
-    def unwrap(self) -> None:
-        """Give the blocks their own forward back."""
-        for block, forward in self._before:
-            del block.__dict__["forward"]
-            if forward is not None:
-                block.__dict__["forward"] = forward
-        self._before.clear()
+def checkpointed(blocks: Iterable[nn.Module]) -> contextlib.ExitStack:
+    """Until it is closed, a block's forward keeps only its inputs and runs again in backward; one inside another with that."""
+    undo, inside = contextlib.ExitStack(), set[int]()
+    for block in reversed(list(blocks)):
+        if id(block) not in inside:
+            inside.update(id(m) for m in block.modules())
+            run_again = functools.partial(checkpoint, use_reentrant=False)
+            undo.enter_context(around(vars(block), "forward", run_again, block.forward))
+    return undo

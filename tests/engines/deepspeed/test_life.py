@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -335,6 +337,36 @@ def test_an_exception_leaves_a_usable_engine(stage: int) -> None:
     run(2, exceptions, stage)
 
 
+def interrupted(stage: int) -> None:
+    """Gradients are dropped before the next backward or before its forward; those of a backward that ended well are kept."""
+    pair = Pair(zero(stage))
+    hook = pair.raw.body[1].register_forward_hook(lambda m, a, out: FailingBackward.apply(out))
+    loss = loss_of(pair.model(data(0, accel.rank())))
+    hook.remove()
+    with pytest.raises(ZeroDivisionError, match="this backward fails"):
+        loss.backward()
+    loss = loss_of(pair.model(data(0, accel.rank())))
+    if stage > 1:
+        with pytest.raises(accel.BackendError, match="an exception ended a backward"):
+            loss.backward()
+        loss = loss_of(pair.model(data(0, accel.rank())))
+    pair.optimizer.zero_grad()
+    loss.backward()
+    mean_loss(pair.plain, lambda m, x: m(x), 0).backward()
+    with pytest.raises((TypeError, AttributeError)):
+        pair.model(None)
+    loss_of(pair.model(data(1, accel.rank()))).backward()
+    mean_loss(pair.plain, lambda m, x: m(x), 1).backward()
+    pair.optimizer.step()
+    pair.plain_optimizer.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_after_an_exception(stage: int) -> None:
+    run(2, interrupted, stage)
+
+
 def other_branches(stage: int) -> None:
     pair = Pair(zero(stage))
     left = accel.rank() == 0
@@ -402,6 +434,26 @@ def test_a_second_engine_on_one_model_by_the_library_alone_and_by_accel() -> Non
     run(2, by_accel)
     failures = [r.error for r in outcomes(2, by_library, breaks=True)]
     assert all(failures), "DeepSpeed has mended two engines on one module"
+
+
+def other_linears() -> None:
+    """DeepSpeed alone replaces ``torch.nn.functional.linear`` for every model, and leaves it so."""
+    before = F.linear
+    pair = Pair(zero(3))
+    own = importlib.import_module("deepspeed.runtime.zero.linear")
+    with mock.patch.object(own, "zero3_linear_wrap", wraps=own.zero3_linear_wrap) as counted:
+        pair.train(range(1))
+        assert counted.call_count == 4  # of the model
+        nn.Linear(2, 1)(torch.ones(1, 2))
+        assert counted.call_count == 4
+    accel.teardown(pair.model)
+    del pair
+    gc.collect()
+    assert F.linear is before
+
+
+def test_other_models_keep_their_linear_function() -> None:
+    run(2, other_linears)
 
 
 SCRIPT = """

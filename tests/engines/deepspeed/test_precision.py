@@ -128,6 +128,31 @@ def test_bfloat16_gradients_wait_in_bfloat16_and_add_up_in_fp32(stage: int) -> N
     run(2, kept_gradients, stage)
 
 
+def clipped_between(stage: int) -> float:
+    """What was clipped stays so when another backward adds to it, in fp32 copies too."""
+    torch.manual_seed(3)
+    raw = nn.Linear(64, 64, bias=False)
+    before = raw.weight.detach().bfloat16().float()
+    model, optimizer, _ = accel.setup(
+        raw,
+        torch.optim.SGD(raw.parameters(), lr=0.5),
+        precision="bf16-true",
+        backend=DeepSpeed(stage=stage, config={**CONFIG, "bf16": {"enabled": True}}),
+    )
+    for max_norm in (1.0, 1e9):  # a gradient of ones has the norm 64
+        model(torch.ones(1, 64)).sum().backward()
+        accel.clip_grad_norm_(model, max_norm)
+    optimizer.step()
+    accel.teardown(model)
+    return float((before - raw.weight).mean())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_after_clipping_adds_to_what_was_clipped(stage: int) -> None:
+    for change in run(2, clipped_between, stage):
+        assert change == pytest.approx(0.5 * (1 + 1 / 64), rel=1e-3)
+
+
 def fp16(stage: int, accumulation: int, synced: bool, clip: bool, set_to_none: bool) -> None:
     """16-mixed against plain torch in fp32: the gradients are true ones wherever they are."""
     pair = Pair(zero(stage), momentum, precision="16-mixed")

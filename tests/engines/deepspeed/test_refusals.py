@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 import accel
 from accel.engines.deepspeed import DeepSpeed
+from accel.engines.deepspeed.config import Configuration
 from tests.distributed import refusals, run
 from tests.engines.deepspeed.training import STAGES, Net, Pair, adamw, data, loss_of, whole, zero
 
@@ -156,6 +158,10 @@ CONTRADICTIONS: list[tuple[Any, dict[str, Any], str]] = [
     ("/nowhere.json", {}, "cannot be read"),
     ({}, {"stage": 2, "offload_parameters": True}, "needs stage 3"),
     ({}, {"stage": 0, "offload_optimizer": True}, "needs stage 1, 2 or 3"),
+    ({"zero_optimization": {"stage": 5}}, {}, "expected 0, 1, 2 or 3"),
+    ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, {}, "ZenFlow steps by itself"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "disk"}}}, {}, "'cpu' or 'none' was expected"),
+    ({"bf16": {"enabled": True}}, {"stage": 0}, "stage 0 has no master weights"),
 ]
 
 
@@ -171,6 +177,14 @@ def contradictions() -> None:
 
 def test_a_contradiction_is_refused_by_its_key() -> None:
     run(2, contradictions)
+
+
+def test_options_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(accel.BackendError, match="expected 0, 1, 2 or 3"):
+        DeepSpeed(stage=5)
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(accel.BackendError, match="expected a JSON object, found list"):
+        Configuration(DeepSpeed(config=tmp_path / "list.json"))
 
 
 WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
@@ -222,6 +236,12 @@ def indivisible() -> None:
         for stage in STAGES:
             with pytest.raises(accel.BackendError, match="cannot divide extra"):
                 accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=zero(stage))
+    raw = nn.Linear(2, 1)
+    raw.extra = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    with pytest.raises(
+        accel.BackendError, match=r"weight is torch.float32, extra is torch.bfloat16|extra is torch.bfloat16, "
+    ):
+        accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=zero(2))
 
 
 def test_weights_that_cannot_be_divided_are_refused() -> None:

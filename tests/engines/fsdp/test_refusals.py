@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel
+from accel.engines.fsdp.wrap import blocks
 from tests.distributed import refusals, run
 from tests.engines.fsdp.training import Block, Net, build, local_loss, train
 
@@ -62,6 +63,15 @@ def refused(kind: str) -> None:
 def test_what_cannot_be_sharded_is_refused_and_left_as_it_was(kind: str, error: str, text: str) -> None:
     for message in refusals(2, refused, kind, error=error):
         assert text in message
+
+
+def test_blocks_that_share_a_parameter_are_gathered_with_the_whole() -> None:
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))) for _ in range(3)))
+    assert {name for name, _ in blocks(net, None)} == {"0", "1", "2"}
+    assert {name for name, _ in blocks(net, (nn.Sequential,))} == {"0", "1", "2", "0.1", "1.1", "2.1"}
+    net[2][1][0].weight = net[0][0].weight
+    assert {name for name, _ in blocks(net, None)} == {"1"}
+    assert {name for name, _ in blocks(net, (nn.Sequential,))} == {"1", "1.1", "0.1"}
 
 
 def test_options_are_checked() -> None:
