@@ -55,11 +55,7 @@ class Background:
             wait([future])  # not for the thread, which may be in a callback that calls this
 
     def settle(self) -> None:
-        """Wait for the save that is under way.
-
-        Raises:
-            CheckpointError: it failed; it is raised once.
-        """
+        """Wait for the save that is under way; raises if it failed, once."""
         future, self._future = self._future, None
         error = None if future is None else future.exception()
         if error is not None:
@@ -168,11 +164,7 @@ class StatusFiles:
         return os.path.join(self._directory, status_name(self._save, rank, kind))
 
     def write(self, status: dict[str, Any]) -> None:
-        """Tell the other ranks.
-
-        Raises:
-            OSError: nothing can be written there.
-        """
+        """Tell the other ranks; an OSError where nothing can be written."""
         path = self._path(self._rank)
         # One that a full disk cuts is taken for a failure.
         with open(f"{path}.tmp", "wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -181,11 +173,7 @@ class StatusFiles:
         self._own = path
 
     def read(self, rank: int) -> dict[str, Any]:
-        """What another rank told.
-
-        Raises:
-            CheckpointError: it ended or did not tell in time, or the directory is gone.
-        """
+        """What another rank told; raises where it ended or did not tell in time, or the directory is gone."""
         path, found = self._path(rank), b""
 
         def look() -> bool:

@@ -14,10 +14,9 @@ from typing import Any, Final, Literal
 import torch
 
 from ..errors import CheckpointError
-from ..process import running
 from ..process.control import locked
 from . import folder, record
-from .failures import explain, on_running_ranks
+from .failures import on_running_ranks
 from .match import SavedNames, children_of
 from .reader import Reader
 from .record import Record
@@ -52,11 +51,7 @@ class Export:
 
 
 def plan_export(directory: str, name: str | None, max_shard_size: int | str, dtype: str | torch.dtype | None) -> Export:
-    """What an export will write. Writes nothing.
-
-    Raises:
-        CheckpointError: as ``export``.
-    """
+    """What an export will write, or why it cannot. Writes nothing."""
     limit, wanted = parse_size(max_shard_size), _parse_dtype(dtype)
     found, _ = record.read(directory)
     chosen, node = choose(directory, found, name)
@@ -99,11 +94,7 @@ def divide(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
 
 
 def parse_size(size: int | str) -> int:
-    """``"5GB"`` (10^9 each) or ``"5GiB"`` (2^30) in bytes.
-
-    Raises:
-        CheckpointError: it is no size.
-    """
+    """``"5GB"`` (10^9 each) or ``"5GiB"`` (2^30) in bytes; raises where it is no size."""
     if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
         power = " KMGT".index(match[2].upper() or " ")
         size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
@@ -135,11 +126,7 @@ def models_in(node: Json, decoder: Decoder, names: SavedNames, name: str = "") -
 
 
 def choose(directory: str, found: Record, name: str | None) -> tuple[str, dict[str, Json]]:
-    """The name and the node of the model that is asked for, or of the only one.
-
-    Raises:
-        CheckpointError: there is no such model, or several.
-    """
+    """The name and the node of the model that is asked for, or of the only one; raises where it is none, or one of several."""
 
     def refuse(tensor: str) -> torch.Tensor:
         raise CheckpointError(f"{directory}: the key of a dict is the tensor {tensor!r}")
@@ -192,65 +179,41 @@ def export(
     Raises:
         CheckpointError: the checkpoint is damaged, has no such model, or ``out`` cannot be written or has weights already.
     """
-    process = running()
 
-    def act() -> None:
-        if process is None or process.place.rank == 0:
-            write_export(
-                folder.absolute(dir),
-                folder.absolute(out),
-                name=name,
-                max_shard_size=max_shard_size,
-                dtype=dtype,
-                overwrite=overwrite,
-                library=library,
-            )
+    def act(rank: int, world: int) -> None:
+        if rank == 0:
+            planned = plan_export(folder.absolute(dir), name, max_shard_size, dtype)
+            write_export(planned, folder.absolute(out), library, overwrite=overwrite)
 
     on_running_ranks("accel.export", act)
 
 
 def write_export(
-    directory: str,
+    planned: Export,
     out: str,
-    *,
-    name: str | None,
-    max_shard_size: int | str,
-    dtype: str | torch.dtype | None,
-    overwrite: bool,
     library: str,
+    *,
+    overwrite: bool,
     progress: Callable[[int], Any] = lambda nbytes: None,
-    begin: Callable[[int], Any] = lambda nbytes: None,
 ) -> None:
-    """``export`` in this process; ``begin`` hears how many bytes it will be, ``progress`` how many more were written."""
+    """Write the files, in this process; ``progress`` hears how many more bytes were written."""
     if library not in STEMS:
         raise CheckpointError(f"library={library!r}: expected {' or '.join(map(repr, STEMS))}")
+    if record.exists(out):
+        raise CheckpointError(f"{out} is a checkpoint itself: export into another directory")
+    if (there := _weights(out)) and not overwrite:
+        raise CheckpointError(f"{out} has weights already ({', '.join(there[:3])}); overwrite=True replaces them")
+    folder.make(out)
+    lock = folder.Lock(out)
     try:
-        planned = plan_export(directory, name, max_shard_size, dtype)
-        _check_target(directory, out, overwrite)
-        begin(planned.nbytes)
-        folder.make(out)
-        lock = folder.Lock(out)
-        try:
-            for left in filter(_TEMPORARY.fullmatch, os.listdir(out)):
-                os.unlink(os.path.join(out, left))
-            _write(planned, out, STEMS[library], progress)
-        finally:
-            lock.remove()
-    except OSError as error:
-        raise CheckpointError(f"accel.export: {explain(error)}") from error
+        for left in filter(_TEMPORARY.fullmatch, os.listdir(out)):
+            os.unlink(os.path.join(out, left))
+        _write(planned, out, STEMS[library], progress)
+    finally:
+        lock.remove()
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
-
-
-def _check_target(directory: str, out: str, overwrite: bool) -> None:
-    if record.exists(out):
-        raise CheckpointError(
-            f"{out} is a checkpoint{' itself' if out == directory else ''}: export into another directory"
-        )
-    present = _weights(out)
-    if present and not overwrite:
-        raise CheckpointError(f"{out} has weights already ({', '.join(present[:3])}); overwrite=True replaces them")
 
 
 def _weights(out: str) -> list[str]:

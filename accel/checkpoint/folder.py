@@ -31,11 +31,7 @@ _OURS: Final = re.compile(
 
 
 def named(path: object) -> str:
-    """A directory as a user names it; ``~`` at its beginning is the home directory.
-
-    Raises:
-        CheckpointError: it is no path, or a URL.
-    """
+    """A directory as a user names it; ``~`` at its beginning is the home directory. Refuses what is no path, and URLs."""
     if path is None:
         raise CheckpointError("expected a directory, found None; accel.latest gives None where there is no checkpoint")
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
@@ -49,11 +45,6 @@ def absolute(path: object) -> str:
     return os.path.abspath(named(path))
 
 
-def new_id() -> str:
-    """The id of a new save."""
-    return secrets.token_hex(6)
-
-
 def shard_name(save: str, rank: int, *, frozen: bool) -> str:
     """The file of one rank: of what changes, or of what is frozen."""
     return f"accel-{save}-{rank:05d}{'-still' if frozen else ''}.safetensors"
@@ -65,11 +56,7 @@ def record_name(save: str) -> str:
 
 
 def make(directory: str) -> None:
-    """Make a directory and what is above it, durably.
-
-    Raises:
-        OSError: it cannot be made, or is something else.
-    """
+    """Make a directory and what is above it, durably; an OSError where it cannot be made, or is something else."""
     missing = []
     path = os.path.abspath(directory)
     while not os.path.lexists(path):
@@ -150,6 +137,28 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
+def begin(directory: str, resources: contextlib.ExitStack) -> set[str]:
+    """Take a directory, made if need be, to write a checkpoint into it, and clean what dead saves left.
+
+    Args:
+        directory: where to.
+        resources: end the lock.
+
+    Returns:
+        The names of the files of the checkpoint that is there.
+
+    Raises:
+        CheckpointError: another job saves there, or the directory is another program's.
+    """
+    make(directory)
+    present(directory)  # raises before anything is written into another program's directory
+    resources.callback(Lock(directory).release)
+    old = present(directory)
+    files = {file.name for file in old.files} if old else set()
+    sweep(directory, files)
+    return files
+
+
 def sweep(directory: str, keep: Iterable[str]) -> None:
     """Remove what accel has written into a directory, except the files named. The lock is held."""
     kept = set(keep)
@@ -189,11 +198,7 @@ def complete(directory: str) -> Record | None:
 
 
 def check_sizes(directory: str, record: Record) -> None:
-    """Compare the files of a checkpoint with the sizes that its record names.
-
-    Raises:
-        CheckpointError: names the first that is missing or of another size.
-    """
+    """Compare the files of a checkpoint with the sizes that its record names; raises for the first that is missing or another."""
     for file in record.files:
         path = os.path.join(directory, file.name)
         try:
@@ -207,11 +212,7 @@ def check_sizes(directory: str, record: Record) -> None:
 
 
 def remove(directory: str) -> None:
-    """Remove the checkpoint in a directory, and the directory if nothing else is in it.
-
-    Raises:
-        CheckpointError: a job saves there.
-    """
+    """Remove the checkpoint in a directory, and the directory if nothing else is in it; raises while a job saves there."""
     lock = Lock(directory)
     try:
         os.unlink(os.path.join(directory, NAME))  # first: from here on it is no checkpoint
@@ -229,11 +230,7 @@ _NUMBERED: Final = re.compile(r"(.*?)(\d+)")
 
 
 def check_keep(directory: str, keep: object) -> None:
-    """Refuse a number, or a directory whose older ones nobody can tell.
-
-    Raises:
-        CheckpointError: says what is expected.
-    """
+    """Refuse a number that is none, or a directory whose older ones nobody can tell."""
     if type(keep) is not int or keep < 1:
         raise CheckpointError(f"keep={keep!r}: expected a number of checkpoints of at least 1")
     if not _NUMBERED.fullmatch(os.path.basename(os.path.abspath(directory))):
@@ -311,22 +308,15 @@ def _link(src: str, dst: str) -> None:
         return
     one, _ = read(src)
     check_sizes(src, one)
-    make(dst)
-    lock = Lock(dst)
-    try:
-        old = present(dst)
-        sweep(dst, {file.name for file in old.files} if old else ())
-        _link_files(src, dst, one, {file.name for file in old.files} if old else set())
+    with contextlib.ExitStack() as resources:
+        _link_files(src, dst, one, begin(dst, resources))
         sync(dst)
-        temporary = record_name(one.id)
         with open(os.path.join(src, NAME), "rb") as file:
             content = file.read()
         if parse(content, src)[0].id != one.id:
             raise CheckpointError(f"{src} was replaced while it was linked; link it again")
-        commit(dst, content, temporary)
+        commit(dst, content, record_name(one.id))
         sweep(dst, {file.name for file in one.files})
-    finally:
-        lock.release()
 
 
 def _link_files(src: str, dst: str, one: Record, already: set[str]) -> None:

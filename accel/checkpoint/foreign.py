@@ -19,17 +19,16 @@ import torch
 
 from ..engines import ENGINES
 from ..errors import CheckpointError
-from ..process import running
 from ..process.control import locked
 from ..shard import whole
 from . import folder, record
 from .background import background
-from .failures import explain, naming, on_running_ranks
+from .failures import naming, on_running_ranks
 from .objects import LocalRange, StateObject
 from .safetensors import check_tensor
 from .save import save_alone
 from .shards import reserve
-from .values import DEPTH, TAG, Decoder, Encoder, Json, place
+from .values import DEPTH, TAG, Encoder, Json, place
 from .weights import is_weights_alone
 
 logger = logging.getLogger("accel")
@@ -57,12 +56,9 @@ def import_checkpoint(
     Raises:
         CheckpointError: ``source`` is none of these, is damaged, or holds what cannot be taken over rightly; names it.
     """
-    process = running()
 
-    def act() -> dict[str, list[str]]:
-        if process is not None and process.place.rank != 0:
-            return {}
-        return convert(folder.absolute(source), folder.absolute(dir), optimizer=optimizer)
+    def act(rank: int, world: int) -> dict[str, list[str]]:
+        return {} if rank else convert(folder.absolute(source), folder.absolute(dir), optimizer=optimizer)
 
     return on_running_ranks("accel.import_checkpoint", act)
 
@@ -74,14 +70,11 @@ def convert(
     if record.exists(directory):
         raise CheckpointError(f"{directory} has a checkpoint already: import into another directory")
     background.settle()
-    try:
-        parent = os.path.dirname(directory)
-        folder.make(parent)
-        with tempfile.TemporaryDirectory(prefix=".accel-import-", dir=parent) as scratch:
-            state, found = recognize(read(source, Scratch(scratch, progress)), source, optimizer=optimizer)
-            save_alone(state, directory)
-    except OSError as error:
-        raise CheckpointError(f"accel.import_checkpoint: {explain(error)}") from error
+    parent = os.path.dirname(directory)
+    folder.make(parent)
+    with tempfile.TemporaryDirectory(prefix=".accel-import-", dir=parent) as scratch:
+        state, found = recognize(read(source, Scratch(scratch, progress)), source, optimizer=optimizer)
+        save_alone(state, directory)
     return found
 
 
@@ -173,11 +166,7 @@ NewTensor = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 
 def _read_dcp(directory: str, new: NewTensor) -> dict[str, Any]:
-    """The state as nested dicts; tensors are made by ``new``.
-
-    Raises:
-        CheckpointError: it is damaged, or not as DCP's file writer leaves it.
-    """
+    """The state as nested dicts; tensors are made by ``new``."""
     try:
         return _dcp_state(directory, new)
     except (
@@ -308,11 +297,7 @@ _EXTRA: Final = "_extra_state"
 
 
 def recognize(state: Any, source: str, *, optimizer: bool) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """The state to save, and the paths of what was found.
-
-    Raises:
-        CheckpointError: it is no dict, or an optimizer's state cannot be taken over.
-    """
+    """The state to save, and the paths of what was found; refuses what is no dict, and optimizers' state that does not fit."""
     found: dict[str, list[str]] = {"models": [], "optimizers": [], "values": [], "left out": []}
     if not isinstance(state, Mapping) or not state:
         raise CheckpointError(f"{source} holds a {type(state).__name__}; expected a dict with a state dict in it")
@@ -441,6 +426,3 @@ class ImportedObject(StateObject):
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         return {key: encoder.encode(value, f"{self.path}.{key}") for key, value in self._values.items()}
-
-    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
-        raise CheckpointError(f"{self.path} can only be saved")

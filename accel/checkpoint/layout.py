@@ -22,8 +22,8 @@ import torch
 from ..errors import CheckpointError
 from ..shard import Shard
 from .objects import LocalRange
-from .safetensors import ITEM_BYTES, NAMES, Entry, memory
-from .shards import WriteItem, checksum, pieces
+from .safetensors import ITEM_BYTES, NAMES, Entry, from_bytes, memory
+from .shards import WriteItem, checksum_of, pieces
 
 #: A part of a tensor in the record: (first file, first element, elements per file, number of consecutive files).
 Part = tuple[int, int, int, int]
@@ -298,11 +298,9 @@ def unpack(packed: Sequence[PackedInventory]) -> list[Inventory]:
     found: list[Inventory] = []
     for one in packed:
         table = one.table if isinstance(one.table, list) else found[one.table].table
-        content = bytearray(zlib.decompress(one.numbers))
-        numbers = (
-            torch.frombuffer(content, dtype=torch.int64) if content else torch.empty(0, dtype=torch.int64, device="cpu")
-        )
-        found.append(Inventory(table, numbers.view(_COLUMNS, -1)))
+        content = zlib.decompress(one.numbers)
+        shape = _COLUMNS, len(content) // (_COLUMNS * torch.int64.itemsize)
+        found.append(Inventory(table, from_bytes(content, torch.int64, shape)))
     return found
 
 
@@ -344,8 +342,7 @@ def _check_name(name: str) -> None:
 
 def _content(tensor: torch.Tensor) -> int:
     """A checksum of a tensor's values that is never 0."""
-    parts = [checksum(memory(piece)) for piece in pieces(tensor, 0, tensor.numel())]
-    return int(checksum("".join(parts).encode()), 16) - 2**63 or 1
+    return int(checksum_of(map(memory, pieces(tensor, 0, tensor.numel()))), 16) - 2**63 or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,7 +415,7 @@ def _lowest(ranges: Ranges, content: torch.Tensor, num_tensors: int) -> Ranges:
     return ranges.select(~compared | (content == saved[ranges.tensor]))
 
 
-def write_items(layout: Layout, rank: int, ranges: Sequence[LocalRange]) -> list[WriteItem]:
+def write_items(rank: int, layout: Layout, ranges: Sequence[LocalRange]) -> list[WriteItem]:
     """What one rank writes, from where it lies."""
     places: dict[str, list[Shard]] = {}
     for one in ranges:

@@ -199,24 +199,8 @@ def children_of(node: Json, decoder: Decoder) -> dict[Any, Json] | None:
     return None
 
 
-def _nodes(node: Json) -> Iterator[dict[str, Json]]:
-    """All JSON objects in a node."""
-    todo = [node]
-    while todo:
-        one = todo.pop()
-        if isinstance(one, dict):
-            yield one
-            todo += one.values()
-        elif isinstance(one, list):
-            todo += one
-
-
 def objects_in(root: Json) -> set[int]:
-    """The ids of the nodes that are, or hold, what can only be filled into an object of the state; in one pass over all.
-
-    Raises:
-        RecursionError: they are nested far more deeply than a state can be.
-    """
+    """The ids of the nodes that are, or hold, what can only be filled into an object of the state; in one pass over all."""
     found: set[int] = set()
 
     def visit(node: Json) -> bool:
@@ -242,7 +226,15 @@ def _is_saved_object(node: dict[str, Json]) -> bool:
 
 def value_tensors(node: Json) -> Iterator[str]:
     """The tensors that the values in a node consist of."""
-    return (str(one["name"]) for one in _nodes(node) if str(one.get(TAG)) in _ARRAYS and "name" in one)
+    todo = [node]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, dict):
+            if str(one.get(TAG)) in _ARRAYS and "name" in one:
+                yield str(one["name"])
+            todo += one.values()
+        elif isinstance(one, list):
+            todo += one
 
 
 def plain(node: Json, decoder: Decoder) -> Any:

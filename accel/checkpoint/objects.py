@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
@@ -35,7 +34,7 @@ class LocalRange:
     frozen: bool = False
 
 
-class StateObject(ABC):
+class StateObject:
     """One object of a state.
 
     Args:
@@ -48,6 +47,8 @@ class StateObject(ABC):
     fields: ClassVar[Mapping[str, type]] = {}
     #: Its node is made of all ranks' ``value``; else rank 0's is taken.
     merged = False
+    #: The engine that must hear that its slots were filled.
+    engine: Engine | None = None
 
     def __init__(self, name: str, path: str) -> None:
         self.name = name
@@ -69,11 +70,7 @@ class StateObject(ABC):
 
     @classmethod
     def check(cls, node: Mapping[str, Json]) -> None:
-        """Refuse a node that accel did not write.
-
-        Raises:
-            ValueError: says what is wrong.
-        """
+        """Refuse a node that accel did not write: a ValueError says what is wrong."""
         for key, kind in cls.fields.items():
             if key not in node or not isinstance(node[key], kind):
                 raise ValueError(f"{key!r} of a {cls.kind} is {str(node.get(key))[:60]}")
@@ -91,22 +88,17 @@ class StateObject(ABC):
         """The values in a saved node that ``fill`` decodes."""
         return []
 
-    @abstractmethod
     def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
         """Take over what is no tensor; the slots are filled."""
+        return
 
     def undo(self) -> Callable[[], None]:
         """What brings back how it is now, after ``slots`` have created state."""
         return lambda: None
 
-    @property
-    def engine(self) -> Engine | None:
-        """The engine that must hear that its slots were filled."""
-        return None
-
     def local_range(self, own: Shard, equal: bool, frozen: bool) -> LocalRange:
         """Of one of its shards, which gets the name that it has in the checkpoint."""
-        return LocalRange(Shard(f"{self.name}/{own.name}", own.shape, own.start, own.tensor), equal, frozen)
+        return LocalRange(replace(own, name=f"{self.name}/{own.name}"), equal, frozen)
 
 
 def engines_of(objects: Iterable[StateObject]) -> dict[str, str]:
@@ -146,11 +138,8 @@ class TensorObject(StateObject):
         super().__init__(name, path)
         self._tensor = tensor
 
-    def _shard(self, name: str) -> Shard:
-        return shard.whole(name, self._tensor)
-
     def ranges(self) -> Iterator[LocalRange]:
-        yield LocalRange(self._shard(self.name), equal=False)
+        yield LocalRange(shard.whole(self.name, self._tensor), equal=False)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         return {"name": self.name}
@@ -159,10 +148,7 @@ class TensorObject(StateObject):
         return "" if "name" in node else "the checkpoint has a small tensor inside a value here"
 
     def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
-        return [("", self._shard(self.name))]
-
-    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
-        return
+        return [("", shard.whole(self.name, self._tensor))]
 
 
 @final
@@ -182,9 +168,6 @@ class RankObject(StateObject):
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         return {"name": self.name}
-
-    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
-        raise CheckpointError(f"{self.path}: filled with fill_own")
 
     def fill_own(self, values: Sequence[Json], decoder: Decoder, rank: int) -> None:
         """Take over this rank's value; a rank that the saving job did not have draws numbers of its own."""
@@ -207,7 +190,7 @@ class ModuleObject(StateObject):
     def __init__(self, name: str, path: str, module: nn.Module, engine: Engine | None, prefix: str) -> None:
         super().__init__(name, path)
         self.module = module
-        self._engine = engine
+        self.engine = engine
         self._holdings = shard.Raw(module, {}) if engine is None else engine.holdings
         self._prefix = prefix
         # One model on all ranks together: what is no tensor lies on one of them, too.
@@ -228,7 +211,7 @@ class ModuleObject(StateObject):
         return [replace(s, name=own) for s in shards if (own := self._own(s.name)) is not None]
 
     def ranges(self) -> Iterator[LocalRange]:
-        engine = self._engine
+        engine = self.engine
         shards = self._parts(self._holdings.shards(None))
         named = dict(self.module.named_parameters()) if engine is None else engine.named
         parameters = {own: p for n, p in named.items() if (own := self._own(n)) is not None}
@@ -265,10 +248,6 @@ class ModuleObject(StateObject):
     def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
         shard.fill_module_values(self.module, decoder.decode(node["extra"]))
 
-    @property
-    def engine(self) -> Engine | None:
-        return self._engine
-
 
 @final
 class OptimizerObject(StateObject):
@@ -296,7 +275,7 @@ class OptimizerObject(StateObject):
     ) -> None:
         super().__init__(name, path)
         self.optimizer = optimizer
-        self._engine = engine
+        self.engine = engine
         self._named = names is not None
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self._names = {id(p): str(i) for i, p in enumerate(held)} if names is None else names
@@ -311,7 +290,7 @@ class OptimizerObject(StateObject):
 
     def ranges(self) -> Iterator[LocalRange]:
         frozen = self._frozen()
-        equal = self._engine is not None and self._engine.synchronizes
+        equal = self.engine is not None and self.engine.synchronizes
         for s in self._holdings.shards(self.optimizer):
             yield self.local_range(s, equal, s.name.rpartition("/")[0] in frozen)
 
@@ -332,8 +311,8 @@ class OptimizerObject(StateObject):
             },
             "frozen": sorted(self._frozen()),
             "scale": None
-            if self._engine is None or not self._engine.precision.scaled
-            else [*self._engine.loss_scale.state()],
+            if self.engine is None or not self.engine.precision.scaled
+            else [*self.engine.loss_scale.state()],
         }
 
     def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
@@ -414,8 +393,8 @@ class OptimizerObject(StateObject):
             "state": {renamed[name]: decoder.decode(state) for name, state in node["state"].items()},
         }
         self._holdings.fill(self.optimizer, values)
-        if self._engine is not None and self._engine.precision.scaled and node.get("scale") is not None:
-            self._engine.loss_scale.restore(*node["scale"])
+        if self.engine is not None and self.engine.precision.scaled and node.get("scale") is not None:
+            self.engine.loss_scale.restore(*node["scale"])
         if not node["class"]:
             return  # another library's, which does not say what was frozen
         frozen = set(node["frozen"])
@@ -428,17 +407,9 @@ class OptimizerObject(StateObject):
         before = self._holdings.values(self.optimizer)
         return lambda: self._holdings.fill(self.optimizer, before)
 
-    @property
-    def engine(self) -> Engine | None:
-        return self._engine
-
 
 def _options(group: Json) -> dict[str, Json]:
-    """A saved parameter group by its keys that are strings, also where it has others.
-
-    Raises:
-        ValueError: it is no dict.
-    """
+    """A saved parameter group by its keys that are strings, also where it has others."""
     if isinstance(group, dict) and TAG not in group:
         return group
     if isinstance(group, dict) and group[TAG] == "dict":

@@ -136,11 +136,7 @@ def sync(directory: str) -> None:
 
 
 def exists(directory: str) -> bool:
-    """Whether a directory has a record.
-
-    Raises:
-        CheckpointError: the system does not tell.
-    """
+    """Whether a directory has a record; raises where the system does not tell."""
     try:
         os.lstat(os.path.join(directory, NAME))
     except (FileNotFoundError, NotADirectoryError):
@@ -151,11 +147,7 @@ def exists(directory: str) -> bool:
 
 
 def read(directory: str) -> tuple[Record, str]:
-    """The record of a checkpoint, and its checksum.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, of another format or of a newer version.
-    """
+    """The record of a checkpoint, and its checksum; raises where there is none, or it is damaged, of another format or newer."""
     path = os.path.join(directory, NAME)
     if not exists(directory):
         raise CheckpointError(_absent(directory))
@@ -206,11 +198,7 @@ def _absent(directory: str) -> str:
 
 
 def parse(content: bytes, path: str) -> tuple[Record, str]:
-    """Check the content of a record.
-
-    Raises:
-        CheckpointError: as ``read``.
-    """
+    """The record that is in these bytes, and its checksum; raises as ``read``."""
     ours, end = content.startswith(_START), len(_START) + DIGITS
     if ours and not _is_whole(content[:end], [memoryview(content)[end:]]):
         raise CheckpointError(_DAMAGED.format(path))

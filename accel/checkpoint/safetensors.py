@@ -74,11 +74,7 @@ def from_bytes(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> to
 
 
 def check_tensor(value: torch.Tensor, path: str) -> None:
-    """Refuse a tensor whose bytes are not all there is to it.
-
-    Raises:
-        CheckpointError: names its path.
-    """
+    """Refuse a tensor whose bytes are not all there is to it."""
     problem = ""
     if value.layout is not torch.strided or value.is_nested:
         problem = f"of layout {'nested' if value.is_nested else value.layout}"

@@ -168,11 +168,7 @@ class State:
         return OptimizerObject(name, path, optimizer, None, None)
 
     def encode(self, encoder: Encoder) -> tuple[dict[str, Json], list[StateObject]]:
-        """The state as JSON, in which each object's node is still to be filled, and the objects.
-
-        Raises:
-            CheckpointError: something cannot be stored; names its path.
-        """
+        """The state as JSON, in which each object's node is to be filled, and the objects; refuses what cannot be stored."""
         objects: list[StateObject] = []
         paths: dict[str, str] = {}
 
@@ -228,11 +224,7 @@ def _module_object(module: nn.Module, name: str, path: str) -> StateObject:
 
 
 def local_ranges(objects: Sequence[StateObject], keep: Callable[[str], bool] | None) -> list[LocalRange]:
-    """What lies on this rank of all objects, without the tensors that ``keep`` refuses (never an optimizer's).
-
-    Raises:
-        CheckpointError: a tensor cannot be stored.
-    """
+    """What lies on this rank of all objects, without what ``keep`` refuses (never an optimizer's), if it can be stored."""
     found = []
     paths: dict[str, str] = {}
     for one in objects:

@@ -120,11 +120,7 @@ class Encoder:
         return [list(pair) for pair in zip(self.keys(value, path, depth), items, strict=True)]
 
     def keys(self, value: Any, path: str, depth: int = 0) -> list[Json]:
-        """The JSON of a dict's keys, or of a set's members.
-
-        Raises:
-            CheckpointError: one could not be found again under what is stored of it.
-        """
+        """The JSON of a dict's keys, or of a set's members; refuses those that could not be found again under it."""
         for key in value:
             if not _is_known_by_value(key):
                 raise CheckpointError(
@@ -187,12 +183,7 @@ def _is_known_by_value(key: Any) -> bool:
 
 
 def _check_hashes(keys: Iterable[Any]) -> None:
-    """Refuse keys of which very many have one hash, as only numbers do that were chosen so.
-
-    Raises:
-        ValueError: there are such.
-        TypeError: one has no hash.
-    """
+    """Refuse (ValueError) keys of which very many have one hash, as only numbers do that were chosen so."""
     if max(collections.Counter(map(hash, keys)).values(), default=0) > _SAME_HASH:
         raise ValueError(f"more than {_SAME_HASH} keys of one dict or set have the same hash")
 
@@ -244,11 +235,7 @@ class Decoder:
         return id(data) in self._objects
 
     def decode(self, data: Json) -> Any:
-        """The value.
-
-        Raises:
-            CheckpointError: it is not such JSON.
-        """
+        """The value; raises where ``data`` is no such JSON."""
         try:
             return self._decode(data, 0)
         except (KeyError, ValueError, TypeError, OverflowError, RuntimeError, AttributeError, binascii.Error) as error:
@@ -325,11 +312,7 @@ def _of(kind: type, data: Json, key: str) -> Any:
 
 
 def items_in(data: Json) -> list[Json]:
-    """What a container's JSON has of its items.
-
-    Raises:
-        ValueError: it is no list.
-    """
+    """What a container's JSON has of its items; a ValueError where that is no list."""
     return list(_of(list, data, "items"))
 
 
@@ -374,11 +357,7 @@ def _numbers(items: Sequence[Any], count: int, *kinds: type) -> Sequence[Any]:
 
 
 def members(items: list[Any]) -> list[Any]:
-    """The keys of a dict or the members of a set, of which no two are equal.
-
-    Raises:
-        ValueError: two are, or very many have one hash.
-    """
+    """The keys of a dict or the members of a set; a ValueError where two are equal, or very many have one hash."""
     _check_hashes(items)
     if len(set(items)) != len(items):
         raise ValueError("a set or dict has the same key twice")

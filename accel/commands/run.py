@@ -78,11 +78,7 @@ def _arguments(args: argparse.Namespace, processes: int) -> list[str]:
 
 
 def _look_up(host: str, port: int) -> None:
-    """Wait until a host's name is known; torchrun would wait for an hour, and not say so.
-
-    Raises:
-        LaunchError: it is not.
-    """
+    """Wait until a host's name is known; torchrun would wait for an hour, and not say so."""
     deadline = time.monotonic() + _KNOWN_WITHIN
     while True:
         try:
