@@ -45,23 +45,14 @@ _BUSY: Final = 0.02  # share of a CPU that a blocked thread does not use
 @final
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Where a rank is.
+    """Where a rank is."""
 
-    Args:
-        begun: how many collectives it has begun, by group.
-        cpu: seconds of CPU that the thread that trains has used; nan where the system does not tell.
-        doing: what of accel's it is in that needs the others; empty where it is in nothing.
-        call: the collective of torch's that it is in, by name.
-        line: where in the user's program.
-        since: for how many seconds it has waited there.
-    """
-
-    begun: Mapping[str, int]
-    cpu: float
-    doing: str
-    call: str
-    line: str
-    since: float = 0.0
+    begun: Mapping[str, int]  # how many collectives, by group
+    cpu: float  # seconds that the thread that trains has used; nan where the system does not tell
+    doing: str  # what of accel's it is in that needs the others; empty where it is in nothing
+    call: str  # the collective of torch's that it is in, by name
+    line: str  # where in the user's program
+    since: float = 0.0  # for how many seconds it has waited there
 
     @property
     def waits(self) -> bool:
@@ -118,21 +109,13 @@ def _line(frame: FrameType | None) -> str:
 def stuck(first: Sequence[Report], second: Sequence[Report]) -> list[int]:
     """The ranks that wait for each other in different places, so that none of them will ever go on.
 
-    A rank that computes, sleeps or reads may still come; so may one that waits only for such ranks.
-
-    Args:
-        first: every rank's report.
-        second: every rank's again, some time later.
+    A rank that computes, sleeps or reads may still come; so may one that waits only for such ranks. ``first`` and ``second``
+    are all ranks' reports, some time apart.
     """
-    free = {r for r, (one, two) in enumerate(zip(first, second, strict=True)) if not _is_blocked(one, two)}
-    grown = True
-    while grown:
-        grown = False
-        for rank in set(range(len(second))) - free:
-            if all(r in free for r, other in enumerate(second) if second[rank].ahead_of(other)):
-                free.add(rank)
-                grown = True
-    return sorted(set(range(len(second))) - free)
+    waiting = {r for r, (one, two) in enumerate(zip(first, second, strict=True)) if _is_blocked(one, two)}
+    while free := {rank for rank in waiting if not any(second[rank].ahead_of(second[other]) for other in waiting)}:
+        waiting -= free
+    return sorted(waiting)
 
 
 def _is_blocked(one: Report, two: Report) -> bool:
@@ -179,16 +162,11 @@ class _Question:
 class HangDetector:
     """Two threads beside the one that trains: one hears the rank on the left, one looks how long this rank waits.
 
-    Messages go round the ranks, each to the rank on the right: why the groups were ended (closed connections tell only
-    those that wait for the rank that ended them), who has left, and the question where each rank is, to which each adds
-    its report. A rank asks only after it has waited for seconds, so that training costs nothing.
-
-    Args:
-        control: accel's own group; its connections are used.
-        begun: how many collectives this rank has begun, by group.
-        limit: seconds after which a collective fails; for short ones the detector is quicker.
-        doing: what of accel's the thread that trains is in.
-        notice: told why the groups end, and whether the ranks are in different places.
+    Messages go round the ranks on accel's own group, ``control``, each to the rank on the right: why the groups were ended
+    (closed connections tell only those that wait for the rank that ended them), who has left, and the question where each
+    rank is, to which each adds its report. A rank asks only after it has waited for seconds, so that training costs nothing.
+    Where a collective fails after few seconds (``limit``) the detector is quicker. ``notice`` is told why the groups end, and
+    whether the ranks are in different places.
     """
 
     def __init__(
@@ -253,20 +231,17 @@ class HangDetector:
                 work.wait(timedelta(seconds=1))
             self._sent[key] = works
 
-    def _receive(self, left: int) -> tuple[Any, ...]:
+    def _listen(self) -> None:
+        left = (self._rank - 1) % self._world
+
         def receive(count: int) -> bytearray:
             piece = torch.zeros(count, dtype=torch.uint8)
             self._control.recv([piece], left, _TAG).wait(timedelta(days=365))
             return to_bytes(piece)
 
-        message: tuple[Any, ...] = pickle.loads(unframed(receive))
-        return message
-
-    def _listen(self) -> None:
-        left = (self._rank - 1) % self._world
         with contextlib.suppress(RuntimeError):
             while True:
-                kind, *content = self._receive(left)
+                kind, *content = pickle.loads(unframed(receive))
                 if kind == "end":
                     self._notice(*content)
                     return
@@ -347,13 +322,9 @@ class HangDetector:
         if now - self._heard < 4 * self._patience or not (silent or reports):
             return
         self._warned = waited
-        if not silent:
-            logger.warning(
-                "rank %d has waited for %.0f s: %s", self._rank, waited, explain(reports, range(self._world))
-            )
-        else:
-            text = "rank %d has waited for %.0f s: it %s, and not all ranks answer: one hangs, or the link to it is cut"
-            logger.warning(text, self._rank, waited, self._report())
+        text = f"it {self._report()}, and not all ranks answer: one hangs, or the link to it is cut"
+        text = text if silent else explain(reports, range(self._world))
+        logger.warning("rank %d has waited for %.0f s: %s", self._rank, waited, text)
 
 
 # -- who is missing ----------------------------------------------------------------------------------------------------
