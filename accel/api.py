@@ -324,7 +324,6 @@ def execute(plan: Plan) -> Handles:
 
 
 def _tell(plan: Plan, engine: Engine, process: Process) -> None:
-    """Once, on one rank: what was set up."""
     world = process.place.world_size
     if plan.engine is None:
         kind, precision = type(engine.module).__name__, engine.precision.name

@@ -159,8 +159,7 @@ def known_loader(loader: Any, options: LoaderOptions | None, place: LoaderPlace)
     handle, made_with = _made(loader, place)
     if handle is None or options not in (made_with, None):
         raise LookupError
-    found: LoaderHandle = handle
-    return found
+    return handle
 
 
 def _made(loader: DataLoader[Any], place: LoaderPlace) -> tuple[LoaderHandle | None, LoaderOptions | None]:
@@ -216,7 +215,12 @@ def make_plan(
             plan.engine_type, plan.options, plan.precision = type(engine), engine.options, engine.precision
         map_leaves(lambda o, path: _plan_optimizer(plan, o, path), optimizers, "optimizers")
         map_leaves(lambda d, path: _plan_loader(plan, d, path, process), dataloaders, "dataloaders")
-        _check_one_model(plan, process)
+        world = process.place.world_size
+        if plan.new_optimizers and world > 1 and not plan.engine_type.synchronizes:
+            raise BackendError(
+                f"backend {plan.engine_type.name!r} with an optimizer at world size {world}: each process would train a model "
+                "of its own; choose a backend that trains one model on all ranks"
+            )
     except AccelError as error:
         plan.error = error
     return plan
@@ -334,12 +338,3 @@ def _plan_loader(plan: Plan, loader: Any, path: str, process: Process) -> None:
         return
     data.check(loader, plan.loader_options or LoaderOptions(), process.place.world_size)
     plan.new_loaders.append(loader)
-
-
-def _check_one_model(plan: Plan, process: Process) -> None:
-    world = process.place.world_size
-    if plan.new_optimizers and world > 1 and not plan.engine_type.synchronizes:
-        raise BackendError(
-            f"backend {plan.engine_type.name!r} with an optimizer at world size {world}: each process would train a model "
-            "of its own; choose a backend that trains one model on all ranks"
-        )

@@ -110,7 +110,6 @@ class LoaderState:
         self.live.clear()
 
     def reader(self) -> EpochReader:
-        """A new reader for the loader as it is now."""
         shard, shape = self.options.shard, shape_of(self.raw)
         if not shard and not _followed(self.raw):
             return UndividedReader(self.raw)

@@ -147,12 +147,10 @@ class UndividedReader(EpochReader):
         self._loader = loader
 
     def complete(self) -> bool:
-        """Where the loader has a length."""
         length = length_of(self._loader)
         return length is not None and self.given >= length
 
     def position(self) -> Position:
-        """Known at the start of an epoch only."""
         if self.given:
             raise LoaderError(
                 "the position of a loader with LoaderOptions(shard=False) was asked for in mid-epoch, after "
@@ -163,7 +161,6 @@ class UndividedReader(EpochReader):
         return Position((0,))
 
     def resume(self, start: Start) -> Start:
-        """Between epochs only."""
         if any(start.at):
             raise LoaderError(
                 f"the state is {sum(start.at)} samples into epoch {start.epoch}, and this loader with "
@@ -172,7 +169,6 @@ class UndividedReader(EpochReader):
         return start
 
     def length(self) -> int:
-        """As the loader says."""
         return len(self._loader)
 
 
@@ -262,7 +258,7 @@ class SamplerReader(EpochReader):
 
     def close(self) -> None:
         """A loader that gives fewer batches would shift every position."""
-        if self._pending or not self._exhausted():
+        if self._pending or self._order is None or self._division.local_steps(self._order.peek(self._division.width)):
             self._refuse()
 
     def _refuse(self) -> None:
@@ -273,12 +269,6 @@ class SamplerReader(EpochReader):
             "dataset does not give one batch for each batch of its sampler, so that accel can know neither padding nor "
             "position. Use a plain DataLoader, or LoaderOptions(shard=False)."
         )
-
-    def _exhausted(self) -> bool:
-        """Whether the order has no further batch for this rank, which may mean to draw its next items."""
-        if self._order is None:
-            return False
-        return not self._division.local_steps(self._order.peek(self._division.width))
 
     def complete(self) -> bool:
         """On every rank at the same step, also where this one has no share in the last."""
@@ -291,7 +281,6 @@ class SamplerReader(EpochReader):
         return self._at + least > length and self._order.peek(width) < least
 
     def position(self) -> Position:
-        """One stream: the order."""
         if self.given and self._order is not None and not self._order.rng.again:
             raise LoaderError(
                 f"the position of this loader in mid-epoch could not be resumed: its {type(self._shape.sampler).__name__} draws "
@@ -305,7 +294,6 @@ class SamplerReader(EpochReader):
         return start._replace(order=self._open(start)) if start.seed is not None and any(start.at) else start
 
     def length(self) -> int:
-        """As the sampler says."""
         return self._division.local_steps(len(self._shape.sampler))
 
 
@@ -387,7 +375,6 @@ def check_options(options: Any) -> None:
 
 
 def _check_sampler(loader: DataLoader[Any]) -> None:
-    """Refuses samplers that are distributed already."""
     for part in (p for p in (*parts(loader.batch_sampler), *parts(loader.sampler)) if isinstance(p, Sampler)):
         ranks = {getattr(part, name, None) for name in ("num_replicas", "num_processes")}
         if isinstance(part, torch_data.DistributedSampler) or ranks - {None, 1}:

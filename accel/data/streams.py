@@ -142,7 +142,6 @@ class _DividedStream:
         return self._rng.again and not (self._epochs > 1 and self._rng.drew and get_worker_info() is not None)
 
     def _read(self, count: int) -> list[Any]:
-        """The next items of the stream, at most ``count``."""
         with self._rng:
             return list(islice(self._items, count))
 
@@ -218,7 +217,6 @@ class StreamReader(EpochReader):
         self.start, self.given, self._closed, self._again = start, 0, False, True
 
     def take(self, item: Any) -> Any:
-        """Counts one batch; its tag says of which stream."""
         self.tag, batch = item
         self.given += 1
         self._again = self._again and self.tag.again
@@ -237,7 +235,6 @@ class StreamReader(EpochReader):
         return self._closed and (self._division.pads or self._reader.tag.position == sum(self.start.at))
 
     def position(self) -> Position:
-        """In the stream of each worker."""
         if self.given:
             self._check_known()
         states = self.start.states

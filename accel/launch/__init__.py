@@ -202,7 +202,6 @@ class _Job:
                 self._raise([first, *(other for other in self._ended(_GRACE) if other[1] != 0)])
 
     def close(self) -> None:
-        """End what still runs."""
         for worker in self._alive.values():
             worker.signal(signal.SIGTERM)
         for _ in self._ended(_PATIENCE):

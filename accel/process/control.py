@@ -29,14 +29,7 @@ from .hangs import missing_ranks
 from .packing import begin_gather, bytes_left, content_of, framed, gather_framed, to_bytes
 
 #: What gloo and nccl say where another rank is gone.
-_LOST: Final = (
-    "gloo/transport",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Timed out waiting",
-    "timeout caused pair closure",
-    "NCCL",
-)
+_LOST: Final = ("gloo/transport", "closed by peer", "reset by peer", "Timed out waiting", "timeout caused pair", "NCCL")
 
 # -- One thread of a process at a time ---------------------------------------------------------------------------------
 
@@ -167,14 +160,14 @@ def _values(what: str, contents: list[bytearray]) -> list[Any]:
     place = (what, thread_name())
     messages = [pickle.loads(content) for content in contents]
     if any(theirs != place for theirs, _, _ in messages):
-        places = "; ".join(f"rank {n} is in {_place(*theirs)}" for n, (theirs, _, _) in enumerate(messages))
+        threads = [f" in the thread {thread}" if thread else "" for (_, thread), _, _ in messages]
+        places = "; ".join(f"rank {n} is in {messages[n][0][0]!r}{thread}" for n, thread in enumerate(threads))
         advice = (
             "; over several ranks make all calls of accel in the thread that trains (accel.save(..., wait=False) writes in the "
             "background by itself)"
         )
-        threads = any(thread for (_, thread), _, _ in messages)
         raise RankMismatchError(
-            f"the ranks are at different points of the program: {places}{advice if threads else ''}"
+            f"the ranks are at different points of the program: {places}{advice if any(threads) else ''}"
         )
     if alike := [f"{name} of rank {number}" for number, (_, name, _) in enumerate(messages) if name]:
         raise RankMismatchError(
@@ -183,10 +176,6 @@ def _values(what: str, contents: list[bytearray]) -> list[Any]:
             "(threading.Thread(name=...)) that are the same on every rank"
         )
     return [theirs for _, _, theirs in messages]
-
-
-def _place(what: str, thread: str) -> str:
-    return f"{what!r} in the thread {thread}" if thread else repr(what)
 
 
 def _gather(process: Process, what: str, message: bytes, limit: timedelta) -> list[bytearray]:

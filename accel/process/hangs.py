@@ -24,16 +24,11 @@ from .packing import framed, to_bytes, to_tensor, unframed
 logger = logging.getLogger("accel")
 
 _TAG, _NO_TAG = 0xACCE1, 0x5EED  # of messages on the control group; nobody sends with the second one
-_TORCH: Final = os.path.dirname(torch.__file__) + os.sep
-_COLLECTIVES: Final = os.path.join(_TORCH, "distributed", "")
+_COLLECTIVES: Final = os.path.join(os.path.dirname(torch.__file__), "distributed", "")
 #: accel's own files, the packages beside torch, and Python's own.
 _LIBRARIES: Final = tuple(
-    os.path.join(path, "")
-    for path in (
-        os.path.dirname(os.path.dirname(__file__)),
-        os.path.dirname(os.path.dirname(torch.__file__)),
-        os.path.dirname(os.__file__),
-    )
+    os.path.join(os.path.dirname(path), "")
+    for path in (os.path.dirname(__file__), os.path.dirname(torch.__file__), os.__file__)
 )
 _MESSAGES: Final = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
 _BUSY: Final = 0.02  # share of a CPU that a blocked thread does not use
@@ -58,11 +53,6 @@ class Report:
     def waits(self) -> bool:
         """Whether it is in a collective, as far as can be seen."""
         return bool(self.doing or self.call)
-
-    @property
-    def may_be_stuck(self) -> bool:
-        """Whether what it is in needs all ranks; messages between two are not counted alike on all."""
-        return self.waits and self.call not in _MESSAGES
 
     def ahead_of(self, other: Report) -> bool:
         """Whether it has begun a collective that the other rank has not: there it waits for the other, if it waits."""
@@ -119,10 +109,10 @@ def stuck(first: Sequence[Report], second: Sequence[Report]) -> list[int]:
 
 
 def _is_blocked(one: Report, two: Report) -> bool:
-    if not two.may_be_stuck:
-        return False
+    """Whether a rank has not moved in what needs all ranks; messages between two are not counted alike on all."""
     same = (one.begun, one.doing, one.call) == (two.begun, two.doing, two.call)
-    return same and two.cpu - one.cpu < _BUSY * max(two.since - one.since, 1.0)
+    idle = two.cpu - one.cpu < _BUSY * max(two.since - one.since, 1.0)
+    return two.waits and two.call not in _MESSAGES and same and idle
 
 
 def explain(reports: Sequence[Report], ranks: Sequence[int]) -> str:
@@ -148,14 +138,10 @@ class _Question:
     """What this rank asked of all: when the open question went and when the next one may, the last answers and those before."""
 
     number: int = 0
-    sent: float = 0.0
+    sent: float = 0.0  # 0 where none is open
     next: float = 0.0
     answers: list[Report] = field(default_factory=list)
     before: list[Report] = field(default_factory=list)
-
-    @property
-    def open(self) -> bool:
-        return self.sent > 0.0
 
 
 @final
@@ -196,7 +182,6 @@ class HangDetector:
         ]
 
     def start(self) -> None:
-        """Begin."""
         for thread in self._threads:
             thread.start()
 
@@ -214,7 +199,6 @@ class HangDetector:
         self._send(-1, ("end", reason, mismatch), wait=True)
 
     def tell_leave(self, how: str) -> None:
-        """Say that this rank will not come any more."""
         self._send(-2, ("left", self._rank, how), wait=True)
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -292,7 +276,7 @@ class HangDetector:
     def _investigate(self, now: float) -> None:
         """Ask where the others are, and judge what they answer."""
         waited, ask = now - self._since, self._asked
-        if not ask.open and ask.answers:
+        if not ask.sent and ask.answers:
             if ask.before and (ranks := stuck(ask.before, ask.answers)):
                 self._end(ask.answers, ranks)
                 return
@@ -301,7 +285,7 @@ class HangDetector:
             ask.before, ask.answers = ask.answers, []
         self._warn(waited)
         # One rank's questions serve all: the lowest that waits asks.
-        if not ask.open and now >= ask.next and now - self._heard > 4 * self._patience:
+        if not ask.sent and now >= ask.next and now - self._heard > 4 * self._patience:
             ask.number, ask.sent = ask.number + 1, now
             self._send(self._rank, ("where", self._rank, ask.number, {self._rank: self._report()}))
 
@@ -318,7 +302,7 @@ class HangDetector:
         if waited < max(self._first_warning, 2 * self._warned):
             return
         now, reports = time.monotonic(), self._asked.before
-        silent = self._asked.open and now - self._asked.sent > self._patience
+        silent = self._asked.sent and now - self._asked.sent > self._patience
         if now - self._heard < 4 * self._patience or not (silent or reports):
             return
         self._warned = waited

@@ -45,7 +45,6 @@ class RngState:
     """The random generators of this process: Python's, torch's on the CPU and the rank's device, NumPy's where it is in use."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Their state now."""
         place = device()
         there = None if place.type == "cpu" else torch.get_device_module(place).get_rng_state(place).cpu()
         return {"numpy": None, **Generators(global_generators()).states(), "device": there}
@@ -109,7 +108,6 @@ class Generators:
         self._all = {name: _access(generator) for name, generator in named.items()}
 
     def states(self) -> dict[str, Any]:
-        """Their states now."""
         return {name: access.get() for name, access in self._all.items()}
 
     def put(self, states: Mapping[str, Any]) -> None:

@@ -128,7 +128,6 @@ class Process:
         return torch.device("cpu") if through_cpu else self.device
 
     def note_common_point(self) -> None:
-        """Note that all ranks are together."""
         self.common = self.rounds, counts(self.control, self.place.world_size)
 
     def begun(self) -> dict[str, int]:
