@@ -19,7 +19,7 @@ from .data import LoaderHandle, LoaderOptions
 from .deferred import materialize, weights_of
 from .engines import Context, Engine
 from .errors import AccelError, LoaderError, PrecisionError, RankMismatchError
-from .handles import Handles, ModelHandle, OptimizerHandle, Slot, engine_behind, raw
+from .handles import Handles, ModelHandle, Slot, engine_behind, raw
 from .planning import Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
 from .precision import convert_module, convert_optimizer
 from .process import Process, current, ended, running
@@ -190,17 +190,12 @@ def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dic
         model_or_optimizer: a handle or its raw object.
         rank0_only: give the other ranks ``{}``.
     """
-    engine: Engine
     if isinstance(model_or_optimizer, Optimizer):
-        handle = model_or_optimizer
-        if type(handle) is not OptimizerHandle:
-            found = registry.optimizer_handle(handle)
-            if found is None:
-                raise AccelError(
-                    f"this {type(handle).__name__} has no live engine: call accel.setup(model, optimizer) first"
-                )
-            handle = found
-        engine = engine_behind(handle)
+        handle = planning.handle_of(model_or_optimizer)
+        engine = None if handle is None else engine_behind(handle)
+        if handle is None or engine is None:
+            kind = type(model_or_optimizer).__name__
+            raise AccelError(f"this {kind} has no live engine: call accel.setup(model, optimizer) first")
         state = engine.holdings.full_state_dict(raw(handle))
     else:
         state = registry.of_handle(model_or_optimizer).holdings.full_state_dict(None)
@@ -329,7 +324,6 @@ def execute(plan: Plan) -> Handles:
 
 
 def _tell(plan: Plan, engine: Engine, process: Process) -> None:
-    """Once, on one rank: what was set up."""
     world = process.place.world_size
     if plan.engine is None:
         kind, precision = type(engine.module).__name__, engine.precision.name

@@ -1,18 +1,4 @@
-"""Every error that accel raises on purpose.
-
-AccelError
-|-- AlreadySetUpError       the model has an engine, and another kind was asked for
-|-- SharedParametersError   a parameter of this module belongs to another live engine
-|-- RankMismatchError       the ranks called accel with different things
-|-- OptimizerError          an optimizer that does not fit the model or the engine
-|-- BackendError            an unknown or unusable backend, option or engine
-|-- DeviceError             a device that does not exist or cannot be used
-|-- PrecisionError          a precision that the model or the loop does not honour
-|-- LoaderError             a dataloader that cannot be distributed
-|-- CheckpointError         a checkpoint that cannot be written, read or trusted
-|-- LaunchError             worker processes that could not be started or that failed
-`-- TimeoutError            a rank did not arrive in time (also a builtin TimeoutError)
-"""
+"""Every error that accel raises on purpose: an AccelError, and one class of it for each kind of mistake."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -128,12 +127,15 @@ def known_handles(
         return None
 
 
+def handle_of(optimizer: Any) -> OptimizerHandle | None:
+    """The live handle of a raw optimizer, or itself."""
+    return optimizer if type(optimizer) is OptimizerHandle else registry.optimizer_handle(optimizer)
+
+
 def known_optimizer(optimizer: Any, engine: Engine, scale_lr: bool = False) -> OptimizerHandle:
     """The handle of an optimizer of ``engine``; LookupError without one, or with other learning rates than are asked for."""
-    handle = optimizer if type(optimizer) is OptimizerHandle else registry.optimizer_handle(optimizer)
-    if handle is None or engine_behind(handle) is not engine:
-        raise LookupError
-    if scale_lr and not are_scaled(handle):
+    handle = handle_of(optimizer)
+    if handle is None or engine_behind(handle) is not engine or (scale_lr and not are_scaled(handle)):
         raise LookupError
     return handle
 
@@ -157,8 +159,7 @@ def known_loader(loader: Any, options: LoaderOptions | None, place: LoaderPlace)
     handle, made_with = _made(loader, place)
     if handle is None or options not in (made_with, None):
         raise LookupError
-    found: LoaderHandle = handle
-    return found
+    return handle
 
 
 def _made(loader: DataLoader[Any], place: LoaderPlace) -> tuple[LoaderHandle | None, LoaderOptions | None]:
@@ -205,18 +206,21 @@ def make_plan(
     try:
         data.check_options(loader_options or LoaderOptions())
         plan.module, plan.entry = resolve_module(model)
-        plan.engine = registry.engine(plan.module)
-        registry.sweep(plan.engine)  # what follows asks which other models there are
-        if plan.engine is None:
+        engine = plan.engine = registry.engine(plan.module)
+        registry.sweep(engine)  # what follows asks which other models there are
+        if engine is None:
             _plan_engine(plan, process)
         else:
-            _check_live(plan.engine, wanted)
-            plan.engine_type, plan.options, plan.precision = (
-                type(plan.engine), plan.engine.options, plan.engine.precision,
-            )  # fmt: skip
+            _check_live(engine, wanted)
+            plan.engine_type, plan.options, plan.precision = type(engine), engine.options, engine.precision
         map_leaves(lambda o, path: _plan_optimizer(plan, o, path), optimizers, "optimizers")
         map_leaves(lambda d, path: _plan_loader(plan, d, path, process), dataloaders, "dataloaders")
-        _check_one_model(plan, process)
+        world = process.place.world_size
+        if plan.new_optimizers and world > 1 and not plan.engine_type.synchronizes:
+            raise BackendError(
+                f"backend {plan.engine_type.name!r} with an optimizer at world size {world}: each process would train a model "
+                "of its own; choose a backend that trains one model on all ranks"
+            )
     except AccelError as error:
         plan.error = error
     return plan
@@ -275,16 +279,16 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
             f"{path} is a {type(optimizer).__module__}.{type(optimizer).__qualname__}; expected a torch.optim.Optimizer: "
             "the order is accel.setup(model, optimizers, dataloaders)"
         )
-    handle = optimizer if type(optimizer) is OptimizerHandle else registry.optimizer_handle(optimizer)
-    if handle is not None:
+    if (handle := handle_of(optimizer)) is not None:
         _check_known(plan, handle, path)
         return
     names = plan.engine.known if plan.engine is not None else {id(p) for p in plan.module.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(id(p) in names for p in held):
+        shapes = ", ".join(str(tuple(p.shape)) for p in held[:3]) + (", ..." if len(held) > 3 else "")
         raise OptimizerError(
             f"{path} ({type(optimizer).__name__}) holds no parameter of this {type(plan.module).__name__}: its "
-            f"{len(held)} parameters ({_shapes(held)}) are another model's; build it from this model's parameters()"
+            f"{len(held)} parameters ({shapes}) are another model's; build it from this model's parameters()"
         )
     for engine in registry.engines:
         if engine is not plan.engine and any(id(p) in engine.known for p in held):
@@ -312,10 +316,6 @@ def _check_known(plan: Plan, handle: OptimizerHandle, path: str) -> None:
         )
 
 
-def _shapes(parameters: list[torch.Tensor]) -> str:
-    return ", ".join(str(tuple(p.shape)) for p in parameters[:3]) + (", ..." if len(parameters) > 3 else "")
-
-
 def _plan_loader(plan: Plan, loader: Any, path: str, process: Process) -> None:
     place = place_for(plan.engine_type, process)
     if type(loader) is LoaderHandle:
@@ -338,12 +338,3 @@ def _plan_loader(plan: Plan, loader: Any, path: str, process: Process) -> None:
         return
     data.check(loader, plan.loader_options or LoaderOptions(), process.place.world_size)
     plan.new_loaders.append(loader)
-
-
-def _check_one_model(plan: Plan, process: Process) -> None:
-    world = process.place.world_size
-    if plan.new_optimizers and world > 1 and not plan.engine_type.synchronizes:
-        raise BackendError(
-            f"backend {plan.engine_type.name!r} with an optimizer at world size {world}: each process would train a model "
-            "of its own; choose a backend that trains one model on all ranks"
-        )

@@ -181,6 +181,8 @@ def test_ended_handles_raise() -> None:
     ):
         with pytest.raises(accel.AccelError, match="torn down"):
             use()
+    with pytest.raises(accel.AccelError, match="no live engine"):
+        accel.full_state_dict(optimizer)
     assert accel.unwrap(model) is raw
     assert "ended" in repr(model)
 

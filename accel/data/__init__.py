@@ -1,44 +1,36 @@
 """Dataloaders: each rank gets its part of every epoch, on its device, and the position can be saved.
 
-__init__ (the handle, and which loaders can have one) > iteration (an epoch is read) > streams > readers (what stands in the
-loader) > sampling (who gets what, in which order)
+__init__ (the handle, and its iterations) > streams > readers (what stands in the loader, and which loaders there can be)
+> sampling (who gets what, in which order)
 """
 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn, TypeVar, final
+from dataclasses import dataclass, field
+from typing import Any, Final, NoReturn, TypeVar, final
 
 import torch
 import torch.utils.data as torch_data
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler, Subset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import LoaderError
-from ..process import rank, world_size
+from ..process import ended, rank, running, world_size
 from ..process.collectives import all_gather
 from ..process.control import agree, locked
-from ..process.rng import Generators, Private, from_plain, to_plain
-from ..trees import map_tensors
-from .iteration import Iteration, LoaderOptions, LoaderPlace, LoaderState, latest
-from .readers import WHOLE, Kept, Position, Shape, Start, shape_of
-from .sampling import SampleOrder, digest, drawn_from, loader_seed, own_generators, parts
-from .streams import StreamComparisons
-
-__all__ = [
-    "LoaderHandle",
-    "LoaderOptions",
-    "LoaderPlace",
-    "check",
-    "check_options",
-    "describe",
-    "distribute",
-    "effective_batch_size",
-    "gather_for_metrics",
-    "loader_seed",
-    "raw_loader",
-]
+from ..process.rng import Generators, from_plain, to_plain
+from ..trees import map_tensors, move
+from .readers import WHOLE, EpochReader, Kept, Position, SamplerReader, Start, UndividedReader, length_of, shape_of
+from .readers import LoaderOptions as LoaderOptions
+from .readers import LoaderPlace as LoaderPlace
+from .readers import check as check
+from .readers import check_options as check_options
+from .readers import describe as describe
+from .sampling import Division, mix, own_generators
+from .sampling import loader_seed as loader_seed
+from .streams import StreamComparisons, StreamReader
 
 T = TypeVar("T")
 
@@ -52,12 +44,9 @@ def distribute(
     in_place: bool = False,
     name: str = "",
 ) -> LoaderHandle:
-    """The handle of a loader on one rank. Local.
+    """The handle of a loader, which itself stays as it is, on one rank; it ends with the process of ``place``. Local.
 
     Args:
-        loader: the user's loader, which stays as it is.
-        options: how to distribute it.
-        place: for whom; with the end of its process the handle ends too.
         seed: decides the order of every epoch; the same on all ranks, and another for each loader, since loaders of
             one length and one seed are shuffled alike.
         in_place: orders are drawn from the program's generators instead, as raw PyTorch draws them.
@@ -71,118 +60,185 @@ def distribute(
     if place.process is not None and place.world > 1 and options.shard and isinstance(loader.dataset, IterableDataset):
         even = options.even_batches or loader.drop_last
         comparisons = StreamComparisons(place.process, name, type(loader.dataset).__qualname__, even)
-    return LoaderHandle(
-        LoaderState(
-            raw=loader,
-            options=options,
-            place=place,
-            seed=seed,
-            in_place=in_place or not options.shard,
-            comparisons=comparisons,
+    state = LoaderState(raw=loader, options=options, place=place, comparisons=comparisons)
+    state.begin_anew(seed, in_place)
+    return LoaderHandle(state)
+
+
+# -- One iteration -----------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(eq=False, kw_only=True)
+class LoaderState:
+    """What a handle knows: the raw loader, this rank's place, the epoch that comes next, and who iterates."""
+
+    raw: DataLoader[Any]
+    options: LoaderOptions
+    place: LoaderPlace
+    #: Decides the orders of all epochs, unless they are drawn in place.
+    seed: int = 0
+    #: Orders are drawn from the program's generators, as in raw PyTorch.
+    in_place: bool = False
+    #: Where the next iteration starts, and the epoch after that.
+    start: Start = field(init=False)
+    following: int = 1
+    batches: int = 0
+    kept: Kept | None = None
+    live: weakref.WeakSet[Iteration] = field(default_factory=weakref.WeakSet)
+    #: The copy whose workers outlive an epoch, and the iteration that has it.
+    persistent: tuple[DataLoader[Any], EpochReader] | None = None
+    holder: weakref.ref[Iteration] | None = None
+    #: The serials of the engines that it was set up with.
+    engines: set[int] = field(default_factory=set)
+    #: What the ranks tell each other of what they read.
+    comparisons: StreamComparisons | None = None
+
+    def fresh(self, epoch: int) -> Start:
+        """The start of a whole epoch."""
+        return Start(epoch, None if self.in_place else self.seed)
+
+    @property
+    def part(self) -> list[int]:
+        """Whose position a state is: this rank's of so many where each reads by itself, else that of all, which is empty."""
+        return [] if self.options.shard else list(self.place[:2])
+
+    def begin_anew(self, seed: int, in_place: bool) -> None:
+        """As just set up."""
+        self.seed, self.in_place = seed, in_place or not self.options.shard
+        self.start, self.following = self.fresh(0), 1
+        self.live.clear()
+
+    def reader(self) -> EpochReader:
+        shard, shape = self.options.shard, shape_of(self.raw)
+        if not shard and not _followed(self.raw):
+            return UndividedReader(self.raw)
+        division = Division(
+            rank=self.place.rank if shard else 0,
+            world=self.place.world if shard else 1,
+            batch=shape.batch,
+            even=self.options.even_batches,
+            drop_last=shape.drop_last,
         )
-    )
+        if isinstance(self.raw.dataset, IterableDataset):
+            return StreamReader(self.raw, shape, division)
+        return SamplerReader(self.raw, division)
+
+    def prepare(self, iteration: Iteration) -> tuple[DataLoader[Any], EpochReader]:
+        """A copy of the loader and the reader in it; the persistent copy, unless another iteration still reads from it."""
+        persists = self.raw.persistent_workers and self.raw.num_workers > 0
+        holder = None if self.holder is None else self.holder()
+        free = persists and (holder is None or holder is iteration or holder.finished)
+        if free:
+            self.holder = weakref.ref(iteration)
+            if self.persistent is not None:
+                return self.persistent
+        loader, reader = copy.copy(self.raw), self.reader()
+        vars(loader).update(_iterator=None, persistent_workers=free)
+        reader.install(loader)
+        if free:
+            self.persistent = loader, reader
+        return loader, reader
+
+    def current(self) -> Iteration | None:
+        """The iteration that gave the last batch, of those that may still give one."""
+        running = [iteration for iteration in self.live if not iteration.finished]
+        return max(running, key=lambda iteration: iteration.last, default=None)
 
 
-# -- Which loaders can be distributed, and what of them must be equal on all ranks -------------------------------------
+def _followed(loader: DataLoader[Any]) -> bool:
+    """Whether a loader reads one batch after the other, from its sampler or its dataset."""
+    plain = type(loader).__iter__ is DataLoader.__iter__ and (loader.in_order or not loader.num_workers)
+    return plain and not isinstance(loader.dataset, torch_data.IterDataPipe | torch_data.MapDataPipe)
 
-_OFF = "use LoaderOptions(shard=False)"
-_COMPARED = 1 << 16  # items of a sampler's order
+
+@final
+class Latest:
+    """What is kept of the last batch that any handle gave, and the replica of the model that it was for; None before."""
+
+    kept: Kept | None = None
+    replica: tuple[int, int] | None = None
 
 
-def check(loader: Any, options: Any, world_size: int) -> None:
-    """Refuses what cannot be distributed, before anything changes.
+latest = Latest()
 
-    Raises:
-        LoaderError: the loader is not a ``DataLoader``, is distributed already, or reads in a way that cannot be shared.
-    """
-    if not isinstance(loader, DataLoader):
-        raise LoaderError(f"expected a torch.utils.data.DataLoader, found a {type(loader).__qualname__}")
-    check_options(options)
-    if world_size < 1:
-        raise LoaderError(f"expected a world size of at least 1, found {world_size}")
-    if not options.shard:
-        return
-    if isinstance(loader.dataset, torch_data.IterDataPipe | torch_data.MapDataPipe):
-        raise LoaderError(f"torch shards DataPipes by itself, with their sharding_filter: {_OFF}")
-    if loader.num_workers and not loader.in_order:
-        raise LoaderError(
-            "in_order=False gives batches in another order than they were drawn, so that neither the padding nor the "
-            f"position of a batch is known: use in_order=True, or {_OFF}"
-        )
-    if isinstance(loader.dataset, IterableDataset):
-        if type(loader).__iter__ is not DataLoader.__iter__:
+
+@final
+class Iteration:
+    """One iterator of a handle. It begins its epoch when it is made, as in raw PyTorch."""
+
+    __slots__ = ("__weakref__", "_batches", "_device", "_comparison", "_state", "reader", "finished", "last")
+
+    def __init__(self, state: LoaderState) -> None:
+        place = state.place
+        if place.process is not None and running() is not place.process and not ended():
             raise LoaderError(
-                f"{type(loader).__qualname__} has an __iter__ of its own, which accel cannot feed from an iterable "
-                f"dataset: use a plain DataLoader, or {_OFF}"
+                f"this LoaderHandle gives the part of rank {place.rank} of {place.world} of what accel.teardown() has ended: "
+                "use the raw DataLoader, or give it to accel.setup again"
             )
-        return
-    _check_sampler(loader)
+        self._state = state
+        self._device = place.device if state.options.move and place.device.type != "cpu" else None
+        self.last = 0
+        self.finished = False
+        self._begin()
+        state.live.add(self)
 
+    def _begin(self) -> None:
+        """Begins the next epoch, or the rest of a resumed one."""
+        state, start = self._state, self._state.start
+        loader, self.reader = state.prepare(self)
+        self.reader.begin(start, state.in_place)
+        state.start, state.following = state.fresh(state.following), state.following + 1
+        self._comparison = None if state.comparisons is None else state.comparisons.begin(start.epoch, start.at)
+        loader.generator = self._seeds(start)
+        self._batches = iter(loader)
 
-def check_options(options: Any) -> None:
-    """Refuses other things than LoaderOptions, and bad values in them."""
-    if not isinstance(options, LoaderOptions):
-        raise LoaderError(f"expected LoaderOptions, found a {type(options).__qualname__}")
-    for name in ("shard", "even_batches", "move"):
-        if not isinstance(getattr(options, name), bool):
-            raise LoaderError(f"LoaderOptions({name}=...): expected a bool, found {getattr(options, name)!r}")
-    if options.seed is not None and type(options.seed) is not int:
-        raise LoaderError(f"LoaderOptions(seed=...): expected an int or None, found {options.seed!r}")
+    def _seeds(self, start: Start) -> torch.Generator | None:
+        """What the loader seeds its workers from: as in raw PyTorch, or nothing that the program draws from."""
+        state, states = self._state, start.states or {}
+        if start.in_place or isinstance(self.reader, UndividedReader):
+            return state.raw.generator  # type: ignore[no-any-return]
+        generator = torch.Generator()
+        if "seeds" in states:
+            generator.set_state(states["seeds"])
+        else:
+            generator.manual_seed(mix(state.seed, start.epoch, sum(start.at), state.place.rank))
+        return generator
 
+    def __iter__(self) -> Iteration:
+        return self
 
-def _check_sampler(loader: DataLoader[Any]) -> None:
-    """Refuses samplers that are distributed already."""
-    for part in (*parts(loader.batch_sampler), *parts(loader.sampler)):
-        ranks = (
-            {getattr(part, name, None) for name in ("num_replicas", "num_processes")}
-            if isinstance(part, Sampler)
-            else set()
-        )
-        if isinstance(part, DistributedSampler) or ranks - {None, 1}:
-            raise LoaderError(
-                f"the loader is distributed already, by a {type(part).__qualname__}: give accel the loader that one "
-                f"process would use, or {_OFF}"
-            )
+    def __len__(self) -> int:
+        return len(self._batches)
 
+    def __next__(self) -> Any:
+        reader, state = self.reader, self._state
+        try:
+            item = next(self._batches)
+        except StopIteration:
+            if not self._begins_anew():
+                raise
+            return next(self)
+        batch = reader.take(item)
+        if self._comparison is not None and isinstance(reader, StreamReader):
+            self._comparison.gave(reader.given, reader.tag.first)
+        state.batches = self.last = state.batches + 1
+        state.kept = latest.kept = reader.kept
+        latest.replica = state.place[:2]
+        return batch if self._device is None else move(batch, self._device)
 
-def length_of(dataset: Any) -> int | None:
-    """The length of a dataset that has one."""
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def describe(loader: DataLoader[Any], options: LoaderOptions | None = None) -> str:
-    """What must be equal on all ranks for their parts to fit together, as text. Local."""
-    options = options or LoaderOptions()
-    if not options.shard:
-        return f"{options}"
-    dataset, shape = loader.dataset, shape_of(loader)
-    facts: dict[str, Any] = {
-        "dataset": type(dataset).__qualname__,
-        "length": length_of(dataset),
-        "sampler": type(shape.sampler).__qualname__,
-        "batch": shape[1:],
-    }
-    if isinstance(dataset, Subset):
-        # A random_split with another seed on each rank would mix training and validation data.
-        facts["checksum of the Subset's indices"] = digest(dataset.indices)
-    if isinstance(dataset, IterableDataset):
-        facts["num_workers"] = loader.num_workers
-    elif type(shape.sampler) not in (SequentialSampler, RandomSampler) and world_size() > 1:
-        facts["checksum of the sampler's order"] = _order_of(loader, shape)
-    return f"{facts}, {options}"
-
-
-def _order_of(loader: DataLoader[Any], shape: Shape) -> str:
-    """The beginning of what a sampler draws from fixed seeds; the error where it cannot, which iterating will raise."""
-    generators = Generators(drawn_from(shape.sampler, own_generators(loader)))
-    try:
-        order = SampleOrder(shape.sampler, Private(generators, generators.seeded(0)), ahead=True)
-        return str(digest(order.read(_COMPARED)))
-    except Exception as error:
-        return f"{type(error).__qualname__}"
+    def _begins_anew(self) -> bool:
+        """At the end of the loader's iterator: whether nothing was left of a resumed epoch, so that the next one began."""
+        if self.finished:
+            return False
+        self.reader.close()
+        if self._comparison is not None:
+            self._comparison.end(self.reader.given)
+        if any(self.reader.start.at) and not self.reader.given and self.reader.complete():
+            self._begin()
+            return True
+        self.finished = True
+        return False
 
 
 # -- The handle --------------------------------------------------------------------------------------------------------
@@ -267,33 +323,28 @@ class LoaderHandle:
             LoaderError: it is not such a state, or it was saved with another dataset or sampler; nothing is changed.
         """
         state, saved = self._accel, _read(state_dict)
-        length = length_of(state.raw.dataset)
-        if saved.length != length:
-            raise LoaderError(f"the state was saved with a dataset of length {saved.length}; this one has {length}")
-        self._check_part(saved)
-        generators = saved.generators
+        length, epoch = length_of(state.raw.dataset), saved["epoch"]
+        if saved["length"] != length:
+            raise LoaderError(f"the state was saved with a dataset of length {saved['length']}; this one has {length}")
+        if saved["consumed"] and saved["part"] != state.part:
+            raise LoaderError(
+                f"the state is {saved['consumed']} samples into epoch {epoch}, {_part(saved['part'])}, and this loader reads "
+                f"{_part(state.part)}: what a rank reads by itself cannot be divided anew. Resume with as many ranks and the "
+                "same options, or save between epochs"
+            )
+        generators = saved["generators"]
         states = None if generators is None else generators["order"]
-        seed = saved.seed if generators is None and state.options.shard else None
-        wanted = Start(saved.epoch, seed, tuple(saved.streams), saved.checksum, states)
+        seed = saved["seed"] if generators is None and state.options.shard else None
+        wanted = Start(epoch, seed, tuple(saved["streams"]), saved["checksum"], states)
         if seed is None and not any(wanted.at) and states is None:
-            wanted = state.fresh(saved.epoch)
+            wanted = state.fresh(epoch)
         start = state.reader().resume(wanted)
         if seed is not None:
             state.seed, state.in_place = seed, False
         elif state.in_place:
             Generators(own_generators(state.raw)).put(generators["own"] if generators else {})
-        state.start, state.following = start, saved.following
+        state.start, state.following = start, saved["next"]
         state.live.clear()
-
-    def _check_part(self, saved: _SavedPosition) -> None:
-        """Raises where a position is one of many, or of all, and this loader's is not."""
-        state = self._accel
-        if saved.consumed and saved.part != state.part:
-            raise LoaderError(
-                f"the state is {saved.consumed} samples into epoch {saved.epoch}, {_part(saved.part)}, and this loader reads "
-                f"{_part(state.part)}: what a rank reads by itself cannot be divided anew. Resume with as many ranks and the "
-                "same options, or save between epochs"
-            )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accel.raw, name)
@@ -330,47 +381,21 @@ def raw_loader(loader: LoaderHandle | DataLoader[Any]) -> DataLoader[Any]:
     return loader._accel.raw if isinstance(loader, LoaderHandle) else loader
 
 
-class _SavedPosition(NamedTuple):
-    """A state dict whose types are right."""
-
-    epoch: int
-    following: int
-    consumed: int
-    seed: int
-    streams: list[int]
-    checksum: int | None
-    length: int | None
-    generators: Mapping[str, Any] | None
-    part: list[int]
+#: What a state dict need not have.
+_OPTIONAL: Final[Mapping[str, Any]] = {"streams": [], "checksum": None, "length": None, "generators": None, "part": []}
 
 
-def _read(state: Any) -> _SavedPosition:
-    """Checks the form of a state dict."""
-
-    def number(name: str, optional: bool = False) -> bool:
-        value = state.get(name)
-        return (optional and value is None) or (type(value) is int and (value >= 0 or name == "seed"))
-
-    def numbers(name: str) -> bool:
-        values = state.get(name, [])
-        return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
-
-    plain = isinstance(state, Mapping) and all(map(number, ("epoch", "next", "seed", "consumed")))
-    plain = plain and number("checksum", True) and number("length", True) and numbers("streams") and numbers("part")
-    if plain and sum(state.get("streams", [])) == state["consumed"] and len(state.get("part", [])) in (0, 2):
-        generators = state.get("generators")
-        if generators is None or (isinstance(generators, Mapping) and {"order", "own"} <= generators.keys()):
-            return _SavedPosition(
-                state["epoch"],
-                state["next"],
-                state["consumed"],
-                state["seed"],
-                state.get("streams", []),
-                state.get("checksum"),
-                state.get("length"),
-                from_plain(generators),
-                state.get("part", []),
-            )
+def _read(state: Any) -> dict[str, Any]:
+    """A state dict whose form is right, with all of its keys."""
+    saved = {**_OPTIONAL, **state} if isinstance(state, Mapping) else {}
+    numbers = [saved.get(name) for name in ("epoch", "next", "consumed")]
+    numbers += [number for number in (saved.get("checksum"), saved.get("length")) if number is not None]
+    streams, part, generators = (saved.get(name) for name in ("streams", "part", "generators"))
+    if type(saved.get("seed")) is int and isinstance(streams, list) and isinstance(part, list):
+        plain = all(type(n) is int and n >= 0 for n in (*numbers, *streams, *part))
+        known = generators is None or (isinstance(generators, Mapping) and {"order", "own"} <= generators.keys())
+        if plain and known and sum(streams) == saved["consumed"] and len(part) in (0, 2):
+            return {**saved, "generators": from_plain(generators)}
     raise LoaderError(f"expected what LoaderHandle.state_dict() returns, found {state!r}")
 
 

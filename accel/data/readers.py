@@ -1,15 +1,20 @@
-"""What one copy of a loader reads in one epoch: this rank's part of a sampler's order, or all of it."""
+"""What one copy of a loader reads in one epoch: this rank's part of a sampler's order, or all of it; and which loaders can be
+read so."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, final
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, final
 
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+import torch
+import torch.utils.data as torch_data
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from ..errors import LoaderError
+from ..process import Process, world_size
 from ..process.rng import Generators, InPlace, Private
 from .sampling import Division, SampleOrder, digest, divide, drawn_from, draws_once, mix, notify, own_generators, parts
 
@@ -85,6 +90,14 @@ class Position(NamedTuple):
     states: Mapping[str, Any] | None = None
 
 
+def length_of(sized: Any) -> int | None:
+    """The length of a dataset, sampler or loader that has one."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 class EpochReader(ABC):
     """One rank's reading of one epoch, and how much of it was handed to the loop."""
 
@@ -134,14 +147,10 @@ class UndividedReader(EpochReader):
         self._loader = loader
 
     def complete(self) -> bool:
-        """Where the loader has a length."""
-        try:
-            return self.given >= len(self._loader)
-        except TypeError:
-            return False
+        length = length_of(self._loader)
+        return length is not None and self.given >= length
 
     def position(self) -> Position:
-        """Known at the start of an epoch only."""
         if self.given:
             raise LoaderError(
                 "the position of a loader with LoaderOptions(shard=False) was asked for in mid-epoch, after "
@@ -152,7 +161,6 @@ class UndividedReader(EpochReader):
         return Position((0,))
 
     def resume(self, start: Start) -> Start:
-        """Between epochs only."""
         if any(start.at):
             raise LoaderError(
                 f"the state is {sum(start.at)} samples into epoch {start.epoch}, and this loader with "
@@ -161,15 +169,7 @@ class UndividedReader(EpochReader):
         return start
 
     def length(self) -> int:
-        """As the loader says."""
         return len(self._loader)
-
-
-class _Pending(NamedTuple):
-    """What the loader has asked for and the loop has not been given yet: the items of all ranks, and this rank's share."""
-
-    items: list[Any]
-    kept: Kept
 
 
 @final
@@ -185,12 +185,9 @@ class SamplerReader(EpochReader):
         """Becomes the loader's index sampler."""
         vars(loader)["sampler" if loader.batch_sampler is None else "batch_sampler"] = self
 
-    def _generators(self) -> Generators:
-        return Generators(drawn_from(self._shape.sampler, self._own))
-
     def _open(self, start: Start) -> SampleOrder:
         """The order from a position, drawn from private generators."""
-        sampler, generators = self._shape.sampler, self._generators()
+        sampler, generators = self._shape.sampler, Generators(drawn_from(self._shape.sampler, self._own))
         if start.seed is not None:
             for part in parts(sampler):
                 if part is sampler or isinstance(part, Sampler):
@@ -215,7 +212,8 @@ class SamplerReader(EpochReader):
         """Opens the order, unless it is drawn in place, from the moment when the loader asks."""
         super().begin(start, in_place)
         self._asked = False
-        self._pending: deque[_Pending] = deque()
+        #: What the loader has asked for and the loop has not been given yet: the items of all ranks, and what this one keeps.
+        self._pending: deque[tuple[list[Any], Kept]] = deque()
         self._at, self._checksum = sum(start.at), start.checksum or 0
         self._states = start.states
         order = self._order = None if start.in_place else start.order or self._open(start)
@@ -227,9 +225,10 @@ class SamplerReader(EpochReader):
             order.peek(1)  # a sampler that cannot be read fails before the epoch has begun
 
     def _open_in_place(self) -> SampleOrder:
-        rng = InPlace(self._generators(), once=draws_once(self._shape.sampler))
+        sampler = self._shape.sampler
+        rng = InPlace(Generators(drawn_from(sampler, self._own)), once=draws_once(sampler))
         self._states = rng.states
-        self._order = SampleOrder(self._shape.sampler, rng, ahead=False)
+        self._order = SampleOrder(sampler, rng, ahead=False)
         return self._order
 
     def __iter__(self) -> Iterator[Any]:
@@ -242,7 +241,7 @@ class SamplerReader(EpochReader):
         assert order is not None
         for mine, items in divide(order.read, self._division, order.head):
             if mine:
-                self._pending.append(_Pending(items, kept_of(self._division, self._shape.units, len(items))))
+                self._pending.append((items, kept_of(self._division, self._shape.units, len(items))))
                 yield mine[0] if self._shape.units else mine
 
     def __len__(self) -> int:
@@ -259,7 +258,7 @@ class SamplerReader(EpochReader):
 
     def close(self) -> None:
         """A loader that gives fewer batches would shift every position."""
-        if self._pending or not self._exhausted():
+        if self._pending or self._order is None or self._division.local_steps(self._order.peek(self._division.width)):
             self._refuse()
 
     def _refuse(self) -> None:
@@ -271,27 +270,17 @@ class SamplerReader(EpochReader):
             "position. Use a plain DataLoader, or LoaderOptions(shard=False)."
         )
 
-    def _exhausted(self) -> bool:
-        """Whether the order has no further batch for this rank, which may mean to draw its next items."""
-        if self._order is None:
-            return False
-        width = self._division.width
-        left = self._order.peek(width)
-        return left < width if self._division.drop_last else not self._division.share(left).size
-
     def complete(self) -> bool:
         """On every rank at the same step, also where this one has no share in the last."""
         if self._pending or self._order is None:
             return False
-        try:
-            due = self._at + (self._division.width if self._division.drop_last else 1) > len(self._shape.sampler)
-        except (TypeError, NotImplementedError):
+        width, length = self._division.width, length_of(self._shape.sampler)
+        if length is None:
             return self._order.ended
-        left = self._order.peek(self._division.width) if due else self._division.width
-        return left < self._division.width if self._division.drop_last else not left
+        least = width if self._division.drop_last else 1
+        return self._at + least > length and self._order.peek(width) < least
 
     def position(self) -> Position:
-        """One stream: the order."""
         if self.given and self._order is not None and not self._order.rng.again:
             raise LoaderError(
                 f"the position of this loader in mid-epoch could not be resumed: its {type(self._shape.sampler).__name__} draws "
@@ -305,5 +294,123 @@ class SamplerReader(EpochReader):
         return start._replace(order=self._open(start)) if start.seed is not None and any(start.at) else start
 
     def length(self) -> int:
-        """As the sampler says."""
         return self._division.local_steps(len(self._shape.sampler))
+
+
+# -- Which loaders can be distributed, and what of them must be equal on all ranks -------------------------------------
+
+_OFF: Final = "use LoaderOptions(shard=False)"
+_COMPARED: Final = 1 << 16  # items of a sampler's order
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderOptions:
+    """How ``setup`` distributes dataloaders.
+
+    Args:
+        shard: each rank gets its own part of every epoch; False is the off switch, samplers and datasets stay untouched.
+        even_batches: all ranks get equally many samples, the last batch being padded from the start of the epoch;
+            False divides the last batch as it is, so that ranks may differ by one sample, or by one batch.
+        move: batches are moved to the rank's device.
+        seed: decides the order of every epoch; None takes the seed of rank 0's torch, and in one process draws as raw
+            PyTorch does.
+    """
+
+    shard: bool = True
+    even_batches: bool = True
+    move: bool = True
+    seed: int | None = None
+
+
+class LoaderPlace(NamedTuple):
+    """For whom a loader is divided: a place among the replicas of a model, and where its batches go."""
+
+    rank: int
+    world: int
+    device: torch.device
+    #: The process in which the division holds; None holds everywhere.
+    process: Process | None = None
+
+
+def check(loader: Any, options: Any, world_size: int) -> None:
+    """Refuses what cannot be distributed, before anything changes.
+
+    Raises:
+        LoaderError: the loader is not a ``DataLoader``, is distributed already, or reads in a way that cannot be shared.
+    """
+    if not isinstance(loader, DataLoader):
+        raise LoaderError(f"expected a torch.utils.data.DataLoader, found a {type(loader).__qualname__}")
+    check_options(options)
+    if world_size < 1:
+        raise LoaderError(f"expected a world size of at least 1, found {world_size}")
+    if not options.shard:
+        return
+    if isinstance(loader.dataset, torch_data.IterDataPipe | torch_data.MapDataPipe):
+        raise LoaderError(f"torch shards DataPipes by itself, with their sharding_filter: {_OFF}")
+    if loader.num_workers and not loader.in_order:
+        raise LoaderError(
+            "in_order=False gives batches in another order than they were drawn, so that neither the padding nor the "
+            f"position of a batch is known: use in_order=True, or {_OFF}"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        if type(loader).__iter__ is not DataLoader.__iter__:
+            raise LoaderError(
+                f"{type(loader).__qualname__} has an __iter__ of its own, which accel cannot feed from an iterable "
+                f"dataset: use a plain DataLoader, or {_OFF}"
+            )
+        return
+    _check_sampler(loader)
+
+
+def check_options(options: Any) -> None:
+    """Refuses other things than LoaderOptions, and bad values in them."""
+    if not isinstance(options, LoaderOptions):
+        raise LoaderError(f"expected LoaderOptions, found a {type(options).__qualname__}")
+    for name in ("shard", "even_batches", "move"):
+        if not isinstance(getattr(options, name), bool):
+            raise LoaderError(f"LoaderOptions({name}=...): expected a bool, found {getattr(options, name)!r}")
+    if options.seed is not None and type(options.seed) is not int:
+        raise LoaderError(f"LoaderOptions(seed=...): expected an int or None, found {options.seed!r}")
+
+
+def _check_sampler(loader: DataLoader[Any]) -> None:
+    for part in (p for p in (*parts(loader.batch_sampler), *parts(loader.sampler)) if isinstance(p, Sampler)):
+        ranks = {getattr(part, name, None) for name in ("num_replicas", "num_processes")}
+        if isinstance(part, torch_data.DistributedSampler) or ranks - {None, 1}:
+            raise LoaderError(
+                f"the loader is distributed already, by a {type(part).__qualname__}: give accel the loader that one "
+                f"process would use, or {_OFF}"
+            )
+
+
+def describe(loader: DataLoader[Any], options: LoaderOptions | None = None) -> str:
+    """What must be equal on all ranks for their parts to fit together, as text. Local."""
+    options = options or LoaderOptions()
+    if not options.shard:
+        return f"{options}"
+    dataset, shape = loader.dataset, shape_of(loader)
+    facts: dict[str, Any] = {
+        "dataset": type(dataset).__qualname__,
+        "length": length_of(dataset),
+        "sampler": type(shape.sampler).__qualname__,
+        "batch": shape[1:],
+    }
+    if isinstance(dataset, torch_data.Subset):
+        # A random_split with another seed on each rank would mix training and validation data.
+        facts["checksum of the Subset's indices"] = digest(dataset.indices)
+    if isinstance(dataset, IterableDataset):
+        facts["num_workers"] = loader.num_workers
+    elif type(shape.sampler) not in (torch_data.SequentialSampler, torch_data.RandomSampler) and world_size() > 1:
+        facts["checksum of the sampler's order"] = _order_of(loader, shape)
+    return f"{facts}, {options}"
+
+
+def _order_of(loader: DataLoader[Any], shape: Shape) -> str:
+    """The beginning of what a sampler draws from fixed seeds; the error where it cannot, which iterating will raise."""
+    generators = Generators(drawn_from(shape.sampler, own_generators(loader)))
+    try:
+        order = SampleOrder(shape.sampler, Private(generators, generators.seeded(0)), ahead=True)
+        return str(digest(order.read(_COMPARED)))
+    except Exception as error:
+        return f"{type(error).__qualname__}"

@@ -17,15 +17,8 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+import torch.utils.data as torch_data
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
 from ..process.rng import InPlace, Private, global_generators, is_generator, seed_of
 
@@ -74,31 +67,18 @@ class Division:
         size += self.rank < extra
         return Share(offset, size, size)
 
-    def steps(self, remaining: int) -> tuple[int, int]:
-        """The full global steps in ``remaining`` samples, and the samples of the last, incomplete one."""
-        full, tail = divmod(remaining, self.width)
-        return full, 0 if self.drop_last else tail
-
-    def global_steps(self, remaining: int) -> int:
-        """The global steps in ``remaining`` samples."""
-        full, tail = self.steps(remaining)
-        return full + bool(tail)
-
     def local_steps(self, remaining: int) -> int:
         """The batches that this rank gets from ``remaining`` samples."""
-        full, tail = self.steps(remaining)
-        return full + bool(self.share(tail).size)
+        full, tail = divmod(remaining, self.width)
+        return full + (not self.drop_last and self.share(tail).size > 0)
 
 
 def divide(
     read: Callable[[int], list[Any]], division: Division, head: list[Any]
 ) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Each global step of what ``read`` gives: this rank's items, and those of all ranks.
+    """Each global step of what ``read`` gives, which has fewer items than asked for only at the end: this rank's, and all.
 
-    Args:
-        read: gives the next items, at most as many as it is asked for; fewer only at the end.
-        division: who gets what.
-        head: the first items of the order that come before what is read, at most ``division.world - 1``: padding takes them.
+    ``head`` is of the items that come before what is read the first ``division.world - 1`` at most: padding takes them.
     """
     while chunk := read(division.width):
         head += chunk[: division.world - 1 - len(head)]
@@ -134,15 +114,11 @@ def notify(thing: Any, epoch: int) -> None:
         thing.set_epoch(epoch)
 
 
-def _own(loader_generator: Any, sampler: Any) -> dict[str, Any]:
-    """The generators that belong to a loader alone: its own, and those among its sampler's attributes."""
-    found = {id(value): value for value in (loader_generator, *parts(sampler)) if is_generator(value)}
-    return {f"own {i}": value for i, value in enumerate(found.values())}
-
-
 def own_generators(loader: DataLoader[Any]) -> dict[str, Any]:
     """The generators that belong to a loader alone: its own, and those among its samplers' attributes."""
-    return _own(loader.generator, loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+    samplers = parts(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+    found = {id(value): value for value in (loader.generator, *samplers) if is_generator(value)}
+    return {f"own {i}": value for i, value in enumerate(found.values())}
 
 
 def drawn_from(sampler: Any, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +130,7 @@ def drawn_from(sampler: Any, own: Mapping[str, Any]) -> dict[str, Any]:
     return {**global_generators(), **own}
 
 
-_TORCHS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_TORCHS = (RandomSampler, torch_data.SubsetRandomSampler, torch_data.WeightedRandomSampler)
 
 
 def draws_once(sampler: Any) -> bool:

@@ -12,7 +12,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, NamedTuple, final
 
@@ -65,38 +65,27 @@ def _leaves(value: Any) -> Iterator[tuple[bool, bytes]]:
     elif isinstance(value, int | str | bytes):
         yield True, repr(value).encode()
     elif isinstance(value, torch.Tensor):
-        yield _counts(value.dtype), repr((tuple(value.shape), _plain(value))).encode()
+        # Numbers of these types are labels or tokens; bytes are most often pixels.
+        names = not value.dtype.is_floating_point and not value.dtype.is_complex and value.dtype.itemsize > 1
+        unread = value.device.type == "meta" or value.layout is not torch.strided
+        yield names, repr((tuple(value.shape), None if unread else value.tolist())).encode()
     elif hasattr(value, "dtype") and hasattr(value, "tolist"):
         yield value.dtype.kind in "iuSU" and value.dtype.itemsize > 1, repr(value.tolist()).encode()
     else:
         yield False, (repr(value) if isinstance(value, float | complex) else type(value).__qualname__).encode()
 
 
-def _counts(dtype: torch.dtype) -> bool:
-    """Whether numbers of this type are labels or tokens; bytes are most often pixels."""
-    return not dtype.is_floating_point and not dtype.is_complex and dtype.itemsize > 1
-
-
-def _plain(tensor: torch.Tensor) -> Any:
-    """The values of a tensor, where it has them."""
-    return None if tensor.device.type == "meta" or tensor.layout is not torch.strided else tensor.tolist()
-
-
 # -- One rank's part of a stream ----------------------------------------------------------------------------------------
 
 
 class Tag(NamedTuple):
-    """What a batch is made of.
+    """What a batch is made of."""
 
-    ``stream`` is its worker, ``position`` that after it there, ``samples`` are those of its global step. ``again`` says
-    whether the stream would come out the same once more, ``first`` what its first items are.
-    """
-
-    stream: int
-    position: int
-    samples: int
-    again: bool = True
-    first: Fingerprint | None = None
+    stream: int  # its worker
+    position: int  # that after it there
+    samples: int  # those of its global step
+    again: bool = True  # whether the stream would come out the same once more
+    first: Fingerprint | None = None  # of the stream's first items
 
 
 @final
@@ -125,10 +114,7 @@ class _DividedStream:
         return self._divide(stream, skips[stream])
 
     def _open(self, in_place: bool, epoch: int, seed: int, stream: int, worker: bool) -> Private | InPlace:
-        """In one process the stream draws from the program's generators, as in raw PyTorch.
-
-        Over several ranks it has generators of its own, apart from the loop's: every rank must see the same stream.
-        """
+        """The program's generators in one process, as in raw PyTorch; else private ones: all ranks see the same stream."""
         generators = Generators(global_generators())
         if not in_place:
             notify(self.dataset, epoch)
@@ -156,7 +142,6 @@ class _DividedStream:
         return self._rng.again and not (self._epochs > 1 and self._rng.drew and get_worker_info() is not None)
 
     def _read(self, count: int) -> list[Any]:
-        """The next items of the stream, at most ``count``."""
         with self._rng:
             return list(islice(self._items, count))
 
@@ -195,16 +180,9 @@ class _StreamView(IterableDataset[Any]):
         setattr(vars(self)["_accel_reader"].dataset, name, value)
 
 
-@final
-class _Tagging:
-    """The user's collate function, with the reader's tag beside each batch."""
-
-    def __init__(self, collate: Callable[[Any], Any], reader: _DividedStream) -> None:
-        self.collate = collate
-        self.reader = reader
-
-    def __call__(self, items: Any) -> tuple[Tag, Any]:
-        return self.reader.tag, self.collate(items)
+def _tagged(collate: Callable[[Any], Any], reader: _DividedStream, items: Any) -> tuple[Tag, Any]:
+    """A batch of the user's collate function, with the reader's tag beside it."""
+    return reader.tag, collate(items)
 
 
 @final
@@ -227,7 +205,7 @@ class StreamReader(EpochReader):
     def install(self, loader: DataLoader[Any]) -> None:
         """Its dataset reads this rank's part, and its batches carry their tags."""
         vars(loader)["dataset"] = _StreamView(self._reader)
-        loader.collate_fn = _Tagging(loader.collate_fn, self._reader)
+        loader.collate_fn = partial(_tagged, loader.collate_fn, self._reader)
 
     def begin(self, start: Start, in_place: bool) -> None:
         """Tells the readers, in this process or in workers that live on."""
@@ -239,7 +217,6 @@ class StreamReader(EpochReader):
         self.start, self.given, self._closed, self._again = start, 0, False, True
 
     def take(self, item: Any) -> Any:
-        """Counts one batch; its tag says of which stream."""
         self.tag, batch = item
         self.given += 1
         self._again = self._again and self.tag.again
@@ -258,7 +235,6 @@ class StreamReader(EpochReader):
         return self._closed and (self._division.pads or self._reader.tag.position == sum(self.start.at))
 
     def position(self) -> Position:
-        """In the stream of each worker."""
         if self.given:
             self._check_known()
         states = self.start.states
@@ -314,14 +290,7 @@ _PAUSE = 0.005
 
 @final
 class StreamComparisons:
-    """What the ranks tell each other of one loader.
-
-    Args:
-        process: whose store is used.
-        name: of the loader, the same on all ranks and in this process no other loader's.
-        dataset: what the errors call it.
-        even: whether all ranks must get equally many batches.
-    """
+    """What the ranks tell each other of one loader: ``name`` is that of no other; with ``even`` batches they are counted."""
 
     def __init__(self, process: Process, name: str, dataset: str, even: bool) -> None:
         self.process, self.name, self.dataset, self.even = process, name, dataset, even

@@ -18,7 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 import torch.distributed as dist
@@ -197,17 +197,11 @@ class _Job:
         """Start the workers and wait until all have ended; the first failure ends them."""
         for rank in range(self._number):
             self._start(rank)
-        failures: list[tuple[_Worker, int]] = []
-        for worker, status in self._ended(None):
-            if status != 0:
-                failures.append((worker, status))
-                break
-        if failures:
-            failures += [(w, status) for w, status in self._ended(_GRACE) if status != 0]
-            self._raise(failures)
+        for first in self._ended(None):
+            if first[1] != 0:
+                self._raise([first, *(other for other in self._ended(_GRACE) if other[1] != 0)])
 
     def close(self) -> None:
-        """End what still runs."""
         for worker in self._alive.values():
             worker.signal(signal.SIGTERM)
         for _ in self._ended(_PATIENCE):
@@ -255,7 +249,7 @@ class _Job:
                 worker = self._alive.pop(pidfd)
                 yield worker, worker.end()
 
-    def _raise(self, failures: list[tuple[_Worker, int]]) -> None:
+    def _raise(self, failures: list[tuple[_Worker, int]]) -> NoReturn:
         """Tell what failed first: what broke a rank's connections comes before the complaints about it."""
         reports = [(_read(worker.report), worker.rank, status) for worker, status in failures]
         died = [(rank, status) for failure, rank, status in reports if failure is None]
@@ -292,16 +286,10 @@ def _take_state(obj: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def work(*, rank: int, parent: int, argv: list[str], payload: int, states: int, result: int, report: int) -> None:
-    """Run the function of the payload on this rank, and end this process.
+    """Run the function of the payload on this rank, and end this process; ``parent`` must live as long.
 
-    Args:
-        rank: this rank.
-        parent: the process that must live as long as this one.
-        argv: its command line.
-        payload: file descriptor of a Memory with the function, its arguments, and what in them has a state.
-        states: of the Memory where rank 0 leaves that state.
-        result: of the Memory where rank 0 leaves the function's result.
-        report: of a file for this rank's Failure.
+    The last four are file descriptors: of a Memory with the function, its arguments, and what in them has a state; of those
+    where rank 0 leaves that state and the function's result; of a file for this rank's Failure.
     """
     sys.argv[:] = argv
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

@@ -8,7 +8,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,21 +23,13 @@ _MOST = 5  # culprits that an error names
 copyreg.pickle(type(torch.ops), lambda ops: (getattr, (torch, "ops")))
 
 
-class _NullFile:
-    """A file that keeps nothing."""
+def _attempt(obj: object, plainly: bool) -> list[Any]:
+    """Pickles an object without keeping it; returns the objects on the way that have a state to load."""
+    import cloudpickle
 
-    def write(self, data: Any) -> int:
-        return len(data)
-
-
-#: Pickles an object without keeping it; returns the objects on the way that have a state to load.
-_Attempt: TypeAlias = Callable[[object], list[Any]]
-
-
-def _attempt(pickler: type[Any], obj: object) -> list[Any]:
     found: dict[int, Any] = {}
 
-    class Attempt(pickler):  # type: ignore[misc]
+    class Attempt(pickle.Pickler if plainly else cloudpickle.Pickler):  # type: ignore[misc]
         def persistent_id(self, item: Any) -> str | None:
             if isinstance(item, torch.storage.TypedStorage | torch.UntypedStorage):
                 return "storage"  # not its bytes
@@ -46,18 +38,9 @@ def _attempt(pickler: type[Any], obj: object) -> list[Any]:
                 found.setdefault(id(item), item)
             return None
 
-    Attempt(_NullFile(), protocol=4).dump(obj)
+    with open(os.devnull, "wb") as nowhere:
+        Attempt(nowhere, protocol=4).dump(obj)
     return list(found.values())
-
-
-def _plainly(obj: object) -> list[Any]:
-    return _attempt(pickle.Pickler, obj)
-
-
-def _by_value(obj: object) -> list[Any]:
-    import cloudpickle
-
-    return _attempt(cloudpickle.Pickler, obj)
 
 
 def stateful(parts: dict[str, object]) -> list[Any]:
@@ -86,42 +69,41 @@ def check_picklable(obj: object, name: str = "obj") -> None:
     Raises:
         LaunchError: names the path and kind of each thing that cannot: ``model.head.act: lambda at train.py:12``.
     """
-    require(obj, name, _plainly)
+    require(obj, name, plainly=True)
 
 
-def require(obj: object, name: str, attempt: _Attempt = _by_value) -> list[Any]:
-    """What ``attempt`` finds in ``obj``; a LaunchError names what cannot be pickled."""
+def require(obj: object, name: str, plainly: bool = False) -> list[Any]:
+    """What of ``obj`` has a state to load; a LaunchError names what cannot be pickled, ``plainly`` or by value."""
     try:
-        return attempt(obj)
+        return _attempt(obj, plainly)
     except RecursionError as error:
         raise LaunchError(
             f"cannot be pickled, and so not sent to another process: {name} is nested too deeply, such as a long chain of "
             "objects that each hold the next one: keep them in a list"
         ) from error
     except Exception as error:
-        culprits = list(dict.fromkeys(_culprits(obj, name, attempt, set())))
+        culprits = list(dict.fromkeys(_culprits(obj, name, plainly, set())))
         more = f" and {len(culprits) - _MOST} more" if len(culprits) > _MOST else ""
         what = "; ".join(culprits[:_MOST]) or f"{name}: {error}"
         raise LaunchError(f"cannot be pickled, and so not sent to another process: {what}{more}") from error
 
 
-def _culprits(obj: object, path: str, attempt: _Attempt, seen: set[int]) -> Iterator[str]:
+def _culprits(obj: object, path: str, plainly: bool, seen: set[int]) -> Iterator[str]:
     """Descends to what fails though nothing inside it does."""
     seen.add(id(obj))
     deeper = False
     for suffix, child in _children(obj):
-        error = _error(child, attempt)
-        if error is not None:
+        if _error(child, plainly) is not None:
             deeper = True
             if id(child) not in seen:
-                yield from _culprits(child, path + suffix, attempt, seen)
+                yield from _culprits(child, path + suffix, plainly, seen)
     if not deeper:
-        yield f"{path}: {_describe(obj, _error(obj, attempt))}"
+        yield f"{path}: {_describe(obj, _error(obj, plainly))}"
 
 
-def _error(obj: object, attempt: _Attempt) -> Exception | None:
+def _error(obj: object, plainly: bool) -> Exception | None:
     try:
-        attempt(obj)
+        _attempt(obj, plainly)
     except Exception as error:
         return error
     return None

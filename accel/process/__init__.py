@@ -198,12 +198,8 @@ def use_devices(devices: object) -> None:
     select(process.device)
 
 
-def shutdown() -> None:
-    """Ends accel's control group, and the default group if accel made it; everything can start again."""
-    _leave("called accel.teardown(), and does not come")
-
-
-def _leave(how: str) -> None:
+def shutdown(how: str = "called accel.teardown(), and does not come") -> None:
+    """Ends accel's control group, and the default group if accel made it; everything can start again. The others hear ``how``."""
     process = _state.process
     atexit.unregister(_at_exit)
     if process is not None:
@@ -246,7 +242,7 @@ def end_groups(reason: str, *, mismatch: bool = False) -> None:
     if process is not None:
         _let_go(process, _state.ended)
     if dist.is_initialized():
-        getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)()
+        distributed_c10d._abort_process_group()
 
 
 def _note_end(reason: str, mismatch: bool) -> None:
@@ -255,7 +251,8 @@ def _note_end(reason: str, mismatch: bool) -> None:
         _state.mismatch, _state.ended = mismatch, reason
         if _state.process is not None and _state.process.detector is not None:
             _state.process.detector.tell_end(reason, mismatch)
-    _disconnect_all()
+    for group in list(distributed_c10d._world.pg_map):
+        disconnect(group)
 
 
 def _noticed(reason: str, mismatch: bool) -> None:
@@ -270,11 +267,6 @@ def _finish_end() -> None:
         end_groups(_state.ended)
 
 
-def _disconnect_all() -> None:
-    for group in list(distributed_c10d._world.pg_map):
-        disconnect(group)
-
-
 def _at_exit() -> None:
     # An error ends this process: the other ranks must not wait for what its last collectives still wait for.
     error = getattr(sys, "last_value", None)
@@ -285,7 +277,7 @@ def _at_exit() -> None:
             reason = f"{reason}: {missing}"
             logger.error(reason)
         end_groups(reason)
-    _leave("ended its program without an error, and does not come")
+    shutdown("ended its program without an error, and does not come")
 
 
 def _duration(timeout: float | timedelta) -> timedelta:

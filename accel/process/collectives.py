@@ -177,7 +177,9 @@ def _begin(
 
     walk(visit, data, "data")
     tensors = {path: found[path] for path in sorted(found)}
-    carrier = _carrier(process, tensors)
+    # As CPU tensors, unless they are on devices that have a backend of their own.
+    only_cpu = "cpu" in process.backends and all(tensor.device.type == "cpu" for tensor in found.values())
+    carrier = torch.device("cpu") if only_cpu else process.carrier
     kinds = {
         path: f"{_describe(tensor, rows)}{' with gradients' if gradients and tensor.requires_grad else ''} sent on {carrier.type}"
         for path, tensor in tensors.items()
@@ -221,15 +223,6 @@ def _describe(tensor: Tensor, rows: bool) -> str:
     if rows and shape:
         shape[0] = "any"
     return f"{tensor.dtype} of shape ({', '.join(shape)})"
-
-
-def _carrier(process: Process, tensors: dict[str, Tensor]) -> torch.device:
-    """Where the data travels: as CPU tensors, unless it is on devices that have a backend of their own."""
-    only_cpu = all(tensor.device.type == "cpu" for tensor in tensors.values())
-    own = process.backends.get(process.device.type) not in (None, "gloo")
-    if "cpu" not in process.backends or (own and not only_cpu):
-        return process.device
-    return torch.device("cpu")
 
 
 def _pack(tensors: Iterable[Tensor], carrier: torch.device) -> Tensor:

@@ -29,14 +29,7 @@ from .hangs import missing_ranks
 from .packing import begin_gather, bytes_left, content_of, framed, gather_framed, to_bytes
 
 #: What gloo and nccl say where another rank is gone.
-_LOST: Final = (
-    "gloo/transport",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Timed out waiting",
-    "timeout caused pair closure",
-    "NCCL",
-)
+_LOST: Final = ("gloo/transport", "closed by peer", "reset by peer", "Timed out waiting", "timeout caused pair", "NCCL")
 
 # -- One thread of a process at a time ---------------------------------------------------------------------------------
 
@@ -89,13 +82,9 @@ class CollectiveLock:
         """The name of the thread that has the lock, if another one of that name waits for it, or had it before."""
         return self._name if self._waited or self._name in self._waiting else ""
 
-    def forget(self) -> None:
-        """In a forked process, which does not have the thread that had it."""
-        self.__init__()
-
 
 lock: Final = CollectiveLock()
-os.register_at_fork(after_in_child=lock.forget)
+os.register_at_fork(after_in_child=lock.__init__)  # it does not have the thread that had it
 
 
 def locked(function: Callable[P, T]) -> Callable[P, T]:
@@ -114,15 +103,9 @@ def locked(function: Callable[P, T]) -> Callable[P, T]:
 
 @locked
 def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list[Any]:
-    """Gathers a small value of every rank, on accel's own group. Collective; other threads wait.
+    """Every rank's value, by rank: small ones, pickled, on accel's own group. Collective; other threads wait.
 
-    Args:
-        what: Names the place in the program, the same on every rank.
-        value: What this rank tells; it is pickled.
-        timeout: How long to wait for the other ranks; the process's timeout if None.
-
-    Returns:
-        The values of all ranks, by rank.
+    ``what`` names the place in the program, the same on every rank; ``timeout`` is the process's if None.
 
     Raises:
         RankMismatchError: another rank is at another place, or at this one in another thread; or threads of one name,
@@ -139,14 +122,9 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
 
 @locked
 def agree_later(what: str, value: object) -> Callable[[], list[Any]]:
-    """``agree`` in two halves: this one sends, and what it returns waits for the others. Each is for all ranks, in one order.
+    """``agree`` on a short value in two halves, each for all ranks in one order: this one sends, what it returns waits.
 
-    Args:
-        what: names the place in the program, the same on every rank.
-        value: a short one.
-
-    Returns:
-        What gives the values of all ranks, by rank; none where a rank has ended, which the next who needs it will say.
+    That gives no values where a rank has ended, which the next who needs it will say.
 
     Raises:
         RankMismatchError: another rank is at another place; from the second half.
@@ -182,14 +160,14 @@ def _values(what: str, contents: list[bytearray]) -> list[Any]:
     place = (what, thread_name())
     messages = [pickle.loads(content) for content in contents]
     if any(theirs != place for theirs, _, _ in messages):
-        places = "; ".join(f"rank {n} is in {_place(*theirs)}" for n, (theirs, _, _) in enumerate(messages))
+        threads = [f" in the thread {thread}" if thread else "" for (_, thread), _, _ in messages]
+        places = "; ".join(f"rank {n} is in {messages[n][0][0]!r}{thread}" for n, thread in enumerate(threads))
         advice = (
             "; over several ranks make all calls of accel in the thread that trains (accel.save(..., wait=False) writes in the "
             "background by itself)"
         )
-        threads = any(thread for (_, thread), _, _ in messages)
         raise RankMismatchError(
-            f"the ranks are at different points of the program: {places}{advice if threads else ''}"
+            f"the ranks are at different points of the program: {places}{advice if any(threads) else ''}"
         )
     if alike := [f"{name} of rank {number}" for number, (_, name, _) in enumerate(messages) if name]:
         raise RankMismatchError(
@@ -200,27 +178,13 @@ def _values(what: str, contents: list[bytearray]) -> list[Any]:
     return [theirs for _, _, theirs in messages]
 
 
-def _place(what: str, thread: str) -> str:
-    return f"{what!r} in the thread {thread}" if thread else repr(what)
-
-
 def _gather(process: Process, what: str, message: bytes, limit: timedelta) -> list[bytearray]:
     """Every rank's message, which are equally long."""
+    assert process.control is not None
     process.rounds += 1
+    arrivals, patience = process.store(str(process.rounds)), min(timedelta(seconds=1), limit / 4)
     before = process.doing
     process.doing = before or repr(what)
-    try:
-        messages = _exchange(process, what, message, limit)
-        process.note_common_point()
-        return messages
-    finally:
-        process.doing = before
-
-
-def _exchange(process: Process, what: str, message: bytes, limit: timedelta) -> list[bytearray]:
-    assert process.control is not None
-    arrivals = process.store(str(process.rounds))
-    patience = min(timedelta(seconds=1), limit / 4)
     try:
         work, theirs = begin_gather(message, process.control)
         # To say who is missing, the ranks must say that they came; only those that wait for long do.
@@ -234,8 +198,11 @@ def _exchange(process: Process, what: str, message: bytes, limit: timedelta) -> 
         if ended() or "imed out" not in str(error):
             raise lost(process.doing, error) from error
         late = True
+    finally:
+        process.doing = before
     if late:
         raise _too_late(process, what, limit, arrivals, patience)
+    process.note_common_point()
     return list(map(to_bytes, theirs))
 
 
@@ -293,12 +260,7 @@ def raise_lost(what: str, error: BaseException | None) -> None:
 
 @final
 class Waiting:
-    """Context: this rank is in what needs the others. The hang detector tells where; a lost connection raises accel's error.
-
-    Args:
-        process: of this rank.
-        what: where it is, for messages.
-    """
+    """Context: this rank is in what needs the others. The hang detector tells where; a lost connection raises accel's error."""
 
     __slots__ = ("_before", "_process", "_what")
 
@@ -315,12 +277,9 @@ class Waiting:
 
 
 def announce(process: Process, what: str, details: Hashable = None) -> None:
-    """Say that a collective of an engine is next. Compares where it is not the one that was to be expected.
+    """Say that a collective of an engine is next: ``what``, and what of it else must be equal on all ranks (``details``).
 
-    Args:
-        process: of this rank.
-        what: names it, the same on every rank.
-        details: what else must be equal on all ranks.
+    Compares where it is not the one that was to be expected.
 
     Raises:
         RankMismatchError: another rank is about to do something else.
@@ -345,13 +304,9 @@ def announce(process: Process, what: str, details: Hashable = None) -> None:
 def raise_together(
     what: str, own: BaseException | None, problems: Sequence[str], kind: type[AccelError] = RankMismatchError
 ) -> None:
-    """Raise where a rank failed: its own error there, on the others one of ``kind``, which names the rank.
+    """Raise where a rank failed: its ``own`` error there, on the others one of ``kind``, which names the rank.
 
-    Args:
-        what: failed.
-        own: this rank's error, None where it is well.
-        problems: every rank's error as text, which the ranks agreed on; empty where it is well.
-        kind: the class of the other ranks' error.
+    ``problems`` are all ranks' errors as text, which the ranks agreed on; empty where a rank is well.
     """
     if own is not None:
         raise own

@@ -11,12 +11,14 @@ None, 0, "cpu"      the CPU
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,9 +73,7 @@ def parse_devices(
         return request.first(devices) if devices else _CPU
     if isinstance(devices, torch.device) and devices.type == "cpu":
         return _CPU
-    if isinstance(devices, list | tuple):
-        return request.these([request.number(item) for item in devices])
-    return request.these([request.number(devices)])
+    return request.these([request.number(d) for d in (devices if isinstance(devices, list | tuple) else [devices])])
 
 
 class _Request:
@@ -112,7 +112,9 @@ class _Request:
         """The number of one device in a list: an int, or a device of torch."""
         if isinstance(item, int) and not isinstance(item, bool):
             return item
-        device = self.device(item) if isinstance(item, str) else item
+        device: Any = None
+        with contextlib.suppress(RuntimeError):
+            device = torch.device(item) if isinstance(item, str) else item
         if not isinstance(device, torch.device):
             raise self.error(f"{item!r} is no device")
         if device.type != self.kind or self.count == 0:
@@ -121,12 +123,6 @@ class _Request:
         if index is None and self.count > 1:
             raise self.error(f"{str(device)!r} does not say which: name '{device.type}:0', or ask for -1, all of them")
         return index or 0
-
-    def device(self, name: str) -> torch.device:
-        try:
-            return torch.device(name)
-        except RuntimeError:
-            raise self.error(f"{name!r} is no device") from None
 
     def text(self, text: str, probe: Callable[[int], bool]) -> tuple[torch.device, ...]:
         if text == "cpu" or (text == "auto" and self.count == 0):

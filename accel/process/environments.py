@@ -12,25 +12,23 @@ from typing import NamedTuple
 from ..errors import AccelError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """The place of one process among all processes of a job.
 
     ``master_addr`` and ``master_port`` are where rank 0 can be met, None where the environment does not tell.
     """
 
-    launcher: str
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    master_addr: str | None
-    master_port: int | None
+    launcher: str = "none"
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str | None = None
+    master_port: int | None = None
 
 
-ALONE = Place(
-    launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr=None, master_port=None
-)
+ALONE = Place()
 
 
 class _Launcher(NamedTuple):
@@ -53,14 +51,8 @@ _HOROVODRUN = _prefixed("horovodrun", "HOROVOD_", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 _JSRUN = _prefixed("jsrun", "JSM_NAMESPACE_", "LSB_JOBID")
 _OPENMPI = _prefixed("OpenMPI", "OMPI_COMM_WORLD_", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 _MPICH = _Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-_SLURM = _Launcher(
-    "SLURM",
-    "SLURM_PROCID",
-    "SLURM_NTASKS",
-    "SLURM_LOCALID",
-    "SLURM_NTASKS_PER_NODE",
-    job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
-)
+_SLURM_JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+_SLURM = _Launcher("SLURM", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", _SLURM_JOB)
 
 
 def detect(environ: Mapping[str, str]) -> Place:
@@ -78,8 +70,16 @@ def detect(environ: Mapping[str, str]) -> Place:
         return ALONE
     rank, world = _integer(environ, launcher.rank), _integer(environ, launcher.size)
     local_rank, local_world = _local(environ, launcher, world)
-    _check(launcher.name, launcher.rank, rank, launcher.size, world)
-    _check(launcher.name, launcher.local_rank, local_rank, launcher.local_size, local_world)
+    places = (
+        (launcher.rank, rank, launcher.size, world),
+        (launcher.local_rank, local_rank, launcher.local_size, local_world),
+    )
+    for rank_name, number, size_name, size in places:
+        if not 0 <= number < size:
+            raise AccelError(
+                f"{rank_name}={number} and {size_name}={size} contradict each other ({launcher.name}): "
+                "expected 0 <= rank < number of processes"
+            )
     if local_world > world:
         raise AccelError(
             f"{launcher.local_size}={local_world} is more than {launcher.size}={world}: "
@@ -89,15 +89,7 @@ def detect(environ: Mapping[str, str]) -> Place:
         if name in environ and _integer(environ, name) != value:
             raise AccelError(f"{name}={environ[name]} contradicts {launcher.name}, which says {value}: unset {name}")
     addr, port = _master(environ, launcher, single_host=local_world == world and launcher.local_size in environ)
-    return Place(
-        launcher=launcher.name,
-        rank=rank,
-        world_size=world,
-        local_rank=local_rank,
-        local_world_size=local_world,
-        master_addr=addr,
-        master_port=port,
-    )
+    return Place(launcher.name, rank, world, local_rank, local_world, addr, port)
 
 
 def _find(environ: Mapping[str, str]) -> _Launcher | None:
@@ -149,14 +141,6 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
         raise AccelError(f"{name}={environ[name]!r}: expected an integer") from None
 
 
-def _check(launcher: str, rank_name: str, rank: int, size_name: str, size: int) -> None:
-    if not 0 <= rank < size:
-        raise AccelError(
-            f"{rank_name}={rank} and {size_name}={size} contradict each other ({launcher}): "
-            "expected 0 <= rank < number of processes"
-        )
-
-
 def _local(environ: Mapping[str, str], launcher: _Launcher, world: int) -> tuple[int, int]:
     """Local rank and local world size.
 
@@ -190,10 +174,7 @@ def _tasks_on_node(counts: str, node: int) -> int:
 
 def expand_hosts(nodes: str) -> list[str]:
     """The hosts of a SLURM node list: ``node[01-03,7]`` is node01, node02, node03, node7."""
-    hosts: list[str] = []
-    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
-        hosts += _expand(item)
-    return hosts
+    return [host for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes) for host in _expand(item)]
 
 
 def _expand(item: str) -> list[str]:

@@ -24,16 +24,11 @@ from .packing import framed, to_bytes, to_tensor, unframed
 logger = logging.getLogger("accel")
 
 _TAG, _NO_TAG = 0xACCE1, 0x5EED  # of messages on the control group; nobody sends with the second one
-_TORCH: Final = os.path.dirname(torch.__file__) + os.sep
-_COLLECTIVES: Final = os.path.join(_TORCH, "distributed", "")
+_COLLECTIVES: Final = os.path.join(os.path.dirname(torch.__file__), "distributed", "")
 #: accel's own files, the packages beside torch, and Python's own.
 _LIBRARIES: Final = tuple(
-    os.path.join(path, "")
-    for path in (
-        os.path.dirname(os.path.dirname(__file__)),
-        os.path.dirname(os.path.dirname(torch.__file__)),
-        os.path.dirname(os.__file__),
-    )
+    os.path.join(os.path.dirname(path), "")
+    for path in (os.path.dirname(__file__), os.path.dirname(torch.__file__), os.__file__)
 )
 _MESSAGES: Final = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
 _BUSY: Final = 0.02  # share of a CPU that a blocked thread does not use
@@ -45,33 +40,19 @@ _BUSY: Final = 0.02  # share of a CPU that a blocked thread does not use
 @final
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Where a rank is.
+    """Where a rank is."""
 
-    Args:
-        begun: how many collectives it has begun, by group.
-        cpu: seconds of CPU that the thread that trains has used; nan where the system does not tell.
-        doing: what of accel's it is in that needs the others; empty where it is in nothing.
-        call: the collective of torch's that it is in, by name.
-        line: where in the user's program.
-        since: for how many seconds it has waited there.
-    """
-
-    begun: Mapping[str, int]
-    cpu: float
-    doing: str
-    call: str
-    line: str
-    since: float = 0.0
+    begun: Mapping[str, int]  # how many collectives, by group
+    cpu: float  # seconds that the thread that trains has used; nan where the system does not tell
+    doing: str  # what of accel's it is in that needs the others; empty where it is in nothing
+    call: str  # the collective of torch's that it is in, by name
+    line: str  # where in the user's program
+    since: float = 0.0  # for how many seconds it has waited there
 
     @property
     def waits(self) -> bool:
         """Whether it is in a collective, as far as can be seen."""
         return bool(self.doing or self.call)
-
-    @property
-    def may_be_stuck(self) -> bool:
-        """Whether what it is in needs all ranks; messages between two are not counted alike on all."""
-        return self.waits and self.call not in _MESSAGES
 
     def ahead_of(self, other: Report) -> bool:
         """Whether it has begun a collective that the other rank has not: there it waits for the other, if it waits."""
@@ -118,28 +99,20 @@ def _line(frame: FrameType | None) -> str:
 def stuck(first: Sequence[Report], second: Sequence[Report]) -> list[int]:
     """The ranks that wait for each other in different places, so that none of them will ever go on.
 
-    A rank that computes, sleeps or reads may still come; so may one that waits only for such ranks.
-
-    Args:
-        first: every rank's report.
-        second: every rank's again, some time later.
+    A rank that computes, sleeps or reads may still come; so may one that waits only for such ranks. ``first`` and ``second``
+    are all ranks' reports, some time apart.
     """
-    free = {r for r, (one, two) in enumerate(zip(first, second, strict=True)) if not _is_blocked(one, two)}
-    grown = True
-    while grown:
-        grown = False
-        for rank in set(range(len(second))) - free:
-            if all(r in free for r, other in enumerate(second) if second[rank].ahead_of(other)):
-                free.add(rank)
-                grown = True
-    return sorted(set(range(len(second))) - free)
+    waiting = {r for r, (one, two) in enumerate(zip(first, second, strict=True)) if _is_blocked(one, two)}
+    while free := {rank for rank in waiting if not any(second[rank].ahead_of(second[other]) for other in waiting)}:
+        waiting -= free
+    return sorted(waiting)
 
 
 def _is_blocked(one: Report, two: Report) -> bool:
-    if not two.may_be_stuck:
-        return False
+    """Whether a rank has not moved in what needs all ranks; messages between two are not counted alike on all."""
     same = (one.begun, one.doing, one.call) == (two.begun, two.doing, two.call)
-    return same and two.cpu - one.cpu < _BUSY * max(two.since - one.since, 1.0)
+    idle = two.cpu - one.cpu < _BUSY * max(two.since - one.since, 1.0)
+    return two.waits and two.call not in _MESSAGES and same and idle
 
 
 def explain(reports: Sequence[Report], ranks: Sequence[int]) -> str:
@@ -165,30 +138,21 @@ class _Question:
     """What this rank asked of all: when the open question went and when the next one may, the last answers and those before."""
 
     number: int = 0
-    sent: float = 0.0
+    sent: float = 0.0  # 0 where none is open
     next: float = 0.0
     answers: list[Report] = field(default_factory=list)
     before: list[Report] = field(default_factory=list)
-
-    @property
-    def open(self) -> bool:
-        return self.sent > 0.0
 
 
 @final
 class HangDetector:
     """Two threads beside the one that trains: one hears the rank on the left, one looks how long this rank waits.
 
-    Messages go round the ranks, each to the rank on the right: why the groups were ended (closed connections tell only
-    those that wait for the rank that ended them), who has left, and the question where each rank is, to which each adds
-    its report. A rank asks only after it has waited for seconds, so that training costs nothing.
-
-    Args:
-        control: accel's own group; its connections are used.
-        begun: how many collectives this rank has begun, by group.
-        limit: seconds after which a collective fails; for short ones the detector is quicker.
-        doing: what of accel's the thread that trains is in.
-        notice: told why the groups end, and whether the ranks are in different places.
+    Messages go round the ranks on accel's own group, ``control``, each to the rank on the right: why the groups were ended
+    (closed connections tell only those that wait for the rank that ended them), who has left, and the question where each
+    rank is, to which each adds its report. A rank asks only after it has waited for seconds, so that training costs nothing.
+    Where a collective fails after few seconds (``limit``) the detector is quicker. ``notice`` is told why the groups end, and
+    whether the ranks are in different places.
     """
 
     def __init__(
@@ -218,7 +182,6 @@ class HangDetector:
         ]
 
     def start(self) -> None:
-        """Begin."""
         for thread in self._threads:
             thread.start()
 
@@ -236,7 +199,6 @@ class HangDetector:
         self._send(-1, ("end", reason, mismatch), wait=True)
 
     def tell_leave(self, how: str) -> None:
-        """Say that this rank will not come any more."""
         self._send(-2, ("left", self._rank, how), wait=True)
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -253,20 +215,17 @@ class HangDetector:
                 work.wait(timedelta(seconds=1))
             self._sent[key] = works
 
-    def _receive(self, left: int) -> tuple[Any, ...]:
+    def _listen(self) -> None:
+        left = (self._rank - 1) % self._world
+
         def receive(count: int) -> bytearray:
             piece = torch.zeros(count, dtype=torch.uint8)
             self._control.recv([piece], left, _TAG).wait(timedelta(days=365))
             return to_bytes(piece)
 
-        message: tuple[Any, ...] = pickle.loads(unframed(receive))
-        return message
-
-    def _listen(self) -> None:
-        left = (self._rank - 1) % self._world
         with contextlib.suppress(RuntimeError):
             while True:
-                kind, *content = self._receive(left)
+                kind, *content = pickle.loads(unframed(receive))
                 if kind == "end":
                     self._notice(*content)
                     return
@@ -317,7 +276,7 @@ class HangDetector:
     def _investigate(self, now: float) -> None:
         """Ask where the others are, and judge what they answer."""
         waited, ask = now - self._since, self._asked
-        if not ask.open and ask.answers:
+        if not ask.sent and ask.answers:
             if ask.before and (ranks := stuck(ask.before, ask.answers)):
                 self._end(ask.answers, ranks)
                 return
@@ -326,7 +285,7 @@ class HangDetector:
             ask.before, ask.answers = ask.answers, []
         self._warn(waited)
         # One rank's questions serve all: the lowest that waits asks.
-        if not ask.open and now >= ask.next and now - self._heard > 4 * self._patience:
+        if not ask.sent and now >= ask.next and now - self._heard > 4 * self._patience:
             ask.number, ask.sent = ask.number + 1, now
             self._send(self._rank, ("where", self._rank, ask.number, {self._rank: self._report()}))
 
@@ -343,17 +302,13 @@ class HangDetector:
         if waited < max(self._first_warning, 2 * self._warned):
             return
         now, reports = time.monotonic(), self._asked.before
-        silent = self._asked.open and now - self._asked.sent > self._patience
+        silent = self._asked.sent and now - self._asked.sent > self._patience
         if now - self._heard < 4 * self._patience or not (silent or reports):
             return
         self._warned = waited
-        if not silent:
-            logger.warning(
-                "rank %d has waited for %.0f s: %s", self._rank, waited, explain(reports, range(self._world))
-            )
-        else:
-            text = "rank %d has waited for %.0f s: it %s, and not all ranks answer: one hangs, or the link to it is cut"
-            logger.warning(text, self._rank, waited, self._report())
+        text = f"it {self._report()}, and not all ranks answer: one hangs, or the link to it is cut"
+        text = text if silent else explain(reports, range(self._world))
+        logger.warning("rank %d has waited for %.0f s: %s", self._rank, waited, text)
 
 
 # -- who is missing ----------------------------------------------------------------------------------------------------

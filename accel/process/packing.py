@@ -150,10 +150,7 @@ def broadcast_from_owners(
 ) -> None:
     """Give every rank the owners' values, in place; as bytes, since not every backend knows every dtype. Collective.
 
-    Args:
-        by_owner: for each rank the tensors that it owns, with the same shapes on every rank.
-        rank: this rank.
-        group: all of them.
+    ``by_owner`` has for each rank the tensors that it owns, with the same shapes on every rank.
     """
     used = [_cuttable(tensors, len(by_owner)) for tensors in by_owner]
     for parts in _pieces(used):
@@ -184,12 +181,7 @@ def reduce_to_owners(by_owner: Sequence[Sequence[torch.Tensor]], rank: int, grou
     """Replace, on each owner, its tensors by their means over the ranks; elsewhere they stay as they are. Collective.
 
     Each rank sends each owner its part and the owner adds them up: less traffic than reductions to one rank after the
-    other, and one order of addition on any transport.
-
-    Args:
-        by_owner: for each rank the tensors that it owns, with the same shapes on every rank.
-        rank: this rank.
-        group: all of them.
+    other, and one order of addition on any transport. ``by_owner`` as in ``broadcast_from_owners``.
     """
     world = len(by_owner)
     used = [_cuttable(tensors, world) for tensors in by_owner]

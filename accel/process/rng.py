@@ -45,7 +45,6 @@ class RngState:
     """The random generators of this process: Python's, torch's on the CPU and the rank's device, NumPy's where it is in use."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Their state now."""
         place = device()
         there = None if place.type == "cpu" else torch.get_device_module(place).get_rng_state(place).cpu()
         return {"numpy": None, **Generators(global_generators()).states(), "device": there}
@@ -53,11 +52,10 @@ class RngState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Bring them to a saved state; those that it does not have stay as they are."""
         place = device()
-        names = ["python", "torch"]
         if state_dict["numpy"] is not None:
             importlib.import_module("numpy")
-            names.append("numpy")
-        Generators(global_generators()).put({name: state_dict[name] for name in names})
+        states = {name: state_dict[name] for name in ("python", "torch", "numpy")}
+        Generators(global_generators()).put({name: state for name, state in states.items() if state is not None})
         if state_dict["device"] is not None and place.type != "cpu":
             torch.get_device_module(place).set_rng_state(state_dict["device"], place)
 
@@ -110,7 +108,6 @@ class Generators:
         self._all = {name: _access(generator) for name, generator in named.items()}
 
     def states(self) -> dict[str, Any]:
-        """Their states now."""
         return {name: access.get() for name, access in self._all.items()}
 
     def put(self, states: Mapping[str, Any]) -> None:
@@ -172,12 +169,7 @@ class InPlace:
     """Reading inside ``with`` from generators that others may use too, as raw PyTorch does.
 
     What was read can be drawn again from ``states``, where reading began, as long as nobody else drew in between from a
-    generator that reading draws from later.
-
-    Args:
-        generators: those that reading may draw from.
-        began: the states where it began, if that was before.
-        once: nothing is drawn after the first time, so that there is nothing to watch.
+    generator that reading draws from later; with ``once`` nothing is drawn later. ``began`` is where it began, if before.
     """
 
     def __init__(self, generators: Generators, began: Mapping[str, Any] | None = None, *, once: bool = False) -> None:

@@ -128,7 +128,6 @@ class Process:
         return torch.device("cpu") if through_cpu else self.device
 
     def note_common_point(self) -> None:
-        """Note that all ranks are together."""
         self.common = self.rounds, counts(self.control, self.place.world_size)
 
     def begun(self) -> dict[str, int]:
@@ -186,7 +185,7 @@ def _connect(process: Process, backend: str, problem: str, rendezvous: Rendezvou
     if process.group is None:
         importlib.import_module(
             "torch.distributed.nn"
-        )  # optimizers do so later, when it would hold the group (`unseen_group`)
+        )  # optimizers would do so when it holds the group: `unseen_group`
         process.group, process.owns_group = rendezvous.make_group(process.place, backend, process.timeout), True
         process.backends = parse_backend(dist.get_backend_config(process.group))
     try:
