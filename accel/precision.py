@@ -217,7 +217,6 @@ def restore_dtypes(changed: Dtypes, optimizers: Iterable[Optimizer]) -> None:
     if changed:
         for optimizer in optimizers:
             convert_optimizer(optimizer, for_good)
-    changed.clear()
 
 
 def _convert(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None, undo: contextlib.ExitStack) -> None:

@@ -135,6 +135,26 @@ def test_learning_rates_grow_with_the_replicas_once(backend: str, world: int) ->
         assert then == [0.05 * replicas, 0.25 * replicas]
 
 
+def scaled_for_other_replicas(scheduled: bool) -> float:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, handle, _ = accel.setup(net, optimizer, backend="ddp", scale_lr=True)
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(handle, 1)
+    raw = accel.teardown(model)
+    try:
+        accel.setup(raw, optimizer, backend="pipeline", scale_lr=True)  # one model on both
+    finally:
+        assert optimizer.param_groups[0]["lr"] == (0.2 if scheduled else 0.1)
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def test_learning_rates_follow_another_number_of_replicas_until_a_scheduler_has_them() -> None:
+    assert run(2, scaled_for_other_replicas, False) == [0.1, 0.1]
+    for text in refusals(2, scaled_for_other_replicas, True, error="OptimizerError"):
+        assert "would set it back" in text
+
+
 def scaled_too_late(case: str) -> None:
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

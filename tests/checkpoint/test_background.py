@@ -58,6 +58,7 @@ def test_it_returns_before_the_files_are_written(tmp_path: Path, monkeypatch: py
     first = accel.save(large(1.0), tmp_path, wait=False)
     assert first is not None
     assert not first.done()
+    assert not first.cancel()  # it has begun
     assert not (tmp_path / "accel.json").exists()
     threading.Timer(0.2, gate.set).start()
     second = accel.save(large(2.0), tmp_path, wait=False)

@@ -162,6 +162,16 @@ def test_loads_into_any_backend(tmp_path: Path, backend: str) -> None:
     assert run(2, load_into, str(tmp_path), backend) == [expected, expected]
 
 
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    net = Net()
+    save_file(dict(net.state_dict()), tmp_path / "model.safetensors")
+    accel.load(tmp_path, {"model": net})
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        accel.load(tmp_path, {"model": net})
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_what_does_not_fit_is_listed_and_nothing_changes(tmp_path: Path) -> None:
     state = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2, dtype=torch.float64), "more": torch.zeros(1)}
     save_file(state, tmp_path / "model.safetensors")

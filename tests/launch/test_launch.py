@@ -295,6 +295,17 @@ def test_a_failure_ends_all_and_says_why(how: str, tmp_path: Path, nothing_stays
     wait_for(lambda: not alive(pids))
 
 
+def end_after_a_failure() -> None:
+    if os.environ["RANK"] == "1":
+        raise ValueError("boom")
+    time.sleep(1)
+
+
+def test_a_rank_that_ends_well_after_a_failure_is_none_of_it() -> None:
+    with pytest.raises(accel.LaunchError, match=r"rank 1 of 2 in accel.launch\(end_after_a_failure\) raised"):
+        accel.launch(end_after_a_failure, num_processes=2)
+
+
 def alive(pids: list[int]) -> list[int]:
     """Which of the processes exist and are no zombies that wait for another parent."""
     found = []

@@ -189,7 +189,6 @@ class Engine(ABC):
         Slot.clear(optimizer)
         end(self.optimizer_handles.pop(id(optimizer)))
         self.optimizers[:] = [o for o in self.optimizers if o is not optimizer]
-        self.gradients.find_unoptimized()
 
     def rebuild(self) -> None:
         """Make the changed trainable mask take effect; the ranks have agreed on it. Collective."""

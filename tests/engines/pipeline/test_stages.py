@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.engines.pipeline.stages import balanced
+from accel.engines.pipeline.stages import balanced, times_of
 from accel.registry import registry
 from tests.distributed import run
 from tests.engines.pipeline.training import apart, batch, net, one_step
@@ -236,7 +237,6 @@ class Slow(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        import time
 
         self.calls += 1
         time.sleep(0.2)  # more than a busy machine adds to the others
@@ -256,6 +256,27 @@ def balance_by_time() -> tuple[int, float]:
 
 def test_balance_by_time_measures_without_a_trace() -> None:
     assert run(2, balance_by_time) == [(1, 1.0), (3, 1.0)]
+
+
+class SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        time.sleep(0.05)
+        return grad
+
+
+def test_the_time_of_a_child_is_that_of_its_backward_too() -> None:
+    class Child(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return SlowBackward.apply(super().forward(x))  # type: ignore[no-any-return]
+
+    child = Child(2, 2)
+    assert times_of([("0", child)], torch.ones(1, 2))[0] >= 0.05
+    assert child.weight.grad is None
 
 
 def kept_bytes(**options: Any) -> int:
