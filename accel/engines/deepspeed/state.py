@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import os
@@ -287,7 +286,7 @@ class DeepSpeedHoldings(Holdings):
             return False, None
         return True, zero.fragments.get(index)
 
-    @functools.cached_property
+    @property
     def _numbers(self) -> dict[str, int]:
         return {name: number for number, name in enumerate(self.engine.names)}
 
