@@ -240,17 +240,10 @@ class OptimizerHandle(Optimizer):
 _OPTIMIZER_OWN = frozenset({"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"})
 
 
-def _forwarded(name: str) -> property:
-    def get(handle: OptimizerHandle) -> Any:
-        return handle.__getattr__(name)
-
-    return property(get)
-
-
 # What Optimizer itself defines is the raw optimizer's too. Not by __getattribute__, which every step would pay for.
 for _name in vars(Optimizer).keys() - _OPTIMIZER_OWN:
     if not _name.startswith("__"):
-        setattr(OptimizerHandle, _name, _forwarded(_name))
+        setattr(OptimizerHandle, _name, property(operator.methodcaller("__getattr__", _name)))
 
 
 def end(handle: ModelHandle | OptimizerHandle) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 
 import accel
 from accel.engines import ENGINES
+from accel.engines.base import drift as guard
 from accel.engines.base.drift import digest, sums
 from accel.process import current
 from accel.process.control import agree
@@ -140,6 +141,19 @@ def test_weights_that_one_rank_changes_are_found_and_named(backend: Any) -> None
         assert "2.weight" in said
         assert "2.bias" not in said
         assert "0.weight" not in said
+
+
+def drifting_with_digests_of_a_device() -> list[tuple[int, str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard, "digest", sums)
+        return [drifting(("ddp", {}), by_data, every, DRIFT_AT) for every in (1, EVERY)]
+
+
+def test_digests_that_a_device_has_ready_later_are_judged_a_step_later() -> None:
+    ours, theirs = run(2, drifting_with_digests_of_a_device)
+    assert ours == theirs
+    assert [steps for steps, _ in ours] == [3, 5]
+    assert all("2.weight on ranks [1] is not what it is on rank 0" in said for _, said in ours)
 
 
 @pytest.mark.parametrize("backend", [("ddp", {}), ("sharded", {})], ids=str)
