@@ -43,9 +43,9 @@ class Shard:
 Manifest = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def whole(name: str, tensor: torch.Tensor, key: Any = "") -> Shard:
-    """The shard of a tensor that lies on this rank as a whole; ``key`` is that of an optimizer's state of a parameter."""
-    return Shard(f"{name}/{key}" if key else name, tuple(tensor.shape), 0, tensor.detach())
+def whole(name: str, tensor: torch.Tensor) -> Shard:
+    """The shard of a tensor that lies on this rank as a whole."""
+    return Shard(name, tuple(tensor.shape), 0, tensor.detach())
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -94,8 +94,8 @@ class StateEntry:
     state: Mapping[Any, Any]
 
 
-#: Makes the shard of a tensor as ``whole`` does, or None where nothing of it lies on this rank.
-Make = Callable[..., Shard | None]
+#: Makes the shard of a tensor of the module, or None where nothing of it lies on this rank.
+Make = Callable[[str, torch.Tensor], Shard | None]
 
 
 def module_shards(module: nn.Module, make: Make = whole) -> list[Shard]:
@@ -147,21 +147,34 @@ def entries(optimizer: Optimizer, names: Mapping[int, str]) -> list[StateEntry]:
     return [StateEntry(names[id(p)], tuple(p.shape), p, optimizer.state.get(p, {})) for p in held]
 
 
-def is_shard(key: object, value: Any, parameter: torch.Tensor) -> bool:
-    """Whether an entry of an optimizer's state is a shard; the rest (step counters, lists, flags) are values.
+def is_sharded(value: Any) -> bool:
+    """Whether an entry of an optimizer's state is a shard; the rest (step counters, lists, flags) are values."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
-    Where the parameter is one number, so is its state, and only the counter is a value.
-    """
-    return isinstance(value, torch.Tensor) and (value.dim() > 0 or (parameter.dim() == 0 and key != "step"))
+
+def is_shard(key: object, value: Any, parameter: torch.Tensor) -> bool:
+    """The same for a known parameter: where that is one number, so is its state, and only the counter is a value."""
+    return is_sharded(value) or (isinstance(value, torch.Tensor) and parameter.dim() == 0 and key != "step")
+
+
+def state_shard(name: str, key: str, value: torch.Tensor) -> Shard | None:
+    """The shard of a tensor in the state of a parameter, where this rank has all of it."""
+    return whole(f"{name}/{key}", value)
 
 
 def optimizer_shards(
     optimizer: Optimizer,
     names: Mapping[int, str],
     held: Iterable[StateEntry] | None = None,
-    make: Make = whole,
+    make: Callable[[str, str, torch.Tensor], Shard | None] = state_shard,
 ) -> list[Shard]:
-    """The tensors of a raw optimizer's state; ``held`` is what this rank keeps of it, by default everything.
+    """The tensors of an optimizer's state; ``names`` are those of its parameters, by ``id``.
+
+    Args:
+        optimizer: the raw one.
+        names: of its parameters, by ``id``.
+        held: what this rank keeps; by default everything.
+        make: the shard of a tensor, from the name of its parameter and its key.
 
     Raises:
         CheckpointError: the state has an entry that could not be found again.
@@ -172,7 +185,7 @@ def optimizer_shards(
         made
         for entry in held
         for key, value in entry.state.items()
-        if is_shard(key, value, entry.parameter) and (made := make(entry.name, value, key)) is not None
+        if is_shard(key, value, entry.parameter) and (made := make(entry.name, key, value)) is not None
     ]
 
 
@@ -235,7 +248,7 @@ def optimizer_slots(
     names: Mapping[int, str],
     manifest: Manifest,
     held: Iterable[StateEntry] | None = None,
-    make: Make = whole,
+    make: Callable[[str, str, torch.Tensor], Shard | None] = state_shard,
     new: New = new_state,
 ) -> list[Shard]:
     """Shards to fill, one for each tensor of ``manifest`` whose state this rank keeps; creates what is not there."""
@@ -250,7 +263,7 @@ def optimizer_slots(
         state = optimizer.state[entry.parameter]
         if not is_shard(key, state.get(key), entry.parameter):
             state[key] = new(entry, key, shape, dtype)
-        slot = make(name, state[key], key)
+        slot = make(name, key, state[key])
         if slot is not None and like_parameters and slot.shape == tuple(slot.tensor.shape):
             slot = replace(slot, shape=entry.shape)
         slots += [] if slot is None else [slot]

@@ -353,6 +353,9 @@ class DDPEngine(Engine):
         self.holdings.synchronize(source)
         parameters = dict(zip(self.names, self.parameters, strict=True))
         for optimizer in self.optimizers:
-            state = self.holdings.whole_state("the end of accel.join", optimizer, strays=True, source=source)
+            if self.process.place.rank != source:
+                for parameter in self.parameters:
+                    optimizer.state.pop(parameter, None)
+            state = self.holdings.whole_state("the end of accel.join", optimizer, strays=True)
             self.holdings.give_back(optimizer, state, parameters)
         self.drift.restart()

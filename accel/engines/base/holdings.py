@@ -64,7 +64,7 @@ class Holdings:
             tensor: the parameter or buffer, or of its optimizer's state, or its gradient.
             key: of the state, or "grad"; empty for the parameter or buffer.
         """
-        return shard.whole(name, tensor, key)
+        return shard.whole(f"{name}/{key}" if key else name, tensor)
 
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
         """The state that this rank keeps. Local."""
@@ -132,10 +132,13 @@ class Holdings:
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
         """The tensors that lie on this rank, at full precision (a master copy where there is one). Local, without a copy."""
         if optimizer is not None:
-            return shard.optimizer_shards(optimizer, self.parameter_names, self.entries(optimizer), self.part)
+            return shard.optimizer_shards(optimizer, self.parameter_names, self.entries(optimizer), self._state_part)
         self.prepare(writing=False)
         with self.guard.opened():
             return shard.module_shards(self.engine.module, self.part)
+
+    def _state_part(self, name: str, key: str, tensor: torch.Tensor) -> Shard | None:
+        return self.part(name, tensor, key)
 
     @final
     def values(self, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -150,7 +153,7 @@ class Holdings:
         if optimizer is None:
             return self.shards(None)
         names, held = self.parameter_names, self.entries(optimizer)
-        return shard.optimizer_slots(optimizer, names, manifest, held, self.part, self.new_state)
+        return shard.optimizer_slots(optimizer, names, manifest, held, self._state_part, self.new_state)
 
     @final
     def fill(self, optimizer: Optimizer | None, values: Mapping[str, Any]) -> None:
@@ -354,16 +357,9 @@ class Holdings:
     # -- whole state from parts ---------------------------------------------------------------------------------------
 
     @final
-    def whole_state(
-        self, what: str, optimizer: Optimizer, *, strays: bool = False, source: int | None = None
-    ) -> dict[str, dict[Any, Any]]:
-        """An optimizer's whole state by the names of its parameters, on every rank; ``strays`` are in no group. Collective.
-
-        Where the ranks may differ it is rank ``source``'s.
-        """
+    def whole_state(self, what: str, optimizer: Optimizer, *, strays: bool = False) -> dict[str, dict[Any, Any]]:
+        """An optimizer's whole state by the names of its parameters, on every rank; ``strays`` are in no group. Collective."""
         entries = [*self.entries(optimizer), *(self._strays(optimizer) if strays else ())]
-        if source not in (None, self.engine.process.place.rank):
-            entries = []
         held = [(entry.name, key, value) for entry in entries for key, value in entry.state.items()]
         names = self.parameter_names
         held_names = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
