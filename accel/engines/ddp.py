@@ -352,5 +352,8 @@ class DDPEngine(Engine):
         source = counts.index(max(counts))
         self.holdings.synchronize(source)
         for optimizer in self.optimizers:
-            self.holdings.give_back("the end of accel.join", optimizer, self.named, source)
+            if self.process.place.rank != source:
+                for parameter in self.parameters:
+                    optimizer.state.pop(parameter, None)
+            self.holdings.give_back("the end of accel.join", optimizer, self.named)
         self.drift.restart()

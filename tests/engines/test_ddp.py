@@ -249,16 +249,17 @@ def test_an_exception_leaves_the_engine_usable() -> None:
     run(2, exceptions)
 
 
-def uneven(bn: bool) -> None:
+def uneven(bn: bool, first: int) -> None:
     raw = net(bn)
     model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters(), lr=0.01))
     for epoch in range(2):
         with accel.join(model):
-            for step in range(3 + accel.rank() * 2):
+            for step in range(first + accel.rank() * 2):
                 optimizer.zero_grad()
                 model(data(step + 100 * epoch, accel.rank())).square().mean().backward()
                 optimizer.step()
         assert equal_on_all_ranks(raw)
+        assert all(float(s["step"]) == (first + 2) * (epoch + 1) for s in optimizer.state.values())
         state = torch.cat([s["exp_avg"].reshape(-1) for s in optimizer.state.values()])
         everywhere = accel.all_gather(state[None])
         assert torch.equal(everywhere[0], everywhere[1])
@@ -268,6 +269,6 @@ def uneven(bn: bool) -> None:
     assert equal_on_all_ranks(raw)
 
 
-@pytest.mark.parametrize("bn", [False, True])
-def test_join_ends_with_equal_weights_and_optimizer_state(bn: bool) -> None:
-    run(2, uneven, bn)
+@pytest.mark.parametrize(("bn", "first"), [(False, 3), (True, 3), (False, 0)])
+def test_join_ends_with_equal_weights_and_optimizer_state(bn: bool, first: int) -> None:
+    run(2, uneven, bn, first)

@@ -300,13 +300,8 @@ class Holdings(Raw):
         return dict(sorted(whole.items(), key=lambda item: order[item[0]]))
 
     @final
-    def give_back(
-        self, what: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], source: int | None = None
-    ) -> None:
-        """Make a raw optimizer's state whole on every rank, also that of parameters in no group. Collective.
-
-        Where the ranks may differ it becomes rank ``source``'s.
-        """
+    def give_back(self, what: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Make a raw optimizer's state whole on every rank, also that of parameters in no group. Collective."""
         entries, names = self.entries(optimizer), self.parameter_names
         known = {id(p) for group in optimizer.param_groups for p in group["params"]}
         known |= {id(entry.parameter) for entry in entries}
@@ -315,8 +310,7 @@ class Holdings(Raw):
             for key, state in optimizer.state.items()
             if isinstance(key, torch.Tensor) and id(key) in names and id(key) not in known
         ]
-        mine = source in (None, self.engine.process.place.rank)
-        whole = self._whole_state(what, optimizer, entries if mine else [])
+        whole = self._whole_state(what, optimizer, entries)
         for entry in entries:
             optimizer.state.pop(entry.parameter, None)
         for name, state in whole.items():

@@ -40,12 +40,12 @@ class Message(NamedTuple):
     form: Any = None
     failure: Failure | None = None
 
-    def head(self) -> tuple[bytes, list[torch.Tensor]]:
-        """All but the tensors' contents, and the tensors that have any, in memory as they are."""
+    def pieces(self) -> list[torch.Tensor]:
+        """What travels: all but the tensors' contents, then these, as bytes, since not every backend knows every dtype."""
         kinds = [None if t is None else (t.shape, t.dtype, t.requires_grad) for t in self.tensors]
-        data = pickle.dumps((kinds, self.form, self.failure))
-        full = [t.detach() for t in self.tensors if t is not None and t.numel()]
-        return data, [t.resolve_conj().resolve_neg().contiguous() for t in full]
+        head = framed(pickle.dumps((kinds, self.form, self.failure)))
+        full = [t.detach().resolve_conj().resolve_neg() for t in self.tensors if t is not None and t.numel()]
+        return [*map(to_tensor, head), *(t.contiguous().view(-1).view(torch.uint8) for t in full)]
 
 
 @final
@@ -60,9 +60,8 @@ class Channel:
 
     def send(self, to: int, message: Message) -> None:
         """Begin to send; ``flush`` waits for the end."""
-        head, tensors = message.head()
         with self._transfer():
-            for piece in (*map(to_tensor, framed(head)), *tensors):
+            for piece in message.pieces():
                 travelling = piece.to(self._process.carrier)
                 self._sent.append((dist.isend(travelling, to, self._process.group, _TAG), travelling))
 
@@ -79,13 +78,12 @@ class Channel:
 
     def broadcast(self, source: int, message: Message | None) -> Message:
         """Give every rank the message of ``source``. Collective."""
-        group, carrier = self._process.group, self._process.carrier
+        group = self._process.group
         if message is None:
             return self._read(lambda tensor: dist.broadcast(tensor, source, group))
-        head, tensors = message.head()
         with self._transfer():
-            for piece in (*map(to_tensor, framed(head)), *map(_bytes, tensors)):
-                dist.broadcast(piece.to(carrier), source, group)
+            for piece in message.pieces():
+                dist.broadcast(piece.to(self._process.carrier), source, group)
         return message
 
     def _read(self, get: Callable[[torch.Tensor], object]) -> Message:
@@ -110,11 +108,6 @@ class Channel:
         except RuntimeError as error:
             self._sent.clear()
             raise lost("a message of a pipeline", error) from error
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor: not every backend knows every dtype."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 # -- a forward and its backward ---------------------------------------------------------------------------------------
