@@ -249,6 +249,7 @@ class ShardedGradients(Gradients):
         live = self._settle(what, indices, everywhere=not split, weakest=LOCAL if split else OWNED)
         if split:
             self._unpublished.setdefault(id(optimizer), set()).update(live)
+        self.end_held_back()
 
     def end_backward(self, indices: Sequence[int]) -> None:
         """On every rank: whoever updates these by hand does it everywhere."""

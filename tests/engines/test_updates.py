@@ -124,6 +124,11 @@ def without_reduction(model: nn.Module, x: torch.Tensor) -> None:
     loss_of(model, x, 2.0).backward()
 
 
+def only_without_reduction(model: nn.Module, x: torch.Tensor) -> None:
+    with accel.no_sync(model) if type(model) is not nn.Sequential else contextlib.nullcontext():
+        loss_of(model, x).backward()
+
+
 def crossed(model: nn.Module, x: torch.Tensor) -> None:
     first, second = loss_of(model, x), loss_of(model, x, 2.0)
     first.backward()
@@ -216,10 +221,8 @@ def some_by_hand(backend: Any) -> None:
         for step in range(STEPS + 1):
             for model, optimizer, x in pair.both():
                 optimizer.zero_grad()
-                if step == 1:
-                    without_reduction(model, x)
-                else:
-                    plain(model, x)
+                backward = {1: without_reduction, 3: only_without_reduction}.get(step, plain)
+                backward(model, x)
                 if step == 2:
                     clipped_by_torch(model, x) if model is pair.reference else clipped(model, x)
                 optimizer.step()

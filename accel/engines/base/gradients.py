@@ -199,9 +199,14 @@ class Gradients:
 
     @final
     def _end_backward(self) -> None:
-        if self.accumulating:
-            self.held_back = True
-        elif not self.engine.ended:
+        self.held_back = True
+        if not self.accumulating and not self.engine.ended:
+            self.end_held_back()
+
+    @final
+    def end_held_back(self) -> None:
+        """Make final what backwards left in parameters in no optimizer, and ``no_sync`` held back. Collective where it did."""
+        if self.held_back:
             self.end_backward(self.unoptimized)
             self.held_back = False
 

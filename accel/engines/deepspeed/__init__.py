@@ -196,9 +196,7 @@ class ZeROGradients(Gradients):
         self._spent.difference_update(assigned)
         zero.flush()
         self._keep(zero, assigned)
-        if self.held_back:
-            self.end_backward(self.unoptimized)
-            self.held_back = False
+        self.end_held_back()
 
     def _keep(self, zero: Partitions, assigned: Iterable[int]) -> None:
         """Note that the gradients since the last ``settle`` are in fragments now, and those that were assigned."""

@@ -74,15 +74,17 @@ class Configuration:
         options: of the engine.
 
     Raises:
-        BackendError: it is no such file, not a JSON object, or of another stage than the options.
+        BackendError: it is no such file, not a JSON object, of another stage than the options, or offloads elsewhere.
     """
 
     def __init__(self, options: Any) -> None:
-        self._options = options
         self._given = _read(options.config)
         self._zero: dict[str, Any] = self._given.get("zero_optimization", {})
         #: The ZeRO stage; 2 where neither says.
         self.stage = self._stage(options.stage)
+        #: Whether what the optimizer steps is in CPU memory, and whether the parts of weights are.
+        self.offload_optimizer = self._offloaded("offload_optimizer", options.offload_optimizer)
+        self.offload_parameters = self._offloaded("offload_param", options.offload_parameters)
         #: Whether the optimizer steps fp32 copies of bfloat16 weights.
         self.masters = not _off(self._given.get("bf16"))
         norm: Any = self._given.get("gradient_clipping")
@@ -100,16 +102,6 @@ class Configuration:
         if found not in (0, 1, 2, 3):
             raise BackendError(f"DeepSpeed(stage={found!r}): expected 0, 1, 2 or 3")
         return int(found)
-
-    @property
-    def offload_optimizer(self) -> bool:
-        """Whether what the optimizer steps is in CPU memory."""
-        return self._offloaded("offload_optimizer", self._options.offload_optimizer)
-
-    @property
-    def offload_parameters(self) -> bool:
-        """Whether parts of weights are in CPU memory."""
-        return self._offloaded("offload_param", self._options.offload_parameters)
 
     def _offloaded(self, key: str, option: bool) -> bool:
         given = self._zero.get(key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import torch
@@ -69,34 +69,24 @@ def _getstate(module: nn.Module) -> NoReturn:
 
 
 def _zero_grad(reference: weakref.ref[DeepSpeedEngine]) -> Callable[..., Any]:
-    def zero_grad(holder: nn.Module | Optimizer, *args: Any, **kwargs: Any) -> Any:
+    """The class's own, whose arguments need not be torch's: what becomes of one gradient tells whether it drops them."""
+
+    def zero_grad(holder: Any, *args: Any, **kwargs: Any) -> Any:
         engine, parameters = reference(), []
         if isinstance(holder, nn.Module):
             parameters = list(holder.parameters())
         elif engine is not None:
             parameters = [engine.parameters[i] for i in engine.indices(holder)]
-        out, dropped = _call_zero_grad(holder, parameters, args, kwargs)
+        probe: Any = next((p for p in parameters if p.requires_grad), None)
+        with torch._C.DisableTorchFunctionSubclass():
+            if lacking := probe is not None and probe.grad is None:
+                probe.grad = torch.zeros_like(probe)
+            out = type(holder).zero_grad(holder, *args, **kwargs)
+            dropped = probe is None or probe.grad is None
+            if lacking:
+                probe.grad = None
         if engine is not None:
             engine.gradients.drop(parameters, dropped)
         return out
 
     return zero_grad
-
-
-def _call_zero_grad(
-    holder: nn.Module | Optimizer, parameters: Sequence[nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, bool]:
-    """What the class's own ``zero_grad`` returns, and whether it dropped gradients rather than filling them with zeros.
-
-    Its arguments need not be torch's, so that is seen by what becomes of one gradient.
-    """
-    probe = next((p for p in parameters if p.requires_grad), None)
-    with torch._C.DisableTorchFunctionSubclass():
-        had = probe is None or probe.grad is not None
-        if probe is not None and not had:
-            probe.grad = torch.zeros_like(probe)
-        out = type(holder).zero_grad(holder, *args, **kwargs)  # type: ignore[arg-type]
-        dropped = probe is None or probe.grad is None
-        if probe is not None and not had:
-            probe.grad = None
-        return out, dropped

@@ -46,7 +46,7 @@ class _Status:
 
 
 class _Stage3Weight:
-    """A weight of a divided module."""
+    """A weight of a divided module; by itself, one that is gathered for its user."""
 
     __slots__ = ()
     _weights: Stage3Weights
@@ -75,20 +75,11 @@ class _Stage3Weight:
                 "be lost: set weights by load_state_dict(full) of the model's handle, on every rank"
             )
 
-    def __hash__(self) -> int:
-        return id(self)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         kind = self._kind
         made: Any = kind.__deepcopy__(self, memo)
         made.__class__ = kind
         return made
-
-
-class _GatheredWeight(_Stage3Weight):
-    """A weight that is gathered for its user."""
-
-    __slots__ = ()
 
     def __repr__(self) -> str:
         kind: Any = self._kind
@@ -168,7 +159,7 @@ class Stage3Weights:
         common = names | {"_weights": self, "_kind": kind, "_available": available}
         metaclass: Any = type(kind)
         states = tuple(
-            metaclass(kind.__name__, (state, kind), dict(common)) for state in (_GatheredWeight, _DividedWeight)
+            metaclass(kind.__name__, (state, kind), dict(common)) for state in (_Stage3Weight, _DividedWeight)
         )
         for state in states:
             state._states = states

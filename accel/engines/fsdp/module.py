@@ -283,14 +283,13 @@ def _undo(child: Any) -> None:
     state = child._get_fsdp_state()
     for name in ("_register_root_post_backward_final_callback", "_root_post_backward_final_callback"):
         state.__dict__.pop(name, None)
-    state._pre_forward_hook_handle.remove()
-    state._post_forward_hook_handle.remove()
+    handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
     for group in state._fsdp_param_groups:
-        saving, loading = (getattr(group, f"_module_to_pre_{verb}_state_dict_hook_handle") for verb in ("save", "load"))
-        for handle in (*saving.values(), *loading.values()):
-            handle.remove()
-        for param in group.fsdp_params:
-            param._post_load_hook_handle.remove()
+        handles += group._module_to_pre_save_state_dict_hook_handle.values()
+        handles += group._module_to_pre_load_state_dict_hook_handle.values()
+        handles += [param._post_load_hook_handle for param in group.fsdp_params]
+    for handle in handles:
+        handle.remove()
     child.__class__ = type(child).__mro__[2]
     _composable_state._module_state_mapping.pop(child, None)
     for key in (STATE_KEY, REGISTRY_KEY):
