@@ -24,42 +24,31 @@ from .errors import (
 from .handles import Handles
 from .launch import launch
 from .launch.pickling import check_picklable
-from .memory import summary
+from .memory import memory_report, summary
 from .process import device, init, is_main, local_rank, print, rank, world_size
 from .process.collectives import all_gather, all_reduce, broadcast
 from .process.control import any_rank, barrier, main_first
 from .process.rng import rng_state, seed
 
 if TYPE_CHECKING:
+    from .checkpoint import import_checkpoint, latest, link
     from .checkpoint.export import export
-    from .checkpoint.folder import latest, link
-    from .checkpoint.foreign import import_checkpoint
     from .checkpoint.load import load
     from .checkpoint.save import save
     from .checkpoint.verify import verify
-    from .memory import memory_report
 
 __version__ = "0.1.0"
 
 # What a loop may never ask for loads when it does, so that `import accel` stays light.
-_LATER: Final = {
-    "export": "checkpoint",
-    "import_checkpoint": "checkpoint",
-    "latest": "checkpoint",
-    "link": "checkpoint",
-    "load": "checkpoint",
-    "save": "checkpoint",
-    "verify": "checkpoint",
-    "memory_report": "memory",
-}
+_CHECKPOINTS: Final = ("export", "import_checkpoint", "latest", "link", "load", "save", "verify")
 
 
 def __getattr__(name: str) -> Any:
     value: Any
     if name == "__all__":
         value = [*_NAMES, *engines.option_names()]
-    elif name in _LATER:
-        value = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+    elif name in _CHECKPOINTS:
+        value = getattr(importlib.import_module(".checkpoint", __name__), name)
     else:  # the option classes of the backends: a new backend brings its own
         value = engines.option_class(name)
     if value is None:

@@ -36,40 +36,31 @@ def are_scaled(optimizer: Optimizer) -> bool:
     return all(_KEY in group for group in optimizer.param_groups)
 
 
-def check(optimizer: Optimizer, path: str) -> None:
-    """Refuse groups without a learning rate.
+def check(optimizer: Optimizer, replicas: int, path: str) -> None:
+    """Refuse learning rates that cannot be scaled for so many replicas.
 
     Raises:
-        OptimizerError: names the group.
+        OptimizerError: names the group, which has none, or one that a scheduler has taken before, or for other replicas.
     """
     for number, group in enumerate(optimizer.param_groups):
+        problem = ""
         if "lr" not in group:
-            raise OptimizerError(
-                f"{path} ({type(optimizer).__name__}) with scale_lr=True: group {number} has no learning rate 'lr'"
+            problem = f"group {number} has no learning rate 'lr'"
+        elif "initial_lr" in group and group.get(_KEY) != replicas:
+            problem = (
+                f"a scheduler has taken the learning rate of group {number} already, and would set it back: build the "
+                "scheduler after accel.setup"
             )
-        if _KEY not in group:
-            _refuse_scheduled(optimizer, number, path)
-
-
-def _refuse_scheduled(optimizer: Optimizer, number: int, path: str) -> None:
-    if "initial_lr" in optimizer.param_groups[number]:
-        raise OptimizerError(
-            f"{path} ({type(optimizer).__name__}) with scale_lr=True: a scheduler has taken the learning rate of group "
-            f"{number} already, and would set it back: build the scheduler after accel.setup"
-        )
+        if problem:
+            raise OptimizerError(f"{path} ({type(optimizer).__name__}) with scale_lr=True: {problem}")
 
 
 def scale(optimizer: Optimizer, replicas: int, undo: contextlib.ExitStack) -> None:
-    """Multiply the learning rates by the number of replicas, once: after another setup they are as after the first.
-
-    Raises:
-        OptimizerError: they were scaled for another number of replicas, and a scheduler has taken them since.
-    """
-    for number, group in enumerate(optimizer.param_groups):
-        before: dict[str, Any] = {key: group[key] for key in ("lr", _KEY) if key in group}
-        if before.get(_KEY) == replicas:
+    """Multiply the learning rates by the number of replicas, once: after another setup they are as after the first."""
+    for group in optimizer.param_groups:
+        if group.get(_KEY) == replicas:
             continue
-        _refuse_scheduled(optimizer, number, "the optimizer")
+        before: dict[str, Any] = {key: group[key] for key in ("lr", _KEY) if key in group}
         undo.callback(group.update, before)
         if _KEY not in group:
             undo.callback(group.pop, _KEY)
@@ -299,7 +290,7 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
     if current().place.world_size > 1:
         check_parameters(optimizer, names, plan.module, path)
     if plan.scale_lr:
-        check(optimizer, path)
+        check(optimizer, place_for(plan.engine_type, current()).world, path)
     if not any(optimizer is o for o in plan.new_optimizers):
         plan.new_optimizers.append(optimizer)
 

@@ -184,6 +184,20 @@ def test_learning_rates_that_cannot_be_scaled_stay(case: str, error: str, messag
         assert message in text
 
 
+def test_groups_that_cannot_be_scaled_are_named() -> None:
+    net = nn.Linear(2, 2)
+    for wrong, message in (
+        ({"lr_scale": 4, "initial_lr": 0.1}, "a scheduler has taken"),
+        ({}, "no learning rate 'lr'"),
+    ):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer.param_groups[0].update(wrong)
+        if not wrong:
+            del optimizer.param_groups[0]["lr"]
+        with pytest.raises(accel.OptimizerError, match=f"group 0.*{message}|{message}.*group 0"):
+            accel.setup(net, optimizer, scale_lr=True)
+
+
 def stop_when(rank: int, last: int) -> tuple[int, bool]:
     steps = 0
     while not accel.any_rank(accel.rank() == rank and steps == last):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..errors import AccelError, DeviceError
-from .devices import names, parse_backend, pick, resolve, unserved
+from .devices import parse_backend, pick, resolve, unserved
 from .environments import Place
 from .hangs import HangDetector, disconnect, missing_ranks
 from .startup import UNKNOWN, Rendezvous, destroy_groups, place_now, select, start
@@ -185,9 +185,9 @@ def use_devices(devices: object) -> None:
     mine = pick(asked, place.local_rank, place.local_world_size)
     used = process.asked if process.request != "auto" or process.dependents else asked
     if asked != used:
+        found, known = (", ".join(map(str, several)) for several in (asked, used))
         raise DeviceError(
-            f"devices={devices!r} is {names(asked)}, but this process uses {names(used)}; "
-            "call accel.teardown() before using others"
+            f"devices={devices!r} is {found}, but this process uses {known}; call accel.teardown() before using others"
         )
     if mine != process.devices and process.control is not None:
         if problem := unserved(mine[0], process.backends):

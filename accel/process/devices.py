@@ -198,11 +198,6 @@ def unserved(device: torch.device, backends: Mapping[str, str]) -> str:
     return f"the process group has no backend for {device.type} tensors, only {dict(backends)}"
 
 
-def names(devices: Sequence[torch.device]) -> str:
-    """The devices in words."""
-    return ", ".join(str(device) for device in devices)
-
-
 def default_backend(kind: str) -> str:
     """The backend of torch.distributed for a type of device; CPU tensors always have theirs."""
     if kind == "cpu" or (kind == "cuda" and not dist.is_nccl_available()):

@@ -143,9 +143,8 @@ class Process:
 
     def store(self, *names: str) -> distributed_c10d.Store:
         """Keys of this start alone, in the store that all ranks share."""
-        return distributed_c10d.PrefixStore(
-            "/".join(["accel", self.token, *names]), distributed_c10d._get_default_store()
-        )
+        path = "/".join(("accel", self.token, *names))
+        return distributed_c10d.PrefixStore(path, distributed_c10d._get_default_store())
 
 
 UNKNOWN = -1  # the local rank in a process group made outside accel, until the ranks have told their hosts
@@ -183,9 +182,8 @@ def start(backend: str | None, timeout: timedelta | None, request: object, rende
 
 def _connect(process: Process, backend: str, problem: str, rendezvous: Rendezvous) -> None:
     if process.group is None:
-        importlib.import_module(
-            "torch.distributed.nn"
-        )  # optimizers would do so when it holds the group: `unseen_group`
+        # Optimizers would import it when there is a group, which it would hold: `unseen_group`.
+        importlib.import_module("torch.distributed.nn")
         process.group, process.owns_group = rendezvous.make_group(process.place, backend, process.timeout), True
         process.backends = parse_backend(dist.get_backend_config(process.group))
     try:
