@@ -135,15 +135,9 @@ def fill_module_values(module: nn.Module, values: Mapping[str, Any]) -> None:
 def is_shard(key: object, value: Any, parameter: torch.Tensor) -> bool:
     """Whether an entry of the state of a parameter is a shard; the rest (step counters, lists, flags) are values.
 
-
-def is_shard(key: object, value: Any, parameter: torch.Tensor) -> bool:
-    """The same for a known parameter: where that is one number, so is its state, and only the counter is a value."""
-    return is_sharded(value) or (isinstance(value, torch.Tensor) and parameter.dim() == 0 and key != "step")
-
-
-def state_shard(name: str, key: str, value: torch.Tensor) -> Shard | None:
-    """The shard of a tensor in the state of a parameter, where this rank has all of it."""
-    return whole(f"{name}/{key}", value)
+    Where the parameter is one number, so is its state, and only the counter is a value.
+    """
+    return isinstance(value, torch.Tensor) and (value.dim() > 0 or (parameter.dim() == 0 and key != "step"))
 
 
 class Raw:
