@@ -6,7 +6,8 @@ A tensor's way into a checkpoint, and out of it:
     load > weights (what is there) > match, objects (where it belongs) > verify (is it whole) > reader (its bytes, in place)
 
 Both: values (what is no tensor), folder (the names in a directory), safetensors (the form of a file), failures (one rank's is
-everyone's). Beside: background (saves that go on), export and foreign (other libraries' files, written and read).
+everyone's: what is refused, missing or damaged is a CheckpointError). Beside: background (saves that go on), export and foreign
+(other libraries' files, written and read).
 """
 
 from .export import export

@@ -7,17 +7,16 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
 
 from ..errors import CheckpointError
-from ..process import running
 from ..process.control import locked
 from . import folder, record
-from .failures import explain, on_running_ranks
+from .failures import on_running_ranks
 from .match import SavedNames, children_of
 from .reader import Reader
 from .record import Record
@@ -33,13 +32,7 @@ _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECA
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What is written.
-
-    Args:
-        reader: of the checkpoint, comparing checksums.
-        prefix: what stands before the tensors' names in the checkpoint.
-        files: the entries of each file, in its order.
-    """
+    """What is written: the entries of each file, in its order; ``prefix`` stands before their names in the checkpoint."""
 
     reader: Reader
     prefix: str
@@ -52,11 +45,7 @@ class Export:
 
 
 def plan_export(directory: str, name: str | None, max_shard_size: int | str, dtype: str | torch.dtype | None) -> Export:
-    """What an export will write. Writes nothing.
-
-    Raises:
-        CheckpointError: as ``export``.
-    """
+    """What an export will write, or why it cannot. Writes nothing."""
     limit, wanted = parse_size(max_shard_size), _parse_dtype(dtype)
     found, _ = record.read(directory)
     chosen, node = choose(directory, found, name)
@@ -75,8 +64,7 @@ def plan_export(directory: str, name: str | None, max_shard_size: int | str, dty
             raise CheckpointError(f"{directory}: {full} is no name that a tensor of these files can have")
         if kind.is_complex:
             raise CheckpointError(f"{directory}: {full} is {kind}, which these files cannot hold")
-        narrow = wanted is not None and kind.is_floating_point and kind.itemsize > 1
-        written_as = wanted if narrow and wanted else stored.dtype
+        written_as = wanted if wanted and kind.is_floating_point and kind.itemsize > 1 else stored.dtype
         entries.append(Entry(full[len(own) :], written_as, stored.shape, 0, stored.numel))
     if not entries:
         raise CheckpointError(
@@ -99,11 +87,7 @@ def divide(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
 
 
 def parse_size(size: int | str) -> int:
-    """``"5GB"`` (10^9 each) or ``"5GiB"`` (2^30) in bytes.
-
-    Raises:
-        CheckpointError: it is no size.
-    """
+    """``"5GB"`` (10^9 each) or ``"5GiB"`` (2^30) in bytes; raises where it is no size."""
     if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
         power = " KMGT".index(match[2].upper() or " ")
         size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
@@ -135,11 +119,7 @@ def models_in(node: Json, decoder: Decoder, names: SavedNames, name: str = "") -
 
 
 def choose(directory: str, found: Record, name: str | None) -> tuple[str, dict[str, Json]]:
-    """The name and the node of the model that is asked for, or of the only one.
-
-    Raises:
-        CheckpointError: there is no such model, or several.
-    """
+    """The name and the node of the model that is asked for, or of the only one; raises where it is none, or one of several."""
 
     def refuse(tensor: str) -> torch.Tensor:
         raise CheckpointError(f"{directory}: the key of a dict is the tensor {tensor!r}")
@@ -192,65 +172,36 @@ def export(
     Raises:
         CheckpointError: the checkpoint is damaged, has no such model, or ``out`` cannot be written or has weights already.
     """
-    process = running()
 
-    def act() -> None:
-        if process is None or process.place.rank == 0:
-            write_export(
-                folder.absolute(dir),
-                folder.absolute(out),
-                name=name,
-                max_shard_size=max_shard_size,
-                dtype=dtype,
-                overwrite=overwrite,
-                library=library,
-            )
+    def act(rank: int, world: int) -> None:
+        if rank == 0:
+            planned = plan_export(folder.absolute(dir), name, max_shard_size, dtype)
+            write_export(planned, folder.absolute(out), library, overwrite=overwrite)
 
     on_running_ranks("accel.export", act)
 
 
 def write_export(
-    directory: str,
-    out: str,
-    *,
-    name: str | None,
-    max_shard_size: int | str,
-    dtype: str | torch.dtype | None,
-    overwrite: bool,
-    library: str,
-    progress: Callable[[int], Any] = lambda nbytes: None,
-    begin: Callable[[int], Any] = lambda nbytes: None,
+    planned: Export, out: str, library: str, *, overwrite: bool, progress: Callable[[int], Any] = lambda nbytes: None
 ) -> None:
-    """``export`` in this process; ``begin`` hears how many bytes it will be, ``progress`` how many more were written."""
+    """Write the files, in this process; ``progress`` hears how many more bytes were written."""
     if library not in STEMS:
         raise CheckpointError(f"library={library!r}: expected {' or '.join(map(repr, STEMS))}")
+    if record.exists(out):
+        raise CheckpointError(f"{out} is a checkpoint itself: export into another directory")
+    if (there := _weights(out)) and not overwrite:
+        raise CheckpointError(f"{out} has weights already ({', '.join(there[:3])}); overwrite=True replaces them")
+    folder.make(out)
+    lock = folder.Lock(out)
     try:
-        planned = plan_export(directory, name, max_shard_size, dtype)
-        _check_target(directory, out, overwrite)
-        begin(planned.nbytes)
-        folder.make(out)
-        lock = folder.Lock(out)
-        try:
-            for left in filter(_TEMPORARY.fullmatch, os.listdir(out)):
-                os.unlink(os.path.join(out, left))
-            _write(planned, out, STEMS[library], progress)
-        finally:
-            lock.remove()
-    except OSError as error:
-        raise CheckpointError(f"accel.export: {explain(error)}") from error
+        for left in filter(_TEMPORARY.fullmatch, os.listdir(out)):
+            os.unlink(os.path.join(out, left))
+        _write(planned, out, STEMS[library], progress)
+    finally:
+        lock.remove()
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
-
-
-def _check_target(directory: str, out: str, overwrite: bool) -> None:
-    if record.exists(out):
-        raise CheckpointError(
-            f"{out} is a checkpoint{' itself' if out == directory else ''}: export into another directory"
-        )
-    present = _weights(out)
-    if present and not overwrite:
-        raise CheckpointError(f"{out} has weights already ({', '.join(present[:3])}); overwrite=True replaces them")
 
 
 def _weights(out: str) -> list[str]:
@@ -261,19 +212,18 @@ def _weights(out: str) -> list[str]:
 
 def _write(planned: Export, out: str, stem: str, progress: Callable[[int], Any]) -> None:
     count = len(planned.files)
-    names = (
-        [whole_file(f"{stem}-{i + 1:05d}-of-{count:05d}") for i in range(count)] if count > 1 else [whole_file(stem)]
-    )
-    temporaries: dict[str, str] = {}
+    names = [whole_file(f"{stem}-{i + 1:05d}-of-{count:05d}" if count > 1 else stem) for i in range(count)]
+    contents: dict[str, Iterable[bytes | memoryview]] = {
+        name: _content(planned, entries, progress) for name, entries in zip(names, planned.files, strict=True)
+    }
+    if count > 1:
+        contents[index_file(stem)] = [_index(names, planned)]
+    temporaries = {name: os.path.join(out, f".{name}.{secrets.token_hex(6)}.tmp") for name in contents}
     try:
-        for name, entries in zip(names, planned.files, strict=True):
-            temporaries[name] = _temporary(out, name)
+        for name, content in contents.items():
             with new_file(temporaries[name]) as fd:
-                _write_file(fd, planned, entries, progress)
-        if count > 1:
-            temporaries[index_file(stem)] = _temporary(out, index_file(stem))
-            with new_file(temporaries[index_file(stem)]) as fd:
-                write_all(fd, _index(names, planned))
+                for part in content:
+                    write_all(fd, part)
         _exchange(out, temporaries)
     except BaseException:
         for path in temporaries.values():
@@ -282,19 +232,15 @@ def _write(planned: Export, out: str, stem: str, progress: Callable[[int], Any])
         raise
 
 
-def _temporary(out: str, name: str) -> str:
-    return os.path.join(out, f".{name}.{secrets.token_hex(6)}.tmp")
-
-
-def _write_file(fd: int, planned: Export, entries: Sequence[Entry], progress: Callable[[int], Any]) -> None:
-    write_all(fd, build_header(entries, {}, align=8))
+def _content(planned: Export, entries: Sequence[Entry], progress: Callable[[int], Any]) -> Iterator[bytes | memoryview]:
+    yield build_header(entries, {}, align=8)
     for entry in entries:
         dtype = BY_NAME[entry.dtype]
         step = _PIECE // dtype.itemsize
         for start in range(0, entry.count, step):
             piece = torch.empty(min(step, entry.count - start), dtype=dtype, device="cpu")
             planned.reader.fill([(f"{planned.prefix}{entry.name}", start, piece)])
-            write_all(fd, memory(piece))
+            yield memory(piece)
             progress(piece.nbytes)
 
 

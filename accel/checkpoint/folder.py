@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import secrets
+import string
 import time
 import weakref
 from collections.abc import Iterable
@@ -18,8 +19,8 @@ from ..process import rank
 from ..process.control import locked
 from .background import background
 from .failures import explain, naming, on_every_rank
-from .record import NAME, Record, commit, exists, is_damaged, parse, read, sync
-from .shards import unreadable
+from .record import NAME, Record, commit, encode, exists, is_damaged, read, sync
+from .shards import check_size, unreadable
 
 logger = logging.getLogger("accel")
 
@@ -31,11 +32,7 @@ _OURS: Final = re.compile(
 
 
 def named(path: object) -> str:
-    """A directory as a user names it; ``~`` at its beginning is the home directory.
-
-    Raises:
-        CheckpointError: it is no path, or a URL.
-    """
+    """A directory as a user names it; ``~`` at its beginning is the home directory. Refuses what is no path, and URLs."""
     if path is None:
         raise CheckpointError("expected a directory, found None; accel.latest gives None where there is no checkpoint")
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
@@ -49,11 +46,6 @@ def absolute(path: object) -> str:
     return os.path.abspath(named(path))
 
 
-def new_id() -> str:
-    """The id of a new save."""
-    return secrets.token_hex(6)
-
-
 def shard_name(save: str, rank: int, *, frozen: bool) -> str:
     """The file of one rank: of what changes, or of what is frozen."""
     return f"accel-{save}-{rank:05d}{'-still' if frozen else ''}.safetensors"
@@ -65,11 +57,7 @@ def record_name(save: str) -> str:
 
 
 def make(directory: str) -> None:
-    """Make a directory and what is above it, durably.
-
-    Raises:
-        OSError: it cannot be made, or is something else.
-    """
+    """Make a directory and what is above it, durably; an OSError where it cannot be made, or is something else."""
     missing = []
     path = os.path.abspath(directory)
     while not os.path.lexists(path):
@@ -82,12 +70,7 @@ def make(directory: str) -> None:
 
 @final
 class Lock:
-    """Held by the job that saves into a directory; it ends with its process at the latest.
-
-    Raises:
-        CheckpointError: another job holds it.
-        OSError: the directory cannot be written.
-    """
+    """Held by the job that saves into a directory, until its process ends at the latest; refuses another job."""
 
     def __init__(self, directory: str) -> None:
         self._path = path = os.path.join(directory, LOCK)
@@ -105,19 +88,13 @@ class Lock:
             time.sleep(wait)
             with contextlib.suppress(BlockingIOError), naming(path):
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._is_there(path):
+                # Others must find the file that is locked.
+                if os.path.lexists(path) and os.path.samestat(os.fstat(self._fd), os.lstat(path)):
                     return
                 raise CheckpointError(f"{path} was removed by another job just now; try again")
         raise CheckpointError(
             f"{path} is held by another job that saves here now; give each job a directory of its own, or end the other"
         )
-
-    def _is_there(self, path: str) -> bool:
-        """Whether the file is the one that others will find."""
-        try:
-            return os.path.samestat(os.fstat(self._fd), os.lstat(path))
-        except FileNotFoundError:
-            return False
 
     def remove(self) -> None:
         """Let the next job in, and leave no file."""
@@ -150,6 +127,15 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
+def begin(directory: str, resources: contextlib.ExitStack) -> None:
+    """Take a directory, made if need be, as long as ``resources`` last, and clean what dead saves left; refuses others' ones."""
+    make(directory)
+    present(directory)  # raises before anything is written into another program's directory
+    resources.callback(Lock(directory).release)
+    old = present(directory)
+    sweep(directory, {file.name for file in old.files} if old else ())
+
+
 def sweep(directory: str, keep: Iterable[str]) -> None:
     """Remove what accel has written into a directory, except the files named. The lock is held."""
     kept = set(keep)
@@ -160,11 +146,7 @@ def sweep(directory: str, keep: Iterable[str]) -> None:
 
 
 def present(directory: str) -> Record | None:
-    """The record of a directory that is to be replaced; None if there is none, or a damaged one.
-
-    Raises:
-        CheckpointError: another program, or a newer version, wrote a file of that name.
-    """
+    """The record that is to be replaced; None if there is none, or a damaged one. Refuses another program's, or a newer one."""
     if not exists(directory):
         return None
     try:
@@ -189,29 +171,18 @@ def complete(directory: str) -> Record | None:
 
 
 def check_sizes(directory: str, record: Record) -> None:
-    """Compare the files of a checkpoint with the sizes that its record names.
-
-    Raises:
-        CheckpointError: names the first that is missing or of another size.
-    """
+    """Compare the files of a checkpoint with the sizes that its record names; raises for the first that is missing or another."""
     for file in record.files:
         path = os.path.join(directory, file.name)
         try:
             size = os.lstat(path).st_size
         except OSError as error:
             raise CheckpointError(unreadable(error)) from error
-        if size != file.size:
-            raise CheckpointError(
-                f"{path}: has {size} bytes, and {file.size} were written; it was cut or changed, load another checkpoint"
-            )
+        check_size(path, size, file.size)
 
 
 def remove(directory: str) -> None:
-    """Remove the checkpoint in a directory, and the directory if nothing else is in it.
-
-    Raises:
-        CheckpointError: a job saves there.
-    """
+    """Remove the checkpoint in a directory, and the directory if nothing else is in it; raises while a job saves there."""
     lock = Lock(directory)
     try:
         os.unlink(os.path.join(directory, NAME))  # first: from here on it is no checkpoint
@@ -225,18 +196,12 @@ def remove(directory: str) -> None:
 
 # -- Several checkpoints: the newest one, a second name for one, the oldest ones away ----------------------------------
 
-_NUMBERED: Final = re.compile(r"(.*?)(\d+)")
-
 
 def check_keep(directory: str, keep: object) -> None:
-    """Refuse a number, or a directory whose older ones nobody can tell.
-
-    Raises:
-        CheckpointError: says what is expected.
-    """
+    """Refuse a number that is none, or a directory whose older ones nobody can tell."""
     if type(keep) is not int or keep < 1:
         raise CheckpointError(f"keep={keep!r}: expected a number of checkpoints of at least 1")
-    if not _NUMBERED.fullmatch(os.path.basename(os.path.abspath(directory))):
+    if not os.path.abspath(directory)[-1].isdecimal():
         raise CheckpointError(
             f"keep={keep}: the name of {directory!r} does not end in a number, so that its older ones are not known; save "
             "into directories such as 'ckpt/step-100'"
@@ -246,19 +211,18 @@ def check_keep(directory: str, keep: object) -> None:
 def prune(directory: str, keep: int) -> None:
     """Remove the oldest checkpoints of the series of ``directory``, but never that one itself."""
     root, name = os.path.split(os.path.abspath(directory))
-    match = _NUMBERED.fullmatch(name)
-    assert match is not None
-    series = []
-    for other in os.listdir(root):
-        found = _NUMBERED.fullmatch(other)
-        path = os.path.join(root, other)
-        if found and found[1] == match[1] and other != name and not os.path.islink(path):
-            one = complete(path)
-            if one is not None:
-                series.append((one.time, path))
-    for _, path in sorted(series, reverse=True)[keep - 1 :]:
+    series = name.rstrip(string.digits)
+    others = [n for n in os.listdir(root) if n.rstrip(string.digits) == series and n not in (series, name)]
+    paths = [os.path.join(root, other) for other in others]
+    for path in _newest_first(path for path in paths if not os.path.islink(path))[keep - 1 :]:
         with contextlib.suppress(CheckpointError):  # somebody saves there
             remove(path)
+
+
+def _newest_first(paths: Iterable[str]) -> list[str]:
+    """Those of them that are complete checkpoints."""
+    found = [(record.time, path) for path in paths if (record := complete(path)) is not None]
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def latest(root: str | os.PathLike[str]) -> str | None:
@@ -280,12 +244,7 @@ def latest(root: str | os.PathLike[str]) -> str | None:
         pass
     except OSError as error:  # there may be one
         raise CheckpointError(f"accel.latest: {explain(error)}") from error
-    found = []
-    for candidate in candidates:
-        one = complete(candidate)
-        if one is not None:
-            found.append((one.time, candidate))
-    return max(found)[1] if found else None
+    return next(iter(_newest_first(candidates)), None)
 
 
 @locked
@@ -311,36 +270,20 @@ def _link(src: str, dst: str) -> None:
         return
     one, _ = read(src)
     check_sizes(src, one)
-    make(dst)
-    lock = Lock(dst)
-    try:
-        old = present(dst)
-        sweep(dst, {file.name for file in old.files} if old else ())
-        _link_files(src, dst, one, {file.name for file in old.files} if old else set())
+    with contextlib.ExitStack() as resources:
+        begin(dst, resources)
+        for file in one.files:
+            _link_file(src, dst, file.name, one.id)
         sync(dst)
-        temporary = record_name(one.id)
-        with open(os.path.join(src, NAME), "rb") as file:
-            content = file.read()
-        if parse(content, src)[0].id != one.id:
-            raise CheckpointError(f"{src} was replaced while it was linked; link it again")
-        commit(dst, content, temporary)
+        commit(dst, encode(one), record_name(one.id))
         sweep(dst, {file.name for file in one.files})
-    finally:
-        lock.release()
 
 
-def _link_files(src: str, dst: str, one: Record, already: set[str]) -> None:
-    for file in one.files:
-        source, target = os.path.join(src, file.name), os.path.join(dst, file.name)
-        if file.name in already:
-            if os.path.samefile(source, target):
-                continue
-            # The same save, copied by hand; a name on the way makes the exchange atomic.
-            passing = os.path.join(dst, f".accel-{one.id}-{secrets.randbelow(10**5):05d}.done.tmp")
-            os.link(source, passing)
-            os.replace(passing, target)
-        else:
-            try:
-                os.link(source, target)
-            except OSError as error:
-                raise CheckpointError(f"{explain(error)}; both must be on one file system that has links") from error
+def _link_file(src: str, dst: str, name: str, save: str) -> None:
+    # By way of another name, since the same save may be there, copied by hand; if linked, the sweep removes that name.
+    passing = os.path.join(dst, f".accel-{save}-{secrets.randbelow(10**5):05d}.done.tmp")
+    try:
+        os.link(os.path.join(src, name), passing)
+    except OSError as error:
+        raise CheckpointError(f"{explain(error)}; both must be on one file system that has links") from error
+    os.replace(passing, os.path.join(dst, name))

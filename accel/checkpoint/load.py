@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, final
 from urllib.parse import unquote
 
@@ -25,10 +25,10 @@ from .export import choose
 from .failures import exchange, explain, on_every_rank
 from .layout import digest
 from .match import Apply, Differences, Match, check_engines, check_objects, plain, report, unfit, value_tensors
-from .objects import ModuleObject, OptimizerObject, RankObject, StatefulObject, StateObject, TensorObject, engines_of
+from .objects import ModuleObject, RankObject, StatefulObject, StateObject, TensorObject, engines_of
 from .reader import Reader
 from .record import Stored
-from .safetensors import BY_NAME
+from .safetensors import BY_NAME, memory
 from .state import KEPT, State
 from .values import Decoder, Json
 from .verify import verify_needed
@@ -76,15 +76,14 @@ def load(
         checkpoint = _open(dir, state, (strict, check, convert))
 
         def prepare() -> tuple[Loading, tuple[Differences, str, dict[str, str]]]:
-            loading = Loading(checkpoint, rank, stream=check == "stream")
-            loading.match(state, undo, convert)
-            return loading, (loading.differences, loading.objects_digest(), loading.engines())
+            loading = Loading(checkpoint, state, undo, rank, stream=check == "stream", convert=convert)
+            return loading, (loading.differences, *loading.objects())
 
         loading, told = exchange("accel.load", prepare)
         report(checkpoint.directory, [differences for differences, *_ in told], strict, rank)
         check_objects([objects for _, objects, _ in told])
         check_engines("accel.load", [engines for *_, engines in told])
-        if check == "first" and checkpoint.plain is None:
+        if check == "first" and checkpoint.headers is None:
             verify_needed(loading.reader, checkpoint.record, loading.needs(), process.place)
         on_every_rank("accel.load (the values)", loading.decode)
         undo.pop_all()
@@ -101,7 +100,7 @@ def _open(dir: str | os.PathLike[str], state: Any, options: tuple[object, ...]) 
         found = open_checkpoint(folder.absolute(dir), state)
         # Before anything is made in the sizes that the record names.
         reads = state is not None or any(name.startswith(KEPT) for name in found.record.tensors)
-        if reads and found.plain is None and current().place.rank == 0:
+        if reads and found.headers is None and current().place.rank == 0:
             folder.check_sizes(found.directory, found.record)
         return found, (found.directory, found.digits, options)
 
@@ -122,51 +121,55 @@ def _open(dir: str | os.PathLike[str], state: Any, options: tuple[object, ...]) 
 
 @final
 class Loading:
-    """One rank's part of a load.
+    """One rank's part of a load: what is to be filled, and from where.
 
     Args:
         checkpoint: what is read.
+        state: what is filled; None where plain values are all that is asked for.
+        undo: takes what brings back how optimizers were, once they have state to be filled.
         rank: this one.
         stream: compare checksums while filling.
+        convert: tensors of another dtype are none of the differences.
         planned: nothing will be filled yet, so that what is filled needs no memory.
     """
 
-    def __init__(self, checkpoint: Checkpoint, rank: int, *, stream: bool, planned: bool = False) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        state: Any,
+        undo: contextlib.ExitStack,
+        rank: int,
+        *,
+        stream: bool,
+        convert: bool,
+        planned: bool = False,
+    ) -> None:
         self.found = checkpoint.record
         self.rank = rank
-        self._planned = planned
         self.path = checkpoint.path
-        self.reader = Reader(checkpoint.directory, self.found, stream=stream, plain=checkpoint.plain)
-        self.differences = Differences()
+        self.reader = Reader(checkpoint.directory, self.found, stream=stream, headers=checkpoint.headers)
         self._kept: dict[str, torch.Tensor] = {}
         self._decoder = Decoder(self.path, self._fetch, checkpoint.objects)
-        self._objects: list[tuple[StateObject, Mapping[str, Json]]] = []
-        self._plain: list[Json] = []
         self._wanted: list[tuple[str, int, torch.Tensor]] = []
         self._tied: list[tuple[str, str]] = []
+        self._match = Match(State({} if state is None else state), self._decoder, self.found.tensors)
+        self.differences = self._match.differences
         self._apply: Apply | None = None
+        if state is None:
+            self._match.plain.append(self.found.values)
+        else:
+            self._apply = self._match.visit(state, self.found.values)
+        for one, node in self._match.objects:
+            self._find_slots(one, node, undo, convert, planned)
 
     def _fetch(self, name: str) -> torch.Tensor:
-        if name not in self.found.tensors:
-            raise CheckpointError(f"{self.path}: a value names the tensor {name!r}, which is not in the checkpoint")
         if name not in self._kept:
             self._kept[name] = self.reader.read(name)
         return self._kept[name].clone()
 
-    def match(self, state: Any, undo: contextlib.ExitStack, convert: bool) -> None:
-        """Find what is to be filled."""
-        if state is None:
-            self._plain.append(self.found.values)
-            return
-        match = Match(State(state), self._decoder, self.found.tensors)
-        self._apply = match.visit(state, self.found.values)
-        self._objects, self._plain, self.differences = match.objects, match.plain, match.differences
-        for one, node in self._objects:
-            self._find_slots(one, node, undo, convert)
-
-    def _find_slots(self, one: StateObject, node: Json, undo: contextlib.ExitStack, convert: bool) -> None:
-        if not isinstance(one, ModuleObject | OptimizerObject | TensorObject):
-            return
+    def _find_slots(
+        self, one: StateObject, node: Json, undo: contextlib.ExitStack, convert: bool, planned: bool
+    ) -> None:
         if isinstance(one, TensorObject):  # a state can have very many of them
             own = one.name
             tensors = {"": self.found.tensors[own]} if own in self.found.tensors else {}
@@ -186,7 +189,7 @@ class Loading:
             here = f"{one.path}{f', {name}' if name else ''}"
             if stored is None:
                 self.differences.missing.append(here)
-            elif problem := unfit(stored, slot, convert, self._planned):
+            elif problem := unfit(stored, slot, convert, planned):
                 self.differences.unfit.append(f"{here}: {problem}")
             else:
                 self._wanted.append((f"{own}{stored_as.get(name, name)}", slot.start, slot.tensor))
@@ -216,23 +219,22 @@ class Loading:
     def _check_tied(self) -> None:
         for one, other in self._tied:
             a, b = self.found.tensors[one], self.found.tensors[other]
-            if (a.dtype, a.shape) != (b.dtype, b.shape) or (self.rank == 0 and not self.reader.same(one, other)):
+            if (a.dtype, a.shape) != (b.dtype, b.shape) or (
+                self.rank == 0 and memory(self.reader.read(one)) != memory(self.reader.read(other))
+            ):
                 raise CheckpointError(
                     f"{self.path}: {one} and {other} differ, and in the model they are one tensor; it is not this model's"
                 )
 
-    def objects_digest(self) -> str:
-        """Equal on ranks that fill objects of the same names and kinds."""
-        return digest([(one.name, one.kind) for one, _ in self._objects])
-
-    def engines(self) -> dict[str, str]:
-        """By path the models with an engine that are filled."""
-        return engines_of(one for one, _ in self._objects)
+    def objects(self) -> tuple[str, dict[str, str]]:
+        """What is filled: a digest of names and kinds, and by path the models with an engine."""
+        objects = [one for one, _ in self._match.objects]
+        return digest([(one.name, one.kind) for one in objects]), engines_of(objects)
 
     def needs(self) -> list[tuple[str, int, int]]:
         """The elements of tensors that this rank reads: (name, first, after the last)."""
         needs = [(name, start, start + tensor.numel()) for name, start, tensor in self._wanted]
-        for node in [*self._plain, *(node for _, node in self._objects)]:
+        for node in [*self._match.plain, *(node for _, node in self._match.objects)]:
             for name in value_tensors(node):
                 if name in self.found.tensors:
                     needs.append((name, 0, self.found.tensors[name].numel))
@@ -241,10 +243,10 @@ class Loading:
     def decode(self) -> None:
         """Make sure that all values can be decoded, before anything is changed."""
         self._check_tied()
-        values = [plain(node, self._decoder) for node in self._plain]
+        values = [plain(node, self._decoder) for node in self._match.plain]
         if self._apply is None:
             self._apply = values.pop
-        for one, node in self._objects:
+        for one, node in self._match.objects:
             for value in one.encoded(node):
                 self._decoder.decode(value)
             if isinstance(one, RankObject):
@@ -252,13 +254,9 @@ class Loading:
                     self._decoder.decode(own)
 
     def apply(self) -> Any:
-        """Change the state.
-
-        Raises:
-            CheckpointError: it failed half-way, and says so.
-        """
+        """Change the state; an error says that it came half-way."""
         try:
-            objects = sorted(self._objects, key=lambda pair: _order(pair[0]))
+            objects = sorted(self._match.objects, key=lambda pair: _order(pair[0]))
             for one, node in objects:
                 if isinstance(one, StatefulObject):
                     one.fill(node, self._decoder)
@@ -282,14 +280,11 @@ class Loading:
 
     def _own(self, node: Json) -> list[Json]:
         """What each rank that saved has of its own."""
-        values = [own[node["name"]] for own in self.found.ranks if node["name"] in own]
-        if not values or len(values) != len(self.found.ranks):
-            raise CheckpointError(f"{self.path}: the values of a rank are missing")
-        return values
+        return [own[node["name"]] for own in self.found.ranks]
 
     def filled(self) -> None:
         """Tell the engines. Collective."""
-        engines = {id(one.engine): one.engine for one, _ in self._objects if one.engine is not None}
+        engines = {id(one.engine): one.engine for one, _ in self._match.objects if one.engine is not None}
         for engine in sorted(engines.values(), key=lambda e: e.serial):
             engine.holdings.filled()
             engine.refresh()
@@ -315,8 +310,8 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
         return None
     state = _state_for(directory, module)
     with contextlib.ExitStack() as undo:
-        loading = Loading(open_checkpoint(directory, state), 0, stream=False, planned=True)
-        loading.match(state, undo, convert=True)
+        whole = open_checkpoint(directory, state)
+        loading = Loading(whole, state, undo, 0, stream=False, convert=True, planned=True)
         report(directory, [loading.differences], True, 0)
 
     def fill(handle: nn.Module) -> None:
@@ -330,11 +325,10 @@ def _state_for(directory: str, module: nn.Module) -> dict[str, Any]:
     if is_weights_alone(directory):
         return {"model": module}
     name, _ = choose(directory, record.read(directory)[0], None)
-    parts = name.split("/")
-    if any(part.startswith("[") for part in parts):
+    *above, last = name.split("/")
+    if any(part.startswith("[") for part in (*above, last)):
         raise CheckpointError(f"{directory}: its model {name!r} lies in a list, where it cannot be taken from")
-    state: Any = module
-    for part in reversed(parts):
+    state: dict[str, Any] = {unquote(last): module}
+    for part in reversed(above):
         state = {unquote(part): state}
-    found: dict[str, Any] = state
-    return found
+    return state

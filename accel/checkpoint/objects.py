@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
@@ -35,7 +34,7 @@ class LocalRange:
     frozen: bool = False
 
 
-class StateObject(ABC):
+class StateObject:
     """One object of a state.
 
     Args:
@@ -48,6 +47,8 @@ class StateObject(ABC):
     fields: ClassVar[Mapping[str, type]] = {}
     #: Its node is made of all ranks' ``value``; else rank 0's is taken.
     merged = False
+    #: The engine that must hear that its slots were filled.
+    engine: Engine | None = None
 
     def __init__(self, name: str, path: str) -> None:
         self.name = name
@@ -69,11 +70,7 @@ class StateObject(ABC):
 
     @classmethod
     def check(cls, node: Mapping[str, Json]) -> None:
-        """Refuse a node that accel did not write.
-
-        Raises:
-            ValueError: says what is wrong.
-        """
+        """Refuse a node that accel did not write: a ValueError says what is wrong."""
         for key, kind in cls.fields.items():
             if key not in node or not isinstance(node[key], kind):
                 raise ValueError(f"{key!r} of a {cls.kind} is {str(node.get(key))[:60]}")
@@ -91,22 +88,17 @@ class StateObject(ABC):
         """The values in a saved node that ``fill`` decodes."""
         return []
 
-    @abstractmethod
     def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
         """Take over what is no tensor; the slots are filled."""
+        return
 
     def undo(self) -> Callable[[], None]:
         """What brings back how it is now, after ``slots`` have created state."""
         return lambda: None
 
-    @property
-    def engine(self) -> Engine | None:
-        """The engine that must hear that its slots were filled."""
-        return None
-
     def local_range(self, own: Shard, equal: bool, frozen: bool) -> LocalRange:
         """Of one of its shards, which gets the name that it has in the checkpoint."""
-        return LocalRange(Shard(f"{self.name}/{own.name}", own.shape, own.start, own.tensor), equal, frozen)
+        return LocalRange(replace(own, name=f"{self.name}/{own.name}"), equal, frozen)
 
 
 def engines_of(objects: Iterable[StateObject]) -> dict[str, str]:
@@ -146,11 +138,8 @@ class TensorObject(StateObject):
         super().__init__(name, path)
         self._tensor = tensor
 
-    def _shard(self, name: str) -> Shard:
-        return shard.whole(name, self._tensor)
-
     def ranges(self) -> Iterator[LocalRange]:
-        yield LocalRange(self._shard(self.name), equal=False)
+        yield LocalRange(shard.whole(self.name, self._tensor), equal=False)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         return {"name": self.name}
@@ -159,10 +148,7 @@ class TensorObject(StateObject):
         return "" if "name" in node else "the checkpoint has a small tensor inside a value here"
 
     def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
-        return [("", self._shard(self.name))]
-
-    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
-        return
+        return [("", shard.whole(self.name, self._tensor))]
 
 
 @final
@@ -182,9 +168,6 @@ class RankObject(StateObject):
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         return {"name": self.name}
-
-    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
-        raise CheckpointError(f"{self.path}: filled with fill_own")
 
     def fill_own(self, values: Sequence[Json], decoder: Decoder, rank: int) -> None:
         """Take over this rank's value; a rank that the saving job did not have draws numbers of its own."""
@@ -207,7 +190,7 @@ class ModuleObject(StateObject):
     def __init__(self, name: str, path: str, module: nn.Module, engine: Engine | None, prefix: str) -> None:
         super().__init__(name, path)
         self.module = module
-        self._engine = engine
+        self.engine = engine
         self._prefix = prefix
         # One model on all ranks together: what is no tensor lies on one of them, too.
         spread = engine is not None and engine.synchronizes and engine.replica(engine.process)[1] == 1
@@ -223,16 +206,17 @@ class ModuleObject(StateObject):
         """What is called ``name`` in the engine's module, by its name in this one; None if it is not in it."""
         return self._own_names.get(name) if self._prefix else name
 
-    def _parts(self, shards: Sequence[Shard]) -> list[Shard]:
+    def _shards(self) -> list[Shard]:
+        if self.engine is None:
+            return shard.module_shards(self.module)
+        shards = self.engine.holdings.shards(None)
         return [replace(s, name=own) for s in shards if (own := self._own(s.name)) is not None]
 
     def ranges(self) -> Iterator[LocalRange]:
-        engine = self._engine
+        engine, shards, equal = self.engine, self._shards(), set()
         if engine is None:
-            shards, equal = shard.module_shards(self.module), set()
             parameters = dict(self.module.named_parameters())
         else:
-            shards = self._parts(engine.holdings.shards(None))
             named = zip(engine.names, engine.parameters, strict=True)
             parameters = {own: p for n, p in named if (own := self._own(n)) is not None}
             equal = set(parameters) if engine.synchronizes else set()
@@ -243,7 +227,7 @@ class ModuleObject(StateObject):
             yield self.local_range(s, s.name in equal, s.name in frozen)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        if (engine := self._engine) is None:
+        if (engine := self.engine) is None:
             extra = shard.module_values(self.module)
         else:  # by the engine's names
             names = {id(part): name for name, part in shard.extra_modules(engine.module).items()}
@@ -257,11 +241,7 @@ class ModuleObject(StateObject):
         return {"extra": {name: extra for value in reversed(values) for name, extra in value["extra"].items()}}
 
     def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
-        engine = self._engine
-        if engine is None:
-            return [(s.name, s) for s in shard.module_shards(self.module)]
-        whole = {f"{self._prefix}{name}": value for name, value in manifest.items()}
-        return [(s.name, s) for s in self._parts(engine.holdings.slots(None, whole))]
+        return [(s.name, s) for s in self._shards()]
 
     @classmethod
     def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
@@ -274,26 +254,13 @@ class ModuleObject(StateObject):
     def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
         shard.fill_module_values(self.module, decoder.decode(node["extra"]))
 
-    @property
-    def engine(self) -> Engine | None:
-        return self._engine
-
 
 @final
 class OptimizerObject(StateObject):
     """An optimizer, raw or of an engine.
 
     It speaks of the parameters in its own groups alone: what a model has beside them, frozen or not, is left as it is.
-
-    Args:
-        name: what the names of its tensors begin with.
-        path: where it is in the state.
-        optimizer: the raw one.
-        engine: that it belongs to, if any.
-        names: of the model's parameters, by ``id``; None where they are unknown, and parameters are met by position.
-
-    Raises:
-        CheckpointError: it holds a parameter that has no name in its model.
+    ``names`` are those of the model's parameters, by ``id``; None where they are unknown, and parameters are met by position.
     """
 
     kind = "optimizer"
@@ -305,7 +272,7 @@ class OptimizerObject(StateObject):
     ) -> None:
         super().__init__(name, path)
         self.optimizer = optimizer
-        self._engine = engine
+        self.engine = engine
         self._named = names is not None
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self._names = {id(p): str(i) for i, p in enumerate(held)} if names is None else names
@@ -318,7 +285,7 @@ class OptimizerObject(StateObject):
         self._parameters = {self._names[id(p)]: p for p in held}
 
     def ranges(self) -> Iterator[LocalRange]:
-        engine, optimizer = self._engine, self.optimizer
+        engine, optimizer = self.engine, self.optimizer
         shards = engine.holdings.shards(optimizer) if engine else shard.optimizer_shards(optimizer, self._names)
         frozen = self._frozen()
         equal = engine is not None and engine.synchronizes
@@ -329,26 +296,21 @@ class OptimizerObject(StateObject):
         return {n for n, p in self._parameters.items() if not p.requires_grad}
 
     def _values(self) -> dict[str, Any]:
-        if self._engine is not None:
-            return self._engine.holdings.values(self.optimizer)
+        if self.engine is not None:
+            return self.engine.holdings.values(self.optimizer)
         return shard.optimizer_values(self.optimizer, self._names)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        values = self._values()
+        values, engine = self._values(), self.engine
         return {
             "class": type(self.optimizer).__name__,
             "named": self._named,
             "groups": [
-                encoder.encode(group, place(f"{self.path}.param_groups", i)) for i, group in enumerate(values["groups"])
+                encoder.encode(g, place(f"{self.path}.param_groups", i)) for i, g in enumerate(values["groups"])
             ],
-            "state": {
-                name: encoder.encode(state, place(f"{self.path}.state", name))
-                for name, state in values["state"].items()
-            },
+            "state": {n: encoder.encode(s, place(f"{self.path}.state", n)) for n, s in values["state"].items()},
             "frozen": sorted(self._frozen()),
-            "scale": None
-            if self._engine is None or not self._engine.precision.scaled
-            else [*self._engine.loss_scale.state()],
+            "scale": [*engine.loss_scale.state()] if engine is not None and engine.precision.scaled else None,
         }
 
     def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
@@ -395,10 +357,8 @@ class OptimizerObject(StateObject):
             )
         if not node["class"]:
             # From another library's checkpoint, which does not say whose state it is; the groups' options tell.
-            lacking = sorted(
-                {k for g in self._values()["groups"] for k in g} - {k for g in node["groups"] for k in _options(g)}
-            )
-            if lacking:
+            known = {k for g in node["groups"] for k in _options(g)}
+            if lacking := sorted({k for g in self._values()["groups"] for k in g} - known):
                 return f"the checkpoint's groups have no {', '.join(lacking)}, so that they are not those of a {kind}"
         if node["named"] and self._named:
             for i, (ours, theirs) in enumerate(zip(mine, saved, strict=True)):
@@ -416,10 +376,11 @@ class OptimizerObject(StateObject):
             if parameter in renamed:
                 mine[f"{renamed[parameter]}/{key}"] = value
                 saved_names[f"{renamed[parameter]}/{key}"] = name
-        if self._engine is not None:
-            slots = self._engine.holdings.slots(self.optimizer, mine)
+        engine, optimizer = self.engine, self.optimizer
+        if engine is not None:
+            slots = engine.holdings.slots(optimizer, mine)
         else:
-            slots = shard.optimizer_slots(self.optimizer, self._names, mine)
+            slots = shard.optimizer_slots(optimizer, self._names, mine)
         return [(saved_names[s.name], s) for s in slots]
 
     @classmethod
@@ -434,8 +395,8 @@ class OptimizerObject(StateObject):
             "state": {renamed[name]: decoder.decode(state) for name, state in node["state"].items()},
         }
         self._fill_values(values)
-        if self._engine is not None and self._engine.precision.scaled and node.get("scale") is not None:
-            self._engine.loss_scale.restore(*node["scale"])
+        if self.engine is not None and self.engine.precision.scaled and node.get("scale") is not None:
+            self.engine.loss_scale.restore(*node["scale"])
         if not node["class"]:
             return  # another library's, which does not say what was frozen
         frozen = set(node["frozen"])
@@ -445,8 +406,8 @@ class OptimizerObject(StateObject):
                 parameter.requires_grad_(saved not in frozen)
 
     def _fill_values(self, values: dict[str, Any]) -> None:
-        if self._engine is not None:
-            self._engine.holdings.fill(self.optimizer, values)
+        if self.engine is not None:
+            self.engine.holdings.fill(self.optimizer, values)
         else:
             shard.fill_optimizer_values(self.optimizer, self._names, values)
 
@@ -454,17 +415,9 @@ class OptimizerObject(StateObject):
         before = self._values()
         return lambda: self._fill_values(before)
 
-    @property
-    def engine(self) -> Engine | None:
-        return self._engine
-
 
 def _options(group: Json) -> dict[str, Json]:
-    """A saved parameter group by its keys that are strings, also where it has others.
-
-    Raises:
-        ValueError: it is no dict.
-    """
+    """A saved parameter group by its keys that are strings, also where it has others."""
     if isinstance(group, dict) and TAG not in group:
         return group
     if isinstance(group, dict) and group[TAG] == "dict":

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from itertools import islice
+from operator import itemgetter
 from typing import Final, TypeVar, final
 
 import torch
 
 from ..errors import CheckpointError
 from ..process import running
-from .failures import naming
+from .failures import parsing
 from .record import NAME, Record, Stored
-from .safetensors import BY_NAME, CHUNK, ITEM_BYTES, Entry, Header, chunks_of, is_lazy, memory, parse_checked_header
-from .shards import checksum, checksums_of, open_file, read_header, read_into
+from .safetensors import BY_NAME, CHUNK, ITEM_BYTES, Entry, Header, chunks_of, is_lazy, memory, parse_header
+from .shards import checksum_of, checksums_of, open_file, read_header, read_into
 
 # -- Threads that read and hash, as many as this rank's share of the host's cores --------------------------------------
 
@@ -77,20 +75,8 @@ _STAGE: Final = 16 << 20  # bytes of a copy on the way to what is not plain memo
 _ADVICE: Final = "load another checkpoint (accel.latest), or copy this one again from where it is whole"
 
 
-@dataclass(frozen=True, slots=True)
-class ReadItem:
-    """Bytes of a file, and the memory that they belong into."""
-
-    offset: int
-    into: memoryview
-
-
-@dataclass(frozen=True, slots=True)
-class PlainFile:
-    """A safetensors file of another library, which has no checksums, and its header."""
-
-    path: str
-    header: Header
+#: A byte of a file, and the memory that the bytes from there on belong into.
+_Wanted = tuple[int, memoryview]
 
 
 @final
@@ -101,64 +87,41 @@ class Reader:
         directory: of the checkpoint.
         record: what it holds.
         stream: compare the checksums of all chunks that are read.
-        plain: the files, where another library wrote them.
+        headers: of the files, where another library wrote them, without checksums.
     """
 
     def __init__(
-        self, directory: str, record: Record, *, stream: bool, plain: Sequence[PlainFile] | None = None
+        self, directory: str, record: Record, *, stream: bool, headers: Sequence[Header] | None = None
     ) -> None:
         self._directory = directory
         self._record = record
-        self._stream = stream and plain is None
-        self._plain = plain
-        self._headers: dict[int, Header] = {i: file.header for i, file in enumerate(plain or ())}
+        self._stream = stream and headers is None
+        self._headers = dict(enumerate(headers or ()))
         self._threads = ReaderThreads()
 
-    def path(self, file: int) -> str:
-        """The path of a file."""
-        if self._plain is not None:
-            return self._plain[file].path
+    def _path(self, file: int) -> str:
         return os.path.join(self._directory, self._record.files[file].name)
 
-    @contextlib.contextmanager
-    def _open(self, file: int) -> Iterator[int]:
-        fd = open_file(self.path(file), self._record.files[file].size)
-        try:
-            with naming(self.path(file)):
-                yield fd
-        finally:
-            os.close(fd)
-
     def header(self, file: int) -> Header:
-        """A file's header, whose checksums are the record's.
-
-        Raises:
-            CheckpointError: the file is missing, cut or changed.
-        """
+        """A file's header, whose checksums are the record's; raises where the file is missing, cut or changed."""
         if file not in self._headers:
-            path, written = self.path(file), self._record.files[file]
-            with self._open(file) as fd:
+            path, written = self._path(file), self._record.files[file]
+            with open_file(path, written.size) as fd:
                 content = read_header(fd, path)
             if checksums_of(memoryview(content)) != written.header:
                 raise CheckpointError(f"{path}: its header is damaged, or it is of another save; {_ADVICE}")
-            try:
-                self._headers[file] = parse_checked_header(bytes(content), written.size)
-            except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-                raise CheckpointError(f"{path}: its header is not as {NAME} needs it ({error})") from error
+            with parsing(f"{path}: its header is not as {NAME} needs it"):
+                self._headers[file] = parse_header(bytes(content), written.size, checked=True)
         return self._headers[file]
 
     def locate(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Where elements of a tensor are: (file, byte in it, first element, number of elements).
-
-        Raises:
-            CheckpointError: a file does not hold what the record says.
-        """
+        """Where elements of a tensor are: (file, byte in it, first element, number of elements), if the files have them."""
         stored: Stored = self._record.tensors[name]
         size = ITEM_BYTES[stored.dtype]
         for file, first, count in stored.overlaps(start, stop):
             key, begin = self.header(file).locate(Entry(name, stored.dtype, stored.shape, first, count))
             if begin is None:
-                raise CheckpointError(f"{self.path(file)}: does not hold {key!r} as {NAME} says; {_ADVICE}")
+                raise CheckpointError(f"{self._path(file)}: does not hold {key!r} as {NAME} says; {_ADVICE}")
             low, high = max(start, first), min(stop, first + count)
             yield file, begin + (low - first) * size, low, high - low
 
@@ -170,39 +133,46 @@ class Reader:
             yield file, begin // CHUNK, chunks_of(begin + count * size)
 
     def verify(self, file: int, chunks: Sequence[int]) -> None:
-        """Compare the checksums of chunks of a file.
+        """Compare the checksums of chunks of a file; raises for the first that is damaged, with a tensor that is in it."""
+        self._read_chunks(file, {chunk: [] for chunk in chunks})
 
-        Raises:
-            CheckpointError: names the file, and a tensor in the first damaged chunk.
-        """
-        with self._open(file) as fd:
-            self._threads.each(lambda chunk: self._read_chunk(fd, file, chunk, None), chunks)
+    def _read_chunks(self, file: int, chunks: Mapping[int, list[_Wanted]]) -> None:
+        """Read what is wanted of chunks; one of which nothing is wanted is compared with its checksum."""
+        with open_file(self._path(file), self._record.files[file].size) as fd:
+            self._threads.each(lambda chunk: self._read_chunk(fd, file, chunk, chunks[chunk]), sorted(chunks))
 
-    def _read_chunk(self, fd: int, file: int, chunk: int, views: list[memoryview] | None) -> None:
-        """Read a chunk into ``views``, one after the other, or into this thread's buffer; and compare its checksum."""
-        header, path = self.header(file), self.path(file)
-        begin, end = self._bounds(file, chunk)
-        views = [self._threads.buffer[: end - begin]] if views is None else views
+    def _read_chunk(self, fd: int, file: int, chunk: int, wanted: list[_Wanted]) -> None:
+        """Read what is wanted into its places; where checksums are compared, all else into this thread's buffer."""
+        header, path = self.header(file), self._path(file)
+        begin = header.size + chunk * CHUNK
+        end = min(begin + CHUNK, self._record.files[file].size)
+        compare = self._stream or not wanted
+        views, twice, at = [], [], begin
+        for offset, into in sorted(wanted, key=itemgetter(0)):
+            if offset < at:
+                twice.append((offset, into))
+                continue
+            if compare:
+                views.append(self._threads.buffer[at - begin : offset - begin])
+            elif offset > at:
+                read_into(fd, path, views, begin)
+                views, begin = [], offset
+            views.append(into)
+            at = offset + len(into)
+        views += [self._threads.buffer[at - begin : end - begin]] if compare else []
         read_into(fd, path, views, begin)
-        if checksum(*views) != header.checksums[chunk]:
+        if compare and checksum_of(views) != header.checksums[chunk]:
             inside = header.inside(begin, end)
             raise CheckpointError(
                 f"{path} is damaged between bytes {begin} and {end}, in {', '.join(inside[:3])}"
                 f"{', ...' if len(inside) > 3 else ''}; {_ADVICE}"
             )
-
-    def _bounds(self, file: int, chunk: int) -> tuple[int, int]:
-        """The first byte of a chunk in its file, and the one after the last."""
-        begin = self.header(file).size + chunk * CHUNK
-        return begin, min(begin + CHUNK, self._record.files[file].size)
+        if twice:
+            self._read_chunk(fd, file, chunk, twice)
 
     def fill(self, wanted: Sequence[tuple[str, int, torch.Tensor]]) -> None:
-        """Read elements of tensors, from the given one on, into tensors of any device, layout and dtype.
-
-        Raises:
-            CheckpointError: a file is missing, cut or (where it is compared) damaged.
-        """
-        by_file: dict[int, list[ReadItem]] = {}
+        """Read elements of tensors, from the given one on, into tensors of any device, layout and dtype."""
+        by_file: dict[int, dict[int, list[_Wanted]]] = {}
         rest = []
         for name, start, tensor in wanted:
             dtype = BY_NAME[self._record.tensors[name].dtype]
@@ -211,7 +181,7 @@ class Reader:
             else:
                 rest.append((name, start, tensor))
         for file in sorted(by_file):
-            self._run(file, by_file[file])
+            self._read_chunks(file, by_file[file])
         for name, start, tensor in rest:
             self._fill_staged(name, start, tensor)
 
@@ -224,24 +194,17 @@ class Reader:
         self.fill([(name, 0, tensor)])
         return tensor
 
-    def same(self, one: str, other: str) -> bool:
-        """Whether two tensors of one shape and dtype have the same bytes."""
-        stored = self._record.tensors[one]
-        step = max(1, _STAGE // ITEM_BYTES[stored.dtype])
-        for at in range(0, stored.numel, step):
-            pair = [
-                torch.empty(min(step, stored.numel - at), dtype=BY_NAME[stored.dtype], device="cpu") for _ in range(2)
-            ]
-            self.fill([(one, at, pair[0]), (other, at, pair[1])])
-            if memory(pair[0]) != memory(pair[1]):
-                return False
-        return True
-
-    def _plan(self, name: str, start: int, tensor: torch.Tensor, by_file: dict[int, list[ReadItem]]) -> None:
-        view, size = memory(tensor), tensor.element_size()
-        for file, offset, low, count in self.locate(name, start, start + tensor.numel()):
-            at = (low - start) * size
-            by_file.setdefault(file, []).append(ReadItem(offset, view[at : at + count * size]))
+    def _plan(self, name: str, start: int, tensor: torch.Tensor, by_file: dict[int, dict[int, list[_Wanted]]]) -> None:
+        """Find the file and the chunk of each element."""
+        view, at = memory(tensor), 0
+        for file, offset, _, count in self.locate(name, start, start + tensor.numel()):
+            base, chunks = self.header(file).size, by_file.setdefault(file, {})
+            end = offset + count * tensor.element_size()
+            while offset < end:
+                chunk = (offset - base) // CHUNK
+                size = min(base + (chunk + 1) * CHUNK, end) - offset
+                chunks.setdefault(chunk, []).append((offset, view[at : at + size]))
+                offset, at = offset + size, at + size
 
     def _fill_staged(self, name: str, start: int, tensor: torch.Tensor) -> None:
         dtype = BY_NAME[self._record.tensors[name].dtype]
@@ -253,77 +216,3 @@ class Reader:
                 tensor.view(-1)[at : at + step].copy_(stage)
             else:
                 tensor.copy_(stage.view(tensor.shape))
-
-    def _run(self, file: int, items: list[ReadItem]) -> None:
-        items.sort(key=lambda item: item.offset)
-        with self._open(file) as fd:
-            if self._stream:
-                self._run_compared(fd, file, items)
-                return
-            self._threads.each(lambda run: read_into(fd, self.path(file), run[1], run[0]), list(_runs(items)))
-
-    def _run_compared(self, fd: int, file: int, items: list[ReadItem]) -> None:
-        """Each chunk is read once, into the places of what is wanted of it."""
-        base = self.header(file).size
-        wanted: list[tuple[int, int]] = []
-        at, chunk = 0, -1
-        while at < len(items):
-            chunk = max(chunk + 1, (items[at].offset - base) // CHUNK)
-            wanted.append((chunk, at))
-            _, end = self._bounds(file, chunk)
-            while at < len(items) and items[at].offset + len(items[at].into) <= end:
-                at += 1
-
-        def fill(chunk_and_first: tuple[int, int]) -> None:
-            chunk, first = chunk_and_first
-            begin, end = self._bounds(file, chunk)
-            views = self._places(begin, end, items, first)
-            self._read_chunk(fd, file, chunk, views or None)
-            if not views:
-                self._scatter(begin, end, items, first)
-
-        self._threads.each(fill, wanted)
-
-    def _places(self, begin: int, end: int, items: list[ReadItem], at: int) -> list[memoryview]:
-        """Where the bytes of a chunk go, and into the buffer what nobody wants; empty where something is wanted twice."""
-        views: list[memoryview] = []
-        placed = begin
-        for item in islice(items, at, None):
-            if item.offset >= end:
-                break
-            low, high = max(begin, item.offset), min(end, item.offset + len(item.into))
-            if low < placed:
-                return []
-            if placed < low:
-                views.append(self._threads.buffer[placed - begin : low - begin])
-            views.append(item.into[low - item.offset : high - item.offset])
-            placed = high
-        return [*views, self._threads.buffer[placed - begin : end - begin]] if placed < end else views
-
-    def _scatter(self, begin: int, end: int, items: list[ReadItem], at: int) -> None:
-        """Copy what is wanted of a chunk out of this thread's buffer."""
-        buffer = self._threads.buffer
-        for item in islice(items, at, None):
-            if item.offset >= end:
-                break
-            low, high = max(begin, item.offset), min(end, item.offset + len(item.into))
-            if low < high:
-                item.into[low - item.offset : high - item.offset] = buffer[low - begin : high - begin]
-
-
-def _runs(items: Sequence[ReadItem]) -> Iterator[tuple[int, list[memoryview]]]:
-    """What one call reads each: where in the file it begins, and the places of what lies there side by side."""
-    begin = end = 0
-    views: list[memoryview] = []
-    for item in items:
-        for at in range(0, len(item.into), _STAGE):
-            part = item.into[at : at + _STAGE]
-            if views and (item.offset + at != end or end - begin + len(part) > _STAGE):
-                yield begin, views
-                views = []
-            if not views:
-                begin = end = item.offset + at
-            views.append(part)
-            end += len(part)
-    if views:
-        yield begin, views

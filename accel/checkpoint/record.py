@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import Any, Final
 
 from ..errors import CheckpointError
-from .failures import explain, naming
+from .failures import explain, naming, parsing
 from .layout import Part
 from .safetensors import BY_NAME, CHUNK, DIGITS, ITEM_BYTES, MAX_DIMS, no_duplicates
 from .shards import Written, checksum, checksum_of, new_file, open_file, read_whole, write_all
@@ -136,11 +136,7 @@ def sync(directory: str) -> None:
 
 
 def exists(directory: str) -> bool:
-    """Whether a directory has a record.
-
-    Raises:
-        CheckpointError: the system does not tell.
-    """
+    """Whether a directory has a record; raises where the system does not tell."""
     try:
         os.lstat(os.path.join(directory, NAME))
     except (FileNotFoundError, NotADirectoryError):
@@ -151,11 +147,7 @@ def exists(directory: str) -> bool:
 
 
 def read(directory: str) -> tuple[Record, str]:
-    """The record of a checkpoint, and its checksum.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, of another format or of a newer version.
-    """
+    """The record of a checkpoint, and its checksum; raises where there is none, or it is damaged, of another format or newer."""
     path = os.path.join(directory, NAME)
     if not exists(directory):
         raise CheckpointError(_absent(directory))
@@ -173,14 +165,10 @@ def is_damaged(path: str) -> bool:
 
 def _look(path: str) -> tuple[bool, bool]:
     """Whether a file begins as accel's records do, and whether its checksum is right; in little memory."""
-    fd = open_file(path, None)
-    try:
-        with naming(path):
-            first, size = os.read(fd, len(_START) + DIGITS), os.fstat(fd).st_size
-            ours, large = first.startswith(_START), size > MAX_BYTES  # a large one `read_whole` refuses
-            return ours, large or (ours and _is_whole(first, iter(lambda: os.read(fd, CHUNK), b"")))
-    finally:
-        os.close(fd)
+    with open_file(path, None) as fd:
+        first, size = os.read(fd, len(_START) + DIGITS), os.fstat(fd).st_size
+        ours, large = first.startswith(_START), size > MAX_BYTES  # a large one `read_whole` refuses
+        return ours, large or (ours and _is_whole(first, iter(lambda: os.read(fd, CHUNK), b"")))
 
 
 def _is_whole(first: bytes, rest: Iterable[bytes | memoryview]) -> bool:
@@ -206,18 +194,12 @@ def _absent(directory: str) -> str:
 
 
 def parse(content: bytes, path: str) -> tuple[Record, str]:
-    """Check the content of a record.
-
-    Raises:
-        CheckpointError: as ``read``.
-    """
+    """The record that is in these bytes, and its checksum; raises as ``read``."""
     ours, end = content.startswith(_START), len(_START) + DIGITS
     if ours and not _is_whole(content[:end], [memoryview(content)[end:]]):
         raise CheckpointError(_DAMAGED.format(path))
-    try:
+    with parsing(f"{path} is not the record of a checkpoint of accel"):
         body = json.loads(content, object_pairs_hook=no_duplicates, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not the record of a checkpoint of accel ({error})") from error
     if not ours or not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the record of a checkpoint of accel: it has another format")
     if body.get("version") != VERSION:
@@ -225,12 +207,8 @@ def parse(content: bytes, path: str) -> tuple[Record, str]:
             f"{path} has version {body.get('version')!r} of the format, and this accel knows version {VERSION}: "
             "update accel"
         )
-    try:
-        return _build(body), content[len(_START) : len(_START) + DIGITS].decode("ascii")
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CheckpointError(
-            f"{path} does not keep to the format of accel's checkpoints ({type(error).__name__}: {error})"
-        ) from error
+    with parsing(f"{path} does not keep to the format of accel's checkpoints"):
+        return _build(body), content[len(_START) : end].decode("ascii")
 
 
 def _refuse_constant(text: str) -> None:

@@ -6,11 +6,12 @@ import contextlib
 import functools
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -24,7 +25,7 @@ from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, 
 from .match import check_engines
 from .objects import LocalRange, RankObject, StateObject, engines_of
 from .record import Record, Stored
-from .shards import WriteItem, Written, earlier_files
+from .shards import Written, earlier_files
 from .state import State, local_ranges, value_range
 from .values import Encoder, Json
 
@@ -73,9 +74,17 @@ def save(
 
     contents, told = exchange("accel.save", prepare)
     _check_equal(told)
+    directory, place = folder.absolute(dir), process.place
     with contextlib.ExitStack() as resources:
-        writer = Writer(folder.absolute(dir), process.place.rank, process.place.world_size, keep)
-        _begin(writer, contents, [summary for *_, summary in told], resources, copy=not wait)
+
+        def begin() -> tuple[None, SaveMessage]:
+            if place.rank == 0:
+                folder.begin(directory, resources)
+            return None, contents.message([summary for *_, summary in told], place.rank)
+
+        _, messages = exchange("accel.save (the directory)", begin)
+        plan = functools.partial(Writer, directory, contents, messages, place.rank, keep, not wait)
+        writer = on_every_rank("accel.save (the plan)", plan)
         if wait:
             _finish(writer)
             return None
@@ -99,26 +108,6 @@ def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> Non
             )
 
 
-def _begin(
-    writer: Writer, contents: Contents, summaries: Sequence[Summary], resources: contextlib.ExitStack, *, copy: bool
-) -> None:
-    """Rank 0 takes the directory; all learn what each of them writes, and may copy it. Collective."""
-
-    def begin() -> tuple[None, tuple[str, Message]]:
-        save = writer.begin(resources) if writer.rank == 0 else ""
-        return None, (save, contents.message(summaries, writer.rank))
-
-    _, messages = exchange("accel.save (the directory)", begin)
-
-    def plan() -> None:
-        contents.complete([message for _, message in messages])
-        writer.plan(messages[0][0], contents)
-        if copy:
-            writer.snapshot()
-
-    on_every_rank("accel.save (the plan)", plan)
-
-
 def _finish(writer: Writer) -> None:
     """Write, and commit once all ranks have. Collective."""
     try:
@@ -126,17 +115,15 @@ def _finish(writer: Writer) -> None:
     except CheckpointError:
         writer.discard()  # on all ranks; after another error some may think that all is written
         raise
-    on_every_rank("accel.save (the record)", functools.partial(writer.conclude, written))
+    on_every_rank("accel.save (the record)", functools.partial(writer.commit, written))
 
 
 def save_alone(state: Mapping[str, Any], directory: str) -> None:
     """``save`` by this process alone, whatever others there are."""
     contents = contents_of(state, None, 1)
-    writer = Writer(directory, 0, 1, None)
     with contextlib.ExitStack() as resources:
-        save = writer.begin(resources)
-        contents.complete([contents.message([contents.summary()], 0)])
-        writer.plan(save, contents)
+        folder.begin(directory, resources)
+        writer = Writer(directory, contents, [contents.message([contents.summary()], 0)], 0, None, False)
         try:
             written = writer.write()
         except BaseException:
@@ -147,10 +134,17 @@ def save_alone(state: Mapping[str, Any], directory: str) -> None:
 
 # -- What is saved: what each rank has, and what all of them together will write. Writes nothing -----------------------
 
-#: A rank's two inventories and the nodes that are made of all ranks', where the ranks differ in them; and its own values.
-Message = tuple[tuple[PackedInventory, ...] | None, list[dict[str, Json]] | None, dict[str, Json]]
 #: A rank's two files: of what changes, and of what is frozen.
 Pair = tuple[Written | None, Written | None]
+
+
+class SaveMessage(NamedTuple):
+    """What a rank tells the others: an id for the save (rank 0's is taken), what is not equal on all, and its own values."""
+
+    save: str
+    inventories: list[PackedInventory] | None
+    nodes: list[dict[str, Json]] | None
+    own: dict[str, Json]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +165,7 @@ class Contents:
     Args:
         values: the state as JSON, with open nodes.
         objects: of the state.
-        nodes: what this rank knows of each object's node.
+        merged: the objects whose nodes are made of all ranks', with what this rank knows of them.
         own: values that belong to this rank alone, by the object's name.
         ranges: that lie on this rank: those that change, and those that are frozen.
         inventories: the same as numbers.
@@ -181,7 +175,7 @@ class Contents:
 
     values: dict[str, Json]
     objects: list[StateObject]
-    nodes: list[dict[str, Json]]
+    merged: list[tuple[StateObject, dict[str, Json]]]
     own: dict[str, Json]
     ranges: tuple[list[LocalRange], list[LocalRange]]
     inventories: tuple[Inventory, Inventory]
@@ -196,34 +190,29 @@ class Contents:
             digest(structure),
             digest([one.digest() for one in self.inventories]),
             digest([one.table for one in self.inventories]),
-            digest(self._merged_nodes()),
+            digest([node for _, node in self.merged]),
             engines_of(self.objects),
         )
 
-    def _merged_nodes(self) -> list[dict[str, Json]]:
-        """The nodes that are made of all ranks'; of the others rank 0's is taken."""
-        return [node for one, node in zip(self.objects, self.nodes, strict=True) if one.merged]
-
-    def message(self, summaries: Sequence[Summary], rank: int) -> Message:
-        """What the other ranks must be told: what is not equal on all, and each table by one of those that have it."""
+    def message(self, summaries: Sequence[Summary], rank: int) -> SaveMessage:
+        """What the other ranks must be told; each table by one of those that have it."""
         packed = nodes = None
         if len({s.inventories for s in summaries}) > 1:
             first = [s.tables for s in summaries].index(summaries[rank].tables)
-            packed = tuple(one.pack(None if first == rank else first) for one in self.inventories)
+            packed = [one.pack(None if first == rank else first) for one in self.inventories]
         if len({s.nodes for s in summaries}) > 1:
-            nodes = self._merged_nodes()
-        return packed, nodes, self.own
+            nodes = [node for _, node in self.merged]
+        return SaveMessage(secrets.token_hex(6), packed, nodes, self.own)
 
-    def complete(self, messages: Sequence[Message]) -> None:
+    def complete(self, messages: Sequence[SaveMessage]) -> None:
         """Learn what all ranks have, and divide the work."""
         for which, mine in enumerate(self.inventories):
-            everyone = unpack([m[0][which] for m in messages if m[0] is not None])
+            everyone = unpack([m.inventories[which] for m in messages if m.inventories is not None])
             self.layouts.append(make_layout(everyone or [mine], len(messages)))
-        merged = [m[1] for m in messages if m[1] is not None] or [self._merged_nodes()]
-        by_object = iter(zip(*merged, strict=True))
-        for one, node in zip(self.objects, self.nodes, strict=True):
-            one.node.update(one.merge(next(by_object)) if one.merged else node)
-        self.own_of_all = [m[2] for m in messages]
+        told = [m.nodes for m in messages if m.nodes is not None]
+        for i, (one, node) in enumerate(self.merged):
+            one.node.update(one.merge([nodes[i] for nodes in told] or [node]))
+        self.own_of_all = [m.own for m in messages]
 
     def record(self, save: str, written: Sequence[Pair]) -> Record:
         """The record of files that each rank has written."""
@@ -231,11 +220,9 @@ class Contents:
         tensors: dict[str, Stored] = {}
         for which, layout in enumerate(self.layouts):
             numbers = []
-            for pair in written:
-                file = pair[which]
-                numbers.append(len(files) if file is not None else -1)
-                if file is not None:
-                    files.append(file)
+            for file in (pair[which] for pair in written):
+                numbers.append(-1 if file is None else len(files))
+                files += [] if file is None else [file]
             found = parts(layout.ranges, torch.tensor(numbers, dtype=torch.int64, device="cpu"))
             for number, (name, dtype, shape) in enumerate(layout.table):
                 tensors[name] = Stored(dtype, shape, tuple(found.get(number, ())))
@@ -250,12 +237,8 @@ class Contents:
         )
 
 
-def contents_of(state: Any, keep: Callable[[str], bool] | None, world: int) -> Contents:
-    """Take a state apart. Local, and writes nothing.
-
-    Raises:
-        CheckpointError: something in it cannot be stored; names its path.
-    """
+def contents_of(state: Any, filter: Callable[[str], bool] | None, world: int) -> Contents:
+    """Take a state apart; refuses what cannot be stored, by its path. Local, and writes nothing."""
     of_values: list[LocalRange] = []
 
     def store(tensor: torch.Tensor, path: str) -> str:
@@ -264,15 +247,21 @@ def contents_of(state: Any, keep: Callable[[str], bool] | None, world: int) -> C
 
     encoder = Encoder(store)
     values, objects = State(state).encode(encoder)
-    nodes = [one.value(encoder) for one in objects]
+    merged = []
+    for one in objects:
+        node = one.value(encoder)
+        if one.merged:
+            merged.append((one, node))
+        else:  # rank 0's is taken
+            one.node.update(node)
     # In the record, since the tensors of the shards are those of all ranks together.
     own = {one.name: one.own(Encoder(None)) for one in objects if isinstance(one, RankObject)}
-    ranges = local_ranges(objects, keep) + of_values
+    ranges = local_ranges(objects, filter) + of_values
     changing, frozen = [one for one in ranges if not one.frozen], [one for one in ranges if one.frozen]
     if both := {one.shard.name for one in changing} & {one.shard.name for one in frozen}:
         raise CheckpointError(f"two tensors of the state have the name {min(both)!r}")
     inventories = make_inventory(changing, world > 1), make_inventory(frozen, world > 1)
-    return Contents(values, objects, nodes, own, (changing, frozen), inventories)
+    return Contents(values, objects, merged, own, (changing, frozen), inventories)
 
 
 # -- One rank's files, and the commit ----------------------------------------------------------------------------------
@@ -280,52 +269,30 @@ def contents_of(state: Any, keep: Callable[[str], bool] | None, world: int) -> C
 
 @final
 class Writer:
-    """A save on one rank, once it is agreed on.
+    """A save on one rank, once it has the messages of all; with ``copy`` what is to be written may change from now on."""
 
-    Args:
-        directory: where to, absolute.
-        rank: this one.
-        world: of how many.
-        keep: how many checkpoints are left.
-    """
-
-    def __init__(self, directory: str, rank: int, world: int, keep: int | None) -> None:
-        self.rank = rank
-        self._directory = directory
-        self._world = world
-        self._keep = keep
-        self._save = ""
-        self._contents: Contents | None = None
-        self._changing: Sequence[WriteItem] = ()
-        self._frozen: Sequence[WriteItem] = ()
-        self._linked: Written | None = None
-
-    def begin(self, resources: contextlib.ExitStack) -> str:
-        """Rank 0: take the directory, and clean what dead saves left. Returns the id of this save."""
-        folder.make(self._directory)
-        folder.present(self._directory)  # raises before anything is written into another program's directory
-        lock = folder.Lock(self._directory)
-        resources.callback(lock.release)
-        old = folder.present(self._directory)
-        folder.sweep(self._directory, {file.name for file in old.files} if old else ())
-        return folder.new_id()
-
-    def plan(self, save: str, contents: Contents) -> None:
-        """Learn the save's id and what to write, and link what is on disk already."""
-        os.makedirs(self._directory, exist_ok=True)  # a host may not have heard yet that rank 0 made it
-        self._save, self._contents = save, contents
-        pairs = zip(contents.layouts, contents.ranges, strict=True)
-        self._changing, self._frozen = (write_items(layout, self.rank, ranges) for layout, ranges in pairs)
-        self._linked = earlier_files.link(self._directory, self._name(frozen=True), self._frozen)
+    def __init__(
+        self,
+        directory: str,
+        contents: Contents,
+        messages: Sequence[SaveMessage],
+        rank: int,
+        keep: int | None,
+        copy: bool,
+    ) -> None:
+        self._directory, self._contents, self._rank, self._keep = directory, contents, rank, keep
+        self._save, self._world = messages[0].save, len(messages)
+        contents.complete(messages)
+        os.makedirs(directory, exist_ok=True)  # a host may not have heard yet that rank 0 made it
+        changing, frozen = map(functools.partial(write_items, rank), contents.layouts, contents.ranges)
+        # What is on disk already is linked.
+        self._linked = earlier_files.link(directory, self._name(frozen=True), frozen)
         if self._linked is not None:
-            self._frozen = ()
+            frozen = []
+        self._changing, self._frozen = background.snapshot(changing, frozen) if copy else (changing, frozen)
 
     def _name(self, *, frozen: bool) -> str:
-        return folder.shard_name(self._save, self.rank, frozen=frozen)
-
-    def snapshot(self) -> None:
-        """Copy what is to be written, so that training may go on."""
-        self._changing, self._frozen = background.snapshot(self._changing, self._frozen)
+        return folder.shard_name(self._save, self._rank, frozen=frozen)
 
     def write(self) -> Pair:
         """Write this rank's files, durably."""
@@ -345,19 +312,10 @@ class Writer:
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(self._directory, self._name(frozen=frozen)))
 
-    def conclude(self, written: Sequence[Pair]) -> None:
-        """Commit on rank 0."""
-        if self.rank == 0:
-            self.commit(written)
-
     def commit(self, written: Sequence[Pair]) -> None:
-        """Rank 0: make it the checkpoint of the directory, then remove the one before.
-
-        Raises:
-            CheckpointError: a rank wrote to another place.
-            OSError: the record cannot be written.
-        """
-        assert self._contents is not None
+        """Rank 0: make it the checkpoint of the directory, then remove the one before."""
+        if self._rank:
+            return
         try:
             new = self._contents.record(self._save, written)
             for file in new.files:
@@ -376,13 +334,10 @@ class Writer:
 
     def _check_visible(self, file: Written) -> None:
         path = os.path.join(self._directory, file.name)
-        try:
-            size = os.stat(path).st_size
-        except FileNotFoundError:
-            size = -1
-        if size != file.size:
+        there = os.path.exists(path)
+        if not there or os.stat(path).st_size != file.size:
             raise CheckpointError(
-                f"{path}: a rank wrote it, but rank 0 does not see it {'whole' if size >= 0 else 'at all'}: save into a "
+                f"{path}: a rank wrote it, but rank 0 does not see it {'whole' if there else 'at all'}: save into a "
                 "directory on a file system that all hosts share"
             )
 
@@ -399,22 +354,18 @@ class Writer:
     # -- in the background: without collectives ---------------------------------------------------------------------
 
     def finish_alone(self, timeout: float) -> None:
-        """Write, and commit once all ranks have written; returns when every rank knows it. In a thread, on every rank.
-
-        Raises:
-            CheckpointError: it failed on this rank or on another.
-        """
+        """Write, and commit once all ranks have written; all know how it ended, and raise any rank's failure. In a thread."""
         lock = os.path.join(self._directory, folder.LOCK)
-        status = StatusFiles(self._directory, lock, self._save, self.rank, self._world, timeout)
+        status = StatusFiles(self._directory, lock, self._save, self._rank, self._world, timeout)
         failure: Exception | None = None
         pair: Pair = (None, None)
         try:
             pair = self.write()
-            if self.rank == 0:
+            if self._rank == 0:
                 self.commit([pair, *(_written(status.read(rank)) for rank in range(1, self._world))])
         except Exception as error:
             failure = error
-            if self.rank == 0:
+            if self._rank == 0:
                 self._clean()
         if self._world > 1:
             end = self._tell(status, pair, failure)
@@ -426,25 +377,19 @@ class Writer:
         """Tell what this rank has done, and hear from rank 0 how the save has ended, as every rank does."""
         error = ""
         if failure is not None:
-            error = f"rank {self.rank}: {explain(failure)}" if self.rank else explain(failure)
+            error = f"rank {self._rank}: {explain(failure)}" if self._rank else explain(failure)
         files = [None if file is None else [file.name, file.size, file.header] for file in pair]
         try:
             status.write({"error": error, "files": files})
             end = status.read(0)
         except (OSError, CheckpointError) as lost:
-            if failure is not None:
-                raise failure from lost
-            raise
+            raise failure or lost from None
         status.finish()
         return end
 
 
 def _written(status: Mapping[str, Any]) -> Pair:
-    """What another rank has written.
-
-    Raises:
-        CheckpointError: it failed.
-    """
+    """What another rank has written; raises its failure."""
     if status["error"]:
         raise CheckpointError(status["error"])
     changing, frozen = (None if f is None else Written(f[0], f[1], tuple(f[2])) for f in status["files"])

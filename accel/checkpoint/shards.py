@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, Final, final
 
 import torch
+import xxhash
 
 from ..errors import CheckpointError
 from .failures import explain, naming
@@ -21,6 +22,7 @@ from .safetensors import CHUNK, DIGITS, ITEM_BYTES, MAX_HEADER, Entry, build_hea
 _WRITE: Final = 8 << 20  # bytes of one write, after which the kernel is asked to begin writing out
 _PIECE: Final = 16 << 20  # bytes of a copy where a tensor is not in plain memory
 _MAX_VECTORS: Final = 512
+_SMALL: Final = 256 << 10  # bytes that are copied rather than written by a call of their own
 _START_WRITING: Final = 2  # SYNC_FILE_RANGE_WRITE
 
 
@@ -46,25 +48,17 @@ class Written:
     header: tuple[str, ...]
 
 
-@cache
-def _hashing() -> Any:
-    import xxhash
-
-    return xxhash
+def checksum(data: bytes | memoryview) -> str:
+    """XXH3-64 of some bytes, as 16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(data)
 
 
-def checksum(*data: Any) -> str:
-    """XXH3-64 of some bytes, which may come in parts, as 16 hexadecimal digits."""
-    return checksum_of(data)
-
-
-def checksum_of(parts: Iterable[Any]) -> str:
-    """The same of parts that need not be there at once."""
-    state = _hashing().xxh3_64()
+def checksum_of(parts: Iterable[bytes | memoryview]) -> str:
+    """The same of bytes that come in parts, which need not be there at once."""
+    state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)
-    digest: str = state.hexdigest()
-    return digest
+    return state.hexdigest()
 
 
 def checksums_of(data: bytes | memoryview) -> tuple[str, ...]:
@@ -89,12 +83,6 @@ def reserve(fd: int, size: int) -> None:
 
 
 _FULL: Final = frozenset({errno.EFBIG, errno.ENOSPC, errno.EDQUOT})
-
-
-def _begin_write_out(fd: int, offset: int, size: int) -> None:
-    # Waiting for the disk only at the end would leave it idle until then.
-    if hasattr(_libc(), "sync_file_range"):
-        _libc().sync_file_range(fd, ctypes.c_longlong(offset), ctypes.c_longlong(size), _START_WRITING)
 
 
 def pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
@@ -123,65 +111,62 @@ def pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor
 
 
 class _Stream:
-    """Bytes on their way into a file, hashed by chunk."""
+    """Data on its way into a file, or without one only hashed: by chunk."""
 
-    def __init__(self, fd: int, offset: int) -> None:
+    def __init__(self, fd: int | None) -> None:
         self._fd = fd
-        self._offset = offset
-        self._pending: list[memoryview] = []
-        self._size = 0
-        self._hash = _hashing().xxh3_64()
+        self._small = bytearray()  # what is written together
+        self._hash = xxhash.xxh3_64()
         self._room = CHUNK
-        self.checksums: list[str] = []
+        self._checksums: list[str] = []
 
-    def add(self, data: memoryview) -> None:
-        """Take bytes, which must stay until ``flush``."""
-        for at in range(0, len(data), _WRITE):
-            part = data[at : at + _WRITE]
-            self._checksum(part)
-            self._pending.append(part)
-            self._size += len(part)
-            if self._size >= _WRITE or len(self._pending) == _MAX_VECTORS:
-                self.flush()
+    def add(self, item: WriteItem) -> None:
+        """Take all of it."""
+        for piece in item.pieces():
+            data = memory(piece)
+            for at in range(0, len(data), _WRITE):
+                self._checksum(data[at : at + _WRITE])
+                if self._fd is not None:
+                    self._write(self._fd, data[at : at + _WRITE])
 
     def _checksum(self, part: memoryview) -> None:
         while len(part) >= self._room:
             self._hash.update(part[: self._room])
-            self.checksums.append(self._hash.hexdigest())
+            self._checksums.append(self._hash.hexdigest())
             self._hash.reset()
             part, self._room = part[self._room :], CHUNK
-        if len(part):
-            self._hash.update(part)
-            self._room -= len(part)
+        self._hash.update(part)
+        self._room -= len(part)
 
-    def flush(self) -> None:
-        """Write what is pending."""
-        begin, pending = self._offset, self._pending
-        while pending:
-            count = os.pwritev(self._fd, pending, self._offset)
-            self._offset += count
-            while pending and count >= len(pending[0]):
-                count -= len(pending.pop(0))
-            if count:
-                pending[0] = pending[0][count:]
-        if self._size:
-            _begin_write_out(self._fd, begin, self._size)
-        self._size = 0
+    def _write(self, fd: int, part: memoryview) -> None:
+        """Small parts are gathered, so that one call writes many of them."""
+        if len(part) < _SMALL and len(self._small) < _WRITE:
+            self._small += part
+            return
+        _write_out(fd, self._small)
+        _write_out(fd, part)
+        self._small = bytearray()
 
-    def close(self) -> None:
-        """Write the rest; the last chunk ends here."""
-        self.flush()
+    def close(self) -> str:
+        """Write the rest; returns the checksums of all chunks, of which the last ends here."""
+        if self._fd is not None:
+            _write_out(self._fd, self._small)
         if self._room < CHUNK:
-            self.checksums.append(self._hash.hexdigest())
+            self._checksums.append(self._hash.hexdigest())
+        return "".join(self._checksums)
+
+
+def _write_out(fd: int, data: bytearray | memoryview) -> None:
+    """Write, and let the kernel begin to write out: waiting for the disk only at the end would leave it idle until then."""
+    begin = os.lseek(fd, 0, os.SEEK_CUR)
+    write_all(fd, data)
+    if data and hasattr(_libc(), "sync_file_range"):
+        _libc().sync_file_range(fd, ctypes.c_longlong(begin), ctypes.c_longlong(len(data)), _START_WRITING)
 
 
 @contextlib.contextmanager
 def new_file(path: str, flags: int = os.O_EXCL) -> Iterator[int]:
-    """Context: a new file, which is durable afterwards, and removed after an error.
-
-    Raises:
-        OSError: it cannot be made or written; names it.
-    """
+    """Context: a new file, which is durable afterwards, and removed after an error. An OSError names it."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
     try:
         with naming(path):
@@ -205,11 +190,7 @@ def _header(items: Sequence[WriteItem], checksums: str) -> bytes:
 
 
 def write(directory: str, name: str, items: Sequence[WriteItem]) -> Written:
-    """Write and fsync a new file of ``items``. A file that could not be written is removed.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write and fsync a new file of ``items``; after an OSError it is removed."""
     items = _arranged(items)
     size = sum(item.entry.nbytes for item in items)
     blank = "0" * (DIGITS * chunks_of(size))  # the checksums are known last, and as long
@@ -217,22 +198,19 @@ def write(directory: str, name: str, items: Sequence[WriteItem]) -> Written:
     path = os.path.join(directory, name)
     with new_file(path) as fd:
         reserve(fd, len(header) + size)
-        stream = _Stream(fd, len(header))
-        for item in items:
-            _write_item(stream, item)
-        stream.close()
-        header = header.replace(blank.encode(), "".join(stream.checksums).encode(), 1)
+        os.lseek(fd, len(header), os.SEEK_SET)
+        header = header.replace(blank.encode(), _stream(items, fd).encode(), 1)
         if os.pwrite(fd, header, 0) != len(header):
             raise OSError(errno.ENOSPC, "the header was written only in part")
     return Written(name, len(header) + size, checksums_of(header))
 
 
-def _write_item(stream: _Stream, item: WriteItem) -> None:
-    storage = None if is_lazy(item.tensor) else item.tensor.untyped_storage().data_ptr()
-    for piece in item.pieces():
-        stream.add(memory(piece))
-        if piece.untyped_storage().data_ptr() != storage:
-            stream.flush()  # a copy, of which there shall be one at a time
+def _stream(items: Sequence[WriteItem], fd: int | None) -> str:
+    """Write the items' data into a file, where one is given; returns the checksums that belong into its header."""
+    stream = _Stream(fd)
+    for item in items:
+        stream.add(item)
+    return stream.close()
 
 
 # -- Unchanged tensors: a file of an earlier save of this process gets a second name, and is not written again ---------
@@ -240,33 +218,24 @@ def _write_item(stream: _Stream, item: WriteItem) -> None:
 _REMEMBERED: Final = 16
 
 
-@dataclass(frozen=True, slots=True)
-class _FileState:
-    """A file that this process wrote; were it written to since, its inode or time would tell."""
-
-    path: str
-    size: int
-    inode: tuple[int, int]
-    modified: int
-
-
-def _look(path: str) -> _FileState:
+def _identity(path: str) -> tuple[int, ...]:
+    """Of a file that this process wrote; were it written to since, its inode or time would tell."""
     status = os.lstat(path)
-    return _FileState(path, status.st_size, (status.st_dev, status.st_ino), status.st_mtime_ns)
+    return status.st_size, status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 @final
 class EarlierFiles:
-    """Files of earlier saves, by a checksum of their headers, which hold the checksums of all that is in them."""
+    """Files of earlier saves, by the checksums of their headers, which hold those of all that is in them."""
 
     def __init__(self) -> None:
-        self._files: dict[str, _FileState] = {}
+        self._files: dict[tuple[str, ...], tuple[str, tuple[int, ...]]] = {}
 
     def remember(self, directory: str, written: Written) -> None:
         """Note a file that can be linked next time."""
-        key = checksum("".join(written.header).encode())
-        self._files.pop(key, None)
-        self._files[key] = _look(os.path.join(directory, written.name))
+        path = os.path.join(directory, written.name)
+        self._files.pop(written.header, None)
+        self._files[written.header] = path, _identity(path)
         while len(self._files) > _REMEMBERED:
             self._files.pop(next(iter(self._files)))
 
@@ -274,40 +243,21 @@ class EarlierFiles:
         """Give a file of an earlier save that holds just these items a second name; None if there is none."""
         if not items or not self._files:
             return None
-        header = checksums_of(_header(_arranged(items), _data_checksums(items)))
-        file = self._files.get(checksum("".join(header).encode()))
+        items = _arranged(items)
+        header = checksums_of(_header(items, _stream(items, None)))
+        old, identity = self._files.get(header, ("", ()))
+        path = os.path.join(directory, name)
         # Where it is gone, was changed, or cannot be linked from there, the tensors are written again.
         with contextlib.suppress(OSError):
-            if file is not None and _look(file.path) == file:
-                path = os.path.join(directory, name)
-                os.link(file.path, path, follow_symlinks=False)
-                if os.lstat(path).st_size == file.size:
-                    return Written(name, file.size, header)
+            if old and _identity(old) == identity:
+                os.link(old, path, follow_symlinks=False)
+                if os.lstat(path).st_size == identity[0]:
+                    return Written(name, identity[0], header)
                 os.unlink(path)
         return None
 
 
 earlier_files: Final = EarlierFiles()
-
-
-def _data_checksums(items: Sequence[WriteItem]) -> str:
-    """The checksums that a file of these items would carry."""
-    stream = _Hashing()
-    for item in _arranged(items):
-        for piece in item.pieces():
-            stream.add(memory(piece))
-    stream.close()
-    return "".join(stream.checksums)
-
-
-class _Hashing(_Stream):
-    """The checksums alone."""
-
-    def __init__(self) -> None:
-        super().__init__(-1, 0)
-
-    def add(self, data: memoryview) -> None:
-        self._checksum(data)
 
 
 # -- Reading -----------------------------------------------------------------------------------------------------------
@@ -319,29 +269,34 @@ def unreadable(error: OSError) -> str:
     return f"{explain(error)}{'; the checkpoint is not complete, load another one' if missing else ''}"
 
 
-def open_file(path: str, size: int | None) -> int:
-    """Open a regular file for reading, not through a link.
-
-    Raises:
-        CheckpointError: it is missing, another kind of file, or of another size than the record says.
-    """
+@contextlib.contextmanager
+def open_file(path: str, size: int | None) -> Iterator[int]:
+    """Context: a regular file for reading, not through a link; raises where it is missing, something else, or not of ``size``."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise CheckpointError(unreadable(error)) from error
-    status = os.fstat(fd)
-    problem = ""
-    if not stat.S_ISREG(status.st_mode):
-        problem = "is not a regular file"
-    elif size is not None and status.st_size != size:
-        problem = f"has {status.st_size} bytes, and {size} were written; it was cut or changed, load another checkpoint"
-    if problem:
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{path}: is not a regular file")
+        if size is not None:
+            check_size(path, status.st_size, size)
+        with naming(path):
+            yield fd
+    finally:
         os.close(fd)
-        raise CheckpointError(f"{path}: {problem}")
-    return fd
 
 
-def write_all(fd: int, content: bytes | memoryview) -> None:
+def check_size(path: str, found: int, written: int) -> None:
+    """Refuse a file of a checkpoint that has another size than the record says."""
+    if found != written:
+        raise CheckpointError(
+            f"{path}: has {found} bytes, and {written} were written; it was cut or changed, load another checkpoint"
+        )
+
+
+def write_all(fd: int, content: bytes | bytearray | memoryview) -> None:
     """Write all of it."""
     view = memoryview(content)
     while view:
@@ -349,12 +304,8 @@ def write_all(fd: int, content: bytes | memoryview) -> None:
 
 
 def read_into(fd: int, path: str, views: list[memoryview], offset: int) -> None:
-    """Fill ``views`` with the bytes from ``offset`` on.
-
-    Raises:
-        CheckpointError: the file ends before, or cannot be read.
-    """
-    at = 0
+    """Fill ``views`` with the bytes from ``offset`` on; raises where the file ends before."""
+    views, at = [view for view in views if view], 0
     while at < len(views):
         try:
             count = os.preadv(fd, views[at : at + _MAX_VECTORS], offset)
@@ -373,32 +324,19 @@ def read_into(fd: int, path: str, views: list[memoryview], offset: int) -> None:
 
 
 def read_header(fd: int, path: str) -> bytearray:
-    """The first bytes of a safetensors file up to its data; none where it has not as many as they say.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    with naming(path):
-        size, length = os.fstat(fd).st_size, 8 + int.from_bytes(os.pread(fd, 8, 0), "little")
+    """The first bytes of a safetensors file up to its data; none where it has not as many as they say."""
+    size, length = os.fstat(fd).st_size, 8 + int.from_bytes(os.pread(fd, 8, 0), "little")
     content = bytearray(length if length <= min(size, MAX_HEADER + 8) else 0)
-    if content:
-        read_into(fd, path, [memoryview(content)], 0)
+    read_into(fd, path, [memoryview(content)], 0)
     return content
 
 
 def read_whole(path: str, limit: int, kind: str) -> bytes:
-    """A small file.
-
-    Raises:
-        CheckpointError: it is missing, or too large for ``kind`` (a record, say).
-    """
-    fd = open_file(path, None)
-    try:
+    """A small file; raises where it is missing, or too large for ``kind`` (a record, say)."""
+    with open_file(path, None) as fd:
         size = os.fstat(fd).st_size
         if size > limit:
             raise CheckpointError(f"{path}: {size} bytes are too many for {kind}")
         content = bytearray(size)
-        read_into(fd, path, [memoryview(content)] if size else [], 0)
-    finally:
-        os.close(fd)
+        read_into(fd, path, [memoryview(content)], 0)
     return bytes(content)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import binascii
 import collections
 import json
 import math
@@ -13,11 +12,12 @@ import sys
 from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 
 from ..errors import CheckpointError
+from .failures import MALFORMED
 from .safetensors import BY_NAME, ITEM_BYTES, MAX_DIMS, NAMES, check_tensor, from_bytes, to_bytes
 
 #: A JSON object with this key is not a dict, but the value of the type that it names.
@@ -58,11 +58,7 @@ class Encoder:
         self._keep = keep
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Json:
-        """The JSON of a value.
-
-        Raises:
-            CheckpointError: it cannot be stored; names its path.
-        """
+        """The JSON of a value; refuses what cannot be stored, by its path."""
         if depth > DEPTH:
             raise CheckpointError(f"{path}: nested more than {DEPTH} levels deep, or a container that holds itself")
         kind = type(value)
@@ -84,7 +80,10 @@ class Encoder:
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
             return self._numpy(value, path, isinstance(value, numpy.generic))
-        return refuse(value, path)
+        raise CheckpointError(
+            f"{path} is a {_kind(value)}, which cannot be stored without pickle; store what it consists of (numbers, strings, "
+            "bytes, dicts, lists, tuples, sets, tensors, numpy arrays), or give it state_dict() and load_state_dict()"
+        )
 
     def _container(self, value: Any, path: str, depth: int) -> Json:
         kind = type(value)
@@ -120,11 +119,7 @@ class Encoder:
         return [list(pair) for pair in zip(self.keys(value, path, depth), items, strict=True)]
 
     def keys(self, value: Any, path: str, depth: int = 0) -> list[Json]:
-        """The JSON of a dict's keys, or of a set's members.
-
-        Raises:
-            CheckpointError: one could not be found again under what is stored of it.
-        """
+        """The JSON of a dict's keys, or of a set's members; refuses those that could not be found again under it."""
         for key in value:
             if not _is_known_by_value(key):
                 raise CheckpointError(
@@ -167,14 +162,6 @@ class Encoder:
         return {**tagged, "data": _text(data)}
 
 
-def refuse(value: Any, path: str) -> NoReturn:
-    """Say that a value cannot be stored, and what could be."""
-    raise CheckpointError(
-        f"{path} is a {_kind(value)}, which cannot be stored without pickle; store what it consists of (numbers, strings, "
-        "bytes, dicts, lists, tuples, sets, tensors, numpy arrays), or give it state_dict() and load_state_dict()"
-    )
-
-
 def _kind(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
@@ -187,12 +174,7 @@ def _is_known_by_value(key: Any) -> bool:
 
 
 def _check_hashes(keys: Iterable[Any]) -> None:
-    """Refuse keys of which very many have one hash, as only numbers do that were chosen so.
-
-    Raises:
-        ValueError: there are such.
-        TypeError: one has no hash.
-    """
+    """Refuse (ValueError) keys of which very many have one hash, as only numbers do that were chosen so."""
     if max(collections.Counter(map(hash, keys)).values(), default=0) > _SAME_HASH:
         raise ValueError(f"more than {_SAME_HASH} keys of one dict or set have the same hash")
 
@@ -244,14 +226,10 @@ class Decoder:
         return id(data) in self._objects
 
     def decode(self, data: Json) -> Any:
-        """The value.
-
-        Raises:
-            CheckpointError: it is not such JSON.
-        """
+        """The value; raises where ``data`` is no such JSON."""
         try:
             return self._decode(data, 0)
-        except (KeyError, ValueError, TypeError, OverflowError, RuntimeError, AttributeError, binascii.Error) as error:
+        except MALFORMED as error:
             raise CheckpointError(
                 f"{self.source}: a value that accel did not write ({type(error).__name__}: {error})"
             ) from error
@@ -325,11 +303,7 @@ def _of(kind: type, data: Json, key: str) -> Any:
 
 
 def items_in(data: Json) -> list[Json]:
-    """What a container's JSON has of its items.
-
-    Raises:
-        ValueError: it is no list.
-    """
+    """What a container's JSON has of its items; a ValueError where that is no list."""
     return list(_of(list, data, "items"))
 
 
@@ -338,12 +312,8 @@ def _bytes(data: Json) -> bytes:
 
 
 def _shape(data: Json) -> tuple[int, ...]:
-    shape = data["shape"]
-    if (
-        not isinstance(shape, list)
-        or len(shape) > MAX_DIMS
-        or not all(type(n) is int and 0 <= n < 2**48 for n in shape)
-    ):
+    shape = _of(list, data, "shape")
+    if len(shape) > MAX_DIMS or not all(type(n) is int and 0 <= n < 2**48 for n in shape):
         raise ValueError(f"shape {shape!r}")
     return tuple(shape)
 
@@ -374,11 +344,7 @@ def _numbers(items: Sequence[Any], count: int, *kinds: type) -> Sequence[Any]:
 
 
 def members(items: list[Any]) -> list[Any]:
-    """The keys of a dict or the members of a set, of which no two are equal.
-
-    Raises:
-        ValueError: two are, or very many have one hash.
-    """
+    """The keys of a dict or the members of a set; a ValueError where two are equal, or very many have one hash."""
     _check_hashes(items)
     if len(set(items)) != len(items):
         raise ValueError("a set or dict has the same key twice")

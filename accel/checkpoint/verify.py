@@ -7,21 +7,19 @@ import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 
-from ..errors import CheckpointError
-from ..process import running
 from ..process.control import locked
 from ..process.environments import Place
 from . import folder, record
-from .failures import exchange, on_every_rank, on_running_ranks
+from .failures import exchange, on_every_rank, on_running_ranks, parsing
 from .match import children_of, objects_in
 from .objects import ModuleObject, OptimizerObject, RankObject, StatefulObject, StateObject, TensorObject
 from .reader import Reader
 from .record import Record
-from .safetensors import BY_NAME, CHUNK, chunks_of
+from .safetensors import BY_NAME, CHUNK, chunks_of, from_bytes, memory
 from .state import KEPT
 from .values import DEPTH, TAG, Decoder, Json
 
@@ -29,11 +27,7 @@ _BATCH: Final = 64  # chunks between two words of progress
 
 
 def verify_needed(reader: Reader, found: Record, needs: Sequence[tuple[str, int, int]], place: Place) -> None:
-    """Compare the checksums of all chunks that some rank needs, each on one rank of each host. Collective.
-
-    Raises:
-        CheckpointError: a file is missing, cut or damaged; on every rank.
-    """
+    """Compare the checksums of all chunks that some rank needs, each on one rank of each host. Collective."""
     sizes = torch.tensor([chunks_of(file.size) for file in found.files], dtype=torch.int64, device="cpu")
     bases = (sizes.cumsum(0) - sizes).tolist()
 
@@ -43,7 +37,7 @@ def verify_needed(reader: Reader, found: Record, needs: Sequence[tuple[str, int,
         for need in needs:
             for file, first, last in reader.chunks(*need):
                 needed[bases[file] + first : bases[file] + last] = True
-        return needed, (socket.gethostname(), zlib.compress(bytes(needed.tolist()), 1))
+        return needed, (socket.gethostname(), zlib.compress(memory(needed), 1))
 
     needed, told = exchange("accel.load (the files)", mark)
     neighbours = [rank for rank, (host, _) in enumerate(told) if host == told[place.rank][0]]
@@ -62,12 +56,8 @@ def verify_needed(reader: Reader, found: Record, needs: Sequence[tuple[str, int,
 
 
 def _mask(packed: bytes) -> torch.Tensor:
-    content = bytearray(zlib.decompress(packed))
-    return (
-        torch.frombuffer(content, dtype=torch.uint8).bool()
-        if content
-        else torch.empty(0, dtype=torch.bool, device="cpu")
-    )
+    content = zlib.decompress(packed)
+    return from_bytes(content, torch.bool, (len(content),))
 
 
 def _share(everyone: torch.Tensor, me: int) -> torch.Tensor:
@@ -85,19 +75,11 @@ def verify(dir: str | os.PathLike[str]) -> None:
         CheckpointError: names what is missing, damaged or nonsense.
     """
     directory = folder.absolute(dir)
-    process = running()
-    rank, world = (0, 1) if process is None else (process.place.rank, process.place.world_size)
-
-    on_running_ranks("accel.verify", lambda: compare_all(directory, rank, world))
+    on_running_ranks("accel.verify", lambda rank, world: compare_all(directory, rank, world))
 
 
 def compare_all(directory: str, rank: int, world: int, progress: Callable[[int], Any] = lambda nbytes: None) -> None:
-    """Compare one rank's share of all chunks; ``progress`` hears how many bytes are done.
-
-    Raises:
-        CheckpointError: names what is missing or damaged.
-        OSError: a file cannot be read.
-    """
+    """Compare one rank's share of all chunks, and the record; ``progress`` hears how many more bytes are done."""
     found, _ = record.read(directory)
     check_record(found, os.path.join(directory, record.NAME))
     reader = Reader(directory, found, stream=False)
@@ -121,64 +103,46 @@ _KINDS: Final[dict[str, type[StateObject]]] = {
 
 
 def check_record(record: Record, source: str) -> set[int]:
-    """Refuse a record that accel did not write; returns what ``objects_in`` finds in its values.
+    """Refuse a record that accel did not write; returns what ``objects_in`` finds in its values."""
+    named: set[str] = set()
 
-    Raises:
-        CheckpointError: names the file, and what in it cannot be.
-    """
-    try:
-        objects = objects_in(record.values)
-        _Check(record, source, objects).all()
-        return objects
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{source} does not keep to the format of accel's checkpoints ({type(error).__name__}: {error})"
-        ) from error
-
-
-@final
-class _Check:
-    """The check of one record."""
-
-    def __init__(self, record: Record, source: str, objects: set[int]) -> None:
-        self._record = record
-        self._objects = objects
-        self._named: set[str] = set()
-        self._decoder = Decoder(source, self._fetch, self._objects)
-
-    def _fetch(self, name: str) -> torch.Tensor:
+    def fetch(name: str) -> torch.Tensor:
         """A kept tensor without its memory; accel keeps each for one value only, so that no record says more than it holds."""
-        if not name.startswith(KEPT) or name not in self._record.tensors or name in self._named:
+        if not name.startswith(KEPT) or name not in record.tensors or name in named:
             raise ValueError(f"a value names the tensor {name!r}, which is another's or not in the checkpoint")
-        self._named.add(name)
-        stored = self._record.tensors[name]
+        named.add(name)
+        stored = record.tensors[name]
         return torch.empty(stored.shape, dtype=BY_NAME[stored.dtype], device="meta")
 
-    def all(self) -> None:
-        """The whole record."""
-        self._visit(self._record.values, 0)
-        for own in self._record.ranks:
+    with parsing(f"{source} does not keep to the format of accel's checkpoints"):
+        objects = objects_in(record.values)
+        decoder = Decoder(source, fetch, objects)
+        _check(record.values, decoder, record.ranks, 0)
+        for own in record.ranks:
             for value in own.values():
-                self._decoder.decode(value)
+                decoder.decode(value)
+        return objects
 
-    def _visit(self, node: Json, depth: int) -> None:
-        if id(node) not in self._objects:
-            self._decoder.decode(node)
-        elif isinstance(node, dict) and str(node.get(TAG)) in _KINDS:
-            self._object(node)
-        else:
-            children = children_of(node, self._decoder)
-            if children is None or depth > DEPTH:
-                raise ValueError(f"a {node[TAG]} holds an object" if children is None else "nested too deeply")
-            for child in children.values():
-                self._visit(child, depth + 1)
 
-    def _object(self, node: Mapping[str, Any]) -> None:
-        cls = _KINDS[node[TAG]]
-        cls.check(node)
-        if type(node.get("name", "")) is not str:
-            raise ValueError(f"the name of a {cls.kind} is no string")
-        for value in cls.encoded(node):
-            self._decoder.decode(value)
-        if cls is RankObject and not all(node["name"] in own for own in self._record.ranks):
-            raise ValueError(f"the values of a rank lack {node['name']!r}")
+def _check(node: Json, decoder: Decoder, ranks: Sequence[Mapping[str, Any]], depth: int) -> None:
+    if not decoder.holds_object(node):
+        decoder.decode(node)
+    elif isinstance(node, dict) and str(node.get(TAG)) in _KINDS:
+        _check_object(node, decoder, ranks)
+    else:
+        children = children_of(node, decoder)
+        if children is None or depth > DEPTH:
+            raise ValueError(f"a {node[TAG]} holds an object" if children is None else "nested too deeply")
+        for child in children.values():
+            _check(child, decoder, ranks, depth + 1)
+
+
+def _check_object(node: Mapping[str, Any], decoder: Decoder, ranks: Sequence[Mapping[str, Any]]) -> None:
+    cls = _KINDS[node[TAG]]
+    cls.check(node)
+    if type(node.get("name", "")) is not str:
+        raise ValueError(f"the name of a {cls.kind} is no string")
+    for value in cls.encoded(node):
+        decoder.decode(value)
+    if cls is RankObject and not (ranks and all(node["name"] in own for own in ranks)):
+        raise ValueError(f"the values of a rank lack {node['name']!r}")

@@ -14,8 +14,8 @@ from torch import nn
 
 from ..errors import CheckpointError
 from . import record
+from .failures import parsing
 from .match import objects_in
-from .reader import PlainFile
 from .record import FILE_NAME, Record, Stored
 from .safetensors import BY_NAME, MAX_DIMS, Entry, Header, no_duplicates, parse_header
 from .shards import Written, checksum, open_file, read_header, read_whole
@@ -47,27 +47,23 @@ class Checkpoint:
         record: what is there.
         digits: equal where two ranks see the same.
         objects: the ids of the nodes of the record's values that are, or hold, objects of a state.
-        plain: the files, where another library wrote them.
+        headers: of the record's files, where another library wrote them, without checksums.
     """
 
     directory: str
     record: Record
     digits: str
     objects: Container[int]
-    plain: Sequence[PlainFile] | None = None
+    headers: Sequence[Header] | None = None
 
     @property
     def path(self) -> str:
         """What errors name."""
-        return self.directory if self.plain is not None else os.path.join(self.directory, record.NAME)
+        return self.directory if self.headers is not None else os.path.join(self.directory, record.NAME)
 
 
 def open_checkpoint(directory: str, state: Any) -> Checkpoint:
-    """A checkpoint, or weights for the one model of ``state``.
-
-    Raises:
-        CheckpointError: there is neither, or it is damaged.
-    """
+    """A checkpoint, or weights for the one model of ``state``; raises where there is neither, or it is damaged."""
     if not is_weights_alone(directory):
         whole, digits = record.read(directory)
         return Checkpoint(directory, whole, digits, check_record(whole, os.path.join(directory, record.NAME)))
@@ -81,18 +77,14 @@ def open_checkpoint(directory: str, state: Any) -> Checkpoint:
     name = models[0][0] if models else "model"
     files, digits = read_weights(directory)
     tensors: dict[str, Stored] = {}
-    plain = []
-    for number, (file, entries) in enumerate(files):
-        renamed = {f"{name}/{key}": entry for key, entry in entries.items()}
-        tensors |= {
-            key: Stored(e.dtype, e.shape, ((number, 0, e.count, 1),) if e.count else ()) for key, e in renamed.items()
-        }
-        described = {f"{name}/{key}": told for key, told in file.header.entries.items()}
-        plain.append(PlainFile(file.path, Header(file.header.size, described)))
-    written = [Written(os.path.basename(f.path), os.stat(f.path).st_size, ()) for f in plain]
+    for number, (_, _, entries) in enumerate(files):
+        for key, e in entries.items():
+            tensors[f"{name}/{key}"] = Stored(e.dtype, e.shape, ((number, 0, e.count, 1),) if e.count else ())
+    headers = [Header(h.size, {f"{name}/{key}": told for key, told in h.entries.items()}) for _, h, _ in files]
     values = _values(state, models[0][1]) if models else {}
+    written = [file for file, *_ in files]
     whole = Record(id="", time=0.0, world_size=1, files=written, tensors=tensors, values=values)
-    return Checkpoint(directory, whole, digits, objects_in(values), plain)
+    return Checkpoint(directory, whole, digits, objects_in(values), headers)
 
 
 def present(directory: str) -> list[str]:
@@ -102,11 +94,7 @@ def present(directory: str) -> list[str]:
 
 
 def is_weights_alone(directory: str) -> bool:
-    """Whether a directory has weights under the names that other libraries use, and no checkpoint of accel.
-
-    Raises:
-        CheckpointError: it has neither, and its directories have weights, as those of a pipeline's components.
-    """
+    """Whether a directory has weights under other libraries' names, and no checkpoint; raises where its directories have some."""
     if record.exists(directory):
         return False
     if present(directory):
@@ -144,54 +132,47 @@ def _values(value: Any, target: str, path: str = "state") -> Any:
 # -- the files --------------------------------------------------------------------------------------------------------
 
 
-def read_weights(directory: str) -> tuple[list[tuple[PlainFile, dict[str, Entry]]], str]:
-    """The files with the entries that count, and a checksum of all headers.
+#: A file by its path, its header, and the entries that count.
+_File = tuple[Written, Header, dict[str, Entry]]
 
-    Raises:
-        CheckpointError: a file is missing or damaged, is outside of the directory, or the index does not fit the files.
-    """
+
+def read_weights(directory: str) -> tuple[list[_File], str]:
+    """The files, and a checksum of all headers; raises where one is missing, damaged, elsewhere, or not as the index says."""
     names = present(directory)
     if len(names) > 1:
         raise CheckpointError(
             f"{directory} has {' and '.join(names)}, of which libraries take different ones: remove the one that is out of date"
         )
     if names[0].endswith(".safetensors"):
-        plain, entries, own = _read_file(directory, names[0])
-        return [(plain, entries)], own
+        file, own = _read_file(directory, names[0])
+        return [file], own
     content = read_whole(inside(directory, names[0]), _MAX_INDEX, "an index")
-    places = _weight_map(content, os.path.join(directory, names[0]))
     by_file: dict[str, set[str]] = {}
-    for key, file in places.items():
-        by_file.setdefault(file, set()).add(key)
+    for key, name in _weight_map(content, os.path.join(directory, names[0])).items():
+        by_file.setdefault(name, set()).add(key)
     found, digits = [], [checksum(content)]
-    for file, keys in sorted(by_file.items()):
-        plain, entries, own = _read_file(directory, file)
+    for name, keys in sorted(by_file.items()):
+        (written, header, entries), own = _read_file(directory, name)
         if lacking := sorted(keys - entries.keys()):
-            raise CheckpointError(f"{plain.path}: has no {', '.join(lacking[:5])}, which {names[0]} says is in it")
-        found.append((plain, {key: entry for key, entry in entries.items() if key in keys}))
+            raise CheckpointError(f"{written.name}: has no {', '.join(lacking[:5])}, which {names[0]} says is in it")
+        found.append((written, header, {key: entry for key, entry in entries.items() if key in keys}))
         digits.append(own)
     return found, checksum("".join(digits).encode())
 
 
 def _weight_map(content: bytes, path: str) -> Mapping[str, str]:
-    try:
+    with parsing(f"{path} is no index of weights"):
         places = json.loads(content, object_pairs_hook=no_duplicates)["weight_map"]
-        bad = [f for f in places.values() if not isinstance(f, str) or not FILE_NAME.fullmatch(f)]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no index of weights ({type(error).__name__}: {error})") from error
-    if bad or not places:
-        raise CheckpointError(
-            f"{path}: {f'{bad[0]!r} is not a name of a file of this directory' if bad else 'it names no tensor'}"
-        )
-    return dict(places)
+        for file in places.values():
+            if not isinstance(file, str) or not FILE_NAME.fullmatch(file):
+                raise ValueError(f"{file!r} is not a name of a file of this directory")
+        if not places:
+            raise ValueError("it names no tensor")
+        return dict(places)
 
 
 def inside(directory: str, name: str) -> str:
-    """The path of a file of a directory, which a link may lead to only where a hub's cache keeps its files.
-
-    Raises:
-        CheckpointError: the link leads elsewhere.
-    """
+    """The path of a file of a directory; refuses a link elsewhere, but where a hub's cache keeps its files."""
     real = os.path.realpath(directory)
     path = os.path.realpath(os.path.join(real, name))
     # <cache>/snapshots/<revision>, and in it the directory of a pipeline's component
@@ -203,23 +184,18 @@ def inside(directory: str, name: str) -> str:
     return path
 
 
-def _read_file(directory: str, name: str) -> tuple[PlainFile, dict[str, Entry], str]:
+def _read_file(directory: str, name: str) -> tuple[_File, str]:
     path = inside(directory, name)
-    fd = open_file(path, None)
-    try:
+    with open_file(path, None) as fd:
         size, content = os.fstat(fd).st_size, bytes(read_header(fd, path))
-    finally:
-        os.close(fd)
-    try:
+    with parsing(f"{path} is not a whole safetensors file"):
         if not content:
             raise ValueError(f"its header would be larger than its {size} bytes, or than any header")
-        header, _ = parse_header(content, size)
+        header = parse_header(content, size, checked=False)
         entries = {key: _entry(key, described) for key, described in header.entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file ({error})") from error
     # The rest of accel asks for its own form of an entry.
     forms = {key: e.described(header.entries[key]["data_offsets"][0])[1] for key, e in entries.items()}
-    return PlainFile(path, Header(header.size, forms)), entries, checksum(b"%d " % size + content)
+    return (Written(path, size, ()), Header(header.size, forms), entries), checksum(b"%d " % size + content)
 
 
 def _entry(key: str, described: Mapping[str, Any]) -> Entry:

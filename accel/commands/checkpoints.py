@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import os
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..checkpoint import folder, foreign, latest
-from ..checkpoint.export import write_export
-from ..checkpoint.failures import explain
+from ..checkpoint import folder, foreign
+from ..checkpoint.export import plan_export, write_export
+from ..checkpoint.failures import on_running_ranks
 from ..checkpoint.reader import Reader
 from ..checkpoint.record import Record, read
 from ..checkpoint.safetensors import ITEM_BYTES
 from ..checkpoint.verify import compare_all
 from ..checkpoint.weights import STEMS
-from ..errors import CheckpointError
 from ..memory import new_figure, write_figure
 from . import Command
 
@@ -41,12 +40,11 @@ def convert(args: argparse.Namespace) -> int:
 
     Pickled objects in it are refused, not run.
     """
-    with Bar("convert") as progress:
-        found = foreign.convert(
-            folder.absolute(args.source),
-            folder.absolute(args.directory),
-            optimizer=not args.no_optimizer,
-            progress=progress,
+    source, directory = folder.absolute(args.source), folder.absolute(args.directory)
+    with progress_bar("convert") as progress:
+        found = on_running_ranks(
+            "accel.import_checkpoint",
+            lambda *_: foreign.convert(source, directory, optimizer=not args.no_optimizer, progress=progress),
         )
     for kind, names in found.items():
         if names:
@@ -145,18 +143,12 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export(args: argparse.Namespace) -> int:
     """Write a model of a checkpoint as safetensors files for transformers, vLLM and diffusers."""
-    directory, out = folder.absolute(args.directory), folder.absolute(args.out)
-    with Bar("export") as progress:
-        write_export(
-            directory,
-            out,
-            name=args.name,
-            max_shard_size=args.max_shard_size,
-            dtype=args.dtype,
-            overwrite=args.overwrite,
-            library=args.library,
-            progress=progress,
-            begin=progress.begin,
+    planned = plan_export(folder.absolute(args.directory), args.name, args.max_shard_size, args.dtype)
+    out = folder.absolute(args.out)
+    with progress_bar("export", planned.nbytes) as progress:
+        on_running_ranks(
+            "accel.export",
+            lambda *_: write_export(planned, out, args.library, overwrite=args.overwrite, progress=progress),
         )
     print(f"{args.directory}: exported to {args.out}")
     return 0
@@ -184,11 +176,7 @@ def file_bytes(record: Record) -> list[dict[str, int]]:
 
 
 def save_picture(record: Record, title: str, path: str | os.PathLike[str]) -> Path:
-    """A bar for each file, in parts for the objects of the state; the form is by the suffix.
-
-    Raises:
-        AccelError: matplotlib is missing, or cannot write such a file.
-    """
+    """A bar for each file, in parts for the objects of the state; the form is by the suffix."""
     files = file_bytes(record)[:_FILES]
     leaves = list(dict.fromkeys(leaf for file in files for leaf in file))
     labels = [file.name for file in record.files[: len(files)]]
@@ -196,7 +184,7 @@ def save_picture(record: Record, title: str, path: str | os.PathLike[str]) -> Pa
     axes = figure.subplots()
     starts = [0.0] * len(files)
     for group in (*((leaf,) for leaf in leaves[:_OBJECTS]), tuple(leaves[_OBJECTS:])):
-        sizes = _sizes(files, group)
+        sizes = [sum(file.get(leaf, 0) for leaf in group) / 2**20 for file in files]
         if any(sizes):
             axes.barh(labels, sizes, left=starts, label=group[0] if len(group) == 1 else f"{len(group)} more")
         starts = [start + size for start, size in zip(starts, sizes, strict=True)]
@@ -211,10 +199,6 @@ def save_picture(record: Record, title: str, path: str | os.PathLike[str]) -> Pa
     return write_figure(figure, path)
 
 
-def _sizes(files: Sequence[dict[str, int]], group: Sequence[str]) -> list[float]:
-    return [sum(file.get(leaf, 0) for leaf in group) / 2**20 for file in files]
-
-
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", help="a checkpoint, or a directory of some: then the newest")
     parser.add_argument("--plot", metavar="PATH", help="draw how it lies in its files, too")
@@ -226,7 +210,7 @@ def inspect(args: argparse.Namespace) -> int:
 
     Reads the record only; `verify` compares the bytes.
     """
-    directory = latest(args.directory) or args.directory
+    directory = folder.latest(args.directory) or args.directory
     record, _ = read(folder.absolute(directory))
     if args.values:
         print(json.dumps(record.values, indent=2))
@@ -241,8 +225,6 @@ def inspect(args: argparse.Namespace) -> int:
     for name, tensor in record.tensors.items():
         pieces = sum(part[3] for part in tensor.parts)
         print(f"  {name:{width}}  {tensor.dtype:5} {list(tensor.shape)}{f' in {pieces} parts' if pieces > 1 else ''}")
-    if not isinstance(record.values, dict):
-        raise CheckpointError(f"{directory}: the values are no object")
     for key, value in record.values.items():
         text = json.dumps(value)
         print(f"  {key} = {text if len(text) <= 100 else text[:97] + '...'}")
@@ -262,11 +244,8 @@ def verify(args: argparse.Namespace) -> int:
     """Compare every byte of a checkpoint with its checksums."""
     for directory in args.directory:
         path = folder.absolute(directory)
-        with Bar("verify", read(path)[0].nbytes) as progress:
-            try:
-                compare_all(path, 0, 1, progress)
-            except OSError as error:
-                raise CheckpointError(explain(error)) from error
+        with progress_bar("verify", read(path)[0].nbytes) as progress:
+            on_running_ranks("accel.verify", functools.partial(compare_all, path, progress=progress))
         print(f"{directory}: every byte is as it was written")
     return 0
 
@@ -274,37 +253,18 @@ def verify(args: argparse.Namespace) -> int:
 # -- How far long work has come, for a person who watches a terminal ---------------------------------------------------
 
 
-class Bar:
-    """Is called with how many more bytes are done, and draws a bar where stderr is a terminal and tqdm is there. A context.
-
-    Args:
-        what: is done.
-        total: how many bytes it will be; None where ``begin`` tells.
-    """
-
-    def __init__(self, what: str, total: int | None = None) -> None:
-        self._bar: Any = None
-        if sys.stderr.isatty():
-            with contextlib.suppress(ImportError):
-                from tqdm import tqdm
-
-                self._bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False)
-
-    def __call__(self, nbytes: int) -> None:
-        if self._bar is not None:
-            self._bar.update(nbytes)
-
-    def begin(self, total: int) -> None:
-        """Learn how many bytes it will be."""
-        if self._bar is not None:
-            self._bar.reset(total)
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+@contextlib.contextmanager
+def progress_bar(what: str, total: int | None = None) -> Iterator[Callable[[int], Any]]:
+    """Context: is told how many more bytes are done, of ``total``; a bar where stderr is a terminal and tqdm is there."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        tqdm = None
+    if tqdm is None:
+        yield lambda nbytes: None
+        return
+    with tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False, disable=None) as bar:
+        yield bar.update
 
 
 COMMANDS = {

@@ -95,11 +95,7 @@ def parse_optimizer(text: str) -> tuple[Any, dict[str, Any]]:
 
 
 def build(target: str) -> nn.Module:
-    """The model that ``module:factory`` gives on the meta device.
-
-    Raises:
-        AccelError: what of it does not exist, fails, or is no model.
-    """
+    """The model that ``module:factory`` gives on the meta device."""
     module_name, _, path = target.partition(":")
     if not module_name or not path:
         raise AccelError(f"{target!r}: expected module:factory, such as mymodels:gpt or package.models:GPT.large")

@@ -73,7 +73,7 @@ def simulate(world: int, tensors: int, loading: int, directory: str) -> Scale:
     packed = [_pack(rank, world, table) for rank in range(world)]
     assert packed[world // 2].numbers == listing.pack(0).numbers
     plan, plan_s = _timed(lambda: make_layout(unpack(packed), world))
-    assert len(write_items(plan, world // 2, mine)) == sum(one.shard.tensor.numel() > 0 for one in mine)
+    assert len(write_items(world // 2, plan, mine)) == sum(one.shard.tensor.numel() > 0 for one in mine)
 
     found = parts(plan.ranges, torch.arange(world))
     stored = {name: Stored(dtype, shape, tuple(found.get(i, ()))) for i, (name, dtype, shape) in enumerate(table)}
