@@ -248,10 +248,7 @@ def digest(value: Any) -> str:
 class Inventory:
     """The ranges on one rank.
 
-    Args:
-        table: the tensors.
-        numbers: int64, a column for each range: number of the tensor, first element, number of elements, and what they
-            hold (0: not compared).
+    ``numbers`` is int64, a column for each: tensor's number, first element, number of elements, what they hold (0: not compared).
     """
 
     table: list[Row]

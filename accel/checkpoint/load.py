@@ -29,7 +29,7 @@ from .objects import ModuleObject, RankObject, StatefulObject, StateObject, Tens
 from .reader import Reader
 from .record import Stored
 from .safetensors import BY_NAME, memory
-from .state import KEPT, State
+from .state import OF_VALUES, State
 from .values import Decoder, Json
 from .verify import verify_needed
 from .weights import Checkpoint, is_weights_alone, open_checkpoint
@@ -99,7 +99,7 @@ def _open(dir: str | os.PathLike[str], state: Any, options: tuple[object, ...]) 
         background.wait()
         found = open_checkpoint(folder.absolute(dir), state)
         # Before anything is made in the sizes that the record names.
-        reads = state is not None or any(name.startswith(KEPT) for name in found.record.tensors)
+        reads = state is not None or any(name.startswith(OF_VALUES) for name in found.record.tensors)
         if reads and found.headers is None and current().place.rank == 0:
             folder.check_sizes(found.directory, found.record)
         return found, (found.directory, found.digits, options)
@@ -148,7 +148,7 @@ class Loading:
         self.rank = rank
         self.path = checkpoint.path
         self.reader = Reader(checkpoint.directory, self.found, stream=stream, headers=checkpoint.headers)
-        self._kept: dict[str, torch.Tensor] = {}
+        self._of_values: dict[str, torch.Tensor] = {}
         self._decoder = Decoder(self.path, self._fetch, checkpoint.objects)
         self._wanted: list[tuple[str, int, torch.Tensor]] = []
         self._tied: list[tuple[str, str]] = []
@@ -163,9 +163,9 @@ class Loading:
             self._find_slots(one, node, undo, convert, planned)
 
     def _fetch(self, name: str) -> torch.Tensor:
-        if name not in self._kept:
-            self._kept[name] = self.reader.read(name)
-        return self._kept[name].clone()
+        if name not in self._of_values:
+            self._of_values[name] = self.reader.read(name)
+        return self._of_values[name].clone()
 
     def _find_slots(
         self, one: StateObject, node: Json, undo: contextlib.ExitStack, convert: bool, planned: bool

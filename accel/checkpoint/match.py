@@ -18,7 +18,7 @@ from .failures import parsing
 from .objects import StateObject
 from .record import Stored
 from .safetensors import BY_NAME
-from .state import KEPT, State, below, component, former_component, is_object, items_of
+from .state import OF_VALUES, State, below, component, former_component, is_object, items_of
 from .values import TAG, Decoder, Json, items_in, members, place
 
 logger = logging.getLogger("accel")
@@ -195,7 +195,7 @@ _CONTAINERS: Final = (dict, list)
 
 
 def _is_saved_object(node: dict[str, Json]) -> bool:
-    tensor = node.get(TAG) == "tensor" and not str(node.get("name", KEPT)).startswith(KEPT)
+    tensor = node.get(TAG) == "tensor" and not str(node.get("name", OF_VALUES)).startswith(OF_VALUES)
     return tensor or str(node.get(TAG)) in _OBJECTS
 
 

@@ -45,8 +45,9 @@ class StateObject:
     kind: ClassVar[str]
     #: What a saved node must have, with its type.
     fields: ClassVar[Mapping[str, type]] = {}
-    #: Its node is made of all ranks' ``value``; else rank 0's is taken.
+    #: Its node is made of all ranks' ``value``, which have parts of what is under ``divided``; else rank 0's is taken.
     merged = False
+    divided: ClassVar[str] = ""
     #: The engine that must hear that its slots were filled.
     engine: Engine | None = None
 
@@ -62,11 +63,12 @@ class StateObject:
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         """The rest of its node, as this rank knows it. Local."""
-        return {}
+        return {"name": self.name}
 
     def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
         """The rest of its node, of all ranks' ``value``, where ``merged``."""
-        return values[0]
+        parts = [value[self.divided] for value in reversed(values)]
+        return {**values[0], self.divided: {name: item for part in parts for name, item in part.items()}}
 
     @classmethod
     def check(cls, node: Mapping[str, Json]) -> None:
@@ -141,9 +143,6 @@ class TensorObject(StateObject):
     def ranges(self) -> Iterator[LocalRange]:
         yield LocalRange(shard.whole(self.name, self._tensor), equal=False)
 
-    def value(self, encoder: Encoder) -> dict[str, Json]:
-        return {"name": self.name}
-
     def problem(self, node: Mapping[str, Json]) -> str:
         return "" if "name" in node else "the checkpoint has a small tensor inside a value here"
 
@@ -166,9 +165,6 @@ class RankObject(StateObject):
         """This rank's value."""
         return encoder.encode(self._object.state_dict(), self.path)
 
-    def value(self, encoder: Encoder) -> dict[str, Json]:
-        return {"name": self.name}
-
     def fill_own(self, values: Sequence[Json], decoder: Decoder, rank: int) -> None:
         """Take over this rank's value; a rank that the saving job did not have draws numbers of its own."""
         state = decoder.decode(values[rank % len(values)])
@@ -185,6 +181,7 @@ class ModuleObject(StateObject):
     """A module: raw, of an engine, or a part of an engine's module."""
 
     kind = "module"
+    divided = "extra"
     fields: ClassVar[Mapping[str, type]] = {"extra": dict}
 
     def __init__(self, name: str, path: str, module: nn.Module, engine: Engine | None, prefix: str) -> None:
@@ -237,9 +234,6 @@ class ModuleObject(StateObject):
         # What only one rank has cannot be in the shards, whose plan is made of tensors that all ranks know of.
         return {"extra": (Encoder(None) if self.merged else encoder).encode(extra, f"{self.path}.state_dict()")}
 
-    def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
-        return {"extra": {name: extra for value in reversed(values) for name, extra in value["extra"].items()}}
-
     def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
         return [(s.name, s) for s in self._shards()]
 
@@ -265,6 +259,7 @@ class OptimizerObject(StateObject):
 
     kind = "optimizer"
     merged = True
+    divided = "state"
     fields: ClassVar[Mapping[str, type]] = {"class": str, "named": bool, "groups": list, "state": dict, "frozen": list}
 
     def __init__(
@@ -312,11 +307,6 @@ class OptimizerObject(StateObject):
             "frozen": sorted(self._frozen()),
             "scale": [*engine.loss_scale.state()] if engine is not None and engine.precision.scaled else None,
         }
-
-    def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
-        merged = dict(values[0])
-        merged["state"] = {name: state for value in reversed(values) for name, state in value["state"].items()}
-        return merged
 
     def _renamed(self, node: Mapping[str, Json]) -> dict[str, str]:
         """Saved names to those of this optimizer: by name where both have some, else by position."""

@@ -133,17 +133,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file's first bytes say.
+    """What a file's first bytes say."""
 
-    Args:
-        size: of the header in bytes, which is where the data begins.
-        entries: what is said of each.
-        checksums: of the data, by chunk; other libraries' files have none.
-    """
-
-    size: int
+    size: int  # of the header in bytes, which is where the data begins
     entries: Mapping[str, dict[str, Any]]
-    checksums: Sequence[str] = ()
+    checksums: Sequence[str] = ()  # of the data, by chunk; other libraries' files have none
 
     def locate(self, entry: Entry) -> tuple[str, int | None]:
         """Its name in the file, and where in the file its data begins; None where the file has it not, or otherwise."""

@@ -21,7 +21,7 @@ from .safetensors import METADATA, check_tensor
 from .values import DEPTH, TAG, Encoder, Json, place
 
 #: Names of tensors that values hold begin with it.
-KEPT: Final = "~"
+OF_VALUES: Final = "~"
 
 
 def component(key: object) -> str:
@@ -29,7 +29,7 @@ def component(key: object) -> str:
     if not isinstance(key, str):
         return f"[{_escaped(_written(key))}]"
     text = _escaped(key)
-    return f"%{ord(text[0]):02X}{text[1:]}" if text[:1] in ("[", KEPT) else text
+    return f"%{ord(text[0]):02X}{text[1:]}" if text[:1] in ("[", OF_VALUES) else text
 
 
 def former_component(key: object) -> str:
@@ -239,4 +239,4 @@ def local_ranges(objects: Sequence[StateObject], filter: Callable[[str], bool] |
 
 def value_range(number: int, path: str, tensor: torch.Tensor) -> LocalRange:
     """A tensor that is part of a value."""
-    return LocalRange(shard.whole(f"{KEPT}{number}/{component(path)}", tensor), equal=False)
+    return LocalRange(shard.whole(f"{OF_VALUES}{number}/{component(path)}", tensor), equal=False)

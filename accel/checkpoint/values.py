@@ -29,7 +29,7 @@ INLINE_BYTES: Final = 1024
 
 Json = Any
 #: Stores a tensor under a name of its own, and returns that name.
-Keep = Callable[[torch.Tensor, str], str]
+Store = Callable[[torch.Tensor, str], str]
 _PAIR: Final = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _NUMPY: Final = re.compile(r"[<>|][biufcSUMm][0-9]{1,9}(\[[0-9]*[A-Za-z\u03bc]{1,9}\])?")
 _INT: Final = re.compile("-?0x[0-9a-f]+")
@@ -51,11 +51,11 @@ class Encoder:
     """Turns values into JSON.
 
     Args:
-        keep: where tensors of more than ``INLINE_BYTES`` go; None keeps all of them in the JSON.
+        store: takes tensors of more than ``INLINE_BYTES``; None leaves all of them in the JSON.
     """
 
-    def __init__(self, keep: Keep | None) -> None:
-        self._keep = keep
+    def __init__(self, store: Store | None) -> None:
+        self._store = store
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Json:
         """The JSON of a value; refuses what cannot be stored, by its path."""
@@ -140,8 +140,8 @@ class Encoder:
         if value.is_leaf and value.requires_grad:  # else it has a graph, which is not stored
             tagged["requires_grad"] = True
         value = value.detach()
-        if self._keep is not None and value.nbytes > INLINE_BYTES:
-            return {**tagged, "name": self._keep(value, path)}
+        if self._store is not None and value.nbytes > INLINE_BYTES:
+            return {**tagged, "name": self._store(value, path)}
         value = value.cpu().contiguous()
         return {**tagged, "dtype": NAMES[value.dtype], "shape": list(value.shape), "data": _text(to_bytes(value))}
 
@@ -157,8 +157,8 @@ class Encoder:
         data = value.tobytes()[: value.nbytes]  # numpy gives an empty text one character
         if not scalar:
             tagged["shape"] = list(value.shape)
-        if self._keep is not None and len(data) > INLINE_BYTES:
-            return {**tagged, "name": self._keep(torch.frombuffer(bytearray(data), dtype=torch.uint8), path)}
+        if self._store is not None and len(data) > INLINE_BYTES:
+            return {**tagged, "name": self._store(torch.frombuffer(bytearray(data), dtype=torch.uint8), path)}
         return {**tagged, "data": _text(data)}
 
 
@@ -211,7 +211,7 @@ class Decoder:
 
     Args:
         source: the file, for errors.
-        fetch: gives a kept tensor by its name. One on the meta device is only compared with what the JSON says of it, so
+        fetch: gives a stored tensor by its name. One on the meta device is only compared with what the JSON says of it, so
             that what is decoded is worth nothing, and costs no memory of that size.
         objects: the ids of the nodes that are objects of the state, or hold some; they are not decoded as a whole.
     """
@@ -277,20 +277,20 @@ class Decoder:
     def _array(self, data: Json, *, scalar: bool) -> Any:
         import numpy
 
-        kept = self._fetch(_of(str, data, "name")) if "name" in data else None
+        stored = self._fetch(_of(str, data, "name")) if "name" in data else None
         if not _NUMPY.fullmatch(_of(str, data, "dtype")):  # numpy would evaluate some of what it does not know
             raise ValueError(f"numpy dtype {data['dtype']!r}")
         kind: Any = numpy.dtype(data["dtype"])
         shape = () if scalar else _shape(data)
-        content = b"" if kept is not None else _bytes(data)
+        content = b"" if stored is not None else _bytes(data)
         if kind.itemsize == 0 and content:  # accel 0.1.0 wrote an empty text with the bytes of one character
             kind = numpy.dtype(f"{data['dtype'][:2]}1")
-        if math.prod(shape) * kind.itemsize != (len(content) if kept is None else kept.nbytes):
+        if math.prod(shape) * kind.itemsize != (len(content) if stored is None else stored.nbytes):
             raise ValueError("an array whose shape does not fit its bytes")
-        if kept is not None:
-            if kept.is_meta:
+        if stored is not None:
+            if stored.is_meta:
                 return object() if scalar else []  # as hashable as it would be
-            content = to_bytes(kept)
+            content = to_bytes(stored)
         array: Any = numpy.ndarray(shape, kind, buffer=bytearray(content) if content else None)
         return array[()] if scalar else array
 

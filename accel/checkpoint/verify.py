@@ -20,7 +20,7 @@ from .objects import ModuleObject, OptimizerObject, RankObject, StatefulObject, 
 from .reader import Reader
 from .record import Record
 from .safetensors import BY_NAME, CHUNK, chunks_of, from_bytes, memory
-from .state import KEPT
+from .state import OF_VALUES
 from .values import DEPTH, TAG, Decoder, Json
 
 _BATCH: Final = 64  # chunks between two words of progress
@@ -107,8 +107,8 @@ def check_record(record: Record, source: str) -> set[int]:
     named: set[str] = set()
 
     def fetch(name: str) -> torch.Tensor:
-        """A kept tensor without its memory; accel keeps each for one value only, so that no record says more than it holds."""
-        if not name.startswith(KEPT) or name not in record.tensors or name in named:
+        """A value's tensor without its memory; accel keeps each for one value only, so that no record says more than it holds."""
+        if not name.startswith(OF_VALUES) or name not in record.tensors or name in named:
             raise ValueError(f"a value names the tensor {name!r}, which is another's or not in the checkpoint")
         named.add(name)
         stored = record.tensors[name]

@@ -40,21 +40,13 @@ def index_file(stem: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a load reads from.
-
-    Args:
-        directory: absolute.
-        record: what is there.
-        digits: equal where two ranks see the same.
-        objects: the ids of the nodes of the record's values that are, or hold, objects of a state.
-        headers: of the record's files, where another library wrote them, without checksums.
-    """
+    """What a load reads from."""
 
     directory: str
     record: Record
-    digits: str
-    objects: Container[int]
-    headers: Sequence[Header] | None = None
+    digits: str  # equal where two ranks see the same
+    objects: Container[int]  # the ids of the nodes of the record's values that are, or hold, objects of a state
+    headers: Sequence[Header] | None = None  # of the files, where another library wrote them, without checksums
 
     @property
     def path(self) -> str:
