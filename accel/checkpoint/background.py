@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, Final, Literal, final
+from typing import Any, Final, final
 
 import torch
 
@@ -39,8 +39,12 @@ class Background:
             try:
                 with resources:
                     finish()
+            except CheckpointError as error:
+                future.set_exception(error)
             except BaseException as error:
-                future.set_exception(error if isinstance(error, CheckpointError) else _wrapped(error))
+                wrapped = CheckpointError(f"accel.save in the background: {explain(error)}")
+                wrapped.__cause__ = error
+                future.set_exception(wrapped)
             else:
                 future.set_result(None)
 
@@ -63,26 +67,12 @@ class Background:
 
     def snapshot(self, *groups: Sequence[WriteItem]) -> tuple[list[WriteItem], ...]:
         """The same items in host memory of accel's own."""
-        offsets, total = [], 0
-        for item in (item for group in groups for item in group):
-            offsets.append(total)
-            total += -(-item.entry.nbytes // 64) * 64
-        if self._buffer.numel() < total:
+        sizes = [-(-item.entry.nbytes // 64) * 64 for group in groups for item in group]
+        if self._buffer.numel() < sum(sizes):
             self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # not both at once
-            self._buffer = torch.empty(total, dtype=torch.uint8, device="cpu")
-        places = iter(offsets)
-        return tuple([self._copy(item, next(places)) for item in group] for group in groups)
-
-    def _copy(self, item: WriteItem, offset: int) -> WriteItem:
-        entry, dtype = item.entry, item.tensor.dtype
-        first = offset // dtype.itemsize
-        copy = self._buffer.view(dtype)[first : first + entry.count]
-        at = 0
-        for piece in item.pieces():
-            part = copy if piece.numel() == entry.count else copy[at : at + piece.numel()]
-            part.copy_(piece)
-            at += piece.numel()
-        return WriteItem(entry, copy, 0)
+            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+        places = iter(self._buffer[: sum(sizes)].split(sizes))
+        return tuple([_copied(item, next(places)) for item in group] for group in groups)
 
     def forget(self) -> None:
         """In a forked process, which has no part in the save that was under way."""
@@ -100,10 +90,12 @@ class Background:
             os._exit(1)  # the only way to another exit status from here
 
 
-def _wrapped(error: BaseException) -> CheckpointError:
-    wrapped = CheckpointError(f"accel.save in the background: {explain(error)}")
-    wrapped.__cause__ = error
-    return wrapped
+def _copied(item: WriteItem, place: torch.Tensor) -> WriteItem:
+    copy, at = place[: item.entry.nbytes].view(item.tensor.dtype), 0
+    for piece in item.pieces():
+        copy[at : at + piece.numel()].copy_(piece)
+        at += piece.numel()
+    return WriteItem(item.entry, copy, 0)
 
 
 background: Final = Background()
@@ -120,34 +112,23 @@ os.register_at_fork(after_in_child=background.forget)
 logger = logging.getLogger("accel")
 
 _WARNING: Final = 60.0  # seconds of waiting after which a rank says so
-_LAST_WAIT: Final = (
-    180.0  # seconds for a rank to read how it ended; then it has ended itself, and nothing depends on it
-)
+#: Seconds for a rank to read how it ended; then it has ended itself, and nothing depends on it.
+_LAST_WAIT: Final = 180.0
 
 
-def status_name(save: str, rank: int, kind: Literal["done", "seen"]) -> str:
+def status_name(save: str, rank: int, kind: str) -> str:
     """The file that a rank of a background save leaves when it has written, or when it knows how the save has ended."""
     return f".accel-{save}-{rank:05d}.{kind}"
 
 
 def status_names(save: str, world: int) -> list[str]:
     """Those of all ranks; the last are what the others look at to the end."""
-    kinds: tuple[Literal["done", "seen"], ...] = ("done", "seen")
-    return [status_name(save, rank, kind) for kind in kinds for rank in range(world)]
+    return [status_name(save, rank, kind) for kind in ("done", "seen") for rank in range(world)]
 
 
 @final
 class StatusFiles:
-    """One rank's side of it.
-
-    Args:
-        directory: of the save, absolute.
-        lock: a file that rank 0 has put there.
-        save: its id.
-        rank: this one.
-        world: of how many.
-        timeout: seconds to wait for another rank.
-    """
+    """One rank's side of it: it waits ``timeout`` seconds for another; ``lock`` is a file that rank 0 has put there."""
 
     def __init__(self, directory: str, lock: str, save: str, rank: int, world: int, timeout: float) -> None:
         self._directory = directory
@@ -160,7 +141,7 @@ class StatusFiles:
         #: What this rank has put there, or, before that, the lock: where it is gone, the directory is.
         self._own = lock
 
-    def _path(self, rank: int, kind: Literal["done", "seen"] = "done") -> str:
+    def _path(self, rank: int, kind: str = "done") -> str:
         return os.path.join(self._directory, status_name(self._save, rank, kind))
 
     def write(self, status: dict[str, Any]) -> None:
@@ -174,16 +155,7 @@ class StatusFiles:
 
     def read(self, rank: int) -> dict[str, Any]:
         """What another rank told; raises where it ended or did not tell in time, or the directory is gone."""
-        path, found = self._path(rank), b""
-
-        def look() -> bool:
-            nonlocal found
-            with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-                found = file.read()
-                return True
-            return False
-
-        if not self._wait(look, rank, self._timeout):
+        if not self._wait_for(rank, "done", self._timeout):
             self._lost.add(rank)
             what = f"its part of {self._directory}"
             if reason := ended():
@@ -195,27 +167,28 @@ class StatusFiles:
                 )
             raise CheckpointError(f"rank {rank} did not finish {what} within {self._timeout:g} s")
         try:
-            status: dict[str, Any] = json.loads(found)
+            with open(self._path(rank), "rb") as file:
+                status: dict[str, Any] = json.load(file)
         except ValueError:
             return {"error": f"rank {rank} could not tell what it has done, as on a full disk"}
         return status
 
     def finish(self) -> None:
         """Tell that this rank knows the end, and wait until every rank does; rank 0 then removes all files."""
-        own = self._path(self._rank, "seen")
+        own, others = self._path(self._rank, "seen"), set(range(1, self._world)) - self._lost
         with contextlib.suppress(OSError):  # the end is known whatever becomes of the directory now
             with open(own, "wb"):
                 self._own = own
             if self._rank:
                 self._wait(lambda: not os.path.exists(own), 0, self._last_wait)
-            elif all(self._knows(rank) for rank in range(1, self._world) if rank not in self._lost):
+            elif all(self._wait_for(rank, "seen", self._last_wait) for rank in others):
                 for name in status_names(self._save, self._world):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(os.path.join(self._directory, name))
 
-    def _knows(self, rank: int) -> bool:
-        path = self._path(rank, "seen")
-        return self._wait(lambda: os.path.exists(path), rank, self._last_wait)
+    def _wait_for(self, rank: int, kind: str, timeout: float) -> bool:
+        path = self._path(rank, kind)
+        return self._wait(lambda: os.path.exists(path), rank, timeout)
 
     def _wait(self, look: Callable[[], bool], rank: int, timeout: float) -> bool:
         """Look again and again; False where it is of no use any more."""

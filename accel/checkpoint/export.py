@@ -7,7 +7,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -32,13 +32,7 @@ _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECA
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What is written.
-
-    Args:
-        reader: of the checkpoint, comparing checksums.
-        prefix: what stands before the tensors' names in the checkpoint.
-        files: the entries of each file, in its order.
-    """
+    """What is written: the entries of each file, in its order; ``prefix`` stands before their names in the checkpoint."""
 
     reader: Reader
     prefix: str
@@ -70,8 +64,7 @@ def plan_export(directory: str, name: str | None, max_shard_size: int | str, dty
             raise CheckpointError(f"{directory}: {full} is no name that a tensor of these files can have")
         if kind.is_complex:
             raise CheckpointError(f"{directory}: {full} is {kind}, which these files cannot hold")
-        narrow = wanted is not None and kind.is_floating_point and kind.itemsize > 1
-        written_as = wanted if narrow and wanted else stored.dtype
+        written_as = wanted if wanted and kind.is_floating_point and kind.itemsize > 1 else stored.dtype
         entries.append(Entry(full[len(own) :], written_as, stored.shape, 0, stored.numel))
     if not entries:
         raise CheckpointError(
@@ -189,12 +182,7 @@ def export(
 
 
 def write_export(
-    planned: Export,
-    out: str,
-    library: str,
-    *,
-    overwrite: bool,
-    progress: Callable[[int], Any] = lambda nbytes: None,
+    planned: Export, out: str, library: str, *, overwrite: bool, progress: Callable[[int], Any] = lambda nbytes: None
 ) -> None:
     """Write the files, in this process; ``progress`` hears how many more bytes were written."""
     if library not in STEMS:
@@ -224,19 +212,18 @@ def _weights(out: str) -> list[str]:
 
 def _write(planned: Export, out: str, stem: str, progress: Callable[[int], Any]) -> None:
     count = len(planned.files)
-    names = (
-        [whole_file(f"{stem}-{i + 1:05d}-of-{count:05d}") for i in range(count)] if count > 1 else [whole_file(stem)]
-    )
-    temporaries: dict[str, str] = {}
+    names = [whole_file(f"{stem}-{i + 1:05d}-of-{count:05d}" if count > 1 else stem) for i in range(count)]
+    contents: dict[str, Iterable[bytes | memoryview]] = {
+        name: _content(planned, entries, progress) for name, entries in zip(names, planned.files, strict=True)
+    }
+    if count > 1:
+        contents[index_file(stem)] = [_index(names, planned)]
+    temporaries = {name: os.path.join(out, f".{name}.{secrets.token_hex(6)}.tmp") for name in contents}
     try:
-        for name, entries in zip(names, planned.files, strict=True):
-            temporaries[name] = _temporary(out, name)
+        for name, content in contents.items():
             with new_file(temporaries[name]) as fd:
-                _write_file(fd, planned, entries, progress)
-        if count > 1:
-            temporaries[index_file(stem)] = _temporary(out, index_file(stem))
-            with new_file(temporaries[index_file(stem)]) as fd:
-                write_all(fd, _index(names, planned))
+                for part in content:
+                    write_all(fd, part)
         _exchange(out, temporaries)
     except BaseException:
         for path in temporaries.values():
@@ -245,19 +232,15 @@ def _write(planned: Export, out: str, stem: str, progress: Callable[[int], Any])
         raise
 
 
-def _temporary(out: str, name: str) -> str:
-    return os.path.join(out, f".{name}.{secrets.token_hex(6)}.tmp")
-
-
-def _write_file(fd: int, planned: Export, entries: Sequence[Entry], progress: Callable[[int], Any]) -> None:
-    write_all(fd, build_header(entries, {}, align=8))
+def _content(planned: Export, entries: Sequence[Entry], progress: Callable[[int], Any]) -> Iterator[bytes | memoryview]:
+    yield build_header(entries, {}, align=8)
     for entry in entries:
         dtype = BY_NAME[entry.dtype]
         step = _PIECE // dtype.itemsize
         for start in range(0, entry.count, step):
             piece = torch.empty(min(step, entry.count - start), dtype=dtype, device="cpu")
             planned.reader.fill([(f"{planned.prefix}{entry.name}", start, piece)])
-            write_all(fd, memory(piece))
+            yield memory(piece)
             progress(piece.nbytes)
 
 

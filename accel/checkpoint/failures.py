@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 from collections.abc import Callable, Iterator
+from pickle import PickleError
 from typing import Final, TypeVar
 
 from ..errors import AccelError, CheckpointError
@@ -50,11 +51,7 @@ def on_every_rank(what: str, act: Callable[[], T]) -> T:
 
 
 def on_running_ranks(what: str, act: Callable[[int, int], T]) -> T:
-    """Run ``act``, given rank and world size, on every rank if accel runs over several, else here alone; needs no process group.
-
-    Raises:
-        CheckpointError: it failed here, or on another rank, or the system refused something.
-    """
+    """Run ``act``, given rank and world size, on every rank if accel runs over several, else here, without a process group."""
     process = running()
     rank, world = (0, 1) if process is None else (process.place.rank, process.place.world_size)
     if world > 1:
@@ -98,3 +95,16 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         if error.filename is None:
             error.filename = os.fspath(path)
         raise
+
+
+#: What code raises that is given other data than it expects.
+MALFORMED = (ArithmeticError, AttributeError, EOFError, LookupError, PickleError, RuntimeError, TypeError, ValueError)
+
+
+@contextlib.contextmanager
+def parsing(what: str) -> Iterator[None]:
+    """Context: where data is not as the code in it expects, a CheckpointError says that it is ``what``, and why."""
+    try:
+        yield
+    except MALFORMED as error:
+        raise CheckpointError(f"{what} ({type(error).__name__}: {error})") from error

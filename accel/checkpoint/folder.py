@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import secrets
+import string
 import time
 import weakref
 from collections.abc import Iterable
@@ -18,8 +19,8 @@ from ..process import rank
 from ..process.control import locked
 from .background import background
 from .failures import explain, naming, on_every_rank
-from .record import NAME, Record, commit, exists, is_damaged, parse, read, sync
-from .shards import unreadable
+from .record import NAME, Record, commit, encode, exists, is_damaged, read, sync
+from .shards import check_size, unreadable
 
 logger = logging.getLogger("accel")
 
@@ -69,12 +70,7 @@ def make(directory: str) -> None:
 
 @final
 class Lock:
-    """Held by the job that saves into a directory; it ends with its process at the latest.
-
-    Raises:
-        CheckpointError: another job holds it.
-        OSError: the directory cannot be written.
-    """
+    """Held by the job that saves into a directory, until its process ends at the latest; refuses another job."""
 
     def __init__(self, directory: str) -> None:
         self._path = path = os.path.join(directory, LOCK)
@@ -92,19 +88,13 @@ class Lock:
             time.sleep(wait)
             with contextlib.suppress(BlockingIOError), naming(path):
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._is_there(path):
+                # Others must find the file that is locked.
+                if os.path.lexists(path) and os.path.samestat(os.fstat(self._fd), os.lstat(path)):
                     return
                 raise CheckpointError(f"{path} was removed by another job just now; try again")
         raise CheckpointError(
             f"{path} is held by another job that saves here now; give each job a directory of its own, or end the other"
         )
-
-    def _is_there(self, path: str) -> bool:
-        """Whether the file is the one that others will find."""
-        try:
-            return os.path.samestat(os.fstat(self._fd), os.lstat(path))
-        except FileNotFoundError:
-            return False
 
     def remove(self) -> None:
         """Let the next job in, and leave no file."""
@@ -137,26 +127,13 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
-def begin(directory: str, resources: contextlib.ExitStack) -> set[str]:
-    """Take a directory, made if need be, to write a checkpoint into it, and clean what dead saves left.
-
-    Args:
-        directory: where to.
-        resources: end the lock.
-
-    Returns:
-        The names of the files of the checkpoint that is there.
-
-    Raises:
-        CheckpointError: another job saves there, or the directory is another program's.
-    """
+def begin(directory: str, resources: contextlib.ExitStack) -> None:
+    """Take a directory, made if need be, as long as ``resources`` last, and clean what dead saves left; refuses others' ones."""
     make(directory)
     present(directory)  # raises before anything is written into another program's directory
     resources.callback(Lock(directory).release)
     old = present(directory)
-    files = {file.name for file in old.files} if old else set()
-    sweep(directory, files)
-    return files
+    sweep(directory, {file.name for file in old.files} if old else ())
 
 
 def sweep(directory: str, keep: Iterable[str]) -> None:
@@ -169,11 +146,7 @@ def sweep(directory: str, keep: Iterable[str]) -> None:
 
 
 def present(directory: str) -> Record | None:
-    """The record of a directory that is to be replaced; None if there is none, or a damaged one.
-
-    Raises:
-        CheckpointError: another program, or a newer version, wrote a file of that name.
-    """
+    """The record that is to be replaced; None if there is none, or a damaged one. Refuses another program's, or a newer one."""
     if not exists(directory):
         return None
     try:
@@ -205,10 +178,7 @@ def check_sizes(directory: str, record: Record) -> None:
             size = os.lstat(path).st_size
         except OSError as error:
             raise CheckpointError(unreadable(error)) from error
-        if size != file.size:
-            raise CheckpointError(
-                f"{path}: has {size} bytes, and {file.size} were written; it was cut or changed, load another checkpoint"
-            )
+        check_size(path, size, file.size)
 
 
 def remove(directory: str) -> None:
@@ -226,14 +196,12 @@ def remove(directory: str) -> None:
 
 # -- Several checkpoints: the newest one, a second name for one, the oldest ones away ----------------------------------
 
-_NUMBERED: Final = re.compile(r"(.*?)(\d+)")
-
 
 def check_keep(directory: str, keep: object) -> None:
     """Refuse a number that is none, or a directory whose older ones nobody can tell."""
     if type(keep) is not int or keep < 1:
         raise CheckpointError(f"keep={keep!r}: expected a number of checkpoints of at least 1")
-    if not _NUMBERED.fullmatch(os.path.basename(os.path.abspath(directory))):
+    if not os.path.abspath(directory)[-1].isdecimal():
         raise CheckpointError(
             f"keep={keep}: the name of {directory!r} does not end in a number, so that its older ones are not known; save "
             "into directories such as 'ckpt/step-100'"
@@ -243,19 +211,18 @@ def check_keep(directory: str, keep: object) -> None:
 def prune(directory: str, keep: int) -> None:
     """Remove the oldest checkpoints of the series of ``directory``, but never that one itself."""
     root, name = os.path.split(os.path.abspath(directory))
-    match = _NUMBERED.fullmatch(name)
-    assert match is not None
-    series = []
-    for other in os.listdir(root):
-        found = _NUMBERED.fullmatch(other)
-        path = os.path.join(root, other)
-        if found and found[1] == match[1] and other != name and not os.path.islink(path):
-            one = complete(path)
-            if one is not None:
-                series.append((one.time, path))
-    for _, path in sorted(series, reverse=True)[keep - 1 :]:
+    series = name.rstrip(string.digits)
+    others = [n for n in os.listdir(root) if n.rstrip(string.digits) == series and n not in (series, name)]
+    paths = [os.path.join(root, other) for other in others]
+    for path in _newest_first(path for path in paths if not os.path.islink(path))[keep - 1 :]:
         with contextlib.suppress(CheckpointError):  # somebody saves there
             remove(path)
+
+
+def _newest_first(paths: Iterable[str]) -> list[str]:
+    """Those of them that are complete checkpoints."""
+    found = [(record.time, path) for path in paths if (record := complete(path)) is not None]
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def latest(root: str | os.PathLike[str]) -> str | None:
@@ -277,12 +244,7 @@ def latest(root: str | os.PathLike[str]) -> str | None:
         pass
     except OSError as error:  # there may be one
         raise CheckpointError(f"accel.latest: {explain(error)}") from error
-    found = []
-    for candidate in candidates:
-        one = complete(candidate)
-        if one is not None:
-            found.append((one.time, candidate))
-    return max(found)[1] if found else None
+    return next(iter(_newest_first(candidates)), None)
 
 
 @locked
@@ -309,28 +271,19 @@ def _link(src: str, dst: str) -> None:
     one, _ = read(src)
     check_sizes(src, one)
     with contextlib.ExitStack() as resources:
-        _link_files(src, dst, one, begin(dst, resources))
+        begin(dst, resources)
+        for file in one.files:
+            _link_file(src, dst, file.name, one.id)
         sync(dst)
-        with open(os.path.join(src, NAME), "rb") as file:
-            content = file.read()
-        if parse(content, src)[0].id != one.id:
-            raise CheckpointError(f"{src} was replaced while it was linked; link it again")
-        commit(dst, content, record_name(one.id))
+        commit(dst, encode(one), record_name(one.id))
         sweep(dst, {file.name for file in one.files})
 
 
-def _link_files(src: str, dst: str, one: Record, already: set[str]) -> None:
-    for file in one.files:
-        source, target = os.path.join(src, file.name), os.path.join(dst, file.name)
-        if file.name in already:
-            if os.path.samefile(source, target):
-                continue
-            # The same save, copied by hand; a name on the way makes the exchange atomic.
-            passing = os.path.join(dst, f".accel-{one.id}-{secrets.randbelow(10**5):05d}.done.tmp")
-            os.link(source, passing)
-            os.replace(passing, target)
-        else:
-            try:
-                os.link(source, target)
-            except OSError as error:
-                raise CheckpointError(f"{explain(error)}; both must be on one file system that has links") from error
+def _link_file(src: str, dst: str, name: str, save: str) -> None:
+    # By way of another name, since the same save may be there, copied by hand; if linked, the sweep removes that name.
+    passing = os.path.join(dst, f".accel-{save}-{secrets.randbelow(10**5):05d}.done.tmp")
+    try:
+        os.link(os.path.join(src, name), passing)
+    except OSError as error:
+        raise CheckpointError(f"{explain(error)}; both must be on one file system that has links") from error
+    os.replace(passing, os.path.join(dst, name))

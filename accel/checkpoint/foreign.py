@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 import math
 import os
@@ -23,7 +24,7 @@ from ..process.control import locked
 from ..shard import whole
 from . import folder, record
 from .background import background
-from .failures import naming, on_running_ranks
+from .failures import naming, on_running_ranks, parsing
 from .objects import LocalRange, StateObject
 from .safetensors import check_tensor
 from .save import save_alone
@@ -32,6 +33,9 @@ from .values import DEPTH, TAG, Encoder, Json, place
 from .weights import is_weights_alone
 
 logger = logging.getLogger("accel")
+
+#: Makes a tensor of a shape and dtype.
+NewTensor = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 
 @locked
@@ -73,21 +77,22 @@ def convert(
     parent = os.path.dirname(directory)
     folder.make(parent)
     with tempfile.TemporaryDirectory(prefix=".accel-import-", dir=parent) as scratch:
-        state, found = recognize(read(source, Scratch(scratch, progress)), source, optimizer=optimizer)
+        state, found = recognize(read(source, tensors_in(scratch, progress)), source, optimizer=optimizer)
         save_alone(state, directory)
     return found
 
 
-def read(source: str, scratch: Scratch) -> Any:
-    """The state as nested dicts of tensors and values; tensors may lie in files."""
+def read(source: str, new: NewTensor) -> Any:
+    """The state as nested dicts of tensors and values; what is put together is made by ``new``."""
     if os.path.isfile(source):
         return load_pickled(source)
     if not os.path.isdir(source):
         raise CheckpointError(f"{source} does not exist")
     if os.path.isfile(os.path.join(source, _DCP_RECORD)):
-        return _read_dcp(source, scratch.tensor)
+        with parsing(f"{source} is no whole checkpoint of torch.distributed.checkpoint's file writer"):
+            return _read_dcp(source, new)
     for engine in ENGINES.values():
-        state = engine.holdings_type.read_foreign(source, load_pickled, scratch.tensor)
+        state = engine.holdings_type.read_foreign(source, load_pickled, new)
         if state is not None:
             return state
     if record.exists(source) or is_weights_alone(source):
@@ -108,21 +113,24 @@ def load_pickled(path: str, inert: Sequence[str] = ()) -> Any:
     Raises:
         CheckpointError: it is no such file, or holds pickled objects; names them.
     """
-    zipped = zipfile.is_zipfile(path)
+    with parsing(f"{path} is no whole file of torch.save"):
+        return _unpickled(path, path, inert)
+
+
+def _unpickled(file: Any, name: str, inert: Sequence[str]) -> Any:
+    mapped = isinstance(file, str) and zipfile.is_zipfile(file)
     allowed: list[Any] = [(type(name.rpartition(".")[2], (Inert,), {}), name) for name in inert]
     try:
         with torch.serialization.safe_globals(allowed):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True if zipped else None)
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped or None)
     except pickle.UnpicklingError as error:
         objects: list[str] = []
         with contextlib.suppress(Exception):
-            objects = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - set(inert))
+            objects = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - set(inert))
         raise CheckpointError(
-            f"{path} holds pickled objects, which could run code when they are read ({', '.join(objects[:5]) or error}): save "
+            f"{name} holds pickled objects, which could run code when they are read ({', '.join(objects[:5]) or error}): save "
             "it again with tensors and plain values only"
         ) from error
-    except (RuntimeError, ValueError, EOFError, KeyError, IndexError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{path} is no whole file of torch.save ({type(error).__name__}: {error})") from error
 
 
 class Inert:
@@ -135,26 +143,21 @@ class Inert:
         self.state = state
 
 
-@final
-class Scratch:
-    """Tensors in files of a directory, so that they need not fit into memory."""
+def tensors_in(directory: str, progress: Callable[[int], Any]) -> NewTensor:
+    """What makes tensors of zeros in files of a directory, so that they need not fit into memory."""
+    numbers = itertools.count()
 
-    def __init__(self, directory: str, progress: Callable[[int], Any]) -> None:
-        self._directory = directory
-        self._progress = progress
-        self._count = 0
-
-    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A new one, of zeros."""
+    def new(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         numel = math.prod(shape)
         if not numel:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-        self._count += 1
-        path = os.path.join(self._directory, str(self._count))
-        self._progress(numel * dtype.itemsize)
+        path = os.path.join(directory, str(next(numbers)))
+        progress(numel * dtype.itemsize)
         with naming(path), open(path, "xb") as file:
             reserve(file.fileno(), numel * dtype.itemsize)  # writing to its memory on a full disk would end the process
         return torch.from_file(path, shared=True, size=numel, dtype=dtype).view(tuple(shape))
+
+    return new
 
 
 # -- Directories of torch.distributed.checkpoint, read without its pickles: what they name becomes inert objects --------
@@ -162,29 +165,9 @@ class Scratch:
 #: What names everything else in such a directory.
 _DCP_RECORD: Final = ".metadata"
 _DCP_FILE: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-NewTensor = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 
 def _read_dcp(directory: str, new: NewTensor) -> dict[str, Any]:
-    """The state as nested dicts; tensors are made by ``new``."""
-    try:
-        return _dcp_state(directory, new)
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        IndexError,
-        EOFError,
-        RuntimeError,
-        pickle.PickleError,
-    ) as error:
-        raise CheckpointError(
-            f"{directory} is no whole checkpoint of torch.distributed.checkpoint's file writer ({type(error).__name__}: {error})"
-        ) from error
-
-
-def _dcp_state(directory: str, new: NewTensor) -> dict[str, Any]:
     with open(os.path.join(directory, _DCP_RECORD), "rb") as file:
         metadata = _Metadata(file).load().state
     places: dict[tuple[str, tuple[int, ...] | None], Any] = {}
@@ -246,20 +229,10 @@ def _load(directory: str, name: str, info: Mapping[str, Any]) -> Any:
         raise ValueError(f"{path} is a link")
     offset, length = info["offset"], info["length"]
     with open(path, "rb") as file:
-        if (
-            type(offset) is not int
-            or type(length) is not int
-            or not 0 <= offset <= offset + length <= os.path.getsize(path)
-        ):
+        if not 0 <= offset <= offset + length <= os.path.getsize(path):
             raise ValueError(f"{name} lies beyond the end of {path}")
         file.seek(offset)
-        content = file.read(length)
-    try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path}: {name} is a pickled object, which could run code when it is read: save it again without it"
-        ) from error
+        return _unpickled(io.BytesIO(file.read(length)), f"{path}: {name}", ())
 
 
 def _put(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
@@ -315,12 +288,8 @@ def _recognize(value: Any, path: str, source: str, optimizer: bool, found: dict[
         raise CheckpointError(f"{source}: {path} is nested more than {DEPTH} levels deep")
     if is_optimizer(value):
         found["optimizers" if optimizer else "left out"].append(path)
-        try:
+        with parsing(f"{source}: the optimizer's state {path} cannot be taken over; optimizer=False leaves it out"):
             return _optimizer(value) if optimizer else _LEFT_OUT
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(
-                f"{source}: the optimizer's state {path} cannot be taken over ({error}); optimizer=False leaves it out"
-            ) from error
     if is_model(value):
         found["models"].append(path)
         return _model(value, f"{source}: {path}")

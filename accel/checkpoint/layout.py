@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from .shards import WriteItem, checksum_of, pieces
 
 #: A part of a tensor in the record: (first file, first element, elements per file, number of consecutive files).
 Part = tuple[int, int, int, int]
-_MASK: Final = 2**64 - 1
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,29 +85,18 @@ def assign(world: int, sizes: Sizes, held: Ranges, *, replicated: bool = False) 
         order = first.argsort(stable=True)
         first, held = first[order], held.select(order)
     last = first + held.count
-    disjoint = bool((first[1:] >= last[:-1]).all())
-    if disjoint and not replicated:
-        _check_cover(first, last, sizes, ends, bases)
+    if not replicated and bool((first[1:] >= last[:-1]).all()):
+        _check_cover(first, last, sizes, ends)
         return held
-    if disjoint:
-        segments = _Segments(first, last, torch.full_like(first, -1))
-        holders = [(torch.arange(world, device="cpu"), torch.arange(len(first), device="cpu"))]
-    else:
-        segments, holders = _overlay(first, last, held.rank, bases, world, replicated)
-    _check_cover(segments.first, segments.last, sizes, ends, bases)
-    itemsizes = vector(sizes.itemsizes)[torch.searchsorted(ends, segments.first, right=True)]
-    segments = _deal(segments, holders, itemsizes, world)
-    tensor = torch.searchsorted(ends, segments.first, right=True)
-    return Ranges(tensor, segments.first - bases[tensor], segments.last - segments.first, segments.rank)
-
-
-@dataclass(frozen=True, slots=True)
-class _Segments:
-    """Intervals on the line, in order; ``rank`` is -1 where several ranks hold one."""
-
-    first: torch.Tensor
-    last: torch.Tensor
-    rank: torch.Tensor
+    segments, holders = _overlay(first, last, held.rank, bases, world)
+    if replicated:
+        segments[2] = -1
+        holders = [(torch.arange(world, device="cpu"), torch.arange(segments.shape[1], device="cpu"))]
+    _check_cover(segments[0], segments[1], sizes, ends)
+    itemsizes = vector(sizes.itemsizes)[torch.searchsorted(ends, segments[0], right=True)]
+    first, last, rank = _deal(segments, holders, itemsizes, world)
+    tensor = torch.searchsorted(ends, first, right=True)
+    return Ranges(tensor, first - bases[tensor], last - first, rank)
 
 
 #: Sets of several ranks, each with the numbers of the segments that it holds.
@@ -114,9 +104,12 @@ _Holders = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _overlay(
-    first: torch.Tensor, last: torch.Tensor, rank: torch.Tensor, bases: torch.Tensor, world: int, replicated: bool
-) -> tuple[_Segments, _Holders]:
-    """The segments of overlapping intervals, and who holds those that several ranks have."""
+    first: torch.Tensor, last: torch.Tensor, rank: torch.Tensor, bases: torch.Tensor, world: int
+) -> tuple[torch.Tensor, _Holders]:
+    """The segments of overlapping intervals, and who holds those that several ranks have.
+
+    A segment is a column: the first element on the line, the one after the last, the rank (-1: several).
+    """
     cuts = torch.unique(torch.cat([first, last, bases]))
     begin, end = torch.searchsorted(cuts, first), torch.searchsorted(cuts, last)
 
@@ -128,13 +121,10 @@ def _overlay(
 
     number = total(torch.ones_like(rank))
     # A rank counts once per segment as long as it has no element twice, which the caller checks.
-    names = vector([_scramble(r) for r in range(world)])
+    names = vector([_hashed(r) for r in range(world)])
     key = total(names[rank])
     held = number > 0
     owner = torch.where(number == 1, total(rank), -1)
-    if replicated:
-        segments = _Segments(cuts[:-1][held], cuts[1:][held], torch.full_like(owner, -1)[held])
-        return segments, [(torch.arange(world, device="cpu"), torch.arange(len(segments.first), device="cpu"))]
     shared = torch.nonzero(number > 1).squeeze(1)
     keys, inverse = torch.unique(key[shared], return_inverse=True)
     example = torch.full((len(keys),), len(cuts), dtype=torch.int64, device="cpu")
@@ -142,7 +132,7 @@ def _overlay(
     members = _members(example, begin, end, rank)
     number_of = held.cumsum(0) - 1
     of_sets = number_of[shared[inverse.argsort(stable=True)]].split(torch.bincount(inverse).tolist())
-    return _Segments(cuts[:-1][held], cuts[1:][held], owner[held]), list(zip(members, of_sets, strict=True))
+    return torch.stack([cuts[:-1], cuts[1:], owner])[:, held], list(zip(members, of_sets, strict=True))
 
 
 def _members(example: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, rank: torch.Tensor) -> list[torch.Tensor]:
@@ -163,17 +153,12 @@ def _members(example: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, rank
     return result
 
 
-def _scramble(rank: int) -> int:
-    """A number of 64 bits of a rank: sums of them tell sets of ranks apart."""
-    z = (rank + 1) * 0x9E3779B97F4A7C15 & _MASK
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & _MASK
-    return (z ^ z >> 31) - 2**63
+def _hashed(rank: int) -> int:
+    """Sums of these tell sets of ranks apart."""
+    return int.from_bytes(hashlib.blake2b(b"%d" % rank, digest_size=8).digest(), "little", signed=True)
 
 
-def _check_cover(
-    first: torch.Tensor, last: torch.Tensor, sizes: Sizes, ends: torch.Tensor, bases: torch.Tensor
-) -> None:
+def _check_cover(first: torch.Tensor, last: torch.Tensor, sizes: Sizes, ends: torch.Tensor) -> None:
     total = int(ends[-1]) if len(ends) else 0
     before = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), last])
     after = torch.cat([first, vector([total])])
@@ -181,19 +166,18 @@ def _check_cover(
     if len(gaps):
         at, until = int(before[gaps[0]]), int(after[gaps[0]])
         tensor = int(torch.searchsorted(ends, at, right=True))
-        start = at - int(bases[tensor])
-        stop = min(until - int(bases[tensor]), sizes.numels[tensor])
-        raise CheckpointError(f"elements {start} to {stop - 1} of {sizes.names[tensor]} lie on no rank")
+        base, stop = int(ends[tensor]) - sizes.numels[tensor], min(until, int(ends[tensor]))
+        raise CheckpointError(f"elements {at - base} to {stop - base - 1} of {sizes.names[tensor]} lie on no rank")
 
 
-def _deal(segments: _Segments, holders: _Holders, itemsizes: torch.Tensor, world: int) -> _Segments:
+def _deal(segments: torch.Tensor, holders: _Holders, itemsizes: torch.Tensor, world: int) -> torch.Tensor:
     """Give every segment that several ranks hold to one of them, cut where that makes their bytes level."""
-    size = (segments.last - segments.first) * itemsizes
-    alone = segments.rank >= 0
-    loads = torch.zeros(world, dtype=torch.int64, device="cpu").index_add_(0, segments.rank[alone], size[alone])
-    pieces = [_Segments(segments.first[alone], segments.last[alone], segments.rank[alone])]
+    size = (segments[1] - segments[0]) * itemsizes
+    alone = segments[2] >= 0
+    loads = torch.zeros(world, dtype=torch.int64, device="cpu").index_add_(0, segments[2, alone], size[alone])
+    pieces = [segments[:, alone]]
     for ranks, which in sorted(holders, key=lambda pair: len(pair[0])):
-        first, last, item = segments.first[which], segments.last[which], itemsizes[which]
+        first, last, item = segments[0, which], segments[1, which], itemsizes[which]
         behind = size[which].cumsum(0)
         if not len(behind):
             continue
@@ -207,12 +191,9 @@ def _deal(segments: _Segments, holders: _Holders, itemsizes: torch.Tensor, world
         segment = torch.searchsorted(first, starts, right=True) - 1
         following = torch.cat([starts[1:], last[-1:]])
         owner = ranks[torch.searchsorted(cuts, starts, right=True)]
-        pieces.append(_Segments(starts, torch.minimum(following, last[segment]), owner))
-    first = torch.cat([p.first for p in pieces])
-    order = first.argsort()
-    return _Segments(
-        first[order], torch.cat([p.last for p in pieces])[order], torch.cat([p.rank for p in pieces])[order]
-    )
+        pieces.append(torch.stack([starts, torch.minimum(following, last[segment]), owner]))
+    dealt = torch.cat(pieces, 1)
+    return dealt[:, dealt[0].argsort()]
 
 
 def level(loads: Sequence[int], amount: int) -> list[int]:
@@ -267,10 +248,7 @@ def digest(value: Any) -> str:
 class Inventory:
     """The ranges on one rank.
 
-    Args:
-        table: the tensors.
-        numbers: int64, a column for each range: number of the tensor, first element, number of elements, and what they
-            hold (0: not compared).
+    ``numbers`` is int64, a column for each: tensor's number, first element, number of elements, what they hold (0: not compared).
     """
 
     table: list[Row]
@@ -305,21 +283,14 @@ def unpack(packed: Sequence[PackedInventory]) -> list[Inventory]:
 
 
 def make_inventory(ranges: Sequence[LocalRange], compare: bool) -> Inventory:
-    """That of this rank.
-
-    Args:
-        ranges: that lie on it.
-        compare: whether other ranks could have other values of what is not equal by what an engine does.
-
-    Raises:
-        CheckpointError: two tensors have one name.
-    """
+    """That of this rank; ``compare``: other ranks could have other values of what is not equal by what an engine does."""
     table: dict[str, Row] = {}
     numbers: dict[str, int] = {}
     columns: list[tuple[int, int, int, int]] = []
     for one in ranges:
         s = one.shard
-        _check_name(s.name)
+        if _SURROGATE.search(s.name):
+            raise CheckpointError(f"the tensor {s.name!r} of the state has a name that is no valid Unicode")
         row = (s.name, NAMES[s.tensor.dtype], s.shape)
         if table.setdefault(s.name, row) != row or s.start + s.tensor.numel() > math.prod(s.shape):
             raise CheckpointError(
@@ -331,13 +302,6 @@ def make_inventory(ranges: Sequence[LocalRange], compare: bool) -> Inventory:
         columns.append((number, s.start, s.tensor.numel(), content))
     numbers_of_all = torch.tensor(columns, dtype=torch.int64, device="cpu").view(-1, _COLUMNS)
     return Inventory(list(table.values()), numbers_of_all.T.contiguous())
-
-
-def _check_name(name: str) -> None:
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise CheckpointError(f"the tensor {name!r} of the state has a name that is no valid Unicode") from error
 
 
 def _content(tensor: torch.Tensor) -> int:
@@ -354,15 +318,7 @@ class Layout:
 
 
 def make_layout(inventories: Sequence[Inventory], world: int) -> Layout:
-    """Divide the work.
-
-    Args:
-        inventories: of each rank; or one, if all ranks have the same.
-        world: the number of ranks.
-
-    Raises:
-        CheckpointError: the ranks differ in a tensor's shape or dtype, or a range is on no rank.
-    """
+    """Divide the work between ranks with these inventories (one, if all have the same), if they fit together."""
     rows, columns = _merge(inventories)
     tensor, start, count, content, rank = columns
     ranges = _lowest(Ranges(tensor, start, count, rank), content, len(rows))

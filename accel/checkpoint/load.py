@@ -25,11 +25,11 @@ from .export import choose
 from .failures import exchange, explain, on_every_rank
 from .layout import digest
 from .match import Apply, Differences, Match, check_engines, check_objects, plain, report, unfit, value_tensors
-from .objects import ModuleObject, OptimizerObject, RankObject, StatefulObject, StateObject, TensorObject, engines_of
+from .objects import ModuleObject, RankObject, StatefulObject, StateObject, TensorObject, engines_of
 from .reader import Reader
 from .record import Stored
-from .safetensors import BY_NAME
-from .state import KEPT, State
+from .safetensors import BY_NAME, memory
+from .state import OF_VALUES, State
 from .values import Decoder, Json
 from .verify import verify_needed
 from .weights import Checkpoint, is_weights_alone, open_checkpoint
@@ -77,7 +77,7 @@ def load(
 
         def prepare() -> tuple[Loading, tuple[Differences, str, dict[str, str]]]:
             loading = Loading(checkpoint, state, undo, rank, stream=check == "stream", convert=convert)
-            return loading, (loading.differences, loading.objects_digest(), loading.engines())
+            return loading, (loading.differences, *loading.objects())
 
         loading, told = exchange("accel.load", prepare)
         report(checkpoint.directory, [differences for differences, *_ in told], strict, rank)
@@ -99,7 +99,7 @@ def _open(dir: str | os.PathLike[str], state: Any, options: tuple[object, ...]) 
         background.wait()
         found = open_checkpoint(folder.absolute(dir), state)
         # Before anything is made in the sizes that the record names.
-        reads = state is not None or any(name.startswith(KEPT) for name in found.record.tensors)
+        reads = state is not None or any(name.startswith(OF_VALUES) for name in found.record.tensors)
         if reads and found.headers is None and current().place.rank == 0:
             folder.check_sizes(found.directory, found.record)
         return found, (found.directory, found.digits, options)
@@ -148,7 +148,7 @@ class Loading:
         self.rank = rank
         self.path = checkpoint.path
         self.reader = Reader(checkpoint.directory, self.found, stream=stream, headers=checkpoint.headers)
-        self._kept: dict[str, torch.Tensor] = {}
+        self._of_values: dict[str, torch.Tensor] = {}
         self._decoder = Decoder(self.path, self._fetch, checkpoint.objects)
         self._wanted: list[tuple[str, int, torch.Tensor]] = []
         self._tied: list[tuple[str, str]] = []
@@ -163,17 +163,13 @@ class Loading:
             self._find_slots(one, node, undo, convert, planned)
 
     def _fetch(self, name: str) -> torch.Tensor:
-        if name not in self.found.tensors:
-            raise CheckpointError(f"{self.path}: a value names the tensor {name!r}, which is not in the checkpoint")
-        if name not in self._kept:
-            self._kept[name] = self.reader.read(name)
-        return self._kept[name].clone()
+        if name not in self._of_values:
+            self._of_values[name] = self.reader.read(name)
+        return self._of_values[name].clone()
 
     def _find_slots(
         self, one: StateObject, node: Json, undo: contextlib.ExitStack, convert: bool, planned: bool
     ) -> None:
-        if not isinstance(one, ModuleObject | OptimizerObject | TensorObject):
-            return
         if isinstance(one, TensorObject):  # a state can have very many of them
             own = one.name
             tensors = {"": self.found.tensors[own]} if own in self.found.tensors else {}
@@ -223,18 +219,17 @@ class Loading:
     def _check_tied(self) -> None:
         for one, other in self._tied:
             a, b = self.found.tensors[one], self.found.tensors[other]
-            if (a.dtype, a.shape) != (b.dtype, b.shape) or (self.rank == 0 and not self.reader.same(one, other)):
+            if (a.dtype, a.shape) != (b.dtype, b.shape) or (
+                self.rank == 0 and memory(self.reader.read(one)) != memory(self.reader.read(other))
+            ):
                 raise CheckpointError(
                     f"{self.path}: {one} and {other} differ, and in the model they are one tensor; it is not this model's"
                 )
 
-    def objects_digest(self) -> str:
-        """Equal on ranks that fill objects of the same names and kinds."""
-        return digest([(one.name, one.kind) for one, _ in self._match.objects])
-
-    def engines(self) -> dict[str, str]:
-        """By path the models with an engine that are filled."""
-        return engines_of(one for one, _ in self._match.objects)
+    def objects(self) -> tuple[str, dict[str, str]]:
+        """What is filled: a digest of names and kinds, and by path the models with an engine."""
+        objects = [one for one, _ in self._match.objects]
+        return digest([(one.name, one.kind) for one in objects]), engines_of(objects)
 
     def needs(self) -> list[tuple[str, int, int]]:
         """The elements of tensors that this rank reads: (name, first, after the last)."""
@@ -285,10 +280,7 @@ class Loading:
 
     def _own(self, node: Json) -> list[Json]:
         """What each rank that saved has of its own."""
-        values = [own[node["name"]] for own in self.found.ranks if node["name"] in own]
-        if not values or len(values) != len(self.found.ranks):
-            raise CheckpointError(f"{self.path}: the values of a rank are missing")
-        return values
+        return [own[node["name"]] for own in self.found.ranks]
 
     def filled(self) -> None:
         """Tell the engines. Collective."""

@@ -14,10 +14,11 @@ import torch
 
 from ..errors import CheckpointError
 from ..shard import Shard, overlaps_itself
+from .failures import parsing
 from .objects import StateObject
 from .record import Stored
 from .safetensors import BY_NAME
-from .state import KEPT, State, below, component, former_component, is_object, items_of
+from .state import OF_VALUES, State, below, component, former_component, is_object, items_of
 from .values import TAG, Decoder, Json, items_in, members, place
 
 logger = logging.getLogger("accel")
@@ -28,11 +29,7 @@ Apply = Callable[[], Any]
 
 @final
 class SavedNames:
-    """How a checkpoint names what its containers hold.
-
-    Args:
-        tensors: the names of all its tensors.
-    """
+    """How a checkpoint with these tensors names what its containers hold."""
 
     def __init__(self, tensors: Iterable[str]) -> None:
         self._tensors = tensors
@@ -63,33 +60,18 @@ _SETTLED: Final = (str, int, float, NoneType)
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Between a state and a checkpoint, as this rank sees them.
+    """Between a state and a checkpoint, as this rank sees them."""
 
-    Args:
-        missing: in the checkpoint.
-        unfit: with both sides.
-        untouched: tensors that the checkpoint has of the state's modules, and this rank does not need.
-    """
-
-    missing: list[str] = field(default_factory=list)
-    unfit: list[str] = field(default_factory=list)
-    untouched: set[str] = field(default_factory=set)
+    missing: list[str] = field(default_factory=list)  # in the checkpoint
+    unfit: list[str] = field(default_factory=list)  # with both sides
+    untouched: set[str] = field(
+        default_factory=set
+    )  # what the checkpoint has of the modules, and this rank does not need
 
 
 @final
 class Match:
-    """A state and saved values: what a load will do.
-
-    Args:
-        state: what is filled.
-        decoder: of the saved values.
-        tensors: the names of all tensors of the checkpoint.
-
-    Attributes:
-        objects: of the state, with their saved nodes.
-        plain: the saved nodes of plain values.
-        differences: what does not fit.
-    """
+    """What a load will do with a state: its objects with their saved nodes, the nodes of plain values, what does not fit."""
 
     def __init__(self, state: State, decoder: Decoder, tensors: Iterable[str]) -> None:
         self._state = state
@@ -122,12 +104,7 @@ class Match:
         if not isinstance(node, dict) or node.get(TAG) != one.kind:
             self.differences.unfit.append(f"{one.path} is a {one.kind}, and in the checkpoint {_describe(node)}")
             return
-        try:
-            one.check(node)
-        except (ValueError, TypeError) as error:
-            raise CheckpointError(f"{self._decoder.source}: {one.path}: {error}") from error
-        problem = one.problem(node)
-        if problem:
+        if problem := one.problem(node):
             self.differences.unfit.append(f"{one.path}: {problem}")
         else:
             self.objects.append((one, node))
@@ -188,14 +165,12 @@ def children_of(node: Json, decoder: Decoder) -> dict[Any, Json] | None:
     tag = str(node.get(TAG))
     if TAG not in node:
         return dict(node)
-    try:
+    with parsing(f"{decoder.source}: a container is not as accel writes it"):
         if tag == "tuple":
             return dict(enumerate(items_in(node)))
         if tag in _MAPPINGS:
             keys = members([decoder.decode(key) for key, _ in items_in(node)])
             return dict(zip(keys, [item for _, item in items_in(node)], strict=True))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{decoder.source}: a container is not as accel writes it ({error})") from error
     return None
 
 
@@ -220,7 +195,7 @@ _CONTAINERS: Final = (dict, list)
 
 
 def _is_saved_object(node: dict[str, Json]) -> bool:
-    tensor = node.get(TAG) == "tensor" and not str(node.get("name", KEPT)).startswith(KEPT)
+    tensor = node.get(TAG) == "tensor" and not str(node.get("name", OF_VALUES)).startswith(OF_VALUES)
     return tensor or str(node.get(TAG)) in _OBJECTS
 
 

@@ -45,8 +45,9 @@ class StateObject:
     kind: ClassVar[str]
     #: What a saved node must have, with its type.
     fields: ClassVar[Mapping[str, type]] = {}
-    #: Its node is made of all ranks' ``value``; else rank 0's is taken.
+    #: Its node is made of all ranks' ``value``, which have parts of what is under ``divided``; else rank 0's is taken.
     merged = False
+    divided: ClassVar[str] = ""
     #: The engine that must hear that its slots were filled.
     engine: Engine | None = None
 
@@ -62,11 +63,12 @@ class StateObject:
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         """The rest of its node, as this rank knows it. Local."""
-        return {}
+        return {"name": self.name}
 
     def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
         """The rest of its node, of all ranks' ``value``, where ``merged``."""
-        return values[0]
+        parts = [value[self.divided] for value in reversed(values)]
+        return {**values[0], self.divided: {name: item for part in parts for name, item in part.items()}}
 
     @classmethod
     def check(cls, node: Mapping[str, Json]) -> None:
@@ -141,9 +143,6 @@ class TensorObject(StateObject):
     def ranges(self) -> Iterator[LocalRange]:
         yield LocalRange(shard.whole(self.name, self._tensor), equal=False)
 
-    def value(self, encoder: Encoder) -> dict[str, Json]:
-        return {"name": self.name}
-
     def problem(self, node: Mapping[str, Json]) -> str:
         return "" if "name" in node else "the checkpoint has a small tensor inside a value here"
 
@@ -166,9 +165,6 @@ class RankObject(StateObject):
         """This rank's value."""
         return encoder.encode(self._object.state_dict(), self.path)
 
-    def value(self, encoder: Encoder) -> dict[str, Json]:
-        return {"name": self.name}
-
     def fill_own(self, values: Sequence[Json], decoder: Decoder, rank: int) -> None:
         """Take over this rank's value; a rank that the saving job did not have draws numbers of its own."""
         state = decoder.decode(values[rank % len(values)])
@@ -185,13 +181,13 @@ class ModuleObject(StateObject):
     """A module: raw, of an engine, or a part of an engine's module."""
 
     kind = "module"
+    divided = "extra"
     fields: ClassVar[Mapping[str, type]] = {"extra": dict}
 
     def __init__(self, name: str, path: str, module: nn.Module, engine: Engine | None, prefix: str) -> None:
         super().__init__(name, path)
         self.module = module
         self.engine = engine
-        self._holdings = shard.Raw(module, {}) if engine is None else engine.holdings
         self._prefix = prefix
         # One model on all ranks together: what is no tensor lies on one of them, too.
         spread = engine is not None and engine.synchronizes and engine.replica(engine.process)[1] == 1
@@ -207,35 +203,39 @@ class ModuleObject(StateObject):
         """What is called ``name`` in the engine's module, by its name in this one; None if it is not in it."""
         return self._own_names.get(name) if self._prefix else name
 
-    def _parts(self, shards: Sequence[Shard]) -> list[Shard]:
+    def _shards(self) -> list[Shard]:
+        if self.engine is None:
+            return shard.module_shards(self.module)
+        shards = self.engine.holdings.shards(None)
         return [replace(s, name=own) for s in shards if (own := self._own(s.name)) is not None]
 
     def ranges(self) -> Iterator[LocalRange]:
-        engine = self.engine
-        shards = self._parts(self._holdings.shards(None))
-        named = dict(self.module.named_parameters()) if engine is None else engine.named
-        parameters = {own: p for n, p in named.items() if (own := self._own(n)) is not None}
-        equal = set(parameters) if engine is not None and engine.synchronizes else set()
-        if self._spread:
-            equal.update(s.name for s in shards)  # each buffer lies on one rank
+        engine, shards, equal = self.engine, self._shards(), set()
+        if engine is None:
+            parameters = dict(self.module.named_parameters())
+        else:
+            named = zip(engine.names, engine.parameters, strict=True)
+            parameters = {own: p for n, p in named if (own := self._own(n)) is not None}
+            equal = set(parameters) if engine.synchronizes else set()
+            if self._spread:
+                equal.update(s.name for s in shards)  # each buffer lies on one rank
         frozen = {n for n, p in parameters.items() if not p.requires_grad}
         for s in shards:
             yield self.local_range(s, s.name in equal, s.name in frozen)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        names = {id(part): name for name, part in shard.extra_modules(self._holdings.module).items()}
-        found = self._holdings.values(None)
-        parts = shard.extra_modules(self.module).items()
-        extra = {own: found[names[id(part)]] for own, part in parts if names[id(part)] in found}
+        if (engine := self.engine) is None:
+            extra = shard.module_values(self.module)
+        else:  # by the engine's names
+            names = {id(part): name for name, part in shard.extra_modules(engine.module).items()}
+            found = engine.holdings.values(None)
+            parts = shard.extra_modules(self.module).items()
+            extra = {own: found[names[id(part)]] for own, part in parts if names[id(part)] in found}
         # What only one rank has cannot be in the shards, whose plan is made of tensors that all ranks know of.
         return {"extra": (Encoder(None) if self.merged else encoder).encode(extra, f"{self.path}.state_dict()")}
 
-    def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
-        return {"extra": {name: extra for value in reversed(values) for name, extra in value["extra"].items()}}
-
     def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
-        whole = {f"{self._prefix}{name}": value for name, value in manifest.items()}
-        return [(s.name, s) for s in self._parts(self._holdings.slots(None, whole))]
+        return [(s.name, s) for s in self._shards()]
 
     @classmethod
     def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
@@ -254,20 +254,12 @@ class OptimizerObject(StateObject):
     """An optimizer, raw or of an engine.
 
     It speaks of the parameters in its own groups alone: what a model has beside them, frozen or not, is left as it is.
-
-    Args:
-        name: what the names of its tensors begin with.
-        path: where it is in the state.
-        optimizer: the raw one.
-        engine: that it belongs to, if any.
-        names: of the model's parameters, by ``id``; None where they are unknown, and parameters are met by position.
-
-    Raises:
-        CheckpointError: it holds a parameter that has no name in its model.
+    ``names`` are those of the model's parameters, by ``id``; None where they are unknown, and parameters are met by position.
     """
 
     kind = "optimizer"
     merged = True
+    divided = "state"
     fields: ClassVar[Mapping[str, type]] = {"class": str, "named": bool, "groups": list, "state": dict, "frozen": list}
 
     def __init__(
@@ -289,6 +281,8 @@ class OptimizerObject(StateObject):
         self._holdings = shard.Raw(None, self._names) if engine is None else engine.holdings
 
     def ranges(self) -> Iterator[LocalRange]:
+        engine, optimizer = self.engine, self.optimizer
+        shards = engine.holdings.shards(optimizer) if engine else shard.optimizer_shards(optimizer, self._names)
         frozen = self._frozen()
         equal = self.engine is not None and self.engine.synchronizes
         for s in self._holdings.shards(self.optimizer):
@@ -297,28 +291,23 @@ class OptimizerObject(StateObject):
     def _frozen(self) -> set[str]:
         return {n for n, p in self._parameters.items() if not p.requires_grad}
 
+    def _values(self) -> dict[str, Any]:
+        if self.engine is not None:
+            return self.engine.holdings.values(self.optimizer)
+        return shard.optimizer_values(self.optimizer, self._names)
+
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        values = self._holdings.values(self.optimizer)
+        values, engine = self._values(), self.engine
         return {
             "class": type(self.optimizer).__name__,
             "named": self._named,
             "groups": [
-                encoder.encode(group, place(f"{self.path}.param_groups", i)) for i, group in enumerate(values["groups"])
+                encoder.encode(g, place(f"{self.path}.param_groups", i)) for i, g in enumerate(values["groups"])
             ],
-            "state": {
-                name: encoder.encode(state, place(f"{self.path}.state", name))
-                for name, state in values["state"].items()
-            },
+            "state": {n: encoder.encode(s, place(f"{self.path}.state", n)) for n, s in values["state"].items()},
             "frozen": sorted(self._frozen()),
-            "scale": None
-            if self.engine is None or not self.engine.precision.scaled
-            else [*self.engine.loss_scale.state()],
+            "scale": [*engine.loss_scale.state()] if engine is not None and engine.precision.scaled else None,
         }
-
-    def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
-        merged = dict(values[0])
-        merged["state"] = {name: state for value in reversed(values) for name, state in value["state"].items()}
-        return merged
 
     def _renamed(self, node: Mapping[str, Json]) -> dict[str, str]:
         """Saved names to those of this optimizer: by name where both have some, else by position."""
@@ -359,9 +348,8 @@ class OptimizerObject(StateObject):
             )
         if not node["class"]:
             # From another library's checkpoint, which does not say whose state it is; the groups' options tell.
-            options = {key for group in self.optimizer.param_groups for key in group}
-            lacking = sorted(options - {key for group in node["groups"] for key in _options(group)})
-            if lacking:
+            known = {k for g in node["groups"] for k in _options(g)}
+            if lacking := sorted({k for g in self._values()["groups"] for k in g} - known):
                 return f"the checkpoint's groups have no {', '.join(lacking)}, so that they are not those of a {kind}"
         if node["named"] and self._named:
             for i, (ours, theirs) in enumerate(zip(mine, saved, strict=True)):
@@ -379,7 +367,12 @@ class OptimizerObject(StateObject):
             if parameter in renamed:
                 mine[f"{renamed[parameter]}/{key}"] = value
                 saved_names[f"{renamed[parameter]}/{key}"] = name
-        return [(saved_names[s.name], s) for s in self._holdings.slots(self.optimizer, mine)]
+        engine, optimizer = self.engine, self.optimizer
+        if engine is not None:
+            slots = engine.holdings.slots(optimizer, mine)
+        else:
+            slots = shard.optimizer_slots(optimizer, self._names, mine)
+        return [(saved_names[s.name], s) for s in slots]
 
     @classmethod
     def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
@@ -392,7 +385,7 @@ class OptimizerObject(StateObject):
             "groups": [{**group, "params": [renamed[name] for name in group["params"]]} for group in groups],
             "state": {renamed[name]: decoder.decode(state) for name, state in node["state"].items()},
         }
-        self._holdings.fill(self.optimizer, values)
+        self._fill_values(values)
         if self.engine is not None and self.engine.precision.scaled and node.get("scale") is not None:
             self.engine.loss_scale.restore(*node["scale"])
         if not node["class"]:
@@ -403,9 +396,15 @@ class OptimizerObject(StateObject):
             if parameter.requires_grad == (saved in frozen):
                 parameter.requires_grad_(saved not in frozen)
 
+    def _fill_values(self, values: dict[str, Any]) -> None:
+        if self.engine is not None:
+            self.engine.holdings.fill(self.optimizer, values)
+        else:
+            shard.fill_optimizer_values(self.optimizer, self._names, values)
+
     def undo(self) -> Callable[[], None]:
-        before = self._holdings.values(self.optimizer)
-        return lambda: self._holdings.fill(self.optimizer, before)
+        before = self._values()
+        return lambda: self._fill_values(before)
 
 
 def _options(group: Json) -> dict[str, Json]:

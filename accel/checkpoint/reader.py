@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,9 +13,9 @@ import torch
 
 from ..errors import CheckpointError
 from ..process import running
-from .failures import naming
+from .failures import parsing
 from .record import NAME, Record, Stored
-from .safetensors import BY_NAME, CHUNK, ITEM_BYTES, Entry, Header, chunks_of, is_lazy, memory, parse_checked_header
+from .safetensors import BY_NAME, CHUNK, ITEM_BYTES, Entry, Header, chunks_of, is_lazy, memory, parse_header
 from .shards import checksum_of, checksums_of, open_file, read_header, read_into
 
 # -- Threads that read and hash, as many as this rank's share of the host's cores --------------------------------------
@@ -103,35 +102,20 @@ class Reader:
     def _path(self, file: int) -> str:
         return os.path.join(self._directory, self._record.files[file].name)
 
-    @contextlib.contextmanager
-    def _open(self, file: int) -> Iterator[int]:
-        fd = open_file(self._path(file), self._record.files[file].size)
-        try:
-            with naming(self._path(file)):
-                yield fd
-        finally:
-            os.close(fd)
-
     def header(self, file: int) -> Header:
         """A file's header, whose checksums are the record's; raises where the file is missing, cut or changed."""
         if file not in self._headers:
             path, written = self._path(file), self._record.files[file]
-            with self._open(file) as fd:
+            with open_file(path, written.size) as fd:
                 content = read_header(fd, path)
             if checksums_of(memoryview(content)) != written.header:
                 raise CheckpointError(f"{path}: its header is damaged, or it is of another save; {_ADVICE}")
-            try:
-                self._headers[file] = parse_checked_header(bytes(content), written.size)
-            except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-                raise CheckpointError(f"{path}: its header is not as {NAME} needs it ({error})") from error
+            with parsing(f"{path}: its header is not as {NAME} needs it"):
+                self._headers[file] = parse_header(bytes(content), written.size, checked=True)
         return self._headers[file]
 
     def locate(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Where elements of a tensor are: (file, byte in it, first element, number of elements).
-
-        Raises:
-            CheckpointError: a file does not hold what the record says.
-        """
+        """Where elements of a tensor are: (file, byte in it, first element, number of elements), if the files have them."""
         stored: Stored = self._record.tensors[name]
         size = ITEM_BYTES[stored.dtype]
         for file, first, count in stored.overlaps(start, stop):
@@ -154,7 +138,7 @@ class Reader:
 
     def _read_chunks(self, file: int, chunks: Mapping[int, list[_Wanted]]) -> None:
         """Read what is wanted of chunks; one of which nothing is wanted is compared with its checksum."""
-        with self._open(file) as fd:
+        with open_file(self._path(file), self._record.files[file].size) as fd:
             self._threads.each(lambda chunk: self._read_chunk(fd, file, chunk, chunks[chunk]), sorted(chunks))
 
     def _read_chunk(self, fd: int, file: int, chunk: int, wanted: list[_Wanted]) -> None:
@@ -187,11 +171,7 @@ class Reader:
             self._read_chunk(fd, file, chunk, twice)
 
     def fill(self, wanted: Sequence[tuple[str, int, torch.Tensor]]) -> None:
-        """Read elements of tensors, from the given one on, into tensors of any device, layout and dtype.
-
-        Raises:
-            CheckpointError: a file is missing, cut or (where it is compared) damaged.
-        """
+        """Read elements of tensors, from the given one on, into tensors of any device, layout and dtype."""
         by_file: dict[int, dict[int, list[_Wanted]]] = {}
         rest = []
         for name, start, tensor in wanted:
@@ -213,19 +193,6 @@ class Reader:
         tensor = torch.empty(stored.shape, dtype=BY_NAME[stored.dtype], device="cpu")
         self.fill([(name, 0, tensor)])
         return tensor
-
-    def same(self, one: str, other: str) -> bool:
-        """Whether two tensors of one shape and dtype have the same bytes."""
-        stored = self._record.tensors[one]
-        step = max(1, _STAGE // ITEM_BYTES[stored.dtype])
-        for at in range(0, stored.numel, step):
-            pair = [
-                torch.empty(min(step, stored.numel - at), dtype=BY_NAME[stored.dtype], device="cpu") for _ in range(2)
-            ]
-            self.fill([(one, at, pair[0]), (other, at, pair[1])])
-            if memory(pair[0]) != memory(pair[1]):
-                return False
-        return True
 
     def _plan(self, name: str, start: int, tensor: torch.Tensor, by_file: dict[int, dict[int, list[_Wanted]]]) -> None:
         """Find the file and the chunk of each element."""

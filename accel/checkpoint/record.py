@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import Any, Final
 
 from ..errors import CheckpointError
-from .failures import explain, naming
+from .failures import explain, naming, parsing
 from .layout import Part
 from .safetensors import BY_NAME, CHUNK, DIGITS, ITEM_BYTES, MAX_DIMS, no_duplicates
 from .shards import Written, checksum, checksum_of, new_file, open_file, read_whole, write_all
@@ -165,14 +165,10 @@ def is_damaged(path: str) -> bool:
 
 def _look(path: str) -> tuple[bool, bool]:
     """Whether a file begins as accel's records do, and whether its checksum is right; in little memory."""
-    fd = open_file(path, None)
-    try:
-        with naming(path):
-            first, size = os.read(fd, len(_START) + DIGITS), os.fstat(fd).st_size
-            ours, large = first.startswith(_START), size > MAX_BYTES  # a large one `read_whole` refuses
-            return ours, large or (ours and _is_whole(first, iter(lambda: os.read(fd, CHUNK), b"")))
-    finally:
-        os.close(fd)
+    with open_file(path, None) as fd:
+        first, size = os.read(fd, len(_START) + DIGITS), os.fstat(fd).st_size
+        ours, large = first.startswith(_START), size > MAX_BYTES  # a large one `read_whole` refuses
+        return ours, large or (ours and _is_whole(first, iter(lambda: os.read(fd, CHUNK), b"")))
 
 
 def _is_whole(first: bytes, rest: Iterable[bytes | memoryview]) -> bool:
@@ -202,10 +198,8 @@ def parse(content: bytes, path: str) -> tuple[Record, str]:
     ours, end = content.startswith(_START), len(_START) + DIGITS
     if ours and not _is_whole(content[:end], [memoryview(content)[end:]]):
         raise CheckpointError(_DAMAGED.format(path))
-    try:
+    with parsing(f"{path} is not the record of a checkpoint of accel"):
         body = json.loads(content, object_pairs_hook=no_duplicates, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not the record of a checkpoint of accel ({error})") from error
     if not ours or not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the record of a checkpoint of accel: it has another format")
     if body.get("version") != VERSION:
@@ -213,12 +207,8 @@ def parse(content: bytes, path: str) -> tuple[Record, str]:
             f"{path} has version {body.get('version')!r} of the format, and this accel knows version {VERSION}: "
             "update accel"
         )
-    try:
-        return _build(body), content[len(_START) : len(_START) + DIGITS].decode("ascii")
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CheckpointError(
-            f"{path} does not keep to the format of accel's checkpoints ({type(error).__name__}: {error})"
-        ) from error
+    with parsing(f"{path} does not keep to the format of accel's checkpoints"):
+        return _build(body), content[len(_START) : end].decode("ascii")
 
 
 def _refuse_constant(text: str) -> None:

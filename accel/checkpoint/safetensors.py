@@ -117,12 +117,9 @@ class Entry:
         return self.count * ITEM_BYTES[self.dtype]
 
     def described(self, offset: int) -> tuple[str, dict[str, Any]]:
-        """Its name in the file, and what the header says of it.
+        """Its name in the file (with the range, if it is not all of the tensor), and what the header says of it.
 
-        The name is the tensor's where the range is all of it, else with the range behind it.
-
-        Args:
-            offset: where its bytes begin, behind the header.
+        ``offset`` is where its bytes begin, behind the header.
         """
         dtype, parts = _PARTS.get(self.dtype, (self.dtype, 1))
         whole = self.start == 0 and self.count == math.prod(self.shape)
@@ -136,17 +133,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file's first bytes say.
+    """What a file's first bytes say."""
 
-    Args:
-        size: of the header in bytes, which is where the data begins.
-        entries: what is said of each.
-        checksums: of the data, by chunk; other libraries' files have none.
-    """
-
-    size: int
+    size: int  # of the header in bytes, which is where the data begins
     entries: Mapping[str, dict[str, Any]]
-    checksums: Sequence[str] = ()
+    checksums: Sequence[str] = ()  # of the data, by chunk; other libraries' files have none
 
     def locate(self, entry: Entry) -> tuple[str, int | None]:
         """Its name in the file, and where in the file its data begins; None where the file has it not, or otherwise."""
@@ -168,16 +159,7 @@ def chunks_of(nbytes: int) -> int:
 
 
 def build_header(entries: Sequence[Entry], metadata: Mapping[str, str], align: int = _ALIGN) -> bytes:
-    """The first bytes of a file of these entries, in this order.
-
-    Args:
-        entries: what the file holds.
-        metadata: other texts in it.
-        align: the data begins at a multiple of so many bytes.
-
-    Raises:
-        CheckpointError: two entries have one name, or there are too many.
-    """
+    """The first bytes of a file of these entries, in this order; the data begins at a multiple of ``align`` bytes."""
     table: dict[str, Any] = {METADATA: {"format": "pt", **metadata}}
     offset = 0
     for entry in entries:
@@ -203,11 +185,11 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def parse_header(content: bytes, file_size: int) -> tuple[Header, dict[str, Any]]:
-    """Read the first bytes of a file; returns its metadata too. Its entries follow one another and fill the file.
+def parse_header(content: bytes, file_size: int, *, checked: bool) -> Header:
+    """Read the first bytes of a file, whose entries follow one another and fill it; ``checked``: one of accel's, with checksums.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError, RecursionError: it is not so.
+        failures.MALFORMED: it is not so.
     """
     table = json.loads(content[8:], object_pairs_hook=no_duplicates)
     metadata = table.pop(METADATA, {})
@@ -219,18 +201,8 @@ def parse_header(content: bytes, file_size: int) -> tuple[Header, dict[str, Any]
         at = end
     if size + at != file_size:
         raise ValueError(f"its entries end at byte {size + at}, the file at {file_size}")
-    return Header(size, table), metadata
-
-
-def parse_checked_header(content: bytes, file_size: int) -> Header:
-    """The same of a file of accel's, which has checksums.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError, RecursionError: accel did not write it.
-    """
-    header, metadata = parse_header(content, file_size)
-    digits = metadata["xxh3"]
+    digits = metadata["xxh3"] if checked else ""
     checksums = [digits[i : i + DIGITS] for i in range(0, len(digits), DIGITS)]
-    if metadata["accel"] != "1" or len(checksums) != chunks_of(file_size - header.size):
+    if checked and (metadata["accel"] != "1" or len(checksums) != chunks_of(at)):
         raise ValueError("its number of checksums does not fit its size")
-    return Header(header.size, header.entries, checksums)
+    return Header(size, table, checksums)

@@ -77,13 +77,13 @@ def save(
     directory, place = folder.absolute(dir), process.place
     with contextlib.ExitStack() as resources:
 
-        def begin() -> tuple[None, Message]:
+        def begin() -> tuple[None, SaveMessage]:
             if place.rank == 0:
                 folder.begin(directory, resources)
             return None, contents.message([summary for *_, summary in told], place.rank)
 
         _, messages = exchange("accel.save (the directory)", begin)
-        plan = functools.partial(Writer, directory, contents, messages, place.rank, keep, copy=not wait)
+        plan = functools.partial(Writer, directory, contents, messages, place.rank, keep, not wait)
         writer = on_every_rank("accel.save (the plan)", plan)
         if wait:
             _finish(writer)
@@ -123,7 +123,7 @@ def save_alone(state: Mapping[str, Any], directory: str) -> None:
     contents = contents_of(state, None, 1)
     with contextlib.ExitStack() as resources:
         folder.begin(directory, resources)
-        writer = Writer(directory, contents, [contents.message([contents.summary()], 0)], 0, None)
+        writer = Writer(directory, contents, [contents.message([contents.summary()], 0)], 0, None, False)
         try:
             written = writer.write()
         except BaseException:
@@ -138,7 +138,7 @@ def save_alone(state: Mapping[str, Any], directory: str) -> None:
 Pair = tuple[Written | None, Written | None]
 
 
-class Message(NamedTuple):
+class SaveMessage(NamedTuple):
     """What a rank tells the others: an id for the save (rank 0's is taken), what is not equal on all, and its own values."""
 
     save: str
@@ -165,7 +165,7 @@ class Contents:
     Args:
         values: the state as JSON, with open nodes.
         objects: of the state.
-        nodes: what this rank knows of each object's node.
+        merged: the objects whose nodes are made of all ranks', with what this rank knows of them.
         own: values that belong to this rank alone, by the object's name.
         ranges: that lie on this rank: those that change, and those that are frozen.
         inventories: the same as numbers.
@@ -175,7 +175,7 @@ class Contents:
 
     values: dict[str, Json]
     objects: list[StateObject]
-    nodes: list[dict[str, Json]]
+    merged: list[tuple[StateObject, dict[str, Json]]]
     own: dict[str, Json]
     ranges: tuple[list[LocalRange], list[LocalRange]]
     inventories: tuple[Inventory, Inventory]
@@ -190,33 +190,28 @@ class Contents:
             digest(structure),
             digest([one.digest() for one in self.inventories]),
             digest([one.table for one in self.inventories]),
-            digest(self._merged_nodes()),
+            digest([node for _, node in self.merged]),
             engines_of(self.objects),
         )
 
-    def _merged_nodes(self) -> list[dict[str, Json]]:
-        """The nodes that are made of all ranks'; of the others rank 0's is taken."""
-        return [node for one, node in zip(self.objects, self.nodes, strict=True) if one.merged]
-
-    def message(self, summaries: Sequence[Summary], rank: int) -> Message:
+    def message(self, summaries: Sequence[Summary], rank: int) -> SaveMessage:
         """What the other ranks must be told; each table by one of those that have it."""
         packed = nodes = None
         if len({s.inventories for s in summaries}) > 1:
             first = [s.tables for s in summaries].index(summaries[rank].tables)
             packed = [one.pack(None if first == rank else first) for one in self.inventories]
         if len({s.nodes for s in summaries}) > 1:
-            nodes = self._merged_nodes()
-        return Message(secrets.token_hex(6), packed, nodes, self.own)
+            nodes = [node for _, node in self.merged]
+        return SaveMessage(secrets.token_hex(6), packed, nodes, self.own)
 
-    def complete(self, messages: Sequence[Message]) -> None:
+    def complete(self, messages: Sequence[SaveMessage]) -> None:
         """Learn what all ranks have, and divide the work."""
         for which, mine in enumerate(self.inventories):
             everyone = unpack([m.inventories[which] for m in messages if m.inventories is not None])
             self.layouts.append(make_layout(everyone or [mine], len(messages)))
-        merged = [m.nodes for m in messages if m.nodes is not None] or [self._merged_nodes()]
-        by_object = iter(zip(*merged, strict=True))
-        for one, node in zip(self.objects, self.nodes, strict=True):
-            one.node.update(one.merge(next(by_object)) if one.merged else node)
+        told = [m.nodes for m in messages if m.nodes is not None]
+        for i, (one, node) in enumerate(self.merged):
+            one.node.update(one.merge([nodes[i] for nodes in told] or [node]))
         self.own_of_all = [m.own for m in messages]
 
     def record(self, save: str, written: Sequence[Pair]) -> Record:
@@ -242,7 +237,7 @@ class Contents:
         )
 
 
-def contents_of(state: Any, keep: Callable[[str], bool] | None, world: int) -> Contents:
+def contents_of(state: Any, filter: Callable[[str], bool] | None, world: int) -> Contents:
     """Take a state apart; refuses what cannot be stored, by its path. Local, and writes nothing."""
     of_values: list[LocalRange] = []
 
@@ -252,15 +247,21 @@ def contents_of(state: Any, keep: Callable[[str], bool] | None, world: int) -> C
 
     encoder = Encoder(store)
     values, objects = State(state).encode(encoder)
-    nodes = [one.value(encoder) for one in objects]
+    merged = []
+    for one in objects:
+        node = one.value(encoder)
+        if one.merged:
+            merged.append((one, node))
+        else:  # rank 0's is taken
+            one.node.update(node)
     # In the record, since the tensors of the shards are those of all ranks together.
     own = {one.name: one.own(Encoder(None)) for one in objects if isinstance(one, RankObject)}
-    ranges = local_ranges(objects, keep) + of_values
+    ranges = local_ranges(objects, filter) + of_values
     changing, frozen = [one for one in ranges if not one.frozen], [one for one in ranges if one.frozen]
     if both := {one.shard.name for one in changing} & {one.shard.name for one in frozen}:
         raise CheckpointError(f"two tensors of the state have the name {min(both)!r}")
     inventories = make_inventory(changing, world > 1), make_inventory(frozen, world > 1)
-    return Contents(values, objects, nodes, own, (changing, frozen), inventories)
+    return Contents(values, objects, merged, own, (changing, frozen), inventories)
 
 
 # -- One rank's files, and the commit ----------------------------------------------------------------------------------
@@ -268,26 +269,16 @@ def contents_of(state: Any, keep: Callable[[str], bool] | None, world: int) -> C
 
 @final
 class Writer:
-    """A save on one rank, once it is agreed on.
-
-    Args:
-        directory: where to, absolute.
-        contents: of the state on this rank.
-        messages: of all ranks.
-        rank: this one.
-        keep: how many checkpoints are left.
-        copy: what is to be written, so that training may go on.
-    """
+    """A save on one rank, once it has the messages of all; with ``copy`` what is to be written may change from now on."""
 
     def __init__(
         self,
         directory: str,
         contents: Contents,
-        messages: Sequence[Message],
+        messages: Sequence[SaveMessage],
         rank: int,
         keep: int | None,
-        *,
-        copy: bool = False,
+        copy: bool,
     ) -> None:
         self._directory, self._contents, self._rank, self._keep = directory, contents, rank, keep
         self._save, self._world = messages[0].save, len(messages)
@@ -322,12 +313,7 @@ class Writer:
                 os.unlink(os.path.join(self._directory, self._name(frozen=frozen)))
 
     def commit(self, written: Sequence[Pair]) -> None:
-        """Rank 0: make it the checkpoint of the directory, then remove the one before.
-
-        Raises:
-            CheckpointError: a rank wrote to another place.
-            OSError: the record cannot be written.
-        """
+        """Rank 0: make it the checkpoint of the directory, then remove the one before."""
         if self._rank:
             return
         try:
@@ -368,11 +354,7 @@ class Writer:
     # -- in the background: without collectives ---------------------------------------------------------------------
 
     def finish_alone(self, timeout: float) -> None:
-        """Write, and commit once all ranks have written; returns when every rank knows it. In a thread, on every rank.
-
-        Raises:
-            CheckpointError: it failed on this rank or on another.
-        """
+        """Write, and commit once all ranks have written; all know how it ended, and raise any rank's failure. In a thread."""
         lock = os.path.join(self._directory, folder.LOCK)
         status = StatusFiles(self._directory, lock, self._save, self._rank, self._world, timeout)
         failure: Exception | None = None
@@ -401,9 +383,7 @@ class Writer:
             status.write({"error": error, "files": files})
             end = status.read(0)
         except (OSError, CheckpointError) as lost:
-            if failure is not None:
-                raise failure from lost
-            raise
+            raise failure or lost from None
         status.finish()
         return end
 

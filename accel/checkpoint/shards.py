@@ -22,7 +22,7 @@ from .safetensors import CHUNK, DIGITS, ITEM_BYTES, MAX_HEADER, Entry, build_hea
 _WRITE: Final = 8 << 20  # bytes of one write, after which the kernel is asked to begin writing out
 _PIECE: Final = 16 << 20  # bytes of a copy where a tensor is not in plain memory
 _MAX_VECTORS: Final = 512
-_SMALL: Final = 1 << 20  # bytes that are copied rather than written by a call of their own
+_SMALL: Final = 256 << 10  # bytes that are copied rather than written by a call of their own
 _START_WRITING: Final = 2  # SYNC_FILE_RANGE_WRITE
 
 
@@ -269,22 +269,31 @@ def unreadable(error: OSError) -> str:
     return f"{explain(error)}{'; the checkpoint is not complete, load another one' if missing else ''}"
 
 
-def open_file(path: str, size: int | None) -> int:
-    """Open a regular file for reading, not through a link; raises where it is missing, something else, or not of ``size``."""
+@contextlib.contextmanager
+def open_file(path: str, size: int | None) -> Iterator[int]:
+    """Context: a regular file for reading, not through a link; raises where it is missing, something else, or not of ``size``."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise CheckpointError(unreadable(error)) from error
-    status = os.fstat(fd)
-    problem = ""
-    if not stat.S_ISREG(status.st_mode):
-        problem = "is not a regular file"
-    elif size is not None and status.st_size != size:
-        problem = f"has {status.st_size} bytes, and {size} were written; it was cut or changed, load another checkpoint"
-    if problem:
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{path}: is not a regular file")
+        if size is not None:
+            check_size(path, status.st_size, size)
+        with naming(path):
+            yield fd
+    finally:
         os.close(fd)
-        raise CheckpointError(f"{path}: {problem}")
-    return fd
+
+
+def check_size(path: str, found: int, written: int) -> None:
+    """Refuse a file of a checkpoint that has another size than the record says."""
+    if found != written:
+        raise CheckpointError(
+            f"{path}: has {found} bytes, and {written} were written; it was cut or changed, load another checkpoint"
+        )
 
 
 def write_all(fd: int, content: bytes | bytearray | memoryview) -> None:
@@ -316,8 +325,7 @@ def read_into(fd: int, path: str, views: list[memoryview], offset: int) -> None:
 
 def read_header(fd: int, path: str) -> bytearray:
     """The first bytes of a safetensors file up to its data; none where it has not as many as they say."""
-    with naming(path):
-        size, length = os.fstat(fd).st_size, 8 + int.from_bytes(os.pread(fd, 8, 0), "little")
+    size, length = os.fstat(fd).st_size, 8 + int.from_bytes(os.pread(fd, 8, 0), "little")
     content = bytearray(length if length <= min(size, MAX_HEADER + 8) else 0)
     read_into(fd, path, [memoryview(content)], 0)
     return content
@@ -325,13 +333,10 @@ def read_header(fd: int, path: str) -> bytearray:
 
 def read_whole(path: str, limit: int, kind: str) -> bytes:
     """A small file; raises where it is missing, or too large for ``kind`` (a record, say)."""
-    fd = open_file(path, None)
-    try:
+    with open_file(path, None) as fd:
         size = os.fstat(fd).st_size
         if size > limit:
             raise CheckpointError(f"{path}: {size} bytes are too many for {kind}")
         content = bytearray(size)
         read_into(fd, path, [memoryview(content)], 0)
-    finally:
-        os.close(fd)
     return bytes(content)

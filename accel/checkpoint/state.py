@@ -21,7 +21,7 @@ from .safetensors import METADATA, check_tensor
 from .values import DEPTH, TAG, Encoder, Json, place
 
 #: Names of tensors that values hold begin with it.
-KEPT: Final = "~"
+OF_VALUES: Final = "~"
 
 
 def component(key: object) -> str:
@@ -29,7 +29,7 @@ def component(key: object) -> str:
     if not isinstance(key, str):
         return f"[{_escaped(_written(key))}]"
     text = _escaped(key)
-    return f"%{ord(text[0]):02X}{text[1:]}" if text[:1] in ("[", KEPT) else text
+    return f"%{ord(text[0]):02X}{text[1:]}" if text[:1] in ("[", OF_VALUES) else text
 
 
 def former_component(key: object) -> str:
@@ -70,36 +70,26 @@ def items_of(container: Any) -> list[tuple[Any, Any]]:
 
 
 def _holders(root: Any) -> set[int]:
-    """The ids of the containers that hold an object, at any depth; also where containers hold themselves."""
-    around: dict[int, list[int]] = {id(root): []}
-    direct, todo = [], [root]
-    while todo:
-        container = todo.pop()
-        for _, item in items_of(container):
-            if is_object(item):
-                direct.append(id(container))
-            elif isinstance(item, dict | list | tuple) and type(item) is not torch.Size:
-                if id(item) not in around:
-                    todo.append(item)
-                around.setdefault(id(item), []).append(id(container))
+    """The ids of the containers that hold an object, at any depth."""
     found: set[int] = set()
-    while direct:
-        if (one := direct.pop()) not in found:
-            found.add(one)
-            direct += around[one]
+    seen: set[int] = set()
+
+    def visit(container: Any, depth: int) -> bool:
+        if id(container) not in seen and depth <= DEPTH:  # what is nested more deeply cannot be stored
+            seen.add(id(container))
+            for _, item in items_of(container):
+                walked = isinstance(item, dict | list | tuple) and type(item) is not torch.Size
+                if is_object(item) or (walked and visit(item, depth + 1)):
+                    found.add(id(container))
+        return id(container) in found
+
+    visit(root, 0)
     return found
 
 
 @final
 class State:
-    """A user's state, taken apart.
-
-    Args:
-        state: the nested dict.
-
-    Raises:
-        CheckpointError: it is none.
-    """
+    """A user's state, a nested dict, taken apart."""
 
     def __init__(self, state: Any) -> None:
         if not isinstance(state, dict):
@@ -223,8 +213,8 @@ def _module_object(module: nn.Module, name: str, path: str) -> StateObject:
     return ModuleObject(name, path, module, None, "")
 
 
-def local_ranges(objects: Sequence[StateObject], keep: Callable[[str], bool] | None) -> list[LocalRange]:
-    """What lies on this rank of all objects, without what ``keep`` refuses (never an optimizer's), if it can be stored."""
+def local_ranges(objects: Sequence[StateObject], filter: Callable[[str], bool] | None) -> list[LocalRange]:
+    """What lies on this rank of all objects, without what ``filter`` refuses (never an optimizer's), if it can be stored."""
     found = []
     paths: dict[str, str] = {}
     for one in objects:
@@ -235,7 +225,7 @@ def local_ranges(objects: Sequence[StateObject], keep: Callable[[str], bool] | N
                 raise CheckpointError(
                     f"{one.path}: in the files of a checkpoint {METADATA!r} is no name of a tensor; rename the key"
                 )
-            if keep is not None and not isinstance(one, OptimizerObject) and not keep(name):
+            if filter is not None and not isinstance(one, OptimizerObject) and not filter(name):
                 continue
             check_tensor(tensor, f"{one.path}, {name}")
             if isinstance(one, ModuleObject) and shard.overlaps_itself(tensor):
@@ -249,4 +239,4 @@ def local_ranges(objects: Sequence[StateObject], keep: Callable[[str], bool] | N
 
 def value_range(number: int, path: str, tensor: torch.Tensor) -> LocalRange:
     """A tensor that is part of a value."""
-    return LocalRange(shard.whole(f"{KEPT}{number}/{component(path)}", tensor), equal=False)
+    return LocalRange(shard.whole(f"{OF_VALUES}{number}/{component(path)}", tensor), equal=False)

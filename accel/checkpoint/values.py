@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import binascii
 import collections
 import json
 import math
@@ -13,11 +12,12 @@ import sys
 from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 
 from ..errors import CheckpointError
+from .failures import MALFORMED
 from .safetensors import BY_NAME, ITEM_BYTES, MAX_DIMS, NAMES, check_tensor, from_bytes, to_bytes
 
 #: A JSON object with this key is not a dict, but the value of the type that it names.
@@ -29,7 +29,7 @@ INLINE_BYTES: Final = 1024
 
 Json = Any
 #: Stores a tensor under a name of its own, and returns that name.
-Keep = Callable[[torch.Tensor, str], str]
+Store = Callable[[torch.Tensor, str], str]
 _PAIR: Final = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _NUMPY: Final = re.compile(r"[<>|][biufcSUMm][0-9]{1,9}(\[[0-9]*[A-Za-z\u03bc]{1,9}\])?")
 _INT: Final = re.compile("-?0x[0-9a-f]+")
@@ -51,18 +51,14 @@ class Encoder:
     """Turns values into JSON.
 
     Args:
-        keep: where tensors of more than ``INLINE_BYTES`` go; None keeps all of them in the JSON.
+        store: takes tensors of more than ``INLINE_BYTES``; None leaves all of them in the JSON.
     """
 
-    def __init__(self, keep: Keep | None) -> None:
-        self._keep = keep
+    def __init__(self, store: Store | None) -> None:
+        self._store = store
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Json:
-        """The JSON of a value.
-
-        Raises:
-            CheckpointError: it cannot be stored; names its path.
-        """
+        """The JSON of a value; refuses what cannot be stored, by its path."""
         if depth > DEPTH:
             raise CheckpointError(f"{path}: nested more than {DEPTH} levels deep, or a container that holds itself")
         kind = type(value)
@@ -84,7 +80,10 @@ class Encoder:
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
             return self._numpy(value, path, isinstance(value, numpy.generic))
-        return refuse(value, path)
+        raise CheckpointError(
+            f"{path} is a {_kind(value)}, which cannot be stored without pickle; store what it consists of (numbers, strings, "
+            "bytes, dicts, lists, tuples, sets, tensors, numpy arrays), or give it state_dict() and load_state_dict()"
+        )
 
     def _container(self, value: Any, path: str, depth: int) -> Json:
         kind = type(value)
@@ -141,8 +140,8 @@ class Encoder:
         if value.is_leaf and value.requires_grad:  # else it has a graph, which is not stored
             tagged["requires_grad"] = True
         value = value.detach()
-        if self._keep is not None and value.nbytes > INLINE_BYTES:
-            return {**tagged, "name": self._keep(value, path)}
+        if self._store is not None and value.nbytes > INLINE_BYTES:
+            return {**tagged, "name": self._store(value, path)}
         value = value.cpu().contiguous()
         return {**tagged, "dtype": NAMES[value.dtype], "shape": list(value.shape), "data": _text(to_bytes(value))}
 
@@ -158,17 +157,9 @@ class Encoder:
         data = value.tobytes()[: value.nbytes]  # numpy gives an empty text one character
         if not scalar:
             tagged["shape"] = list(value.shape)
-        if self._keep is not None and len(data) > INLINE_BYTES:
-            return {**tagged, "name": self._keep(torch.frombuffer(bytearray(data), dtype=torch.uint8), path)}
+        if self._store is not None and len(data) > INLINE_BYTES:
+            return {**tagged, "name": self._store(torch.frombuffer(bytearray(data), dtype=torch.uint8), path)}
         return {**tagged, "data": _text(data)}
-
-
-def refuse(value: Any, path: str) -> NoReturn:
-    """Say that a value cannot be stored, and what could be."""
-    raise CheckpointError(
-        f"{path} is a {_kind(value)}, which cannot be stored without pickle; store what it consists of (numbers, strings, "
-        "bytes, dicts, lists, tuples, sets, tensors, numpy arrays), or give it state_dict() and load_state_dict()"
-    )
 
 
 def _kind(value: object) -> str:
@@ -220,7 +211,7 @@ class Decoder:
 
     Args:
         source: the file, for errors.
-        fetch: gives a kept tensor by its name. One on the meta device is only compared with what the JSON says of it, so
+        fetch: gives a stored tensor by its name. One on the meta device is only compared with what the JSON says of it, so
             that what is decoded is worth nothing, and costs no memory of that size.
         objects: the ids of the nodes that are objects of the state, or hold some; they are not decoded as a whole.
     """
@@ -238,7 +229,7 @@ class Decoder:
         """The value; raises where ``data`` is no such JSON."""
         try:
             return self._decode(data, 0)
-        except (KeyError, ValueError, TypeError, OverflowError, RuntimeError, AttributeError, binascii.Error) as error:
+        except MALFORMED as error:
             raise CheckpointError(
                 f"{self.source}: a value that accel did not write ({type(error).__name__}: {error})"
             ) from error
@@ -286,20 +277,20 @@ class Decoder:
     def _array(self, data: Json, *, scalar: bool) -> Any:
         import numpy
 
-        kept = self._fetch(_of(str, data, "name")) if "name" in data else None
+        stored = self._fetch(_of(str, data, "name")) if "name" in data else None
         if not _NUMPY.fullmatch(_of(str, data, "dtype")):  # numpy would evaluate some of what it does not know
             raise ValueError(f"numpy dtype {data['dtype']!r}")
         kind: Any = numpy.dtype(data["dtype"])
         shape = () if scalar else _shape(data)
-        content = b"" if kept is not None else _bytes(data)
+        content = b"" if stored is not None else _bytes(data)
         if kind.itemsize == 0 and content:  # accel 0.1.0 wrote an empty text with the bytes of one character
             kind = numpy.dtype(f"{data['dtype'][:2]}1")
-        if math.prod(shape) * kind.itemsize != (len(content) if kept is None else kept.nbytes):
+        if math.prod(shape) * kind.itemsize != (len(content) if stored is None else stored.nbytes):
             raise ValueError("an array whose shape does not fit its bytes")
-        if kept is not None:
-            if kept.is_meta:
+        if stored is not None:
+            if stored.is_meta:
                 return object() if scalar else []  # as hashable as it would be
-            content = to_bytes(kept)
+            content = to_bytes(stored)
         array: Any = numpy.ndarray(shape, kind, buffer=bytearray(content) if content else None)
         return array[()] if scalar else array
 
@@ -321,12 +312,8 @@ def _bytes(data: Json) -> bytes:
 
 
 def _shape(data: Json) -> tuple[int, ...]:
-    shape = data["shape"]
-    if (
-        not isinstance(shape, list)
-        or len(shape) > MAX_DIMS
-        or not all(type(n) is int and 0 <= n < 2**48 for n in shape)
-    ):
+    shape = _of(list, data, "shape")
+    if len(shape) > MAX_DIMS or not all(type(n) is int and 0 <= n < 2**48 for n in shape):
         raise ValueError(f"shape {shape!r}")
     return tuple(shape)
 

@@ -11,17 +11,16 @@ from typing import Any, Final
 
 import torch
 
-from ..errors import CheckpointError
 from ..process.control import locked
 from ..process.environments import Place
 from . import folder, record
-from .failures import exchange, on_every_rank, on_running_ranks
+from .failures import exchange, on_every_rank, on_running_ranks, parsing
 from .match import children_of, objects_in
 from .objects import ModuleObject, OptimizerObject, RankObject, StatefulObject, StateObject, TensorObject
 from .reader import Reader
 from .record import Record
 from .safetensors import BY_NAME, CHUNK, chunks_of, from_bytes, memory
-from .state import KEPT
+from .state import OF_VALUES
 from .values import DEPTH, TAG, Decoder, Json
 
 _BATCH: Final = 64  # chunks between two words of progress
@@ -108,14 +107,14 @@ def check_record(record: Record, source: str) -> set[int]:
     named: set[str] = set()
 
     def fetch(name: str) -> torch.Tensor:
-        """A kept tensor without its memory; accel keeps each for one value only, so that no record says more than it holds."""
-        if not name.startswith(KEPT) or name not in record.tensors or name in named:
+        """A value's tensor without its memory; accel keeps each for one value only, so that no record says more than it holds."""
+        if not name.startswith(OF_VALUES) or name not in record.tensors or name in named:
             raise ValueError(f"a value names the tensor {name!r}, which is another's or not in the checkpoint")
         named.add(name)
         stored = record.tensors[name]
         return torch.empty(stored.shape, dtype=BY_NAME[stored.dtype], device="meta")
 
-    try:
+    with parsing(f"{source} does not keep to the format of accel's checkpoints"):
         objects = objects_in(record.values)
         decoder = Decoder(source, fetch, objects)
         _check(record.values, decoder, record.ranks, 0)
@@ -123,10 +122,6 @@ def check_record(record: Record, source: str) -> set[int]:
             for value in own.values():
                 decoder.decode(value)
         return objects
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{source} does not keep to the format of accel's checkpoints ({type(error).__name__}: {error})"
-        ) from error
 
 
 def _check(node: Json, decoder: Decoder, ranks: Sequence[Mapping[str, Any]], depth: int) -> None:
@@ -149,5 +144,5 @@ def _check_object(node: Mapping[str, Any], decoder: Decoder, ranks: Sequence[Map
         raise ValueError(f"the name of a {cls.kind} is no string")
     for value in cls.encoded(node):
         decoder.decode(value)
-    if cls is RankObject and not all(node["name"] in own for own in ranks):
+    if cls is RankObject and not (ranks and all(node["name"] in own for own in ranks)):
         raise ValueError(f"the values of a rank lack {node['name']!r}")

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..errors import CheckpointError
 from . import record
+from .failures import parsing
 from .match import objects_in
 from .record import FILE_NAME, Record, Stored
 from .safetensors import BY_NAME, MAX_DIMS, Entry, Header, no_duplicates, parse_header
@@ -39,21 +40,13 @@ def index_file(stem: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a load reads from.
-
-    Args:
-        directory: absolute.
-        record: what is there.
-        digits: equal where two ranks see the same.
-        objects: the ids of the nodes of the record's values that are, or hold, objects of a state.
-        headers: of the record's files, where another library wrote them, without checksums.
-    """
+    """What a load reads from."""
 
     directory: str
     record: Record
-    digits: str
-    objects: Container[int]
-    headers: Sequence[Header] | None = None
+    digits: str  # equal where two ranks see the same
+    objects: Container[int]  # the ids of the nodes of the record's values that are, or hold, objects of a state
+    headers: Sequence[Header] | None = None  # of the files, where another library wrote them, without checksums
 
     @property
     def path(self) -> str:
@@ -93,11 +86,7 @@ def present(directory: str) -> list[str]:
 
 
 def is_weights_alone(directory: str) -> bool:
-    """Whether a directory has weights under the names that other libraries use, and no checkpoint of accel.
-
-    Raises:
-        CheckpointError: it has neither, and its directories have weights, as those of a pipeline's components.
-    """
+    """Whether a directory has weights under other libraries' names, and no checkpoint; raises where its directories have some."""
     if record.exists(directory):
         return False
     if present(directory):
@@ -140,11 +129,7 @@ _File = tuple[Written, Header, dict[str, Entry]]
 
 
 def read_weights(directory: str) -> tuple[list[_File], str]:
-    """The files, and a checksum of all headers.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, is outside of the directory, or the index does not fit the files.
-    """
+    """The files, and a checksum of all headers; raises where one is missing, damaged, elsewhere, or not as the index says."""
     names = present(directory)
     if len(names) > 1:
         raise CheckpointError(
@@ -168,16 +153,14 @@ def read_weights(directory: str) -> tuple[list[_File], str]:
 
 
 def _weight_map(content: bytes, path: str) -> Mapping[str, str]:
-    try:
+    with parsing(f"{path} is no index of weights"):
         places = json.loads(content, object_pairs_hook=no_duplicates)["weight_map"]
-        bad = [f for f in places.values() if not isinstance(f, str) or not FILE_NAME.fullmatch(f)]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no index of weights ({type(error).__name__}: {error})") from error
-    if bad or not places:
-        raise CheckpointError(
-            f"{path}: {f'{bad[0]!r} is not a name of a file of this directory' if bad else 'it names no tensor'}"
-        )
-    return dict(places)
+        for file in places.values():
+            if not isinstance(file, str) or not FILE_NAME.fullmatch(file):
+                raise ValueError(f"{file!r} is not a name of a file of this directory")
+        if not places:
+            raise ValueError("it names no tensor")
+        return dict(places)
 
 
 def inside(directory: str, name: str) -> str:
@@ -195,18 +178,13 @@ def inside(directory: str, name: str) -> str:
 
 def _read_file(directory: str, name: str) -> tuple[_File, str]:
     path = inside(directory, name)
-    fd = open_file(path, None)
-    try:
+    with open_file(path, None) as fd:
         size, content = os.fstat(fd).st_size, bytes(read_header(fd, path))
-    finally:
-        os.close(fd)
-    try:
+    with parsing(f"{path} is not a whole safetensors file"):
         if not content:
             raise ValueError(f"its header would be larger than its {size} bytes, or than any header")
-        header, _ = parse_header(content, size)
+        header = parse_header(content, size, checked=False)
         entries = {key: _entry(key, described) for key, described in header.entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file ({error})") from error
     # The rest of accel asks for its own form of an entry.
     forms = {key: e.described(header.entries[key]["data_offsets"][0])[1] for key, e in entries.items()}
     return (Written(path, size, ()), Header(header.size, forms), entries), checksum(b"%d " % size + content)

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +184,7 @@ def save_picture(record: Record, title: str, path: str | os.PathLike[str]) -> Pa
     axes = figure.subplots()
     starts = [0.0] * len(files)
     for group in (*((leaf,) for leaf in leaves[:_OBJECTS]), tuple(leaves[_OBJECTS:])):
-        sizes = _sizes(files, group)
+        sizes = [sum(file.get(leaf, 0) for leaf in group) / 2**20 for file in files]
         if any(sizes):
             axes.barh(labels, sizes, left=starts, label=group[0] if len(group) == 1 else f"{len(group)} more")
         starts = [start + size for start, size in zip(starts, sizes, strict=True)]
@@ -197,10 +197,6 @@ def save_picture(record: Record, title: str, path: str | os.PathLike[str]) -> Pa
     if leaves:
         figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     return write_figure(figure, path)
-
-
-def _sizes(files: Sequence[dict[str, int]], group: Sequence[str]) -> list[float]:
-    return [sum(file.get(leaf, 0) for leaf in group) / 2**20 for file in files]
 
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:

@@ -59,7 +59,10 @@ def run(args: argparse.Namespace) -> int:
             "start the same command on all of them, with a port that is free and open there"
         ) from error
     except errors.ChildFailedError as error:
-        raise LaunchError(_explain(error)) from error
+        rank, failure = error.get_first_failure()
+        status = failure.exitcode
+        how = f"was ended by {failure.signal_name()}" if status < 0 else f"ended with exit status {status}"
+        raise LaunchError(f"rank {rank} {how}; its own error is above. The others were ended") from error
     return 0
 
 
@@ -91,13 +94,6 @@ def _look_up(host: str, port: int) -> None:
                     "that all of them can reach"
                 ) from error
         time.sleep(min(1.0, _KNOWN_WITHIN / 4))
-
-
-def _explain(error: BaseException) -> str:
-    rank, failure = error.get_first_failure()  # type: ignore[attr-defined]
-    status = failure.exitcode
-    how = f"was ended by {failure.signal_name()}" if status < 0 else f"ended with exit status {status}"
-    return f"rank {rank} {how}; its own error is above. The others were ended"
 
 
 COMMANDS = {"run": Command(run, add_arguments)}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import accel
-from accel.checkpoint import reader
+from accel.checkpoint import reader, record
 from accel.checkpoint.safetensors import CHUNK
 from accel.errors import CheckpointError
 from accel.process.control import lock
@@ -41,6 +41,24 @@ def test_every_value_comes_back(check: Any, tmp_path: Path) -> None:
     accel.save(saved, tmp_path)
     accel.load(tmp_path, state, check=check)
     assert all(torch.equal(state[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_wanted_twice_or_in_part(stream: bool, tmp_path: Path) -> None:
+    """Also over the end of a chunk, and with gaps in between."""
+    saved = make_state(1.0)
+    accel.save(saved, tmp_path)
+    places = [
+        ("large", 0),
+        ("large", CHUNK // 4 - 300),
+        ("large", CHUNK // 4 - 300),
+        ("large", CHUNK),
+        ("s3", 10),
+        ("s30", 1),
+    ]
+    wanted = [(name, start, torch.zeros(900)) for name, start in places]
+    reader.Reader(str(tmp_path), record.read(str(tmp_path))[0], stream=stream).fill(wanted)
+    assert all(torch.equal(found, saved[name][start : start + 900]) for name, start, found in wanted)
 
 
 def test_the_first_damage_is_named_and_nothing_is_filled(tmp_path: Path) -> None:

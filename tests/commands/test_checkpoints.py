@@ -98,3 +98,14 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.truncate(shard, 100)
     assert main(["verify", directory]) == 1
     assert shard.name in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["export", "convert"])
+def test_errors_of_the_system_are_errors_of_the_command(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accel.save({"model": torch.nn.Linear(2, 2)}, tmp_path / "c")
+    torch.save({"n": 1}, tmp_path / "old.pt")
+    long = str(tmp_path / ("x" * 300) / "below")
+    assert main([command, str(tmp_path / {"export": "c", "convert": "old.pt"}[command]), long]) == 1
+    assert "File name too long" in capsys.readouterr().err
