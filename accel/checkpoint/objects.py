@@ -188,6 +188,7 @@ class ModuleObject(StateObject):
         super().__init__(name, path)
         self.module = module
         self.engine = engine
+        self._holdings = shard.Raw(module, {}) if engine is None else engine.holdings
         self._prefix = prefix
         # One model on all ranks together: what is no tensor lies on one of them, too.
         spread = engine is not None and engine.synchronizes and engine.replica(engine.process)[1] == 1
@@ -204,33 +205,25 @@ class ModuleObject(StateObject):
         return self._own_names.get(name) if self._prefix else name
 
     def _shards(self) -> list[Shard]:
-        if self.engine is None:
-            return shard.module_shards(self.module)
-        shards = self.engine.holdings.shards(None)
+        shards = self._holdings.shards(None)
         return [replace(s, name=own) for s in shards if (own := self._own(s.name)) is not None]
 
     def ranges(self) -> Iterator[LocalRange]:
-        engine, shards, equal = self.engine, self._shards(), set()
-        if engine is None:
-            parameters = dict(self.module.named_parameters())
-        else:
-            named = zip(engine.names, engine.parameters, strict=True)
-            parameters = {own: p for n, p in named if (own := self._own(n)) is not None}
-            equal = set(parameters) if engine.synchronizes else set()
-            if self._spread:
-                equal.update(s.name for s in shards)  # each buffer lies on one rank
+        engine, shards = self.engine, self._shards()
+        named = dict(self.module.named_parameters()) if engine is None else engine.named
+        parameters = {own: p for n, p in named.items() if (own := self._own(n)) is not None}
+        equal = set(parameters) if engine is not None and engine.synchronizes else set()
+        if self._spread:
+            equal.update(s.name for s in shards)  # each buffer lies on one rank
         frozen = {n for n, p in parameters.items() if not p.requires_grad}
         for s in shards:
             yield self.local_range(s, s.name in equal, s.name in frozen)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        if (engine := self.engine) is None:
-            extra = shard.module_values(self.module)
-        else:  # by the engine's names
-            names = {id(part): name for name, part in shard.extra_modules(engine.module).items()}
-            found = engine.holdings.values(None)
-            parts = shard.extra_modules(self.module).items()
-            extra = {own: found[names[id(part)]] for own, part in parts if names[id(part)] in found}
+        names = {id(part): name for name, part in shard.extra_modules(self._holdings.module).items()}
+        found = self._holdings.values(None)
+        parts = shard.extra_modules(self.module).items()
+        extra = {own: found[names[id(part)]] for own, part in parts if names[id(part)] in found}
         # What only one rank has cannot be in the shards, whose plan is made of tensors that all ranks know of.
         return {"extra": (Encoder(None) if self.merged else encoder).encode(extra, f"{self.path}.state_dict()")}
 
@@ -281,8 +274,6 @@ class OptimizerObject(StateObject):
         self._holdings = shard.Raw(None, self._names) if engine is None else engine.holdings
 
     def ranges(self) -> Iterator[LocalRange]:
-        engine, optimizer = self.engine, self.optimizer
-        shards = engine.holdings.shards(optimizer) if engine else shard.optimizer_shards(optimizer, self._names)
         frozen = self._frozen()
         equal = self.engine is not None and self.engine.synchronizes
         for s in self._holdings.shards(self.optimizer):
@@ -291,13 +282,8 @@ class OptimizerObject(StateObject):
     def _frozen(self) -> set[str]:
         return {n for n, p in self._parameters.items() if not p.requires_grad}
 
-    def _values(self) -> dict[str, Any]:
-        if self.engine is not None:
-            return self.engine.holdings.values(self.optimizer)
-        return shard.optimizer_values(self.optimizer, self._names)
-
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        values, engine = self._values(), self.engine
+        values, engine = self._holdings.values(self.optimizer), self.engine
         return {
             "class": type(self.optimizer).__name__,
             "named": self._named,
@@ -349,7 +335,7 @@ class OptimizerObject(StateObject):
         if not node["class"]:
             # From another library's checkpoint, which does not say whose state it is; the groups' options tell.
             known = {k for g in node["groups"] for k in _options(g)}
-            if lacking := sorted({k for g in self._values()["groups"] for k in g} - known):
+            if lacking := sorted({k for g in self._holdings.values(self.optimizer)["groups"] for k in g} - known):
                 return f"the checkpoint's groups have no {', '.join(lacking)}, so that they are not those of a {kind}"
         if node["named"] and self._named:
             for i, (ours, theirs) in enumerate(zip(mine, saved, strict=True)):
@@ -367,12 +353,7 @@ class OptimizerObject(StateObject):
             if parameter in renamed:
                 mine[f"{renamed[parameter]}/{key}"] = value
                 saved_names[f"{renamed[parameter]}/{key}"] = name
-        engine, optimizer = self.engine, self.optimizer
-        if engine is not None:
-            slots = engine.holdings.slots(optimizer, mine)
-        else:
-            slots = shard.optimizer_slots(optimizer, self._names, mine)
-        return [(saved_names[s.name], s) for s in slots]
+        return [(saved_names[s.name], s) for s in self._holdings.slots(self.optimizer, mine)]
 
     @classmethod
     def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
@@ -385,7 +366,7 @@ class OptimizerObject(StateObject):
             "groups": [{**group, "params": [renamed[name] for name in group["params"]]} for group in groups],
             "state": {renamed[name]: decoder.decode(state) for name, state in node["state"].items()},
         }
-        self._fill_values(values)
+        self._holdings.fill(self.optimizer, values)
         if self.engine is not None and self.engine.precision.scaled and node.get("scale") is not None:
             self.engine.loss_scale.restore(*node["scale"])
         if not node["class"]:
@@ -396,15 +377,9 @@ class OptimizerObject(StateObject):
             if parameter.requires_grad == (saved in frozen):
                 parameter.requires_grad_(saved not in frozen)
 
-    def _fill_values(self, values: dict[str, Any]) -> None:
-        if self.engine is not None:
-            self.engine.holdings.fill(self.optimizer, values)
-        else:
-            shard.fill_optimizer_values(self.optimizer, self._names, values)
-
     def undo(self) -> Callable[[], None]:
-        before = self._values()
-        return lambda: self._fill_values(before)
+        before = self._holdings.values(self.optimizer)
+        return lambda: self._holdings.fill(self.optimizer, before)
 
 
 def _options(group: Json) -> dict[str, Json]:
