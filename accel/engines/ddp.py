@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..errors import BackendError
 from ..gradients.average import average_gradients_
-from ..gradients.log import at_end_of_backward
+from ..gradients.log import Reduction, at_end_of_backward
 from ..precision import Replaced, convert_batchnorms, restore_batchnorms
 from ..process import Process
 from ..process.control import agree
-from ._reducer import Reduction, compress, end_without, finalized, kept, predict_kept
 from .base.engine import Context, Engine, Options
 from .base.gradients import Gradients
 from .base.holdings import Holdings
-from .base.memory import Footprint, MemoryUse, whole
+from .base.memory import Footprint, MemoryUse, ParameterSize, whole
 
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
 # torch 2.13 renamed the switch; the engine broadcasts buffers by itself, once a step.
@@ -109,7 +109,7 @@ class DDPGradients(Gradients):
         )
         if self.reduction.noted:
             hook, rank = options.comm_hook, options.powersgd_rank
-            self.hook_state = compress(self.ddp, hook, self.process.group, rank, self.log.entries)
+            self.hook_state = _compress(self.ddp, hook, self.process.group, rank, self.log.entries)
 
     def accumulate(self, accumulating: bool) -> None:
         """Leave the reducer unarmed in the forwards inside."""
@@ -127,7 +127,7 @@ class DDPGradients(Gradients):
 
     def complete(self) -> bool:
         """Whether the armed backward came to its end: every gradient, and the reducer's own last act."""
-        return (self.ddp is None or finalized(self.ddp)) and self.reduction.complete()
+        return (self.ddp is None or _finalized(self.ddp)) and self.reduction.complete()
 
     def before_backward(self) -> None:
         """End a reduction before another backward comes by the same parameters, as with a trunk's two heads and losses."""
@@ -143,7 +143,7 @@ class DDPGradients(Gradients):
         missing = reduction.missing()
         self.engine.compare("a second backward of one forward", missing)
         self._refuse_changed()
-        end_without(self.ddp, self.engine.parameters, missing)
+        _end_without(self.ddp, self.engine.parameters, missing)
         reduction.ended_without()
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
@@ -152,7 +152,7 @@ class DDPGradients(Gradients):
             super().settle()
             return
         came = bool(self.log.entries)
-        if not (self.reduction.exact() and (self.ddp is None or finalized(self.ddp))):
+        if not (self.reduction.exact() and (self.ddp is None or _finalized(self.ddp))):
             if optimizer is not None and self.log.repeats(optimizer):
                 self.reduction.settled = False
             if self.reduction.unfinished():
@@ -235,7 +235,7 @@ class DDPHoldings(Holdings):
     def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What a compression keeps, beside the rest."""
         yield from super().storages()
-        yield from (("buckets", tensor) for tensor in kept(self.engine.gradients.hook_state))
+        yield from (("buckets", tensor) for tensor in _kept(self.engine.gradients.hook_state))
 
     def hidden_buckets(self) -> int:
         """The reducer's buckets, as far as no gradient is a view of them."""
@@ -277,7 +277,7 @@ class DDPEngine(Engine):
         """Everything on every rank; the gradients once more in buckets, unless they are views of them."""
         buckets = 0
         if world_size > 1:
-            buckets = predict_kept(options.comm_hook, options.powersgd_rank, footprint.trainable)
+            buckets = _predict_kept(options.comm_hook, options.powersgd_rank, footprint.trainable)
             buckets += 0 if options.gradient_as_bucket_view else sum(p.nbytes for p in footprint.trainable)
         return whole(footprint, world_size, buckets)
 
@@ -357,3 +357,100 @@ class DDPEngine(Engine):
                     optimizer.state.pop(parameter, None)
             self.holdings.give_back("the end of accel.join", optimizer, self.named)
         self.drift.restart()
+
+
+# -- Compression of gradients on the wire, by torch's own communication hooks ------------------------------------------
+
+
+def _compress(
+    ddp: DistributedDataParallel,
+    name: str | None,
+    group: dist.ProcessGroup | None,
+    rank: int,
+    entries: list[int | None],
+) -> Any:
+    """Let a compression reduce the buckets, which adds None to ``entries`` at the last of them; returns its state.
+
+    None is the plain mean; ``rank`` is that of PowerSGD's approximation.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # a tenth of accel's import
+
+    state: Any = group
+    hook: Any = powerSGD_hook.powerSGD_hook
+    if name == "powersgd":
+        state = powerSGD_hook.PowerSGDState(group, rank, start_powerSGD_iter=2)
+    else:
+        hook = getattr(default_hooks, "allreduce_hook" if name is None else f"{name}_compress_hook")
+
+    # It holds no engine: the reducer keeps it, where no garbage collector looks.
+    def noting(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
+        if bucket.is_last():
+            entries.append(None)
+        return future
+
+    noting.__annotations__.clear()  # of which torch accepts only its own
+    ddp.register_comm_hook(None, noting)
+    return state
+
+
+def _kept(state: Any) -> list[torch.Tensor]:
+    """The tensors that a compression keeps from step to step: PowerSGD's errors and its low-rank factors."""
+    tables = ("error_dict", "p_memory_dict", "q_memory_dict")
+    return [tensor for table in tables for tensor in getattr(state, table, {}).values()]
+
+
+def _predict_kept(name: str | None, rank: int, parameters: Iterable[ParameterSize]) -> int:
+    """Bytes of ``kept`` for these trainable parameters."""
+    if name != "powersgd":
+        return 0
+    total = 0
+    for parameter in parameters:
+        total += parameter.nbytes
+        rows = parameter.shape[0] if len(parameter.shape) > 1 else 1
+        columns = parameter.numel // max(rows, 1)
+        factors = (rows + columns) * min(rows, columns, rank)
+        # torch compresses a matrix where that halves it at least.
+        if rows > 1 and 2 * factors < parameter.numel:
+            total += factors * parameter.itemsize
+    return total
+
+
+# -- the reducer itself -----------------------------------------------------------------------------------------------
+
+
+def _end_without(ddp: DistributedDataParallel, parameters: Sequence[nn.Parameter], missing: Iterable[int]) -> None:
+    """Let the reducer end a reduction for which these parameters got no gradient yet, and leave them without. Collective."""
+    numbers = {id(p): n for n, p in enumerate(p for p in ddp.module.parameters() if p.requires_grad)}
+    reducer: Any = ddp.reducer
+    absent = [parameters[i] for i in missing]
+    empty = [p for p in absent if p.grad is None]
+
+    def take(_: torch.Tensor) -> None:
+        for parameter in absent:
+            before = parameter.grad
+            parameter.grad = torch.zeros_like(parameter) if before is None else before
+            try:
+                reducer._autograd_hook(numbers[id(parameter)])
+            except RuntimeError as error:
+                # With find_unused_parameters it may know already that no gradient will come, and then wants none.
+                if "ready only once" not in str(error):
+                    raise
+                parameter.grad = before
+
+    # The reducer waits for its buckets in a callback of autograd's, which only a backward has.
+    start = torch.zeros((), requires_grad=True)
+    end = start.clone()
+    end.register_hook(take)
+    torch.autograd.grad(end, start)
+    for parameter in empty:
+        parameter.grad = None
+
+
+def _finalized(ddp: DistributedDataParallel) -> bool:
+    """Whether the reducer has come to its own last act in the backward that it was armed for."""
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
