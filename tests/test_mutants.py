@@ -76,7 +76,7 @@ def test_lines_are_recorded_in_the_processes_that_a_test_starts(tmp_path: Path) 
     for path in (tmp_path / "tests").rglob("test_*.py"):
         path.unlink()
     (tmp_path / "tests/test_two.py").write_text(PROGRAM)
-    record = lines.record(tmp_path, 1)
+    record = lines.record(tmp_path, 0)
     assert list(record.seconds) == ["tests/test_two.py::test_two"]  # the other has failed
     for name, tests in {"expand_hosts": ["two"], "_expand": ["two"], "_tasks_on_node": ["two", "one"]}.items():
         code = getattr(environments, name).__code__
