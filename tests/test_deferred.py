@@ -121,6 +121,20 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_is_made(tmp_path: Path
         assert "does not exist" in message
 
 
+def test_what_an_author_says_of_a_parameter_stays() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            gain = nn.Parameter(torch.ones(3))
+            gain.no_decay = True  # type: ignore[attr-defined]
+            self.gain = gain
+
+    with accel.deferred_init():
+        net = Scale()
+    assert net.gain.is_meta
+    assert net.gain.no_decay
+
+
 def two_places(directory: str) -> None:
     with accel.deferred_init(weights=directory):
         first = nn.Linear(2, 2)

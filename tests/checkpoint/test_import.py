@@ -118,9 +118,9 @@ def test_a_state_dict_alone_in_either_format(tmp_path: Path) -> None:
     for zipped in (True, False):
         path = tmp_path / f"{zipped}.pt"
         torch.save(net.state_dict(), path, _use_new_zipfile_serialization=zipped)
-        accel.import_checkpoint(path, tmp_path / f"{zipped}")
+        accel.import_checkpoint(path, tmp_path / "new" / f"{zipped}")
         other, _ = make(seed=1)
-        accel.load(tmp_path / f"{zipped}", {"model": other})
+        accel.load(tmp_path / "new" / f"{zipped}", {"model": other})
         close(other.state_dict(), net.state_dict())
 
 
