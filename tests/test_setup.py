@@ -151,6 +151,13 @@ def refuse(error: type[Exception], match: str, call: Any, *objects: Any) -> None
     assert frozen_picture(*objects) == before
 
 
+def test_a_live_model_stays_on_its_devices() -> None:
+    net = nn.Linear(2, 2)
+    accel.setup(net)
+    with pytest.raises(accel.DeviceError, match="99"):
+        accel.setup(net, devices=[99])
+
+
 def bad_input() -> None:
     raw, other = normalised(), normalised()
     optimizer = adamw(raw)

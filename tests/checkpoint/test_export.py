@@ -166,9 +166,11 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
     net = Net()
     save_file(dict(net.state_dict()), tmp_path / "model.safetensors")
     accel.load(tmp_path, {"model": net})
+    accel.save({"model": net}, tmp_path / "c")
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         accel.load(tmp_path, {"model": net})
+        accel.save({"model": net}, tmp_path / "c")
     assert len(os.listdir("/proc/self/fd")) == before
 
 

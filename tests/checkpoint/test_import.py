@@ -179,11 +179,29 @@ def save_dcp(directory: str) -> None:
     dcp.save({"model": states[0], "optim": states[1], "epoch": 3}, checkpoint_id=directory)
 
 
+def claims_too_much(directory: Path) -> None:
+    """A tensor of terabytes is refused before memory is made for it, and so are parts that are not as large as their whole."""
+    path = directory / ".metadata"
+    before = path.read_bytes()
+    for factor, whole in ((10**9, True), (2, False)):
+        metadata = pickle.loads(before)
+        stored = metadata.state_dict_metadata["model.first.weight"]
+        stored.size = torch.Size([stored.size[0] * factor, *stored.size[1:]])
+        if whole:
+            stored.chunks[0].sizes = torch.Size([stored.chunks[0].sizes[0] * factor, *stored.size[1:]])
+            stored.chunks[1].sizes = torch.Size([stored.chunks[1].sizes[0] * factor, *stored.size[1:]])
+        path.write_bytes(pickle.dumps(metadata))
+        with pytest.raises(CheckpointError, match="do not make it up"):
+            accel.import_checkpoint(directory, directory.parent / "e")
+    path.write_bytes(before)
+
+
 def test_a_directory_of_dcp(tmp_path: Path) -> None:
     run(2, save_dcp, str(tmp_path / "d"))
     assert main(["convert", str(tmp_path / "d"), str(tmp_path / "c")]) == 0
     assert accel.load(tmp_path / "c")["epoch"] == 3
     close(go_on(str(tmp_path / "c"), "single", "optim"), uninterrupted())
+    claims_too_much(tmp_path / "d")
     path = next((tmp_path / "d").glob("*.distcp"))
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(CheckpointError, match="no whole checkpoint"):

@@ -25,6 +25,7 @@ import accel
 from accel.engines import ENGINES
 from accel.engines.base import private
 from accel.errors import BackendError
+from accel.gradients import patches
 from tests.distributed import close_all, run
 
 CLIPPING = ("_get_total_norm", "_clip_grads_with_norm_", "_group_tensors_by_device_and_dtype")
@@ -169,6 +170,21 @@ def data_patched_by_others() -> None:
     assert bool((net.weight == 1).all())
     del torch.Tensor.data
     assert torch.Tensor.data is below
+
+
+def test_data_that_is_put_back_is_no_write() -> None:
+    writes = list[torch.Tensor]()
+    patch = patches.data_patch(lambda tensor, alias: writes.append(tensor) if alias is None else None, lambda *_: False)
+    weight, other = nn.Parameter(torch.ones(2)), torch.zeros(2)
+    with patch:
+        weight.data = weight.data
+        assert not writes
+        weight.data = other
+        assert len(writes) == 1
+        kept = vars(torch.Tensor)["data"]
+    kept.__set__(weight, torch.ones(2))  # in somebody's own, after its end
+    assert len(writes) == 1
+    assert bool((weight == 1).all())
 
 
 def test_a_later_patch_of_data_stays() -> None:
