@@ -7,8 +7,6 @@ import fcntl
 import logging
 import os
 import re
-import secrets
-import string
 import time
 import weakref
 from collections.abc import Iterable
@@ -197,11 +195,14 @@ def remove(directory: str) -> None:
 # -- Several checkpoints: the newest one, a second name for one, the oldest ones away ----------------------------------
 
 
+_NUMBER: Final = re.compile(r"\d+\Z")
+
+
 def check_keep(directory: str, keep: object) -> None:
     """Refuse a number that is none, or a directory whose older ones nobody can tell."""
     if type(keep) is not int or keep < 1:
         raise CheckpointError(f"keep={keep!r}: expected a number of checkpoints of at least 1")
-    if not os.path.abspath(directory)[-1].isdecimal():
+    if not _NUMBER.search(os.path.abspath(directory)):
         raise CheckpointError(
             f"keep={keep}: the name of {directory!r} does not end in a number, so that its older ones are not known; save "
             "into directories such as 'ckpt/step-100'"
@@ -211,8 +212,8 @@ def check_keep(directory: str, keep: object) -> None:
 def prune(directory: str, keep: int) -> None:
     """Remove the oldest checkpoints of the series of ``directory``, but never that one itself."""
     root, name = os.path.split(os.path.abspath(directory))
-    series = name.rstrip(string.digits)
-    others = [n for n in os.listdir(root) if n.rstrip(string.digits) == series and n not in (series, name)]
+    series = _NUMBER.sub("", name)
+    others = [n for n in os.listdir(root) if _NUMBER.sub("", n) == series and n not in (series, name)]
     paths = [os.path.join(root, other) for other in others]
     for path in _newest_first(path for path in paths if not os.path.islink(path))[keep - 1 :]:
         with contextlib.suppress(CheckpointError):  # somebody saves there
@@ -272,16 +273,16 @@ def _link(src: str, dst: str) -> None:
     check_sizes(src, one)
     with contextlib.ExitStack() as resources:
         begin(dst, resources)
-        for file in one.files:
-            _link_file(src, dst, file.name, one.id)
+        for number, file in enumerate(one.files):
+            _link_file(src, dst, file.name, f".accel-{one.id}-{number:05d}.done.tmp")
         sync(dst)
         commit(dst, encode(one), record_name(one.id))
         sweep(dst, {file.name for file in one.files})
 
 
-def _link_file(src: str, dst: str, name: str, save: str) -> None:
+def _link_file(src: str, dst: str, name: str, temporary: str) -> None:
     # By way of another name, since the same save may be there, copied by hand; if linked, the sweep removes that name.
-    passing = os.path.join(dst, f".accel-{save}-{secrets.randbelow(10**5):05d}.done.tmp")
+    passing = os.path.join(dst, temporary)
     try:
         os.link(os.path.join(src, name), passing)
     except OSError as error:

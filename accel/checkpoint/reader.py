@@ -194,6 +194,17 @@ class Reader:
         self.fill([(name, 0, tensor)])
         return tensor
 
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors of one shape and dtype have the same bytes; in little memory."""
+        stored = self._record.tensors[one]
+        step, dtype = max(1, _STAGE // ITEM_BYTES[stored.dtype]), BY_NAME[stored.dtype]
+        for at in range(0, stored.numel, step):
+            a, b = (torch.empty(min(step, stored.numel - at), dtype=dtype, device="cpu") for _ in range(2))
+            self.fill([(one, at, a), (other, at, b)])
+            if memory(a) != memory(b):
+                return False
+        return True
+
     def _plan(self, name: str, start: int, tensor: torch.Tensor, by_file: dict[int, dict[int, list[_Wanted]]]) -> None:
         """Find the file and the chunk of each element."""
         view, at = memory(tensor), 0

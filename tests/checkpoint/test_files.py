@@ -129,14 +129,33 @@ def test_many_chunks(check: str, tmp_path: Path) -> None:
     assert all(torch.equal(state[name], tensor) for name, tensor in large_state(1.0).items())
 
 
+def kilobytes(key: str) -> int:
+    return int(re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+
+
+class Embeddings(nn.Module):
+    """Two of 100 MB, or one under two names."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.first = nn.Embedding(500_000, 50)
+        self.second = nn.Embedding(500_000, 50, _weight=self.first.weight.detach())
+        if tied:
+            self.second.weight = self.first.weight
+
+
+def test_comparing_tied_names_takes_little_memory(tmp_path: Path) -> None:
+    accel.save({"m": Embeddings(tied=False)}, tmp_path)
+    model = Embeddings(tied=True)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = kilobytes("VmRSS")
+    accel.load(tmp_path, {"m": model})
+    assert kilobytes("VmHWM") - before < 80 * 1000
+
+
 @pytest.mark.parametrize("wait", [True, False])
 def test_memory_stays_bounded(wait: bool, tmp_path: Path) -> None:
     """Saving and loading 200 MB take no second copy of it; in the background one, which the next save uses again."""
-    status = Path("/proc/self/status")
-
-    def kilobytes(key: str) -> int:
-        return int(re.search(rf"{key}:\s+(\d+)", status.read_text())[1])  # type: ignore[index]
-
     state = {f"t{i}": torch.randn(12_500_000) for i in range(4)}
     accel.save({"x": torch.zeros(5)}, tmp_path / "warm")
     accel.load(tmp_path / "warm")

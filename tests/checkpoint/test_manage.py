@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 import accel
 from accel.checkpoint import folder, record
+from accel.checkpoint.shards import Written
 from accel.errors import CheckpointError
 from tests.distributed import run
 
@@ -97,6 +99,12 @@ def test_keep(tmp_path: Path) -> None:
     assert not (tmp_path / "step-5").exists()
 
 
+def test_keep_knows_the_numbers_of_all_scripts(tmp_path: Path) -> None:
+    for number in "١٢٣":
+        accel.save(state(1), tmp_path / f"step-{number}", keep=2)
+    assert {p.name for p in tmp_path.iterdir()} == {"step-٢", "step-٣"}
+
+
 @pytest.mark.parametrize(("name", "keep"), [("last", 2), ("step-1", 0), ("step-1", True), ("step-1", "2")])
 def test_keep_is_refused_where_it_means_nothing(name: str, keep: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="keep="):
@@ -129,6 +137,22 @@ def test_link(world: int, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="it was cut or changed"):
         accel.link(tmp_path / "best", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_linking_again_what_has_very_many_files(tmp_path: Path) -> None:
+    """No two of the names on the way are the same."""
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    accel.save(state(1), src)
+    whole, _ = record.read(str(src))
+    names = [f"accel-{whole.id}-{number:05d}.safetensors" for number in range(1, 2000)]
+    for name in names:
+        (src / name).touch()
+    files = [*whole.files, *(Written(name, 0, ()) for name in names)]
+    record.commit(str(src), record.encode(replace(whole, files=files)), folder.record_name(whole.id))
+    for _ in range(2):
+        accel.link(src, dst)
+        assert len(os.listdir(dst)) == 2002
+    assert value_of(dst) == 1
 
 
 class Partly(nn.Module):

@@ -489,6 +489,12 @@ def closures() -> None:
             return loss
 
         optimizer.step(closure)
+    torch.set_default_dtype(torch.float64)
+    try:
+        loss = optimizer.step(lambda: (closure(), 0.1)[1])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert float(loss) == 0.1  # a number keeps the digits that it has in one process
 
 
 def test_closures_raise_nothing_and_their_steps_are_compared() -> None:

@@ -115,4 +115,7 @@ def _without_values(parameter: Any) -> torch.Tensor:
 def name_of(function: Any) -> str:
     """For messages: of an attribute, its own."""
     name = getattr(function, "__name__", repr(function))
-    return str(function.__self__.__name__ if name in ("__get__", "__set__") else name)
+    if name not in ("__get__", "__set__"):
+        return str(name)
+    owner = function.__self__  # `data` is a property of accel's own, which has no name
+    return next((name for name, value in vars(_T).items() if value is owner), None) or str(owner.__name__)

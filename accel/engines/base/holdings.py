@@ -436,7 +436,9 @@ class Target(Absent, torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """``copy_``, shape, dtype and the like; nothing else."""
         if func is torch.Tensor.copy_ and isinstance(args[0], Target):
-            if not isinstance(args[1], Target):  # else it is filled with itself
+            if isinstance(args[1], Target) and args[1] is not args[0]:
+                args[1].fetch(func)
+            if args[1] is not args[0]:  # else it is filled with itself
                 args[0].given = args[1]
             return args[0]
         return super().__torch_function__(func, types, args, kwargs)

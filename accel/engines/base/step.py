@@ -266,15 +266,17 @@ class Stepper:
             world = process.place.world_size
             if world == 1:
                 return loss
-            mine = None if loss is None else torch.as_tensor(loss).detach().item()
-            told = agree(f"the loss of a closure ({engine.label})", mine)
+            mine = None if loss is None else torch.as_tensor(loss).detach()
+            told = agree(f"the loss of a closure ({engine.label})", None if mine is None else mine.item())
             losses = [one for one in told if one is not None]
             if len(losses) not in (0, world):
                 raise RankMismatchError(
                     f"the closure gave a loss on {len(losses)} of {world} ranks: return it on every rank"
                 )
-            dtype = loss.dtype if isinstance(loss, torch.Tensor) and loss.is_floating_point() else torch.float32
-            return torch.tensor(sum(losses) / world, dtype=dtype, device=process.device) if losses else None
+            if mine is None:
+                return None
+            dtype = mine.dtype if mine.is_floating_point() else torch.float32
+            return torch.tensor(sum(losses) / world, dtype=dtype, device=process.device)
 
         return global_closure
 

@@ -208,8 +208,10 @@ class Partitions(ABC):
             self.waiting.pop(index, None)
             parameter, fragment = self.parameters[index], self.fragments.get(index)
             for holder in (parameter, fragment):
-                if holder is not None and holder.grad is not None:
-                    holder.grad = None if set_to_none else holder.grad.detach().zero_()
+                if holder is not None and set_to_none:
+                    holder.grad = None
+                elif holder is not None and holder.grad is not None:
+                    holder.grad.detach().zero_()  # in place: stage 3 may have divided the weight since
 
     def replace(self, indices: Sequence[int]) -> None:
         """Drop the final gradients of parameters whose ``p.grad`` was assigned since."""
@@ -231,7 +233,8 @@ class Partitions(ABC):
         self.interruption.stale = False
         self.waiting.clear()
         for parameter in self.parameters:
-            self.interruption.incomplete |= parameter.grad is not None
+            if (grad := parameter.grad) is not None and bool(grad.any()):  # zeros are dropped gradients too
+                self.interruption.incomplete = True
             parameter.grad = None
 
     # -- weights --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ...errors import BackendError
-from ...gradients.patches import around
+from ...gradients.patches import replaced
 
 #: Classes of modules to gather as one, or a function that says so of a module; None is the automatic rule.
 Wrap = tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | None
@@ -126,6 +126,7 @@ def checkpointed(blocks: Iterable[nn.Module]) -> contextlib.ExitStack:
     for block in reversed(list(blocks)):
         if id(block) not in inside:
             inside.update(id(m) for m in block.modules())
-            run_again = functools.partial(checkpoint, use_reentrant=False)
-            undo.enter_context(around(vars(block), "forward", run_again, block.forward))
+            # Of a bound method, since a copy or a pickle of the block is to run its own.
+            run_again = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            undo.enter_context(replaced(vars(block), "forward", run_again))
     return undo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import importlib
@@ -362,9 +363,28 @@ def interrupted(stage: int) -> None:
     pair.check()
 
 
+def zeroed_after_an_exception(stage: int) -> None:
+    """What ``zero_grad(set_to_none=False)`` leaves of a backward that failed is dropped too."""
+    pair = Pair(zero(stage))
+    for fails in (True, False):
+        pair.optimizer.zero_grad(set_to_none=False)
+        hook = pair.raw.body[1].register_forward_hook(lambda m, a, out: FailingBackward.apply(out))
+        if not fails:
+            hook.remove()
+        loss = loss_of(pair.model(data(0, accel.rank())))
+        with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+            loss.backward()
+        hook.remove()
+    mean_loss(pair.plain, lambda m, x: m(x), 0).backward()
+    pair.optimizer.step()
+    pair.plain_optimizer.step()
+    pair.check()
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_after_an_exception(stage: int) -> None:
     run(2, interrupted, stage)
+    run(2, zeroed_after_an_exception, stage)
 
 
 def other_branches(stage: int) -> None:

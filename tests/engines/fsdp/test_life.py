@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,22 @@ def test_from_setup_to_teardown_and_back_with_other_backends(world: int) -> None
     run(world, lives, timeout=180)
 
 
+def test_a_copy_of_checkpointed_blocks_computes_with_its_own_weights() -> None:
+    x = torch.randn(2, 3)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)))
+    model = accel.setup(net, backend=accel.FSDP(activation_checkpointing=True)).model
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(net))]
+    for copied in copies:
+        with torch.no_grad():
+            for parameter in copied.parameters():
+                parameter.zero_()
+        assert not copied(x).any()
+        assert not copied[0](x).any()
+    accel.teardown(model)
+    assert net(x).any()
+    assert all("forward" not in vars(block) for block in net)
+
+
 def evaluation_then_training() -> float:
     reference, ref_optimizer = build()
     net, raw = build()
@@ -222,10 +239,20 @@ def state_verbs() -> list[str]:
         model.load_state_dict(full | {"blocks.0.norm.weight": torch.ones(3)})
     with pytest.raises(accel.BackendError, match="assign"):
         model.load_state_dict(full, assign=True)
-    hook = net.head.register_load_state_dict_pre_hook(lambda module, *_: module.weight.sum())
-    with pytest.raises(accel.BackendError, match="sum of a parameter while a state is loaded"):
-        model.load_state_dict(full)
-    hook.remove()
+    for name, use in {"sum": lambda w: w.sum(), "data": lambda w: w.data}.items():
+        hook = net.head.register_load_state_dict_pre_hook(lambda module, *_, use=use: use(module.weight))
+        with pytest.raises(accel.BackendError, match=f"^{name} of a parameter while a state is loaded"):
+            model.load_state_dict(full)
+        hook.remove()
+    # Of another parameter, whose values are not here: its own would stay without a word.
+    inner, outer = (net.blocks[i].norm for i in range(2))
+    for use in (lambda w: w, lambda w: w.float()):
+        hook = outer.register_load_state_dict_pre_hook(
+            lambda module, state, prefix, *_, use=use: state.update({f"{prefix}weight": use(inner.weight)})
+        )
+        with pytest.raises(RuntimeError, match="copy_ of a parameter while a state is loaded"):
+            model.load_state_dict(full)
+        hook.remove()
     model.load_state_dict(full)
     handle.load_state_dict(full_optimizer)
     return said
