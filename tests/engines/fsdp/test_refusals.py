@@ -221,3 +221,32 @@ def test_tensor_hooks_and_backward_with_inputs() -> None:
     for full in run(2, hooks_and_inputs):
         for name, value in single.items():
             torch.testing.assert_close(full[name], value)
+
+
+def step_before_a_backward(backend: Any, biases: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD([p for n, p in net.named_parameters() if "bias" in n or not biases], lr=0.1)
+    model: Any = net
+    if backend is not None:
+        model, optimizer, _ = accel.setup(net, optimizer, backend=backend)
+    x = torch.ones(2, 4)
+    model(x).sum().backward()
+    out = model(x).sum()
+    optimizer.step()
+    if biases:  # of which no backward needs the values
+        out.backward()
+        optimizer.step()
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.backward()
+    return dict(net.state_dict()) if backend is None else accel.full_state_dict(model)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_backward_of_a_forward_before_the_step_is_an_error_where_torch_has_one(reshard: bool) -> None:
+    """FSDP2 alone computes with the weights from before."""
+    run(2, step_before_a_backward, accel.FSDP(reshard_after_forward=reshard), False)
+    expected = step_before_a_backward(None, True)
+    for found in run(2, step_before_a_backward, accel.FSDP(reshard_after_forward=reshard), True):
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
