@@ -107,7 +107,9 @@ def test_files_that_are_not_there_whole(how: str, copy: Path, tmp_path: Path) ->
             os.mkfifo(path)
         elif how == "unreadable":
             path.symlink_to(path.name)
-    assert path.name in refused(copy, "safetensors")
+    text = refused(copy, "safetensors")
+    assert path.name in text
+    assert ("load another one" in text) == (how == "missing")
     with pytest.raises(CheckpointError, match="safetensors"):
         accel.verify(copy)
     assert accel.latest(tmp_path) is None or how in ("link", "folder", "pipe", "unreadable")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import (
-    DataLoader,
-)
+from torch.utils.data import DataLoader, Sampler
 
 import accel
 from accel import LoaderError
@@ -93,6 +92,21 @@ def test_every_kind_of_loader_resumes(build: Any) -> None:
     (handle,) = resumed(build, 1, handles[0].state_dict(), even_batches=False)
     assert seen + samples(handle) == epochs[0]
     assert samples(handle) == epochs[1]
+
+
+class Unsized(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_workers_have_read_ahead_is_not_lost_where_no_length_tells_the_end(workers: int) -> None:
+    def build() -> DataLoader[Any]:
+        return sampled(Unsized(), num_workers=workers)
+
+    _, state = advance([make(build())], 2)
+    (handle,) = resumed(build, 1, state)
+    assert flat(handle) == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

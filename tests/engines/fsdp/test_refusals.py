@@ -170,6 +170,7 @@ def cuts() -> None:
     writes: list[Callable[[], Any]] = [
         assign,
         lambda: weight.data[1].zero_(),
+        lambda: weight.data[:2].zero_(),
         lambda: weight.data[-2:, :3].mul_(0.5),
         lambda: weight.detach().narrow(0, 1, 3).fill_(1.0),
         lambda: weight.data.chunk(2)[0].zero_(),
