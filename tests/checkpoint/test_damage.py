@@ -381,3 +381,29 @@ def seven(directory: str) -> Any:
 def test_only_values(good: Path) -> None:
     assert accel.load(good) == {"n": 1.0, "s": {"deep": [1.0]}}
     assert run(2, seven, str(good)) == [1.0, 1.0]
+
+
+class Remembering(nn.Linear):
+    """Its extra state has a tensor."""
+
+    seen = torch.full((500,), 1.2345)
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        self.seen = state["seen"]
+
+
+@pytest.mark.parametrize("check", ["first", "stream"])
+def test_a_tensor_in_extra_state_is_compared_too(tmp_path: Path, check: str) -> None:
+    accel.save({"model": Remembering(2, 2)}, tmp_path / "c")
+    (path,) = (tmp_path / "c").glob("*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[content.index(Remembering.seen.numpy().tobytes()) + 1000] ^= 1
+    path.write_bytes(content)
+    model = Remembering(2, 2)
+    before = model.weight.detach().clone()
+    with pytest.raises(CheckpointError, match="is damaged"):
+        accel.load(tmp_path / "c", {"model": model}, check=check)  # type: ignore[arg-type]
+    assert torch.equal(model.weight, before)
