@@ -101,7 +101,6 @@ class Partitions(ABC):
     def start(self, config: dict[str, Any], device: torch.device) -> None:
         """Divide the model. Collective."""
         trainable = [p.requires_grad for p in self.parameters]
-        originals = {i: p.detach().float().clone() for i, p in self.divided.items()} if self.masters else {}
         try:
             for parameter in self.divided.values():
                 parameter.requires_grad_(True)
@@ -125,10 +124,6 @@ class Partitions(ABC):
         finally:
             for index, parameter in self.divided.items():
                 parameter.requires_grad_(trainable[index])
-        for index, original in originals.items():
-            if (fragment := self.fragments.get(index)) is not None:
-                part = original.reshape(-1).narrow(0, fragment.start, fragment.home.numel())
-                fragment.weights.copy_(part)
 
     def own(self, index: int, start: int, home: torch.Tensor) -> None:
         """Note that ``home`` is this rank's part of a parameter."""
