@@ -151,11 +151,12 @@ def refuse(error: type[Exception], match: str, call: Any, *objects: Any) -> None
     assert frozen_picture(*objects) == before
 
 
-def test_a_live_model_stays_on_its_devices() -> None:
+@pytest.mark.parametrize("devices", [[99], "99"], ids=str)
+def test_a_live_model_stays_on_its_devices(devices: Any) -> None:
     net = nn.Linear(2, 2)
     accel.setup(net)
     with pytest.raises(accel.DeviceError, match="99"):
-        accel.setup(net, devices=[99])
+        accel.setup(net, devices=devices)
 
 
 def bad_input() -> None:
