@@ -36,7 +36,8 @@ _READS = {
 _METHODS = {"tolist", "numpy", "__array__", "cpu"}
 _PACKAGES = Path(torch.__file__).parent.parent
 _DISPATCHING = tuple(
-    f"{_PACKAGES}/torch/{part}" for part in ("utils/_python_dispatch", "_dynamo", "_compile.py", "_ops.py", "overrides.py")
+    f"{_PACKAGES}/torch/{part}"
+    for part in ("utils/_python_dispatch", "_dynamo", "_compile.py", "_ops.py", "overrides.py")
 )
 #: What the ranks tell each other travels between hosts, by gloo: these read no device.
 _HOST = ("accel/process/packing.py", "accel/process/control.py", "accel/process/hangs.py", "accel/process/startup.py")

@@ -191,7 +191,8 @@ class Iteration:
         state.start, state.following = state.fresh(state.following), state.following + 1
         self._comparison = None if state.comparisons is None else state.comparisons.begin(start.epoch, start.at)
         loader.generator = self._seeds(start)
-        self._batches = iter(loader)
+        with torch.device("cpu"):  # where torch draws a seed from the generator, whatever the default device
+            self._batches = iter(loader)
 
     def _seeds(self, start: Start) -> torch.Generator | None:
         """What the loader seeds its workers from: as in raw PyTorch, or nothing that the program draws from."""

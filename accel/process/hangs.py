@@ -219,7 +219,7 @@ class HangDetector:
         left = (self._rank - 1) % self._world
 
         def receive(count: int) -> bytearray:
-            piece = torch.zeros(count, dtype=torch.uint8)
+            piece = torch.zeros(count, dtype=torch.uint8, device="cpu")
             self._control.recv([piece], left, _TAG).wait(timedelta(days=365))
             return to_bytes(piece)
 
@@ -360,4 +360,4 @@ def disconnect(group: dist.ProcessGroup) -> None:
     """
     for peer in set(range(group.size())) - {group.rank()}:
         with contextlib.suppress(RuntimeError):
-            group.recv([torch.empty(1)], peer, _NO_TAG).wait(timedelta(milliseconds=1))
+            group.recv([torch.empty(1, device="cpu")], peer, _NO_TAG).wait(timedelta(milliseconds=1))

@@ -266,7 +266,8 @@ class Stepper:
             world = process.place.world_size
             if world == 1:
                 return loss
-            mine = None if loss is None else torch.as_tensor(loss).detach()
+            where = loss.device if isinstance(loss, torch.Tensor) else "cpu"
+            mine = None if loss is None else torch.as_tensor(loss, device=where).detach()
             told = agree(f"the loss of a closure ({engine.label})", None if mine is None else mine.item())
             losses = [one for one in told if one is not None]
             if len(losses) not in (0, world):
