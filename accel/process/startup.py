@@ -197,8 +197,22 @@ def _connect(process: Process, backend: str, problem: str, rendezvous: Rendezvou
             raise LaunchError(
                 f"accel did not start on all {process.place.world_size} ranks within "
                 f"{process.timeout.total_seconds():g} s ({error}): every rank must call accel.setup or accel.init"
+                f"{_unreachable(process.place)}"
             ) from error
         raise
+
+
+def _unreachable(place: Place) -> str:
+    """A hint where gloo, which listens at the address of this host's name, cannot be reached there from another host."""
+    address = ""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+    if place.local_world_size == place.world_size or not address.startswith("127."):
+        return ""
+    return (
+        f"; this host's name {socket.gethostname()!r} is {address}, where other hosts do not reach it: set GLOO_SOCKET_IFNAME to "
+        "the network interface that leads to them, as `ip addr` names it"
+    )
 
 
 @dataclass
@@ -231,6 +245,7 @@ class Rendezvous:
                 f"the process group {backend!r} of {world} ranks did not come up at {place.master_addr}:"
                 f"{place.master_port} within {timeout.total_seconds():g} s ({error}): start as many processes as "
                 "WORLD_SIZE says, and set MASTER_ADDR and MASTER_PORT to a free port of rank 0's host"
+                f"{_unreachable(place)}"
             ) from error
         assert dist.group.WORLD is not None
         return dist.group.WORLD
