@@ -30,7 +30,8 @@ class Replicas(nn.DataParallel[nn.Module]):
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         kind = self.src_device_obj.type
-        return super().parallel_apply([_as_here(replica, kind) for replica in replicas], inputs, kwargs)
+        modules: list[Any] = [_as_here(replica, kind) for replica in replicas]
+        return super().parallel_apply(modules, inputs, kwargs)
 
 
 def _as_here(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
