@@ -206,6 +206,9 @@ def convert_module(
         if dtype is not None and tensor.is_floating_point() and tensor.dtype is not dtype:
             changed.append((tensor, tensor.dtype))
         _convert(tensor, device, dtype, undo)
+    for child in module.modules():
+        if isinstance(child, nn.RNNBase):
+            child.flatten_parameters()  # cuDNN would copy weights that lie apart at every forward
     return changed
 
 

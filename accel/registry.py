@@ -273,12 +273,12 @@ class Registry:
 
         def reduce(power: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
             told = agree(f"the norm of order {norm_type} of gradients ({labels})", power.tolist())
-            everyone = torch.tensor(told, dtype=torch.float64)
+            everyone = torch.tensor(told, dtype=torch.float64, device="cpu")
             power.copy_(everyone.amax(0) if op == dist.ReduceOp.MAX else everyone.sum(0))
 
         first = spread[0].process.place.rank == 0  # what all ranks have counts once
         mine = [g for g in gradients if first or id(g) in own]
-        like = gradients[0] if gradients else torch.tensor(0.0)
+        like = gradients[0] if gradients else torch.tensor(0.0, device="cpu")
         return total_norm(mine, norm_type, like.device, reduce).to(like.dtype)
 
     def before_local_norm(self, gradients: Sequence[torch.Tensor]) -> None:

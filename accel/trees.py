@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .errors import AccelError
@@ -44,21 +43,17 @@ def map_leaves(fn: Callable[[Any, str], Any], tree: Any, path: str) -> Any:
     return walk(lambda path, leaf: None if leaf is None else fn(leaf, path), tree, path)
 
 
-def move(tree: Any, device: torch.device) -> Any:
-    """The same containers with their tensors, and whatever else has ``to``, on ``device``.
-
-    Copies from pinned memory do not block.
-    """
+def move(tree: Any, to: Callable[[Any], Any]) -> Any:
+    """The same containers with ``to`` of their tensors, and of whatever else has a method of this name."""
 
     def movable(leaf: Any) -> bool:
         return hasattr(leaf, "to") and not isinstance(leaf, type)
 
     def visit(path: str, leaf: Any) -> Any:
         if movable(leaf):
-            pinned = hasattr(leaf, "is_pinned") and leaf.is_pinned()
-            return leaf.to(device, non_blocking=True) if pinned else leaf.to(device)
+            return to(leaf)
         if isinstance(leaf, Mapping):  # one that cannot be changed, only made
-            return type(leaf)({key: move(value, device) for key, value in leaf.items()})  # type: ignore[call-arg]
+            return type(leaf)({key: move(value, to) for key, value in leaf.items()})  # type: ignore[call-arg]
         return leaf
 
     return walk(visit, tree, "data", movable)

@@ -6,13 +6,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 import accel
 from tests.distributed import close_all
-
-# They are no part of a run on a machine without a GPU; `make test-gpu` fails there, finding no test.
-collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 
 with contextlib.suppress(ImportError):  # not in the environments of the packages that need one of their own
     from hypothesis import HealthCheck, settings

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import os
 
+# deepspeed looks for a GPU when it is imported: not by the CUDA runtime, which no process forked from here could use then.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 NAMES = (
     *("torch._dynamo", "torch.distributed.fsdp", "accel", "fairscale", "deepspeed", "safetensors.torch"),
     *(

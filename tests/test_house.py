@@ -78,6 +78,23 @@ def test_no_backend_is_named_outside_its_folder() -> None:
             assert not names.search(text), f"{path.name}:{getattr(node, 'lineno', 0)} {text}"
 
 
+#: What makes a tensor on the default device, which a program may have set to another than the one that accel means.
+_MAKERS = {
+    f"torch.{name}"
+    for name in (
+        *("arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm"),
+        *("tensor", "zeros"),
+    )
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_new_tensor_says_where_it_lies(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in _MAKERS:
+            assert any(keyword.arg == "device" for keyword in node.keywords), f"{path.name}:{node.lineno}"
+
+
 def test_all_is_the_public_names() -> None:
     public = {n for n in dir(accel) if not n.startswith("_") and not isinstance(getattr(accel, n), type(ast))}
     assert public - {"TYPE_CHECKING", "Any", "Final"} == set(accel.__all__)

@@ -1,7 +1,7 @@
 """Dataloaders: each rank gets its part of every epoch, on its device, and the position can be saved.
 
-__init__ (the handle, and its iterations) > streams > readers (what stands in the loader, and which loaders there can be)
-> sampling (who gets what, in which order)
+__init__ (the handle, and its iterations) > transfer (to the device) > streams > readers (what stands in the loader, and which
+loaders there can be) > sampling (who gets what, in which order)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..process import ended, rank, running, world_size
 from ..process.collectives import all_gather
 from ..process.control import agree, locked
 from ..process.rng import Generators, from_plain, to_plain
-from ..trees import map_tensors, move
+from ..trees import map_tensors
 from .readers import WHOLE, EpochReader, Kept, Position, SamplerReader, Start, UndividedReader, length_of, shape_of
 from .readers import LoaderOptions as LoaderOptions
 from .readers import LoaderPlace as LoaderPlace
@@ -31,6 +31,7 @@ from .readers import describe as describe
 from .sampling import Division, mix, own_generators
 from .sampling import loader_seed as loader_seed
 from .streams import StreamComparisons, StreamReader
+from .transfer import Transfer
 
 T = TypeVar("T")
 
@@ -167,7 +168,7 @@ latest = Latest()
 class Iteration:
     """One iterator of a handle. It begins its epoch when it is made, as in raw PyTorch."""
 
-    __slots__ = ("__weakref__", "_batches", "_device", "_comparison", "_state", "reader", "finished", "last")
+    __slots__ = ("__weakref__", "_batches", "_transfer", "_comparison", "_state", "reader", "finished", "last")
 
     def __init__(self, state: LoaderState) -> None:
         place = state.place
@@ -177,7 +178,7 @@ class Iteration:
                 "use the raw DataLoader, or give it to accel.setup again"
             )
         self._state = state
-        self._device = place.device if state.options.move and place.device.type != "cpu" else None
+        self._transfer = Transfer(place.device) if state.options.move and place.device.type != "cpu" else None
         self.last = 0
         self.finished = False
         self._begin()
@@ -191,7 +192,8 @@ class Iteration:
         state.start, state.following = state.fresh(state.following), state.following + 1
         self._comparison = None if state.comparisons is None else state.comparisons.begin(start.epoch, start.at)
         loader.generator = self._seeds(start)
-        self._batches = iter(loader)
+        with torch.device("cpu"):  # where torch draws a seed from the generator, whatever the default device
+            self._batches = iter(loader)
 
     def _seeds(self, start: Start) -> torch.Generator | None:
         """What the loader seeds its workers from: as in raw PyTorch, or nothing that the program draws from."""
@@ -225,7 +227,7 @@ class Iteration:
         state.batches = self.last = state.batches + 1
         state.kept = latest.kept = reader.kept
         latest.replica = state.place[:2]
-        return batch if self._device is None else move(batch, self._device)
+        return batch if self._transfer is None else self._transfer(batch)
 
     def _begins_anew(self) -> bool:
         """At the end of the loader's iterator: whether nothing was left of a resumed epoch, so that the next one began."""

@@ -164,17 +164,18 @@ def _blocks(sampler: RandomSampler) -> Iterator[Sequence[int]]:
     n, generator = len(sampler.data_source), sampler.generator
     if generator is None:
         generator = torch.Generator()
-        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        generator.manual_seed(int(torch.empty((), dtype=torch.int64, device="cpu").random_().item()))
     if sampler.replacement:
         for at in range(0, sampler.num_samples, _BLOCK):
             block = array("q", bytes(8 * min(_BLOCK, sampler.num_samples - at)))
-            torch.randint(n, (len(block),), generator=generator, out=torch.frombuffer(block, dtype=torch.int64))
+            out = torch.frombuffer(block, dtype=torch.int64)
+            torch.randint(n, (len(block),), generator=generator, out=out, device="cpu")
             yield block
         return
     whole, rest = divmod(sampler.num_samples, n)
     for size in (*[n] * whole, rest):
         order = array("q", bytes(8 * n))
-        torch.randperm(n, generator=generator, out=torch.frombuffer(order, dtype=torch.int64))
+        torch.randperm(n, generator=generator, out=torch.frombuffer(order, dtype=torch.int64), device="cpu")
         yield from (order[at : min(at + _BLOCK, size)] for at in range(0, size, _BLOCK))
 
 

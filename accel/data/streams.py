@@ -195,7 +195,7 @@ class StreamReader(EpochReader):
         self._workers = loader.num_workers
         # What a loader with workers seeds them from; the stream is drawn again where they get the same seeds.
         self._seeding = Generators({"seeds": loader.generator or torch.default_generator})
-        self._control = torch.zeros(3 + max(1, self._workers), dtype=torch.int64)
+        self._control = torch.zeros(3 + max(1, self._workers), dtype=torch.int64, device="cpu")
         if self._workers:
             self._control.share_memory_()
         self._reader = _DividedStream(loader.dataset, division, self._control)
@@ -211,7 +211,7 @@ class StreamReader(EpochReader):
         """Tells the readers, in this process or in workers that live on."""
         self._at = list(start.at) or [0] * max(1, self._workers)
         seed = 0 if start.seed is None else mix(start.seed, start.epoch)
-        self._control.copy_(torch.tensor([start.seed is None, start.epoch, seed, *self._at]))
+        self._control.copy_(torch.tensor([start.seed is None, start.epoch, seed, *self._at], device="cpu"))
         self._reader.states, self._reader.settles = start.states or {}, in_place
         self._seeds = self._seeding.states()
         self.start, self.given, self._closed, self._again = start, 0, False, True

@@ -439,7 +439,7 @@ def _end_without(ddp: DistributedDataParallel, parameters: Sequence[nn.Parameter
                 parameter.grad = before
 
     # The reducer waits for its buckets in a callback of autograd's, which only a backward has.
-    start = torch.zeros((), requires_grad=True)
+    start = torch.zeros((), requires_grad=True, device="cpu")
     end = start.clone()
     end.register_hook(take)
     torch.autograd.grad(end, start)

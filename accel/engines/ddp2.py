@@ -8,6 +8,7 @@ from torch import nn
 from ..errors import BackendError
 from ..process import Process
 from .ddp import DDP, DDPEngine
+from .dp import Replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,5 +42,5 @@ class DDP2Engine(DDPEngine):
         """Put the replicas between the reducer and the module."""
         devices = self.process.devices
         if len(devices) > 1:
-            self._core = nn.DataParallel(self.entry, device_ids=list(devices), output_device=devices[0])
+            self._core = Replicas(self.entry, devices)
         super().wrap()

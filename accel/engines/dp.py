@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import nn
 
 from .base.engine import Engine, Options
@@ -18,6 +19,34 @@ logger = logging.getLogger("accel")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DP(Options):
     """Options of ``dp``: it has none."""
+
+
+@final
+class Replicas(nn.DataParallel[nn.Module]):
+    """Each device's replica computes under the caller's autocast: torch's threads know whether it is on, and not its dtype."""
+
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
+        super().__init__(module, list(devices), devices[0])
+
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        kind = self.src_device_obj.type
+        modules: list[Any] = [_as_here(replica, kind) for replica in replicas]
+        return super().parallel_apply(modules, inputs, kwargs)
+
+
+def _as_here(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """The function, which computes under this thread's autocast for devices of a kind in whichever thread it is called."""
+    enabled, dtype, cached = (
+        torch.is_autocast_enabled(kind),
+        torch.get_autocast_dtype(kind),
+        torch.is_autocast_cache_enabled(),
+    )
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(kind, dtype, enabled, cached):
+            return function(*args, **kwargs)
+
+    return call
 
 
 @final
@@ -36,7 +65,7 @@ class DPEngine(Engine):
         self._parallel: nn.Module = self.entry
         devices = self.process.devices
         if len(devices) > 1:
-            self._parallel = nn.DataParallel(self.entry, device_ids=list(devices), output_device=devices[0])
+            self._parallel = Replicas(self.entry, devices)
         else:
             _say_single(str(self.process.device))
 

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from ..errors import AccelError, DeviceError
 from .devices import parse_backend, pick, resolve, unserved
 from .environments import Place
-from .hangs import HangDetector, disconnect, missing_ranks
+from .hangs import HangDetector, abort_kernels, disconnect, missing_ranks
 from .startup import UNKNOWN, Rendezvous, destroy_groups, place_now, select, start
 from .startup import Process as Process
 
@@ -92,7 +92,10 @@ def _begin(backend: str | None, timeout: timedelta | None, devices: object) -> P
         process = _state.process = start(backend, timeout, devices, _state.rendezvous)
     if process.control is not None:
         limit = process.timeout.total_seconds()
-        process.detector = HangDetector(process.control, process.begun, limit, lambda: process.doing, _noticed)
+        deaf = "nccl" in process.backends.values()
+        process.detector = HangDetector(
+            process.control, process.begun, limit, lambda: process.doing, _noticed, deaf=deaf
+        )
         process.detector.start()
         atexit.register(_at_exit)
     return process
@@ -249,10 +252,13 @@ def _note_end(reason: str, mismatch: bool) -> None:
     """The first part of an end, also done by the hang detector while this thread waits in a collective."""
     if not _state.ended:
         _state.mismatch, _state.ended = mismatch, reason
-        if _state.process is not None and _state.process.detector is not None:
-            _state.process.detector.tell_end(reason, mismatch)
+        if _state.process is not None:
+            _state.process.ended = reason
+            if _state.process.detector is not None:
+                _state.process.detector.tell_end(reason, mismatch)
     for group in list(distributed_c10d._world.pg_map):
         disconnect(group)
+    abort_kernels()
 
 
 def _noticed(reason: str, mismatch: bool) -> None:

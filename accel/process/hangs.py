@@ -31,6 +31,7 @@ _LIBRARIES: Final = tuple(
     for path in (os.path.dirname(__file__), os.path.dirname(torch.__file__), os.__file__)
 )
 _MESSAGES: Final = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
+_GONE: Final = "is gone without a word: it was killed, or the link to its host is cut"
 _BUSY: Final = 0.02  # share of a CPU that a blocked thread does not use
 
 
@@ -152,7 +153,8 @@ class HangDetector:
     (closed connections tell only those that wait for the rank that ended them), who has left, and the question where each
     rank is, to which each adds its report. A rank asks only after it has waited for seconds, so that training costs nothing.
     Where a collective fails after few seconds (``limit``) the detector is quicker. ``notice`` is told why the groups end, and
-    whether the ranks are in different places.
+    whether the ranks are in different places. ``deaf`` groups tell nobody of a rank that was killed, as nccl's kernels, which
+    wait for it while this rank's host waits for them wherever it reads from its device: then the detector tells.
     """
 
     def __init__(
@@ -162,10 +164,13 @@ class HangDetector:
         limit: float,
         doing: Callable[[], str],
         notice: Callable[[str, bool], None],
+        *,
+        deaf: bool,
     ) -> None:
         self._control, self._begun, self._doing, self._notice = control, begun, doing, notice
         self._rank, self._world = control.rank(), control.size()
         self._thread = threading.get_ident()
+        self._deaf = deaf
         self._patience = min(5.0, limit / 10)
         self._first_warning = min(30.0, limit / 2)
         #: How ranks left that will not come any more, by rank.
@@ -219,7 +224,7 @@ class HangDetector:
         left = (self._rank - 1) % self._world
 
         def receive(count: int) -> bytearray:
-            piece = torch.zeros(count, dtype=torch.uint8)
+            piece = torch.zeros(count, dtype=torch.uint8, device="cpu")
             self._control.recv([piece], left, _TAG).wait(timedelta(days=365))
             return to_bytes(piece)
 
@@ -234,7 +239,7 @@ class HangDetector:
                 else:
                     self._answer(*content)
         if not self._stopped.is_set() and left not in self.left:
-            self._note_left(left, "is gone without a word: it was killed, or the link to its host is cut")
+            self._note_left(left, _GONE)
 
     def _note_left(self, rank: int, how: str) -> None:
         self.left[rank] = how
@@ -263,15 +268,20 @@ class HangDetector:
             with contextlib.suppress(RuntimeError):  # a group that is being destroyed
                 mine, now = self._report(), time.monotonic()
                 here = (mine.begun, mine.doing, mine.call)
+                if self._deaf and _GONE in self.left.values():
+                    self._notice(self._who_left(), False)
+                    return
                 if not mine.waits or here != self._last:
                     self._last, self._since, self._warned = here, now, 0.0
                     self._asked.before, self._asked.answers, self._asked.next = [], [], 0.0
                 elif mine.doing and self.left and now - self._since > 2 * self._patience:
                     # Its connections may stay: they close when its process ends, which would have woken this rank.
-                    who = "; ".join(f"rank {rank} {how}" for rank, how in sorted(self.left.items()))
-                    self._notice(f"{who}, and rank {self._rank} {mine}", False)
+                    self._notice(f"{self._who_left()}, and rank {self._rank} {mine}", False)
                 elif now - self._since > self._patience:
                     self._investigate(now)
+
+    def _who_left(self) -> str:
+        return "; ".join(f"rank {rank} {how}" for rank, how in sorted(self.left.items()))
 
     def _investigate(self, now: float) -> None:
         """Ask where the others are, and judge what they answer."""
@@ -351,6 +361,31 @@ def counts(own: dist.ProcessGroup | None, world: int) -> dict[str, int]:
     return found
 
 
+def abort_kernels() -> None:
+    """Ends the kernels of nccl that wait for other ranks, in all groups: what they were to write is not defined then.
+
+    The host may wait for them where it holds no lock of Python's; only then does this rank hear of the end. All together,
+    as torch does it: one group's end may wait for another's.
+    """
+    found = [backend for backend in map(nccl_of, reversed(list(distributed_c10d._world.pg_map))) if backend is not None]
+    if found:
+        found[0]._group_start()
+        for backend in found:
+            backend.abort()
+        found[0]._group_end()
+
+
+def nccl_of(group: dist.ProcessGroup) -> Any:
+    """The part of a group that is nccl's; None where it has none."""
+    if not dist.is_nccl_available():
+        return None
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:  # it does not carry tensors of these devices
+        return None
+    return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
+
+
 def disconnect(group: dist.ProcessGroup) -> None:
     """Closes the connections of a gloo group, also of one that reducers and pending work still hold.
 
@@ -360,4 +395,4 @@ def disconnect(group: dist.ProcessGroup) -> None:
     """
     for peer in set(range(group.size())) - {group.rank()}:
         with contextlib.suppress(RuntimeError):
-            group.recv([torch.empty(1)], peer, _NO_TAG).wait(timedelta(milliseconds=1))
+            group.recv([torch.empty(1, device="cpu")], peer, _NO_TAG).wait(timedelta(milliseconds=1))

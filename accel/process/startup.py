@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous as rendezvous_at
 from ..errors import AccelError, DeviceError, LaunchError
 from .devices import available, default_backend, identity, parse_backend, pick, refuse_shared, resolve, unserved
 from .environments import ALONE, Place, detect
-from .hangs import HangDetector, counts
+from .hangs import HangDetector, counts, nccl_of
 from .packing import begin_gather, gather_framed, to_bytes
 
 # -- order -------------------------------------------------------------------------------------------------------------
@@ -101,6 +101,8 @@ class Process:
     #: Names this start among all, for keys in the store that all ranks share.
     token: str = ""
     detector: HangDetector | None = None
+    #: Why its groups were ended, also by the detector while the thread that trains does not know of it yet.
+    ended: str = ""
     #: The hosts of all ranks.
     hosts: tuple[str, ...] = ()
     #: How many exchanges the control group has seen; after how many of them all ranks were together last, and what this
@@ -165,7 +167,7 @@ def start(backend: str | None, timeout: timedelta | None, request: object, rende
     group = dist.group.WORLD
     process = Process(
         place=place,
-        timeout=timeout or distributed_c10d.default_pg_timeout,
+        timeout=timeout or _patience(group),
         request=request,
         asked=asked,
         devices=asked,
@@ -178,6 +180,17 @@ def start(backend: str | None, timeout: timedelta | None, request: object, rende
         _connect(process, backend or default_backend(available()[0]), problem, rendezvous)
     select(process.device)
     return process
+
+
+#: nccl's watchdog ends a process whose collective runs out of time: accel's own error shall come before, on every rank.
+_MARGIN: Final = timedelta(minutes=1)
+
+
+def _patience(group: dist.ProcessGroup | None) -> timedelta:
+    """torch's own timeout; less where the user's group has nccl with a shorter one."""
+    nccl = None if group is None else nccl_of(group)
+    default = distributed_c10d.default_pg_timeout
+    return default if nccl is None else min(default, max(nccl.options._timeout - _MARGIN, nccl.options._timeout / 2))
 
 
 def _connect(process: Process, backend: str, problem: str, rendezvous: Rendezvous) -> None:
@@ -197,8 +210,22 @@ def _connect(process: Process, backend: str, problem: str, rendezvous: Rendezvou
             raise LaunchError(
                 f"accel did not start on all {process.place.world_size} ranks within "
                 f"{process.timeout.total_seconds():g} s ({error}): every rank must call accel.setup or accel.init"
+                f"{_unreachable(process.place)}"
             ) from error
         raise
+
+
+def _unreachable(place: Place) -> str:
+    """A hint where gloo, which listens at the address of this host's name, cannot be reached there from another host."""
+    address = ""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+    if place.local_world_size == place.world_size or not address.startswith("127."):
+        return ""
+    return (
+        f"; this host's name {socket.gethostname()!r} is {address}, where other hosts do not reach it: set GLOO_SOCKET_IFNAME to "
+        "the network interface that leads to them, as `ip addr` names it"
+    )
 
 
 @dataclass
@@ -231,8 +258,11 @@ class Rendezvous:
                 f"the process group {backend!r} of {world} ranks did not come up at {place.master_addr}:"
                 f"{place.master_port} within {timeout.total_seconds():g} s ({error}): start as many processes as "
                 "WORLD_SIZE says, and set MASTER_ADDR and MASTER_PORT to a free port of rank 0's host"
+                f"{_unreachable(place)}"
             ) from error
         assert dist.group.WORLD is not None
+        if (nccl := nccl_of(dist.group.WORLD)) is not None:
+            nccl._set_default_timeout(timeout + _MARGIN)
         return dist.group.WORLD
 
 

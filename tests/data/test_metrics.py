@@ -23,7 +23,7 @@ from torch.utils.data import (
 import accel
 from accel import LoaderError
 from accel.data import LoaderHandle, LoaderOptions, LoaderPlace, distribute, gather_for_metrics
-from accel.trees import move
+from accel.data.transfer import Transfer
 from tests.data.loaders import Counting, make, numbers, samples
 from tests.distributed import refusals, run
 
@@ -75,7 +75,7 @@ def test_moves_reach_every_tensor_and_keep_the_containers() -> None:
         "class": torch.nn.Linear,
         "none": None,
     }
-    moved = move(batch, meta)
+    moved = Transfer(meta)(batch)
     assert moved["pair"] == Pair(moved["pair"].x, "text")
     assert (type(moved["nested"]), type(moved["words"]), moved["words"].note) == (OrderedDict, Words, "mine")
     assert (moved["frozen"].n, moved["class"], moved["none"]) == (3, torch.nn.Linear, None)
@@ -83,7 +83,7 @@ def test_moves_reach_every_tensor_and_keep_the_containers() -> None:
     places += [moved["proxy"]["x"], moved["words"][0], moved["packed"].data]
     assert {t.device for t in places} == {meta}
     assert batch["nested"]["a"][0].device.type == "cpu"  # type: ignore[index]
-    pinned, paged = move([Movable(True), Movable(False)], meta)
+    pinned, paged = Transfer(meta)([Movable(True), Movable(False)])
     assert pinned.calls == [(meta, {"non_blocking": True})]
     assert paged.calls == [(meta, {})]
 

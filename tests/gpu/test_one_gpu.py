@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import subprocess
 import sys
+import warnings
+from collections import UserDict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +19,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from tests.distributed import run
+from tests.gpu import gpus
+from tests.models import sgd
 from tests.programs import ROOT
+
+pytestmark = gpus(1)
 
 
 def net() -> nn.Sequential:
@@ -97,6 +105,67 @@ def test_overflow_skips_the_step() -> None:
     accel.backward(model(batch(0)).square().mean() * 1e35)
     optimizer.step()
     assert all(torch.equal(p, q) for p, q in zip(raw.parameters(), before, strict=True))
+
+
+@contextlib.contextmanager
+def no_reads() -> Iterator[None]:
+    """Inside, torch raises where the host waits for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_a_step_does_not_wait_for_the_device(precision: str) -> None:
+    """tests/engines/test_device_reads.py counts the same on the CPU, where blocking copies do not show."""
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, sgd(raw), precision=precision)
+    for step in range(4):
+        x = batch(step)
+        with no_reads() if step else contextlib.nullcontext():
+            optimizer.zero_grad()
+            accel.backward(model(x).square().mean())
+            accel.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+
+
+def test_recurrent_weights_lie_together() -> None:
+    """cuDNN, which the CPU has not, warns where it must copy them at every forward."""
+    model = accel.setup(nn.LSTM(8, 16, num_layers=2)).model
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(4, 3, 8).cuda())
+
+
+class Tokens(UserDict[str, torch.Tensor]):
+    """As a tokenizer's batch: it has ``to``, and nothing that tells whether it is pinned."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Tokens:
+        return Tokens({name: value.to(device, non_blocking=non_blocking) for name, value in self.items()})
+
+
+def tokens(rows: list[torch.Tensor]) -> Tokens:
+    return Tokens({"ids": torch.stack(rows), "mask": torch.ones(len(rows), 2)})
+
+
+def test_pinned_batches_do_not_wait_and_come_whole() -> None:
+    """Each is used after a long computation, while the next one travels: only a device has the two at once."""
+    rows = torch.arange(1 << 16).view(64, 1024)
+    for collate, first in ((None, lambda batch: batch), (tokens, lambda batch: batch["ids"])):
+        loader = DataLoader(rows, batch_size=8, pin_memory=True, num_workers=2, collate_fn=collate)  # type: ignore[arg-type]
+        handle = accel.setup(net(), None, loader).dataloaders
+        big, sums = torch.randn(4096, 4096, device="cuda"), []
+        iterator = iter(handle)
+        for step in range(8):
+            with no_reads() if step else contextlib.nullcontext():
+                here = first(next(iterator))
+                big = (big @ big).tanh()
+                sums.append(here.sum() + 0 * big[0, 0].long())
+                del here
+        assert [int(total) for total in sums] == [int(piece.sum()) for piece in rows.split(8)]
 
 
 @pytest.mark.parametrize("pin", [False, True])

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -403,6 +404,18 @@ def test_torchrun(tmp_path: Path) -> None:
     result = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=GUARD)
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.split("\n")) == ["", *["[rank 0] torchrun 2 6"] * 2, *["[rank 1] torchrun 2 6"] * 2]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("hosts", "address"), [(2, "127.0.1.1"), (2, "10.0.0.7"), (1, "127.0.1.1")])
+def test_a_host_name_that_leads_nowhere_is_named(monkeypatch: pytest.MonkeyPatch, hosts: int, address: str) -> None:
+    for name, value in {**by_hand(1, 2, free_port()), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(2 // hosts)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: address)  # as /etc/hosts of Debian has it
+    with pytest.raises(LaunchError, match="did not come up") as caught:
+        process.init(timeout=1)
+    hinted = f"{socket.gethostname()!r} is 127.0.1.1" in str(caught.value) and "GLOO_SOCKET_IFNAME" in str(caught.value)
+    assert hinted == (hosts > 1 and address.startswith("127."))
 
 
 @pytest.mark.usefixtures("alone")

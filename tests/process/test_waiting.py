@@ -286,6 +286,42 @@ def test_a_rank_that_is_killed_is_named() -> None:
     assert re.search(r"rank 0 cannot go on in 'barrier': rank 1 \(host \S+\) is gone without a word", first.stdout)
 
 
+BEHIND_A_KERNEL = """
+import time, torch, accel
+from tests import faults
+from tests.models import mlp, sgd
+
+faults.begin()
+raw = mlp(4, 8, 2)
+model, optimizer, _ = accel.setup(raw, sgd(raw), backend="ddp")
+model(torch.ones(4, 4)).sum().backward()
+faults.reach("end")
+process = accel.process.current()
+process.detector._deaf = {deaf}  # as with nccl
+weights = [p.clone() for p in raw.parameters()]
+limit = time.monotonic() + {wait}
+while not process.ended and time.monotonic() < limit:  # as item() waits for its device, and hears of no connection
+    time.sleep(0.1)
+try:
+    optimizer.step()
+except accel.AccelError as error:
+    print(type(error).__name__, error)
+print("changed", any(not torch.equal(p, q) for p, q in zip(raw.parameters(), weights)))
+"""
+
+
+@pytest.mark.parametrize("deaf", [True, False])
+def test_a_killed_rank_ends_a_wait_for_a_device(deaf: bool) -> None:
+    """The step after it is refused; with gloo, whose sums are there when a backward returns, it is as good as any."""
+    port = free_port()
+    code = BEHIND_A_KERNEL.format(deaf=deaf, wait=60 if deaf else 3)
+    end = Fault("SIGKILL", at="end", rank=1)
+    first, _ = scripts(code, by_hand(0, 2, port), by_hand(1, 2, port), check=False, fails=[end])
+    named = re.search(r"AccelError .*were ended: rank 1 is gone without a word", first.stdout)
+    assert bool(named) == deaf, first.stdout
+    assert f"changed {not deaf}" in first.stdout
+
+
 class Slow:
     """Something with a state that takes its time on one rank."""
 

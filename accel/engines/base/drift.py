@@ -407,7 +407,7 @@ def _to_host(remote: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[],
     kind = stacked.device.type
     if kind != "cuda":
         return stacked, lambda: None
-    values = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+    values = torch.empty(stacked.shape, dtype=stacked.dtype, device="cpu", pin_memory=True)
     values.copy_(stacked, non_blocking=True)
     event = torch.cuda.Event()
     event.record()

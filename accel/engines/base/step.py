@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ...errors import AccelError, BackendError, OptimizerError, PrecisionError, RankMismatchError
 from ...gradients.log import remove_hooks
 from ...precision import gradients_of
+from ...process import current
 from ...process.control import Waiting, agree, raise_lost
 from .methods import route_methods
 
@@ -60,6 +61,8 @@ def prepare(engine: Engine, optimizer: Optimizer, *, by_grad_scaler: bool = Fals
         engine.drift.begin()
     if scaled:
         gradients.log.accept()
+    if engine.process.ended:  # a device that waited for the other ranks has no sums
+        current()
 
 
 @final
@@ -162,12 +165,12 @@ class Stepper:
             return replaced
         found_inf = optimizer.__dict__.get("found_inf")
         if found_inf is not None:
-            self._note(self._prepare_scaled(engine, found_inf))
+            self._note(engine, self._prepare_scaled(engine, found_inf))
         else:
             prepare(engine, optimizer)
             if self._serial != engine.loss_scale.serial:
                 self._serial = engine.loss_scale.serial
-                self._note(not engine.loss_scale.judge(engine.gradients.finite(optimizer)))
+                self._note(engine, not engine.loss_scale.judge(engine.gradients.finite(optimizer)))
             elif self.skipped is not False:
                 self.skipped = False
         # By this mark a scheduler built on the other object knows that a step came before its own.
@@ -186,8 +189,10 @@ class Stepper:
             raise
         return self._unscale_for_user(found_inf)
 
-    def _note(self, skipped: bool | torch.Tensor) -> None:
+    def _note(self, engine: Engine, skipped: bool | torch.Tensor) -> None:
         """Remember whether this step is skipped, and skip it."""
+        if engine.process.ended:  # while this was read from the device
+            current()
         self.skipped = skipped
         self.skips = self.skips + skipped
         if skipped is True:
@@ -266,7 +271,8 @@ class Stepper:
             world = process.place.world_size
             if world == 1:
                 return loss
-            mine = None if loss is None else torch.as_tensor(loss).detach()
+            where = loss.device if isinstance(loss, torch.Tensor) else "cpu"
+            mine = None if loss is None else torch.as_tensor(loss, device=where).detach()
             told = agree(f"the loss of a closure ({engine.label})", None if mine is None else mine.item())
             losses = [one for one in told if one is not None]
             if len(losses) not in (0, world):

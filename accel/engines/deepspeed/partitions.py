@@ -298,7 +298,7 @@ class Flat(Partitions):
                 if start < end:
                     self.own(index, start - offset, flat.narrow(0, start, end - start))
             # The library's copy of the weights, and views of it: the fragments have their own, where they need one.
-            zero.single_partition_of_fp32_groups[g].data = torch.empty(0)
+            zero.single_partition_of_fp32_groups[g].data = torch.empty(0, device="cpu")
             for parameter in parameters:
                 parameter._hp_mapping = None
         zero.copy_grads_in_partition = self._collect

@@ -146,7 +146,7 @@ class Pass:
         """The output of all stages, the same on every rank. Collective."""
         if self.grad:
             # The output has a gradient also where this rank's stage has none.
-            anchor = torch.empty(0, requires_grad=True)
+            anchor = torch.empty(0, requires_grad=True, device="cpu")
             out = _node(self, form, anchor, len(batch), *batch, *self._parameters)
         else:
             out = self.forward(batch, form)

@@ -1,0 +1,67 @@
+"""How often a usual step waits for the device, and how often its ranks tell each other something: counted, for every engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import accel
+from accel.process import current
+from tests.backends import need
+from tests.device_reads import DeviceReads
+from tests.distributed import run
+from tests.models import mlp, sgd
+
+#: The counted steps come after the ranks have learned what follows what, and between two looks for drift (at 1, 17, ...).
+_WARM, _COUNTED = 4, 3
+
+
+def step(model: Any, optimizer: Any, clip: bool, micro_batches: int) -> None:
+    optimizer.zero_grad()
+    for _ in range(micro_batches):
+        accel.backward(model(torch.randn(4, 8)).square().mean())
+    if clip:
+        accel.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+
+
+def count(backend: Any, precision: str, clip: bool, micro_batches: int) -> tuple[dict[str, int], float]:
+    """Reads in one step by their place, and exchanges of messages in one step."""
+    raw = mlp(8, 16, 16, 4)
+    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=backend, precision=precision)
+    for _ in range(_WARM):
+        step(model, optimizer, clip, micro_batches)
+    rounds = current().rounds
+    with DeviceReads() as reads:
+        for _ in range(_COUNTED):
+            step(model, optimizer, clip, micro_batches)
+    return {place: number // _COUNTED for place, number in reads.places.items()}, (current().rounds - rounds) / _COUNTED
+
+
+#: A backend, the reads of a usual step, and its exchanges of messages.
+USUAL = [
+    ("ddp", 0, 0),
+    ("sharded", 0, 1),
+    ("fsdp", 0, 0),
+    (accel.DeepSpeed(stage=0), 0, 1),
+    (accel.DeepSpeed(stage=1), 0, 1),
+    (accel.DeepSpeed(stage=2), 0, 1),
+]
+
+
+@pytest.mark.parametrize(("clip", "micro_batches"), [(False, 1), (True, 1), (False, 2)])
+@pytest.mark.parametrize(("backend", "reads", "rounds"), USUAL, ids=lambda value: str(value)[:30])
+def test_a_step_reads_nothing(backend: Any, reads: int, rounds: int, clip: bool, micro_batches: int) -> None:
+    need(backend, 2)
+    for places, messages in run(2, count, backend, "32-true", clip, micro_batches):
+        assert (sum(places.values()), places) == (reads, places if reads else {})
+        assert messages == rounds
+
+
+@pytest.mark.parametrize("backend", [backend for backend, *_ in USUAL], ids=lambda value: str(value)[:30])
+def test_one_read_tells_whether_a_scaled_step_overflowed(backend: Any) -> None:
+    need(backend, 2)
+    for places, _ in run(2, count, backend, "16-mixed", True, 1):
+        assert sum(places.values()) == 1, places
