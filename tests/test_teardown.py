@@ -6,6 +6,7 @@ import contextlib
 import gc
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import nn
 import accel
 from accel.registry import registry
 from tests.backends import BACKENDS, engine_of, need
-from tests.distributed import outcomes, refusals, run
+from tests.distributed import outcomes, refusals, run, wait_for
 from tests.programs import by_hand, free_port, scripts
 
 TRAINING = [backend for backend in BACKENDS if engine_of(backend).synchronizes]
@@ -330,3 +331,21 @@ def test_no_thread_of_gloo_outlives_the_process_groups(backend: str) -> None:
     environs = [by_hand(rank, 2, port) | {"LOCAL_RANK": str(rank)} for rank in range(2)]
     for result in scripts(PROGRAM.format(backend=backend), *environs):
         assert "left: 0" in result.stdout, result.stdout + result.stderr
+
+
+def end_alone_later(ended: str) -> None:
+    """A divided model that was collected is nothing that a later teardown waits for."""
+    train("sharded", 0.1, 0)
+    gc.collect()
+    accel.teardown()
+    model, _ = train("ddp", 0.1, 0)
+    if accel.rank() == 0:
+        accel.teardown()
+        Path(ended).touch()
+    else:
+        wait_for(Path(ended).exists)
+
+
+def test_a_model_that_is_gone_makes_no_later_teardown_collective(tmp_path: Path) -> None:
+    for result in outcomes(2, end_alone_later, str(tmp_path / "ended"), breaks=True):
+        assert not result.error, result.trace
