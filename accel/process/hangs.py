@@ -245,6 +245,8 @@ class HangDetector:
         self.left[rank] = how
         if rank != (self._rank + 1) % self._world:
             self._send(rank, ("left", rank, how))
+        if self._deaf and how == _GONE:
+            self._notice(f"rank {rank} {how}", False)
 
     def _answer(self, origin: int, number: int, reports: dict[int, Report]) -> None:
         """Add this rank's report to a question that goes round, or take the answers of one's own."""
@@ -268,20 +270,15 @@ class HangDetector:
             with contextlib.suppress(RuntimeError):  # a group that is being destroyed
                 mine, now = self._report(), time.monotonic()
                 here = (mine.begun, mine.doing, mine.call)
-                if self._deaf and _GONE in self.left.values():
-                    self._notice(self._who_left(), False)
-                    return
                 if not mine.waits or here != self._last:
                     self._last, self._since, self._warned = here, now, 0.0
                     self._asked.before, self._asked.answers, self._asked.next = [], [], 0.0
                 elif mine.doing and self.left and now - self._since > 2 * self._patience:
                     # Its connections may stay: they close when its process ends, which would have woken this rank.
-                    self._notice(f"{self._who_left()}, and rank {self._rank} {mine}", False)
+                    who = "; ".join(f"rank {rank} {how}" for rank, how in sorted(self.left.items()))
+                    self._notice(f"{who}, and rank {self._rank} {mine}", False)
                 elif now - self._since > self._patience:
                     self._investigate(now)
-
-    def _who_left(self) -> str:
-        return "; ".join(f"rank {rank} {how}" for rank, how in sorted(self.left.items()))
 
     def _investigate(self, now: float) -> None:
         """Ask where the others are, and judge what they answer."""
