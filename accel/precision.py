@@ -186,8 +186,17 @@ def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def all_finite(optimizer: Optimizer) -> bool:
     """Whether ``optimizer``'s gradients on this rank hold neither inf nor nan."""
-    grads = [g for g in map(here, gradients_of(optimizer)) if g.numel()]
-    return not grads or all(bool(norm.isfinite()) for norm in torch._foreach_norm(grads, float("inf")))
+    largest = norms(map(here, gradients_of(optimizer)), float("inf"))
+    return all(bool(some.isfinite().all()) for some in largest)
+
+
+def norms(tensors: Iterable[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """The norm of each tensor that has elements: one tensor of them for each device and dtype, so that one read gives all."""
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    some = [t for t in tensors if t.numel()]  # nothing has no norm
+    for norm in torch._foreach_norm(some, order) if some else ():
+        alike.setdefault((norm.device, norm.dtype), []).append(norm)
+    return [torch.stack(found) for found in alike.values()]
 
 
 # -- conversion --------------------------------------------------------------------------------------------------------

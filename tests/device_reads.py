@@ -7,6 +7,7 @@ two tensors that exist already, since both lie on the CPU; tests/gpu asks torch 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Container
@@ -15,7 +16,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.programs import ROOT
@@ -33,7 +33,8 @@ _READS = {
     _aten.bincount.default,
 }
 #: Methods that go to the host without an operator where the tensor lies there already.
-_METHODS = {"tolist", "numpy", "__array__", "cpu"}
+_METHODS = ("tolist", "numpy", "__array__", "cpu", "to")
+_OWN = {name: vars(torch.Tensor).get(name) for name in _METHODS}
 _PACKAGES = Path(torch.__file__).parent.parent
 _DISPATCHING = tuple(
     f"{_PACKAGES}/torch/{part}"
@@ -67,19 +68,38 @@ class _Dispatch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Function(TorchFunctionMode):
-    def __init__(self, reads: DeviceReads) -> None:
-        super().__init__()
-        self.reads = reads
+class _Methods:
+    """In the place of tensors' own: torch's modes for functions are off inside a backward."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        # A copy to a given device is one to the accelerator where there is one.
-        to_host = name == "to" and "cpu" in (a for a in (*args[1:], *kwargs.values()) if isinstance(a, str))
-        if name in _METHODS or to_host:
-            self.reads.note(args[0])
-        return func(*args, **kwargs)
+    def __init__(self, reads: DeviceReads) -> None:
+        self.reads = reads
+        self._inside = False
+
+    def __enter__(self) -> None:
+        for name in _METHODS:
+            setattr(torch.Tensor, name, self._noting(name, getattr(torch.Tensor, name)))
+
+    def __exit__(self, *error: Any) -> None:
+        for name in _METHODS:
+            if _OWN[name] is None:
+                delattr(torch.Tensor, name)
+            else:
+                setattr(torch.Tensor, name, _OWN[name])
+
+    def _noting(self, name: str, method: Any) -> Any:
+        @functools.wraps(method)
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            # A copy to a given device is one to the accelerator where there is one.
+            to_host = name != "to" or "cpu" in (a for a in (*args, *kwargs.values()) if isinstance(a, str))
+            if to_host and not self._inside:
+                self.reads.note(tensor)
+            outer, self._inside = self._inside, True  # one calls another
+            try:
+                return method(tensor, *args, **kwargs)
+            finally:
+                self._inside = outer
+
+        return call
 
 
 class DeviceReads:
@@ -95,7 +115,7 @@ class DeviceReads:
     def __init__(self, on_host: Container[int] = ()) -> None:
         self.places: Counter[str] = Counter()
         self._on_host = on_host
-        self._modes = (_Function(self), _Dispatch(self))
+        self._modes = (_Methods(self), _Dispatch(self))
 
     def note(self, tensor: torch.Tensor) -> None:
         place = _place(sys._getframe(2))

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel
+from accel.precision import all_finite
 from accel.registry import registry
+from tests.device_reads import DeviceReads
 from tests.distributed import run
 from tests.models import distance, mlp, rows, sgd
 
@@ -291,6 +293,31 @@ def overflow() -> None:
 def test_an_overflow_skips_the_step_everywhere_and_halves_the_scale() -> None:
     overflow()
     run(2, overflow)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+def test_one_read_finds_the_gradient_that_overflowed(bad: float) -> None:
+    parameters = [nn.Parameter(torch.ones(3, 2)) for _ in range(24)]
+    optimizer = torch.optim.SGD([*parameters, nn.Parameter(torch.ones(0))], lr=0.1)
+    assert all_finite(optimizer)
+    for parameter in parameters[:20]:
+        parameter.grad = torch.full_like(parameter, 3e38)
+    with DeviceReads() as reads:
+        assert all_finite(optimizer)
+    assert reads.places.total() == 1
+    for parameter in parameters[:20]:
+        before = parameter.grad
+        parameter.grad = torch.tensor([1.0, 1.0, bad, 1.0, 1.0, 1.0]).view(3, 2)
+        with DeviceReads() as reads:
+            assert not all_finite(optimizer)
+        assert reads.places.total() == 1
+        parameter.grad = before
+    wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    wide.grad = torch.full_like(wide, 1e300)  # which would overflow in the others' dtype
+    optimizer.add_param_group({"params": [wide]})
+    assert all_finite(optimizer)
+    wide.grad[1] = bad
+    assert not all_finite(optimizer)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import BackendError
+from ..precision import norms
 from ..process import Process
 
 #: Reduces a tensor over the ranks in place: ``dist.all_reduce``, or what does the same.
@@ -46,9 +47,8 @@ def total_norm(mine: Iterable[torch.Tensor], norm_type: float, device: torch.dev
 
 def _power(gradients: Iterable[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
     """What of the norm adds up: its power, or the maximum; in float64, so that the order of adding does not show."""
-    some = [g for g in gradients if g.numel()]  # nothing has no norm
-    norms = [n.to(device, torch.float64) for n in torch._foreach_norm(some, order)] if some else []
-    stacked = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
+    none = torch.zeros(1, dtype=torch.float64, device=device)
+    stacked = torch.cat([none, *(n.to(device, torch.float64) for n in norms(gradients, order))])
     return stacked.max() if math.isinf(order) else stacked.pow(order).sum()
 
 

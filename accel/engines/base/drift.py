@@ -127,7 +127,7 @@ class DriftGuard:
             self._send(snapshot, costs)
             return
         # By the next step the device has them ready: waiting for them leaves it a whole step's work.
-        values, copied = _to_host(list(remote.values()))
+        values, copied = to_host(list(remote.values()))
 
         def send() -> None:
             copied()
@@ -401,7 +401,7 @@ def _weights(length: int, device: torch.device, salt: int) -> torch.Tensor:
     return ((mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9) | 1
 
 
-def _to_host(remote: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+def to_host(remote: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
     """The values on their way to the host, and what waits until they are there."""
     stacked = torch.stack([value.to(remote[0].device) for value in remote])
     kind = stacked.device.type

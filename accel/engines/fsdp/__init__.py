@@ -81,7 +81,9 @@ class FSDPHoldings(Holdings):
         whole: dict[tuple[str, Any], torch.Tensor] | None = None
         old = {name: p for name, (p, _) in parts.replaced.items()}
         try:
-            if not engine.ended:
+            if not old:  # setup has failed
+                whole = {}
+            elif not engine.ended:
                 held = [(name, "", p) for name, p in engine.named.items() if name in old]
                 grads = [(name, key, grad) for name, key, grad in self.gradients() if name in old]
                 whole = self.gather(what, [*held, *grads])
@@ -215,7 +217,8 @@ class FSDPGradients(Gradients):
             engine.compare("a reduction of accumulated gradients", [names[id(p.sharded_param)] for p in pending])
             sharded.reduce(not self.accumulating)
         # Every rank has scalars whole: also a gradient that was assigned by hand is to be their mean.
-        if parts.scalar_log.entries or (optimizer is not None and parts.scalar_log.repeats(optimizer)):
+        assigned = optimizer is not None and (not parts.had_backward or parts.scalar_log.repeats(optimizer))
+        if parts.scalar_log.entries or assigned:
             parts.average_scalars()
         parts.scalar_log.fold(stepping=optimizer)
         sharded.reshard()
@@ -370,8 +373,9 @@ class FSDPEngine(Engine):
         self.holdings.guard.release_modules()
         if self.parts is not None:
             self.holdings.restore(self.parts, optimizers)
+            lost = self.ended and self.parts.replaced
             self.parts = None
             self._read_parameters()
             self.gradients.close()
-            if self.ended:
+            if lost:
                 raise lost_weights(self)

@@ -12,9 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...deferred import borrowing, refuse_without_values, reset_own, resetting, weights_of, without_values
+from ...errors import BackendError
 from ...gradients.average import average_gradients_
 from ...gradients.log import GradientLog
 from ...precision import here
+from ...process.control import agree, raise_together
 from ...process.packing import broadcast_
 from ...shard import Shard
 from . import standin
@@ -37,6 +39,8 @@ class Conversion:
         self._scalars: dict[str, nn.Parameter] = {}
         #: Of scalars, which every rank has whole: gradients of this rank's own.
         self.scalar_log = GradientLog(())
+        #: Before the first one gradients are what the user assigned.
+        self.had_backward = False
         #: By identity: the shard of every parameter object, old, gathered or the shard itself.
         self.known: dict[int, nn.Parameter] = {}
         #: By name the parameter objects that shards replaced, and these.
@@ -55,10 +59,11 @@ class Conversion:
         grads = {name: p.grad for name, p in old.items() if p.grad is not None}
         children = [self.module.get_submodule(name) for name in blocks]
         borrowed, weights = borrowing(self.module), weights_of(self.module)
-        self.sharded.apply(children)
+        self._on_all_ranks(lambda: self.sharded.apply(children))
         waiting = self._allocate()
         if waiting and weights is None:  # else they are read into the shards
             self._initialize(waiting, borrowed, whole_of)
+        self._on_all_ranks(self.sharded.initialize)
         new = dict(self.module.named_parameters())
         whole = {id(p) for p in kept_whole(self.module)}
         self._scalars = {name: p for name, p in new.items() if id(p) in whole}
@@ -73,6 +78,17 @@ class Conversion:
                     shard.grad = self.new(shard, tuple(shard.shape), shard.dtype)
                     self._fill(shard.grad, grads[name])
         self.scalar_log = GradientLog(self._scalars.values())
+
+    def _on_all_ranks(self, act: Callable[[], None]) -> None:
+        """What torch's ``fully_shard`` does, or every rank raises what it says. Collective."""
+        error = None
+        try:
+            act()
+        except Exception as caught:
+            error = BackendError(f"torch's fully_shard refuses {self.label}: {type(caught).__name__}: {caught}")
+            error.__cause__ = caught
+        problems = agree(f"accel.setup (fully_shard of {self.label})", "" if error is None else str(error))
+        raise_together("accel.setup", error, problems, BackendError)
 
     def _allocate(self) -> set[int]:
         """Give shards on the meta device memory; returns the identities of those that now wait for values. Local."""
@@ -138,7 +154,7 @@ class Conversion:
     def average_scalars(self) -> None:
         """Make the scalars' gradients final. Collective."""
         what = f"the reduction of scalars ({self.label})"
-        average_gradients_(what, [*self._scalars.values()], [*self._scalars], self.process, announced=True)
+        average_gradients_(what, [*self._scalars.values()], [*self._scalars], self.process)
         self.scalar_log.fold()
 
     def drop_pending(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
@@ -13,7 +15,7 @@ from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
@@ -89,10 +91,12 @@ class ShardedModule:
         self._options = options
         self._hooks: list[Any] = []
         self._modules: list[nn.Module] = []
+        self._before: list[_Fields] = []
 
     def apply(self, blocks: Sequence[nn.Module]) -> None:
         """Put shards in the parameters' places, but for what cannot be cut. ``blocks`` are gathered as one, inner ones first."""
         options = self._options
+        self._before = [_Fields(m) for m in self.module.modules()]
         self.mesh = DeviceMesh.from_group(self._group, self._device.type)
         for patch in _patches:
             patch.need(self)
@@ -115,8 +119,8 @@ class ShardedModule:
                 ignored_params=whole_ones,
             )
 
-    def begin(self, process: Process, label: str, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """Take over. Gathered parameters get the class that keeps them and their shards alike."""
+    def initialize(self) -> None:
+        """Let FSDP2 find its groups, now that shards have memory; nothing of it fails after this."""
         self.root = self.module._get_fsdp_state()
         self.root._lazy_init()
         self.context = self.root._state_ctx
@@ -124,6 +128,10 @@ class ShardedModule:
         self.params = [p for g in self.groups for p in g.fsdp_params]
         for param in self.params:
             _prepare(param, self._group.size(), self._device)
+        self._before.clear()
+
+    def begin(self, process: Process, label: str, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Take over. Gathered parameters get the class that keeps them and their shards alike."""
         self._by_shard = {id(param.sharded_param): param for param in self.params}
         names = {id(m): n or "the parameters outside of all blocks" for n, m in self.module.named_modules()}
         for group in self.groups:
@@ -218,12 +226,32 @@ class ShardedModule:
             patch.drop(self)
         for hook in self._hooks:
             hook.remove()
-        for child in self._modules:
-            if isinstance(child, FSDPModule):
-                _undo(child)
+        for fields in self._before:
+            fields.restore()
+        for child in self._modules if not self._before else ():
+            _undo(child)
         for child in self.module.modules():
             for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
                 child.__dict__.pop(name, None)
+
+
+@final
+class _Fields:
+    """A module's own as it is, for the case that FSDP2 fails half-way: hooks that it has left would run in the user's model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._class, self._fields = module, module.__class__, dict(vars(module))
+        self._tables = {n: copy.copy(v) for n, v in self._fields.items() if type(v) in (dict, OrderedDict)}
+
+    def restore(self) -> None:
+        """Make it that again. Local."""
+        self._module.__class__ = self._class
+        for name, table in self._tables.items():
+            self._fields[name].clear()
+            self._fields[name].update(table)
+        vars(self._module).clear()
+        vars(self._module).update(self._fields)
+        _composable_state._module_state_mapping.pop(self._module, None)
 
 
 def kept_whole(module: nn.Module) -> list[nn.Parameter]:

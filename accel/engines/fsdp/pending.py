@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from .conversion import Conversion
 
 _KEPT, _DROPPED, _ZEROED, _EDITED = range(4)
+#: FSDP2's parameter, its shard's marker with the writes that it has had, and the gradient that was there before.
+_Marker: TypeAlias = tuple[Any, torch.Tensor, int, torch.Tensor | None]
 
 
 @final
@@ -37,8 +40,7 @@ class Backwards:
         self._parts = parts
         self._names = names
         self._log = log
-        #: FSDP2's parameter, its shard's marker with the version that it had, and the gradient that was there before.
-        self._markers: list[tuple[Any, torch.Tensor, int, torch.Tensor | None]] = []
+        self._markers: list[_Marker] = []
         self.interruption = Interruption()
 
     def begin(self) -> None:
@@ -64,11 +66,12 @@ class Backwards:
         for param in (pending := self._parts.sharded.pending()):
             shard = param.sharded_param
             marker = wrap(torch.full_like(shard.to_local(), float("nan")), shard.shape, shard)
-            self._markers.append((param, marker, marker._version, shard.grad))
+            self._markers.append((param, marker, _writes(marker), shard.grad))
             shard.grad = marker
         if not pending and self._parts.scalar_log.entries:
             announce(self._parts.process, "the reduction of scalars")
             self._parts.average_scalars()
+        self._parts.had_backward = True
 
     def take_markers(self) -> None:
         """Let the shards' ``grad`` be what it says: where a marker was dropped or zeroed, drop what it stood for.
@@ -94,8 +97,8 @@ class Backwards:
                 "(accel.no_sync), where it is not there yet: change it after the last backward of the accumulation"
             )
 
-    def _verdicts(self, placed: list[tuple[Any, torch.Tensor, int, torch.Tensor | None]]) -> list[int]:
-        verdicts = [_verdict(param, marker, version) for param, marker, version, _ in placed]
+    def _verdicts(self, placed: list[_Marker]) -> list[int]:
+        verdicts = _judge(placed)
         # A rank with an empty shard cannot see; the first rank's shard is never empty.
         world = self._parts.process.place.world_size
         lengths = [param.sharded_param.shape[0] for param, *_ in placed]
@@ -112,13 +115,32 @@ class Backwards:
             self.interruption.stale = False
 
 
-def _verdict(param: Any, marker: torch.Tensor, version: int) -> int:
-    grad = param.sharded_param.grad
-    if grad is None:
-        return _DROPPED
-    if grad is not marker:
-        return _EDITED
-    local = here(marker)
-    if local.numel() == 0 or bool(local.view(-1)[0].isnan()):
-        return _KEPT if marker._version == version else _EDITED
-    return _EDITED if bool(local.any()) else _ZEROED
+def _writes(marker: torch.Tensor) -> int:
+    """Writes in place, to it or to what of it lies here; ``torch._foreach_zero_`` is none, nor a write through ``data``."""
+    return marker._version + here(marker)._version
+
+
+def _judge(placed: Sequence[_Marker]) -> list[int]:
+    """What became of each marker: for all of them one read of the device, and one more where some hold other values."""
+    grads = [param.sharded_param.grad for param, *_ in placed]
+    verdicts = [
+        _DROPPED if grad is None else _KEPT if grad is marker else _EDITED
+        for grad, (_, marker, *_) in zip(grads, placed, strict=True)
+    ]
+    there = [number for number, verdict in enumerate(verdicts) if verdict == _KEPT]
+    values = {number: here(placed[number][1]).view(-1) for number in there}
+    full = [number for number in there if len(values[number])]
+    filled = _read([values[number][:1] for number in full], torch.isnan)
+    other = [number for number, nan in zip(full, filled, strict=True) if not nan]
+    edited = _read([values[number].any()[None] for number in other], torch.Tensor.bool)
+    for number in there:
+        _, marker, writes, _ = placed[number]
+        verdicts[number] = _KEPT if _writes(marker) == writes else _EDITED
+    for number, found in zip(other, edited, strict=True):
+        verdicts[number] = _EDITED if found else _ZEROED
+    return verdicts
+
+
+def _read(values: Sequence[torch.Tensor], ask: Callable[[torch.Tensor], torch.Tensor]) -> list[bool]:
+    """What is said of each of these tensors of one element, in one read."""
+    return ask(torch.cat(list(values))).tolist() if values else []

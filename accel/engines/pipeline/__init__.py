@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NoReturn, final
+from typing import Any, Literal, NoReturn, final
 
 import torch
 from torch import nn
@@ -25,13 +25,8 @@ from ..base.memory import Footprint, MemoryUse
 from ..base.methods import only
 from ..base.step import refuse_steps
 from .checks import batchnorms_of, check_balance, check_forward, check_layers, check_sequential, check_tied, crc, meet
-from .passes import Channel, Pass
+from .passes import SAME_BATCH, Channel, Pass
 from .stages import Named, Stage, balanced, count_stages, cut, flatten, listed, predicted, run_here, split, times_of
-
-_SAME_BATCH: Final = (
-    "every rank of a pipeline needs the same batch and calls the same things: give the dataloader to accel.setup, draw "
-    "random numbers of the data from generators seeded alike, and let no rank go its own way"
-)
 
 # -- what of a model lies on which rank ---------------------------------------------------------------------------------
 
@@ -319,7 +314,7 @@ class PipelineEngine(Engine):
             "requires_grad of the parameters": crc(mask),
             "train() or eval() of a layer": crc([m.training for m in self.module.modules()]),
         }
-        meet(what, facts, tensors, _SAME_BATCH)
+        meet(what, facts, SAME_BATCH)
         self.mask.known = mask
         if not self.holdings.divided:
             self._divide(balanced(self._times(batch), self.process.place.world_size))

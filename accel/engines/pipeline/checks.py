@@ -5,13 +5,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
 
 from ...errors import BackendError, RankMismatchError
 from ...process.control import agree
+from ..base.drift import to_host
 from ..base.memory import is_sequence
 from .stages import Named
 
@@ -93,24 +94,50 @@ def batchnorms_of(module: nn.Module) -> list[Named]:
 # -- the ranks do the same --------------------------------------------------------------------------------------------
 
 
+@final
+class Prints:
+    """Sums of tensors in which other values, or another order of them, show. They travel to the host while this rank goes on."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._rounding = [_rounding(t.dtype) for t in tensors]
+        self._values, self._copied = (
+            to_host(list(map(_sums, tensors))) if tensors else (torch.empty(0, device="cpu"), bool)
+        )
+
+    def read(self) -> list[tuple[list[float], float]]:
+        """For each tensor its sums, and how far rounding may take them apart."""
+        self._copied()
+        sums = self._values.tolist()
+        return [(each, rounding * abs(each[1]) + 1e-30) for each, rounding in zip(sums, self._rounding, strict=True)]
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    return 0.0 if not dtype.is_floating_point and not dtype.is_complex else 1e-5 if dtype.itemsize >= 4 else 1e-2
+
+
 @torch.no_grad()
-def prints(tensor: torch.Tensor) -> tuple[float, float, float, float]:
-    """Sums of a tensor in which another batch, or another order of it, shows; and how far rounding may take them apart."""
+def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Of the values, of their amounts, and of rows by their number; without a copy of a floating tensor."""
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     rows = values.reshape(len(values), -1) if values.dim() and values.numel() else values.reshape(1, -1)
-    each = rows.sum(1, dtype=torch.float64)
-    total = (rows.abs() if rows.dtype is not torch.bool else rows).sum(dtype=torch.float64)
+    if values.is_floating_point():
+        wide = torch.promote_types(values.dtype, torch.float32)
+        each, total = rows.sum(1, dtype=wide), torch.linalg.vector_norm(rows, 1, dtype=wide)
+    else:
+        each, total = rows.sum(1), (rows if rows.dtype is torch.bool else rows.abs()).sum()
+    each = each.double()
     order = (each * torch.linspace(1, 2, len(each), dtype=torch.float64, device=each.device)).sum()
-    a, b, c = torch.stack([each.sum(), total, order]).tolist()
-    rounding = 0.0 if not values.is_floating_point() else 1e-5 if values.dtype.itemsize >= 4 else 1e-2
-    return a, b, c, rounding * abs(b) + 1e-30
+    return torch.stack([each.sum(), total.double(), order])
 
 
-def _alike(first: Sequence[float] | None, other: Sequence[float] | None) -> bool:
-    if first is None or other is None:
-        return first is other
-    *sums, room = first
-    return all(a == b or abs(a - b) <= room or (a != a and b != b) for a, b in zip(sums, other, strict=False))
+def refuse_other_values(what: str, told: Sequence[list[tuple[list[float], float]]], advice: str) -> None:
+    """Refuse (RankMismatchError) tensors that are not rank 0's; ``told`` is what all ranks read of their prints."""
+    for rank, theirs in enumerate(told):
+        for index, ((first, room), (other, _)) in enumerate(zip(told[0], theirs, strict=True)):
+            if not all(a == b or abs(a - b) <= room or (a != a and b != b) for a, b in zip(first, other, strict=True)):
+                raise RankMismatchError(
+                    f"{what}: tensor {index} has other values on rank {rank} than on rank 0: {advice}"
+                )
 
 
 def crc(value: object) -> int:
@@ -118,16 +145,10 @@ def crc(value: object) -> int:
     return zlib.crc32(repr(value).encode())
 
 
-def meet(what: str, facts: dict[str, Any], seen: Sequence[torch.Tensor | None], advice: str) -> None:
-    """All ranks do ``what`` with equal facts and tensors, or each raises (RankMismatchError) the first difference. Collective."""
-    mine = (list(facts.values()), [None if t is None else prints(t) for t in seen])
-    answers = agree(what, mine)
-    for rank, (theirs, sums) in enumerate(answers):
-        for name, first, other in zip(facts, answers[0][0], theirs, strict=True):
+def meet(what: str, facts: dict[str, Any], advice: str) -> None:
+    """All ranks do ``what`` with equal facts, or each raises (RankMismatchError) the first difference. Collective."""
+    answers = agree(what, list(facts.values()))
+    for rank, theirs in enumerate(answers):
+        for name, first, other in zip(facts, answers[0], theirs, strict=True):
             if first != other:
                 raise RankMismatchError(f"{what}: {name} differs between rank 0 and rank {rank}: {advice}")
-        for index, (a, b) in enumerate(zip(answers[0][1], sums, strict=True)):
-            if not _alike(a, b):
-                raise RankMismatchError(
-                    f"{what}: tensor {index} has other values on rank {rank} than on rank 0: {advice}"
-                )

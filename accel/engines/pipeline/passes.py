@@ -21,9 +21,13 @@ from ...errors import AccelError, BackendError
 from ...process import Process
 from ...process.control import agree, lost
 from ...process.packing import framed, to_bytes, to_tensor, unframed
-from .checks import meet
+from .checks import Prints, meet, refuse_other_values
 from .stages import Cut, Stage, flatten, pieces, put_together, unflatten, without_hooks
 
+SAME_BATCH: Final = (
+    "every rank of a pipeline needs the same batch and calls the same things: give the dataloader to accel.setup, draw "
+    "random numbers of the data from generators seeded alike, and let no rank go its own way"
+)
 _SAME_LOSS: Final = "every rank must compute the same loss from the pipeline's output, with the same targets"
 _TAG: Final = 0x919E
 
@@ -33,6 +37,14 @@ Failure = tuple[int, str]
 # -- messages between the stages ---------------------------------------------------------------------------------------
 
 
+class Head(NamedTuple):
+    """What is known of a message without the contents of its tensors, whose shapes may be others in every message."""
+
+    kinds: list[tuple[torch.Size, torch.dtype, bool] | None]  # the last one: whether it has a gradient
+    form: Any = None
+    failure: Failure | None = None
+
+
 class Message(NamedTuple):
     """What passes between stages: a nested value, or where and how its making failed."""
 
@@ -40,17 +52,24 @@ class Message(NamedTuple):
     form: Any = None
     failure: Failure | None = None
 
-    def pieces(self) -> list[torch.Tensor]:
-        """What travels: all but the tensors' contents, then these, as bytes, since not every backend knows every dtype."""
+    @property
+    def head(self) -> Head:
         kinds = [None if t is None else (t.shape, t.dtype, t.requires_grad) for t in self.tensors]
-        head = framed(pickle.dumps((kinds, self.form, self.failure)))
+        return Head(kinds, self.form, self.failure)
+
+    def contents(self) -> list[torch.Tensor]:
+        """Those of the tensors, as bytes, since not every backend knows every dtype."""
         full = [t.detach().resolve_conj().resolve_neg() for t in self.tensors if t is not None and t.numel()]
-        return [*map(to_tensor, head), *(t.contiguous().view(-1).view(torch.uint8) for t in full)]
+        return [t.contiguous().view(-1).view(torch.uint8) for t in full]
 
 
 @final
 class Channel:
-    """This rank's connection with the other stages."""
+    """This rank's connection with the other stages.
+
+    The head of a message travels from host to host, on accel's own group and before the contents, which travel from device
+    to device: a host knows what comes without waiting for a device, so that it runs ahead of its own.
+    """
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -60,13 +79,16 @@ class Channel:
 
     def send(self, to: int, message: Message) -> None:
         """Begin to send; ``flush`` waits for the end."""
+        process = self._process
         with self._transfer():
-            for piece in message.pieces():
-                travelling = piece.to(self._process.carrier)
-                self._sent.append((dist.isend(travelling, to, self._process.group, _TAG), travelling))
+            for piece in map(to_tensor, framed(pickle.dumps(message.head))):
+                self._sent.append((dist.isend(piece, to, process.control, _TAG), piece))
+            for content in message.contents():
+                travelling = content.to(process.carrier)
+                self._sent.append((dist.isend(travelling, to, process.group, _TAG), travelling))
 
     def flush(self) -> None:
-        """Wait until the neighbours have what was sent."""
+        """Let go of what was sent, once the neighbours have it."""
         with self._transfer():
             for work, _ in self._sent:
                 work.wait()
@@ -74,32 +96,38 @@ class Channel:
 
     def receive(self, source: int) -> Message:
         """The next message of a neighbour."""
-        return self._read(lambda tensor: dist.recv(tensor, source, self._process.group, _TAG))
+        process = self._process
 
-    def broadcast(self, source: int, message: Message | None) -> Message:
-        """Give every rank the message of ``source``. Collective."""
-        group = self._process.group
-        if message is None:
-            return self._read(lambda tensor: dist.broadcast(tensor, source, group))
+        def piece(count: int) -> bytearray:
+            data = torch.empty(count, dtype=torch.uint8, device="cpu")
+            dist.recv(data, source, process.control, _TAG)
+            return to_bytes(data)
+
         with self._transfer():
-            for piece in message.pieces():
-                dist.broadcast(piece.to(self._process.carrier), source, group)
+            head = pickle.loads(unframed(piece))
+            return self._filled(head, lambda content: dist.recv(content, source, process.group, _TAG))
+
+    def broadcast(self, source: int, head: Head, message: Message) -> Message:
+        """Give every rank the message of ``source``, whose head they know. Collective."""
+        group = self._process.group
+        with self._transfer():
+            if source != self.rank:
+                return self._filled(head, lambda content: dist.broadcast(content, source, group))
+            for content in message.contents():
+                dist.broadcast(content.to(self._process.carrier), source, group)
         return message
 
-    def _read(self, get: Callable[[torch.Tensor], object]) -> Message:
-        def block(count: int) -> torch.Tensor:
-            data = torch.empty(count, dtype=torch.uint8, device=self._process.carrier)
-            if count:
-                get(data)
-            return data
+    def _filled(self, head: Head, get: Callable[[torch.Tensor], object]) -> Message:
+        """The message of a head; ``get`` fills the contents of one tensor after the other."""
 
         def tensor(shape: torch.Size, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
-            whole = block(shape.numel() * dtype.itemsize).view(dtype).view(shape)
-            return whole.to(self._process.device).requires_grad_(requires_grad)
+            count = shape.numel() * dtype.itemsize
+            content = torch.empty(count, dtype=torch.uint8, device=self._process.carrier)
+            if count:
+                get(content)
+            return content.view(dtype).view(shape).to(self._process.device).requires_grad_(requires_grad)
 
-        with self._transfer():
-            kinds, form, failure = pickle.loads(unframed(lambda count: to_bytes(block(count))))
-            return Message([None if kind is None else tensor(*kind) for kind in kinds], form, failure)
+        return Message([None if kind is None else tensor(*kind) for kind in head.kinds], head.form, head.failure)
 
     @contextlib.contextmanager
     def _transfer(self) -> Iterator[None]:
@@ -167,7 +195,7 @@ class Pass:
 
     def forward(self, batch: Sequence[torch.Tensor], form: Any) -> list[torch.Tensor]:
         """Run the micro-batches through this stage; the output of the last one is every rank's."""
-        channel, outputs = self.channel, []
+        channel, outputs, seen = self.channel, [], Prints(batch)
         first, last = channel.rank == 0, channel.rank == channel.last
         self._wanted = [self.grad and t.requires_grad for t in batch]
         parts = pieces(batch, self.where) if first else []
@@ -184,13 +212,10 @@ class Pass:
                     outputs.append(value)
             if not last:
                 channel.send(channel.rank + 1, Message(out.tensors, out.form, self._failure))
-        whole = self._whole(outputs) if last else None
+        whole = self._whole(outputs) if last else Message([])
         channel.flush()
-        whole = channel.broadcast(channel.last, whole)
-        if self._error is not None:
-            raise self._error
-        if whole.failure is not None:
-            raise AccelError(_failed("forward", whole.failure))
+        heads = self._end("forward", seen, SAME_BATCH, whole.head)
+        whole = channel.broadcast(channel.last, heads[-1], whole)
         self._form = whole.form
         return [t for t in whole.tensors if t is not None]
 
@@ -222,7 +247,10 @@ class Pass:
         """
         if self._used:
             raise BackendError("a second backward of one forward: use retain_graph=True in the first one")
-        meet(f"the backward of {self.what}", {"retain_graph": retain}, grads, _SAME_LOSS)
+        given = [grad is not None for grad in grads]
+        facts = {"retain_graph": retain, "which parts of the output have a gradient": given}
+        meet(f"the backward of {self.what}", facts, _SAME_LOSS)
+        seen = Prints([grad for grad in grads if grad is not None])
         self._error = self._failure = None
         channel = self.channel
         first, last = channel.rank == 0, channel.rank == channel.last
@@ -244,23 +272,31 @@ class Pass:
             elif any(leaf.requires_grad for leaf in leaves):
                 channel.send(channel.rank - 1, Message(found, None, self._failure))
         channel.flush()
-        inputs = self._of_batch(of_batch) if self._failure is None else []
+        inputs = Message(self._of_batch(of_batch) if first and self._failure is None else [])
         if not retain:
             self._used = True
             self._kept.clear()
-        return [*self._agreed(inputs), *totals]
+        heads = self._end("backward", seen, _SAME_LOSS, inputs.head)
+        if any(self._wanted):
+            return [*channel.broadcast(0, heads[0], inputs).tensors, *totals]
+        return [*[None] * len(self._wanted), *totals]
 
-    def _agreed(self, inputs: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The first stage's gradients of the batch on every rank, once all are well."""
-        problem = "" if self._failure is None else _failed("backward", self._failure)
-        problems = agree(f"the end of the backward of {self.what}", problem)
+    def _end(self, which: str, seen: Prints, advice: str, head: Head) -> list[Head]:
+        """Every rank's head, once all ranks have come here well and with equal tensors.
+
+        Only here the host needs numbers of the device, which had them before all that the pass has given it to do.
+        """
+        what, failed = self.what if which == "forward" else f"the {which} of {self.what}", ""
+        if self._failure is not None:
+            failed = f"the {which} of the pipeline failed on rank {self._failure[0]}: {self._failure[1]}"
+        answers = agree(f"the end of {what}", (failed, seen.read(), head))
         if self._error is not None:
             raise self._error
-        if any(problems):
-            raise AccelError(next(filter(None, problems)))
-        if not any(self._wanted):
-            return [None] * len(self._wanted)
-        return self.channel.broadcast(0, Message(inputs) if self.channel.rank == 0 else None).tensors
+        for problem, *_ in answers:
+            if problem:
+                raise AccelError(problem)
+        refuse_other_values(what, [sums for _, sums, _ in answers], advice)
+        return [theirs for *_, theirs in answers]
 
     def _piece(self, grads: Sequence[torch.Tensor | None], number: int) -> list[torch.Tensor | None]:
         where = self.where[number]
@@ -315,10 +351,6 @@ class _Alias(torch.autograd.Function):
 
 
 _alias: Any = _Alias.apply
-
-
-def _failed(what: str, failure: Failure) -> str:
-    return f"the {what} of the pipeline failed on rank {failure[0]}: {failure[1]}"
 
 
 @final

@@ -169,6 +169,8 @@ def run_here(
 
 
 _Buffer = tuple[nn.Module, str, torch.Tensor]
+#: Bytes of a buffer of which a copy for each micro-batch costs less than to wait for the device to compare it.
+_SMALL: Final = 1 << 20
 
 
 def _buffers_of(modules: Iterable[nn.Module]) -> Iterator[_Buffer]:
@@ -185,15 +187,24 @@ class _Again:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._form = self._look()
-        self._before = [(m, name, b.clone()) for m, name, b in _buffers_of(stage.modules)]
+        self._before = _copied(_buffers_of(stage.modules))
         self._undo = contextlib.ExitStack()
 
     def _look(self) -> tuple[list[int], list[bool]]:
         return [p._version for p in self._stage.parameters], [m.training for m in self._stage.modules]
 
     def forward_ended(self) -> None:
-        """Keep the old values only of the buffers that the forward changed."""
-        self._before = [(m, name, old) for m, name, old in self._before if not _same(old, m._buffers[name])]
+        """Let go of the old values of large buffers that the forward did not change; what is small is kept unread."""
+        now = [m._buffers[name] for m, name, _ in self._before]
+        same = {
+            number: (old == new).all().to(self._stage.device)
+            for number, ((_, _, old), new) in enumerate(zip(self._before, now, strict=True))
+            if old.nbytes > _SMALL and new is not None and _form(new) == _form(old)
+        }
+        if same:
+            read = zip(same, torch.stack([*same.values()]).tolist(), strict=True)
+            unchanged = {number for number, equal in read if equal}
+            self._before = [entry for number, entry in enumerate(self._before) if number not in unchanged]
 
     def __enter__(self) -> None:
         if self._look() != self._form:
@@ -207,20 +218,27 @@ class _Again:
         self._undo.close()
 
 
-def _same(old: torch.Tensor, new: torch.Tensor | None) -> bool:
-    return new is not None and old.shape == new.shape and torch.equal(old, new)
+def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _copied(values: Iterable[_Buffer]) -> list[_Buffer]:
+    """Copies of values; of what stands in several places, one."""
+    copies: dict[int, torch.Tensor] = {}
+    return [(m, name, copies.setdefault(id(v), v.clone())) for m, name, v in values]
 
 
 @contextlib.contextmanager
 def swapped(values: Iterable[_Buffer]) -> Iterator[None]:
     """Inside, copies of values are in buffers' places."""
-    own = [(m, name, m._buffers[name], value) for m, name, value in values]
-    for module, name, _, value in own:
-        module._buffers[name] = value.clone()
+    copies = _copied(values)
+    own = [(m, name, m._buffers[name]) for m, name, _ in copies]
+    for module, name, value in copies:
+        module._buffers[name] = value
     try:
         yield
     finally:
-        for module, name, buffer, _ in own:
+        for module, name, buffer in own:
             module._buffers[name] = buffer
 
 

@@ -9,6 +9,7 @@ import torch
 
 import accel
 from accel.registry import registry
+from tests.device_reads import DeviceReads
 from tests.distributed import refusals, run
 from tests.engines.fsdp.training import build, distance, local_loss, mean_loss, start, train
 from tests.models import FailingBackward
@@ -60,18 +61,65 @@ def test_dropping_gradients_drops_what_was_not_reduced(world: int) -> None:
         assert not {k: v for k, v in found.items() if not v < 1e-5}
 
 
-def edited() -> None:
+def edited(how: str) -> None:
     model, _, _, _ = start()
     with accel.no_sync(model):
         local_loss(model, 0).backward()
+    gradient = next(p for p in model.parameters() if p.dim()).grad
+    ways: dict[str, Callable[[], object]] = {
+        "multiplied": lambda: gradient.mul_(0.5),
+        "its part multiplied": lambda: gradient.to_local().mul_(0.5),
+        "filled": lambda: torch._foreach_add_([gradient.to_local().nan_to_num_()], 1.0),
+        "replaced": lambda: setattr(next(p for p in model.parameters() if p.dim()), "grad", gradient.clone()),
+    }
     with torch.no_grad():
-        next(p for p in model.parameters() if p.dim()).grad.mul_(0.5)
+        ways[how]()
     local_loss(model, 1).backward()
 
 
-def test_editing_a_gradient_that_is_not_there_yet_raises() -> None:
-    for message in refusals(2, edited, error="BackendError"):
+@pytest.mark.parametrize("how", ["multiplied", "its part multiplied", "filled", "replaced"])
+def test_editing_a_gradient_that_is_not_there_yet_raises(how: str) -> None:
+    for message in refusals(2, edited, how, error="BackendError"):
         assert "was changed by hand while gradients accumulated unreduced" in message
+
+
+def reads_of_a_step(what: str) -> dict[str, int]:
+    model, handle, _, _ = start(None, "sgd")
+    train(model, handle, range(2))
+    with DeviceReads() as reads:
+        if what in ("accumulated", "zeroed"):
+            with accel.no_sync(model):
+                local_loss(model, 2).backward()
+            if what == "zeroed":
+                handle.zero_grad(set_to_none=False)
+        accel.backward(local_loss(model, 3))
+        handle.step()
+        handle.zero_grad()
+    return dict(reads.places)
+
+
+@pytest.mark.parametrize(("what", "number"), [("usual", 0), ("accumulated", 1), ("zeroed", 2)])
+def test_the_host_reads_the_device_once_for_all_that_waits(what: str, number: int) -> None:
+    for places in run(2, reads_of_a_step, what):
+        assert sum(places.values()) == number, places
+
+
+def assigned_at_first() -> list[float]:
+    model, handle, net, raw = start(None, "sgd")
+    values = []
+    for step in range(2):
+        before = net.scale.item()
+        model.zero_grad()
+        net.scale.grad = torch.tensor(float(accel.rank() + step))
+        handle.step()
+        values += [before - net.scale.item()]
+        raw.state.clear()
+    return values
+
+
+def test_a_scalars_gradient_that_was_assigned_is_averaged_from_the_first_step_on() -> None:
+    for found in run(2, assigned_at_first):
+        assert found == pytest.approx([0.05 * 0.5, 0.05 * 1.5])
 
 
 def exceptions() -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import accel
 from accel.engines.fsdp.wrap import blocks
+from tests import models
 from tests.distributed import refusals, run
 from tests.engines.fsdp.training import Block, Net, build, local_loss, train
 
@@ -251,3 +253,49 @@ def test_a_backward_of_a_forward_before_the_step_is_an_error_where_torch_has_one
     expected = step_before_a_backward(None, True)
     for found in run(2, step_before_a_backward, accel.FSDP(reshard_after_forward=reshard), True):
         assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def fields(module: nn.Module) -> list[tuple[type, set[str], list[int]]]:
+    """Of each module its class, its attributes, and how many hooks and the like it has."""
+    tables = (vars(m) for m in module.modules())
+    sizes = [[len(value) for value in table.values() if isinstance(value, dict)] for table in tables]
+    return [(type(m), set(vars(m)), size) for m, size in zip(module.modules(), sizes, strict=True)]
+
+
+def failing_inside_torch(everywhere: bool, inside: bool) -> str:
+    class Sealed(Net):
+        """Refuses subclasses, of which FSDP2 makes one at the end of its work, where it is told to."""
+
+        closed = everywhere or accel.rank() == 1
+
+        def __init_subclass__(cls) -> None:
+            if Sealed.closed:
+                raise TypeError("this class is final")
+
+    net = Sealed()
+    optimizer = torch.optim.AdamW(net.parameters())
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    whole, state, before = copy.deepcopy((net.state_dict(), optimizer.state_dict())), dict(optimizer.state), fields(net)
+    objects = list(net.parameters())
+    options: Any = accel.FSDP(wrap=(Block, Sealed)) if inside else "fsdp"
+    with pytest.raises(accel.BackendError) as caught:
+        accel.setup(nn.Sequential(net, nn.Linear(2, 2)) if inside else net, optimizer, backend=options)
+    Sealed.closed = False
+    assert all(p is q for p, q in zip(net.parameters(), objects, strict=True))
+    assert fields(net) == before
+    assert models.distance((net.state_dict(), optimizer.state_dict()["state"]), (whole[0], whole[1]["state"])) == 0.0
+    assert all(optimizer.state[p] is state[p] for p in objects)
+    net.load_state_dict(whole[0])
+    handle, stepper, _ = accel.setup(net, optimizer, backend="fsdp")
+    train(handle, stepper, range(2))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_what_torch_refuses_is_said_on_every_rank_and_changes_nothing(everywhere: bool, inside: bool) -> None:
+    for message in run(2, failing_inside_torch, everywhere, inside):
+        assert "torch's fully_shard refuses" in message
+        assert "TypeError: this class is final" in message

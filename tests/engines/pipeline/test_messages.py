@@ -1,0 +1,186 @@
+"""What stages send each other, and what the host reads of the device meanwhile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import accel
+from accel.process import current
+from tests.device_reads import DeviceReads
+from tests.distributed import live_tensors, run
+from tests.engines.pipeline.training import apart, batch, net, one_step
+from tests.models import sgd
+
+# -- reads of the device ----------------------------------------------------------------------------------------------
+
+
+class Buffered(nn.Module):
+    """A buffer that the forward reads and changes, as no counter of versions tells, and one that is large and constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("table", torch.ones(600, 600))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x * (1 + self.count) * self.table[0, 0]
+        self.count.data += 1
+        return out
+
+
+def reads_of_steps(large: bool) -> list[dict[str, int]]:
+    raw, plain = net(Buffered()), net(Buffered())
+    for module in (raw, plain):
+        if not large:
+            module[2].table = torch.ones(2, 2)  # type: ignore[union-attr]
+    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=accel.Pipeline(balance=[3, 3], chunks=4, checkpoint="always"))
+    reference, counted = sgd(plain), []
+    for step in range(3):
+        with DeviceReads() as reads:
+            one_step(model, optimizer, step)
+        with torch.no_grad(), DeviceReads() as in_evaluation:
+            model.eval()(batch(step)[0])
+            model.train()
+        counted.append({"step": reads.places.total(), "evaluation": in_evaluation.places.total()})
+        reference.zero_grad()
+        x, y = batch(step)
+        F.mse_loss(torch.cat([plain(x[a:b]) for a, b in ((0, 1), (1, 3), (3, 5), (5, 7))]), y).backward()
+        reference.step()
+        plain.eval()
+        for a, b in ((0, 1), (1, 3), (3, 5), (5, 7)):
+            plain(x[a:b])
+        plain.train()
+    accel.teardown(model)
+    assert apart(raw, plain) < 1e-5
+    return counted
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_the_host_reads_sums_of_the_batch_and_of_the_gradient_and_no_more(large: bool) -> None:
+    ranks = run(2, reads_of_steps, large)
+    # Of a large buffer, once for each micro-batch, whether it changed.
+    for rank in ranks:
+        stage_reads = 4 if large and rank is ranks[0] else 0
+        assert rank == [{"step": 2 + stage_reads, "evaluation": 1}] * 3
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+def messages_of_a_step() -> tuple[Counter[str], Counter[str]]:
+    """What one step sends to neighbours, and broadcasts, on the group of the devices and on that of the hosts."""
+    model, optimizer, _ = accel.setup(net(), None, backend=accel.Pipeline(chunks=4))
+    counts: Counter[str] = Counter()
+    process, isend, broadcast = current(), dist.isend, dist.broadcast
+
+    def counted(name: str, function: Any) -> Any:
+        def call(tensor: torch.Tensor, to: int, group: Any, *args: Any) -> Any:
+            assert tensor.device.type == "cpu"
+            counts[f"{name} between {'devices' if group is process.group else 'hosts'}"] += 1
+            return function(tensor, to, group, *args)
+
+        return call
+
+    dist.isend, dist.broadcast = counted("sent", isend), counted("broadcast", broadcast)
+    rounds = process.rounds
+    try:
+        model(batch(0)[0]).square().mean().backward()
+    finally:
+        dist.isend, dist.broadcast = isend, broadcast
+    counts["exchanges"] = process.rounds - rounds
+    return counts
+
+
+def test_only_contents_travel_between_devices() -> None:
+    first, second = run(2, messages_of_a_step)
+    each = {"sent between devices": 4, "sent between hosts": 4, "exchanges": 4}
+    assert first == {**each, "broadcast between devices": 1}
+    assert second == {**each, "broadcast between devices": 1}
+
+
+class Changing(nn.Module):
+    """Gives another structure, shape or dtype by what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: dict[str, Any]) -> dict[str, Any]:
+        h = self.layer(x["x"])
+        if x["kind"] == "wide":
+            return {"h": torch.cat([h, h], dim=1), "kind": "wide"}
+        if x["kind"] == "half":
+            return {"h": h.bfloat16(), "kind": "half", "parts": [h.detach(), None]}
+        return {"h": h, "kind": "a text longer than the first piece of a message " * 30}
+
+
+class Back(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: dict[str, Any]) -> torch.Tensor:
+        h = x["h"].float()
+        extra = x["parts"][0].mean() if "parts" in x else 1.0 if len(x["kind"]) < 9 else 2.0
+        return self.layer(h[:, :6] + h[:, -6:]) * extra
+
+
+def changing_forms() -> float:
+    def build() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(Changing(), Back())
+
+    raw, plain = build(), build()
+    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=accel.Pipeline(chunks=1))
+    reference = sgd(plain)
+    for step, (kind, rows) in enumerate([("plain", 7), ("wide", 7), ("half", 7), ("plain", 2), ("half", 0), ("wide", 1)]):
+        for m, o in ((model, optimizer), (plain, reference)):
+            o.zero_grad()
+            out: torch.Tensor = m({"x": batch(step, 7)[0][:rows], "kind": kind})
+            out.square().sum().nan_to_num().backward()
+            o.step()
+    accel.teardown(model)
+    return apart(raw, plain)
+
+
+def test_every_message_may_have_another_form() -> None:
+    assert max(run(2, changing_forms)) < 1e-5
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def kept_after(what: str) -> tuple[int, int]:
+    """The live tensors before and after more of the same."""
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=accel.Pipeline(chunks=4))
+    for step in range(2):
+        one_step(model, optimizer, step)
+        optimizer.zero_grad()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(batch(0)[0])
+
+    evaluate()
+    before = live_tensors()
+    if what == "forwards":
+        evaluate()
+        evaluate()
+    else:
+        one_step(model, optimizer, 2)
+        optimizer.zero_grad()
+    return before, live_tensors()
+
+
+@pytest.mark.parametrize("what", ["forwards", "a backward"])
+def test_what_was_sent_is_let_go_of(what: str) -> None:
+    for before, after in run(2, kept_after, what):
+        assert after == before
