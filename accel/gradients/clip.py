@@ -69,12 +69,23 @@ def clip_(
     norm_type: float,
     process: Process,
     common: Sequence[torch.Tensor] = (),
+    *,
+    counted: bool = True,
 ) -> torch.Tensor:
-    """Clip all ranks' gradients by their norm together, in place; returns the norm before. Collective."""
+    """Clip all ranks' gradients by their norm together, in place; returns the norm before. Collective.
+
+    Args:
+        mine: this rank's part.
+        max_norm: the norm that they get at most.
+        norm_type: as in ``total_norm``.
+        process: of this rank.
+        common: what all ranks have.
+        counted: another rank has the same part where this is False.
+    """
     # So that all ranks clip alike, whatever they were assigned.
-    counted = mine if process.place.rank else [*mine, *common]
+    own = [*(mine if counted else ()), *(() if process.place.rank else common)]
     norm = total_norm(
-        counted, norm_type, process.device, lambda total, op: dist.all_reduce(total, op, group=process.group)
+        own, norm_type, process.device, lambda total, op: dist.all_reduce(total, op, group=process.group)
     ).float()
     scale_([*mine, *common], max_norm, norm)
     return norm

@@ -115,6 +115,8 @@ class Process:
     order: Order = field(default_factory=Order)
     #: What uses the process groups: ``abandon(reason)`` makes it let go of them when they are ended.
     dependents: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    #: Of the ranks of a mesh along one axis that this rank is among, by all of that axis.
+    subgroups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     #: What lets go of the groups that other libraries keep for themselves.
     releases: list[Callable[[], None]] = field(default_factory=list)
 
@@ -336,5 +338,7 @@ def destroy_groups(process: Process) -> None:
     """Destroys the groups that accel made."""
     if process.owns_group:
         dist.destroy_process_group()
-    elif process.control is not None:
-        dist.destroy_process_group(process.control)
+        return
+    for group in (process.control, *process.subgroups.values()):
+        if group is not None:
+            dist.destroy_process_group(group)

@@ -126,6 +126,8 @@ class FSDP(Options):
         reshard_after_forward: free a block's gathered parameters after its forward; False keeps them until backward.
         cpu_offload: shards, their gradients and optimizer state lie in the host's memory.
         activation_checkpointing: recompute each block's activations in backward.
+        replicas: HSDP: so many copies of the model, each divided over the ranks of its own, which are neighbours (those of
+            one host, say). Blocks are gathered among these; the copies average what they have of the gradients.
         param_dtype: FSDP2's own mixed precision: gather and compute in this dtype (torch.bfloat16).
         reduce_dtype: reduce gradients in this dtype.
         auto_refresh: look for a change of ``requires_grad`` before each forward.
@@ -135,6 +137,7 @@ class FSDP(Options):
     reshard_after_forward: bool = True
     cpu_offload: bool = False
     activation_checkpointing: bool = False
+    replicas: int = 1
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     auto_refresh: bool = True
@@ -146,6 +149,8 @@ class FSDP(Options):
             raise BackendError(
                 f"FSDP(wrap={self.wrap!r}): expected a tuple of module classes, or a function of a module"
             )
+        if type(self.replicas) is not int or self.replicas < 1:
+            raise BackendError(f"FSDP(replicas={self.replicas!r}): expected a number of copies of the model")
         for name, allowed in (("param_dtype", (torch.bfloat16,)), ("reduce_dtype", (torch.float32, torch.bfloat16))):
             if getattr(self, name) not in (None, *allowed):
                 raise BackendError(
@@ -237,7 +242,7 @@ class FSDPGradients(Gradients):
         self.settle()
         with Waiting(self.process, "accel.clip_grad_norm_"):
             mine, common = parts.gradients()
-            return clip_(mine, max_norm, norm_type, self.process, common)
+            return clip_(mine, max_norm, norm_type, self.process, common, counted=not parts.sharded.copy)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Make a backward from an earlier forward an error, as a step in place does in one process."""
@@ -273,14 +278,19 @@ class FSDPEngine(Engine):
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         """Refuse modules that FSDP2 cannot shard, or would change silently."""
+        if process.place.world_size > 1 and process.place.world_size % options.replicas:
+            raise BackendError(
+                f"FSDP(replicas={options.replicas}): {process.place.world_size} processes do not divide into {options.replicas} "
+                "copies of the model"
+            )
         if process.place.world_size > 1:
             wrap.check_module(module, options)
             refuse_sparse(module, cls.name)
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
-        """Everything cut along the first dimension."""
-        return even_shards(footprint, world_size)
+        """Everything cut along the first dimension, over the ranks of one copy of the model."""
+        return even_shards(footprint, world_size // options.replicas) * options.replicas
 
     def wrap(self) -> None:
         """Checkpoint activations; shards come with ``start``, since they need rank 0's weights."""

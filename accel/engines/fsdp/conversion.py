@@ -46,7 +46,7 @@ class Conversion:
         #: By name the parameter objects that shards replaced, and these.
         self.replaced: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
         self._places = [(m, n, p) for m in self.module.modules() for n, p in m._parameters.items() if p is not None]
-        self.sharded = ShardedModule(self.module, self._group, self.process.device, engine.options)
+        self.sharded = ShardedModule(self.module, self.process, engine.options)
 
     def shard(self, blocks: Sequence[str], whole_of: Callable[[nn.Parameter], torch.Tensor]) -> None:
         """Put shards in the parameters' places. Collective where there are gradients, or first values to be made."""
@@ -192,12 +192,12 @@ class Conversion:
     @torch.no_grad()  # then a DTensor gives its local tensor as it is, without a node of autograd
     def part(self, name: str, tensor: torch.Tensor) -> Shard | None:
         """The range of a tensor's elements that lies on this rank; None where nothing does."""
-        shape, place = tuple(tensor.shape), self.process.place
+        shape, sharded = tuple(tensor.shape), self.sharded
         if not isinstance(tensor, DTensor):
             return Shard(name, shape, 0, tensor.detach())
         local = tensor.to_local().detach()
-        each = -(-shape[0] // place.world_size)  # rows of every shard but the last ones
-        first = place.rank * each
+        each = -(-shape[0] // sharded.size)  # rows of every shard but the last ones
+        first = sharded.place * each
         return Shard(name, shape, first * (local.numel() // len(local)), local) if len(local) else None
 
     # -- the way back ---------------------------------------------------------------------------------------------

@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
@@ -24,6 +22,7 @@ from ...errors import BackendError
 from ...gradients.patches import divided_patches
 from ...process import Process
 from ...process.control import Waiting, announce
+from ...process.meshes import mesh_of
 from .standin import Gathered
 
 
@@ -82,12 +81,15 @@ def wrap(local: torch.Tensor, shape: torch.Size | tuple[int, ...], like: DTensor
 class ShardedModule:
     """A module whose parameters are shards, gathered block by block while forward and backward need them."""
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device, options: Any) -> None:
+    def __init__(self, module: nn.Module, process: Process, options: Any) -> None:
         self.module: Any = module
         self.groups: list[Any] = []
         self.params: list[Any] = []
-        self._group = group
-        self._device = device
+        self._process = process
+        self._device = process.device
+        #: The ranks that a copy of the model is divided over, this rank's place among them, and the copy's number.
+        self.size = process.place.world_size // options.replicas
+        self.copy, self.place = divmod(process.place.rank, self.size)
         self._options = options
         self._hooks: list[Any] = []
         self._modules: list[nn.Module] = []
@@ -97,7 +99,8 @@ class ShardedModule:
         """Put shards in the parameters' places, but for what cannot be cut. ``blocks`` are gathered as one, inner ones first."""
         options = self._options
         self._before = [_Fields(m) for m in self.module.modules()]
-        self.mesh = DeviceMesh.from_group(self._group, self._device.type)
+        axes = {"replicate": options.replicas, "shard": self.size}
+        self.mesh = mesh_of(self._process, axes if options.replicas > 1 else {"shard": self.size})
         for patch in _patches:
             patch.need(self)
         offload = CPUOffloadPolicy(pin_memory=self._device.type != "cpu") if options.cpu_offload else OffloadPolicy()
@@ -127,7 +130,7 @@ class ShardedModule:
         self.groups = [g for s in self.context.all_states for g in s._fsdp_param_groups]
         self.params = [p for g in self.groups for p in g.fsdp_params]
         for param in self.params:
-            _prepare(param, self._group.size(), self._device)
+            _prepare(param, self.size, self._device)
         self._before.clear()
 
     def begin(self, process: Process, label: str, before: Callable[[], None], after: Callable[[], None]) -> None:
@@ -218,7 +221,7 @@ class ShardedModule:
         for group in self.groups:
             for info in (group.mesh_info, group.post_forward_mesh_info):
                 if info is not None:
-                    info.shard_process_group = None
+                    info.shard_process_group = info.replicate_process_group = None
 
     def undo(self) -> None:
         """Make the modules plain again; whoever calls puts parameters in the shards' places. Local."""

@@ -100,7 +100,7 @@ class Backwards:
     def _verdicts(self, placed: list[_Marker]) -> list[int]:
         verdicts = _judge(placed)
         # A rank with an empty shard cannot see; the first rank's shard is never empty.
-        world = self._parts.process.place.world_size
+        world = self._parts.sharded.size
         lengths = [param.sharded_param.shape[0] for param, *_ in placed]
         if not any(-(-length // world) * (world - 1) >= length for length in lengths):
             return verdicts

@@ -1,0 +1,118 @@
+"""fsdp with ``replicas``: copies of the model, each divided over its own ranks (HSDP). All at 4 ranks, 2 copies of 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import accel
+from accel.registry import registry
+from tests.checkpoint.helpers import differences
+from tests.checkpoint.test_roundtrip import resume, train_and_save
+from tests.distributed import refusals, run
+from tests.engines.fsdp.test_life import REFUSED
+from tests.engines.matrix import cells_of, check_cells, in_pairs
+from tests.engines.test_contract import check_state
+from tests.models import adamw, mlp
+from tests.test_loop import PATTERNS, compare
+from tests.test_memory import measure
+
+TWO = accel.FSDP(replicas=2)
+
+
+def test_parity() -> None:
+    """N steps give the weights and optimizer state of one process on the whole batch."""
+    for rank, failures in enumerate(run(4, check_cells, in_pairs(cells_of(TWO)), timeout=240)):
+        assert not failures, f"rank {rank}:\n" + "\n".join(failures)
+
+
+def test_whole_state() -> None:
+    run(4, check_state, TWO, timeout=240)
+
+
+def patterns() -> None:
+    for name in PATTERNS:
+        if name not in REFUSED:
+            compare(name, TWO)
+
+
+def test_the_unchanged_loop() -> None:
+    run(4, patterns, timeout=240)
+
+
+def test_checkpoints_go_anywhere_and_come_from_anywhere(tmp_path: Path) -> None:
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    expected = run(4, train_and_save, TWO, one, timeout=240)[0]
+    for world, backend in ((4, TWO), (4, "fsdp"), (2, "ddp"), (2, accel.FSDP(replicas=2)), (3, "fsdp")):
+        for found in run(world, resume, backend, one, "first", timeout=240):
+            assert not differences(expected, found, tolerance=1e-5), (world, backend)
+    expected = run(2, train_and_save, "sharded", other, timeout=240)[0]
+    assert not differences(expected, run(4, resume, TWO, other, "stream", timeout=240)[0], tolerance=1e-5)
+
+
+def count(backend: Any) -> list[dict[str, int]]:
+    """Collectives of each axis in an accumulation, and in the backward that ends it."""
+    raw = mlp(8, 8, 4)
+    model, optimizer, _ = accel.setup(raw, adamw(raw), backend=backend)
+    engine: Any = registry.of_handle(model)
+    groups = {axis: engine.parts.sharded.mesh.get_group(axis) for axis in ("replicate", "shard")}
+    counted = []
+    for accumulates in (True, False):
+        before = {axis: group._get_sequence_number_for_group() for axis, group in groups.items()}
+        for _ in range(3 if accumulates else 1):
+            with accel.no_sync(model) if accumulates else torch.enable_grad():
+                model(torch.ones(2, 8)).sum().backward()
+        now = {axis: group._get_sequence_number_for_group() for axis, group in groups.items()}
+        counted.append({axis: now[axis] - before[axis] for axis in groups})
+    optimizer.step()
+    return counted
+
+
+def test_an_accumulation_without_sync_sends_nothing_between_the_copies() -> None:
+    for accumulating, last in run(4, count, TWO):
+        assert (accumulating["replicate"], last["replicate"]) == (0, 1)
+        assert last["shard"] > 1  # weights are gathered there, and gradients reduced
+
+
+def test_memory_is_that_of_one_copys_ranks() -> None:
+    """A copy on two ranks is what a model on two ranks is."""
+    alone = run(2, measure, accel.FSDP(), "adamw")
+    for rank, (predicted, measured) in enumerate(run(4, measure, TWO, "adamw")):
+        assert predicted == alone[rank % 2][0]
+        assert measured.total == pytest.approx(predicted.total, rel=0.02)
+
+
+def groups_left() -> list[int]:
+    counts = []
+    for _ in range(2):
+        raw = mlp(8, 8, 4)
+        model, optimizer, _ = accel.setup(raw, adamw(raw), backend=TWO)
+        again = accel.setup(mlp(8, 4), backend=TWO).model
+        (model(torch.ones(2, 8)) + again(torch.ones(2, 8))).sum().backward()
+        optimizer.step()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+        accel.teardown()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_two_models_share_the_groups_and_none_is_left() -> None:
+    """The user's own, accel's, one along each axis; then the user's own."""
+    for counts in run(4, groups_left):
+        assert counts == [4, 1, 4, 1]
+
+
+def refuse(replicas: int) -> None:
+    accel.setup(mlp(8, 4), backend=accel.FSDP(replicas=replicas))
+
+
+def test_copies_that_do_not_divide_the_ranks_are_refused() -> None:
+    for message in refusals(4, refuse, 3, error="BackendError"):
+        assert message == "FSDP(replicas=3): 4 processes do not divide into 3 copies of the model"
+    with pytest.raises(accel.BackendError, match=r"FSDP\(replicas=0\): expected a number of copies"):
+        accel.FSDP(replicas=0)
+    assert accel.setup(mlp(8, 4), backend=TWO).model(torch.ones(1, 8)).shape == (1, 4)  # one process is one copy
