@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -23,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from tests import faults
@@ -78,6 +81,8 @@ def _clean() -> None:
 
 
 def _serve(rank: int, world: int, rendezvous: str, connection: Connection) -> None:
+    stacks = os.open(f"{rendezvous}.{rank}", os.O_CREAT | os.O_WRONLY)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     _initialise(rank, world, rendezvous)
     known = len(sys.modules)
     while True:
@@ -101,7 +106,7 @@ class Pool:
 
     def __init__(self, world: int) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="accel-test-")
-        rendezvous = os.path.join(self._directory.name, "store")
+        self._rendezvous = rendezvous = os.path.join(self._directory.name, "store")
         self.workers = []
         for rank in range(world):
             ours, theirs = _context.Pipe()
@@ -120,13 +125,23 @@ class Pool:
         results = []
         for rank, (process, connection) in enumerate(self.workers):
             if not connection.poll(max(0.0, deadline - time.monotonic())):
-                raise AssertionError(f"rank {rank} did not answer within {timeout} s in {fn.__module__}.{fn.__name__}")
+                where = f"within {timeout} s in {fn.__module__}.{fn.__name__}"
+                raise AssertionError(f"rank {rank} did not answer {where}:\n{self._stacks()}")
             try:
                 results.append(pickle.loads(connection.recv_bytes()))
             except (EOFError, ConnectionError):
                 process.join(1)
                 results.append(Outcome(error=("Died",), message=f"exit status {process.exitcode}"))
         return results
+
+    def _stacks(self) -> str:
+        """Where all threads of all ranks are."""
+        for process, _ in self.workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)
+        ranks = range(len(self.workers))
+        return "\n".join(f"-- rank {rank}\n{Path(f'{self._rendezvous}.{rank}').read_text()}" for rank in ranks)
 
     def close(self) -> None:
         for process, connection in self.workers:

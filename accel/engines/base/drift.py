@@ -33,8 +33,8 @@ _FIRST: Final = 16
 _LEAST, _MOST = 16, 1 << 14
 _NEVER: Final = sys.maxsize
 _NAMED: Final = 5
-#: What this rank had at a step: texts by what they say, and digests of tensors by name.
-_Snapshot: TypeAlias = tuple[int, dict[str, str], dict[str, Any]]
+#: What this rank had at a step: texts by what they say, and digests of tensors by name; and its place.
+_Snapshot: TypeAlias = tuple[int, dict[str, str], dict[str, Any], int]
 
 
 @final
@@ -113,11 +113,11 @@ class DriftGuard:
     def _take(self) -> None:
         engine = self._engine()
         assert engine is not None  # it is stepping
-        facts = self._facts(engine)
+        facts, place = self._facts(engine), engine.holdings.place
         tensors = [*engine.holdings.replicas(), *_tensors_of_groups(engine.optimizers)]
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             digests = {name: digest(tensor) for name, tensor in tensors}
-        snapshot = self.steps, facts, digests
+        snapshot = self.steps, facts, digests, place
         steps, then = self._begun
         self._begun = (self.steps, time.perf_counter())
         pace = (self._begun[1] - then) / (self.steps - steps) if steps else 0.0
@@ -137,8 +137,12 @@ class DriftGuard:
         self._todo = send
 
     def _send(self, snapshot: _Snapshot, costs: tuple[float, float]) -> None:
-        _, facts, digests = snapshot
-        summary = _of_bytes(repr((sorted(facts.items()), list(digests.values()))).encode())
+        _, facts, digests, place = snapshot
+        summary = (
+            _of_bytes(repr(sorted(facts.items())).encode()),
+            place,
+            _of_bytes(repr(list(digests.values())).encode()),
+        )
         answers = agree_later(f"the drift guard of {self._kind}", (summary, *costs))
         self._todo = functools.partial(self._judge, snapshot, answers)
 
@@ -146,7 +150,8 @@ class DriftGuard:
         (step, *mine), told = snapshot, answers()
         self.interval = self._every or _interval([costs for _, *costs in told])
         self._next = step + self.interval
-        if len({summary for summary, *_ in told}) <= 1:
+        summaries = {summary for summary, *_ in told}  # one of each place where the ranks are equal
+        if len({facts for facts, *_ in summaries}) <= 1 and len({place for _, place, _ in summaries}) == len(summaries):
             self._equal = step if told else self._equal
             return
         everyone = agree(f"the drift guard of {self._kind}, comparing what differs", mine)
@@ -305,18 +310,19 @@ def _plain(value: Any) -> str:
     return type(value).__name__
 
 
-def _difference(everyone: Sequence[tuple[Mapping[str, str], Mapping[str, int]]]) -> str:
-    facts, digests = zip(*everyone, strict=True)
+def _difference(everyone: Sequence[tuple[Mapping[str, str], Mapping[str, int], int]]) -> str:
+    facts, digests, places = zip(*everyone, strict=True)
     if differing := _differing(facts):
         values = [theirs.get(differing[0], "none") for theirs in facts]
         by_value = {value: [r for r, v in enumerate(values) if v == value] for value in dict.fromkeys(values)}
         said = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
         written = differing[0].startswith("changes of ")
         return f"{differing[0]}: {said}{_more(differing[1:])}; " + (_WRITES if written else _VALUES)
-    differing = _differing(digests)
-    values = [theirs.get(differing[0]) for theirs in digests]
-    others = [rank for rank, value in enumerate(values) if value != values[0]]
-    return f"{differing[0]} on ranks {others} is not what it is on rank 0{_more(differing[1:])}; {_WEIGHTS}"
+    # Of the first place where ranks differ.
+    by_place = ([rank for rank, other in enumerate(places) if other == place] for place in sorted(set(places)))
+    ranks, differing = next((r, found) for r in by_place if (found := _differing([digests[rank] for rank in r])))
+    others = [rank for rank in ranks if digests[rank].get(differing[0]) != digests[ranks[0]].get(differing[0])]
+    return f"{differing[0]} on ranks {others} is not what it is on rank {ranks[0]}{_more(differing[1:])}; {_WEIGHTS}"
 
 
 _VALUES: Final = (

@@ -69,8 +69,13 @@ class Holdings(Raw):
             if parameter.grad is not None:
                 yield name, "grad", parameter.grad
 
+    @property
+    def place(self) -> int:
+        """Ranks of one place have the same ``replicas``; here all."""
+        return 0
+
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """The weights that every rank holds whole, and equal before each step. Local."""
+        """What of the weights other ranks hold too, equal before each step; names differ from place to place. Local."""
         return list(self.engine.named.items())
 
     def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:

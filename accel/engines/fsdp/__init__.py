@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ...errors import AccelError, BackendError, OptimizerError
 from ...gradients.clip import clip_
 from ...gradients.patches import muon_patch
+from ...precision import here
 from ...process import Process, reason_of
 from ...process.control import Waiting
 from ...shard import Shard, StateEntry
@@ -96,11 +97,21 @@ class FSDPHoldings(Holdings):
             for optimizer in optimizers:
                 refuse_steps(optimizer, engine.ended)
 
-    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """What cannot be cut."""
+    @property
+    def place(self) -> int:
+        """In its copy of the model."""
         parts = self.engine.parts
-        shards = {} if parts is None else {id(p.sharded_param) for p in parts.sharded.params}
-        return [(name, p) for name, p in super().replicas() if id(p) not in shards]
+        return parts.sharded.place if parts is not None and self.engine.options.replicas > 1 else 0
+
+    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """What cannot be cut; with several copies of the model the shards too."""
+        parts = self.engine.parts
+        shards = set() if parts is None else {id(p.sharded_param) for p in parts.sharded.params}
+        whole = [(name, p) for name, p in super().replicas() if id(p) not in shards]
+        if self.engine.options.replicas == 1:
+            return whole
+        cut = [(f"{name} (part {self.place})", here(p)) for name, p in super().replicas() if id(p) in shards]
+        return [*whole, *cut]
 
     def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
         """Shards take values of their own form."""
@@ -290,7 +301,8 @@ class FSDPEngine(Engine):
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
         """Everything cut along the first dimension, over the ranks of one copy of the model."""
-        return even_shards(footprint, world_size // options.replicas) * options.replicas
+        copies: int = options.replicas
+        return even_shards(footprint, world_size // copies) * copies
 
     def wrap(self) -> None:
         """Checkpoint activations; shards come with ``start``, since they need rank 0's weights."""

@@ -86,6 +86,25 @@ def test_memory_is_that_of_one_copys_ranks() -> None:
         assert measured.total == pytest.approx(predicted.total, rel=0.02)
 
 
+def drift(wrong: int) -> None:
+    raw = mlp(8, 8, 4)
+    model, optimizer, _ = accel.setup(raw, adamw(raw), backend=accel.FSDP(replicas=2, drift_check=2))
+    for step in range(8):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        if step == 2 and accel.rank() == wrong:
+            raw[0].weight._local_tensor.data[0, 0] += 1  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"), [(3, "[3] is not what it is on rank 1"), (0, "[2] is not what it is on rank 0")]
+)
+def test_copies_that_drift_apart_are_told(wrong: int, named: str) -> None:
+    for message in refusals(4, drift, wrong, error="RankMismatchError", breaks=True):
+        assert f"0.weight (part {wrong % 2}) on ranks {named}" in message
+
+
 def groups_left() -> list[int]:
     counts = []
     for _ in range(2):
