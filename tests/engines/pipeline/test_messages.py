@@ -40,7 +40,9 @@ def reads_of_steps(large: bool) -> list[dict[str, int]]:
     for module in (raw, plain):
         if not large:
             module[2].table = torch.ones(2, 2)  # type: ignore[union-attr]
-    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=accel.Pipeline(balance=[3, 3], chunks=4, checkpoint="always"))
+    model, optimizer, _ = accel.setup(
+        raw, sgd(raw), backend=accel.Pipeline(balance=[3, 3], chunks=4, checkpoint="always")
+    )
     reference, counted = sgd(plain), []
     for step in range(3):
         with DeviceReads() as reads:
@@ -140,7 +142,9 @@ def changing_forms() -> float:
     raw, plain = build(), build()
     model, optimizer, _ = accel.setup(raw, sgd(raw), backend=accel.Pipeline(chunks=1))
     reference = sgd(plain)
-    for step, (kind, rows) in enumerate([("plain", 7), ("wide", 7), ("half", 7), ("plain", 2), ("half", 0), ("wide", 1)]):
+    for step, (kind, rows) in enumerate(
+        [("plain", 7), ("wide", 7), ("half", 7), ("plain", 2), ("half", 0), ("wide", 1)]
+    ):
         for m, o in ((model, optimizer), (plain, reference)):
             o.zero_grad()
             out: torch.Tensor = m({"x": batch(step, 7)[0][:rows], "kind": kind})
