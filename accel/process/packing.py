@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -82,27 +81,45 @@ def _limit(dtype: torch.dtype, device: torch.device, owners: int) -> int:
     return max(1, piece // dtype.itemsize // owners)
 
 
-def _limited(tensors: Iterable[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
-    """Lists of at most ``limit`` elements in all; a larger tensor, which is contiguous, comes in flat parts."""
-    piece: list[torch.Tensor] = []
-    room = limit
-    for tensor in tensors:
-        size = tensor.numel()
-        if size > room and piece:
-            yield piece
-            piece, room = [], limit
-        if size > limit:
-            *full, tensor = tensor.view(-1).split(limit)
-            yield from ([part] for part in full)
-            size = tensor.numel()
-        piece.append(tensor)
-        room -= size
-    if piece:
-        yield piece
+def _uncut(limit: int) -> int:
+    """How many elements a tensor has at most that always comes as a whole."""
+    return limit // 4
 
 
-def _pieces(by_owner: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[list[torch.Tensor], ...]]:
-    """For each collective the part of each owner; one dtype and device at a time."""
+@final
+class _Line:
+    """Tensors one after the other, from whose front parts are taken."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._rest = list(reversed(list(tensors)))
+
+    def __bool__(self) -> bool:
+        return bool(self._rest)
+
+    def take(self, limit: int) -> list[torch.Tensor]:
+        """At most ``limit`` elements in all, and nearly as many; of a large tensor, which is contiguous, a flat part."""
+        part: list[torch.Tensor] = []
+        room, rest = limit, self._rest
+        while rest:
+            size = rest[-1].numel()
+            if size > room:
+                if room and size > _uncut(limit):
+                    first, more = rest.pop().view(-1).tensor_split([room])
+                    part.append(first)
+                    rest.append(more)
+                break
+            part.append(rest.pop())
+            room -= size
+        return part
+
+
+def _pieces(
+    by_owner: Sequence[Sequence[torch.Tensor]], share: Callable[[torch.device, int], int]
+) -> Iterator[list[list[torch.Tensor]]]:
+    """For each collective the part of each owner; one dtype and device at a time.
+
+    ``share`` gives how many share a collective, for a device and the number of owners that have something left.
+    """
     kinds: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
     for owner, tensors in enumerate(by_owner):
         for tensor in tensors:
@@ -112,14 +129,17 @@ def _pieces(by_owner: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[list[t
             if tensor.numel():
                 kinds[kind][owner].append(tensor)
     for (dtype, device), same in kinds.items():
-        limit = _limit(dtype, device, sum(map(bool, same)) or 1)
-        yield from itertools.zip_longest(*(_limited(tensors, limit) for tensors in same), fillvalue=[])
+        lines = list(map(_Line, same))
+        while holders := sum(map(bool, lines)):
+            limit = _limit(dtype, device, share(device, holders))
+            yield [line.take(limit) for line in lines]
 
 
 def _cuttable(tensors: Iterable[torch.Tensor], owners: int) -> list[torch.Tensor]:
-    """The same, with a contiguous copy in the place of one that may be too large for one collective."""
+    """The same, with a contiguous copy in the place of one that may be cut."""
     return [
-        t if t.is_contiguous() or t.numel() <= _limit(t.dtype, t.device, owners) else t.contiguous() for t in tensors
+        t if t.is_contiguous() or t.numel() <= _uncut(_limit(t.dtype, t.device, owners)) else t.contiguous()
+        for t in tensors
     ]
 
 
@@ -144,6 +164,44 @@ def _unflatten_into(tensors: list[torch.Tensor], flat: torch.Tensor) -> None:
     torch._foreach_copy_(tensors, _unflatten_dense_tensors(flat, tensors))
 
 
+#: Its name since torch 2.13, where the other one warns.
+_all_gather: Final[Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _calls_are_dear(device: torch.device) -> bool:
+    """Whether one large collective beats several small ones; gloo gathers into memory of its own, from which it copies."""
+    return device.type != "cpu"
+
+
+def _first(parts: Sequence[list[torch.Tensor]]) -> torch.Tensor:
+    return next(part[0] for part in parts if part)
+
+
+def _gather_parts(parts: Sequence[list[torch.Tensor]], rank: int, group: dist.ProcessGroup | None) -> None:
+    everyone = _first(parts).new_empty(len(parts), max(map(_numel, parts)))
+    flat = [row[: _numel(part)] for row, part in zip(everyone, parts, strict=True)]
+    if parts[rank]:
+        torch._foreach_copy_(_unflatten_dense_tensors(flat[rank], parts[rank]), parts[rank])
+    everything = everyone.view(-1).view(torch.uint8)
+    _all_gather(everything, everything.view(len(parts), -1)[rank], group=group)
+    for owner, part in enumerate(parts):
+        if part and owner != rank:
+            _unflatten_into(part, flat[owner])
+
+
+def _broadcast_parts(parts: Sequence[list[torch.Tensor]], rank: int, group: dist.ProcessGroup | None) -> None:
+    buffers = []
+    for owner, part in enumerate(parts):
+        if part:
+            buffer = _flatten(part) if owner == rank else part[0].new_empty(_numel(part))
+            work = dist.broadcast(buffer.view(torch.uint8), owner, group=group, async_op=True)
+            buffers.append((owner, part, buffer, work))
+    for owner, part, buffer, work in buffers:
+        work.wait()
+        if owner != rank:
+            _unflatten_into(part, buffer)
+
+
 @torch.no_grad()
 def broadcast_from_owners(
     by_owner: Sequence[Sequence[torch.Tensor]], rank: int, group: dist.ProcessGroup | None
@@ -152,18 +210,15 @@ def broadcast_from_owners(
 
     ``by_owner`` has for each rank the tensors that it owns, with the same shapes on every rank.
     """
-    used = [_cuttable(tensors, len(by_owner)) for tensors in by_owner]
-    for parts in _pieces(used):
-        buffers = []
-        for owner, part in enumerate(parts):
-            if part:
-                buffer = _flatten(part) if owner == rank else part[0].new_empty(_numel(part))
-                work = dist.broadcast(buffer.view(torch.uint8), owner, group=group, async_op=True)
-                buffers.append((owner, part, buffer, work))
-        for owner, part, buffer, work in buffers:
-            work.wait()
-            if owner != rank:
-                _unflatten_into(part, buffer)
+    world = len(by_owner)
+    used = [_cuttable(tensors, world) for tensors in by_owner]
+    owners = sum(map(bool, by_owner))
+    for parts in _pieces(used, lambda device, left: left if _calls_are_dear(device) else owners):
+        sizes = list(map(_numel, parts))
+        # Where the parts are much alike, one collective for all of them, each as long as the longest.
+        alike = 2 * world * max(sizes) <= 3 * sum(sizes)
+        give = _gather_parts if alike and _calls_are_dear(_first(parts).device) else _broadcast_parts
+        give(parts, rank, group)
     for owner, tensors in enumerate(by_owner):
         if owner != rank:
             _put_back(tensors, used[owner])
@@ -185,7 +240,7 @@ def reduce_to_owners(by_owner: Sequence[Sequence[torch.Tensor]], rank: int, grou
     """
     world = len(by_owner)
     used = [_cuttable(tensors, world) for tensors in by_owner]
-    for parts in _pieces(used):
+    for parts in _pieces(used, lambda *_: world):
         mine = parts[rank]
         others = [part if owner != rank else [] for owner, part in enumerate(parts)]
         tensors = [t for part in others for t in part]
@@ -213,7 +268,7 @@ def average_(tensors: Iterable[torch.Tensor], world_size: int, add: Callable[[to
     """Replace each tensor by its mean over the ranks, in place; ``add`` sums a flat piece over them, in place. Collective."""
     averaged = list(tensors)
     used = _cuttable(averaged, 1)
-    for (piece,) in _pieces([used]):
+    for (piece,) in _pieces([used], lambda *_: 1):
         flat = torch.cat([t.reshape(-1) for t in piece]).mul_(1.0 / world_size)
         add(flat)
         _unflatten_into(piece, flat)

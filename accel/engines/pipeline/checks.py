@@ -100,15 +100,15 @@ class Prints:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._rounding = [_rounding(t.dtype) for t in tensors]
-        self._values, self._copied = (
-            to_host(list(map(_sums, tensors))) if tensors else (torch.empty(0, device="cpu"), bool)
-        )
+        self._sums = to_host(list(map(_sums, tensors))) if tensors else None
 
     def read(self) -> list[tuple[list[float], float]]:
         """For each tensor its sums, and how far rounding may take them apart."""
-        self._copied()
-        sums = self._values.tolist()
-        return [(each, rounding * abs(each[1]) + 1e-30) for each, rounding in zip(sums, self._rounding, strict=True)]
+        if self._sums is None:
+            return []
+        values, copied = self._sums
+        copied()
+        return [(s, rounding * abs(s[1]) + 1e-30) for s, rounding in zip(values.tolist(), self._rounding, strict=True)]
 
 
 def _rounding(dtype: torch.dtype) -> float:
@@ -117,14 +117,14 @@ def _rounding(dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Of the values, of their amounts, and of rows by their number; without a copy of a floating tensor."""
+    """Of the values, of their amounts, and of rows by their number; without a copy of a large floating tensor."""
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    rows = values.reshape(len(values), -1) if values.dim() and values.numel() else values.reshape(1, -1)
-    if values.is_floating_point():
-        wide = torch.promote_types(values.dtype, torch.float32)
-        each, total = rows.sum(1, dtype=wide), torch.linalg.vector_norm(rows, 1, dtype=wide)
+    wide = torch.promote_types(values.dtype, torch.float32) if values.is_floating_point() else None
+    each = values.sum(tuple(range(1, values.dim())), dtype=wide) if values.dim() > 1 else values.reshape(-1)
+    if wide is not None:
+        total = torch.linalg.vector_norm(values, 1, dtype=wide)
     else:
-        each, total = rows.sum(1), (rows if rows.dtype is torch.bool else rows.abs()).sum()
+        total = (values if values.dtype is torch.bool else values.abs()).sum()
     each = each.double()
     order = (each * torch.linspace(1, 2, len(each), dtype=torch.float64, device=each.device)).sum()
     return torch.stack([each.sum(), total.double(), order])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -56,11 +58,21 @@ def two_optimizers(raw: Branches) -> list[torch.optim.Optimizer]:
     return [adamw(body), torch.optim.SGD(raw.heads.parameters(), lr=0.05, momentum=0.9)]
 
 
-def branches(clip: bool, piece: int) -> list[float]:
+@contextlib.contextmanager
+def pieces_of(size: int, gathered: bool) -> Iterator[None]:
+    """Inside, a collective moves so many bytes; ``gathered``: as between accelerators, whose collectives gloo has too."""
+    before = packing._CPU_PIECE_BYTES, packing._calls_are_dear
+    packing._CPU_PIECE_BYTES, packing._calls_are_dear = size, lambda _: gathered
+    try:
+        yield
+    finally:
+        packing._CPU_PIECE_BYTES, packing._calls_are_dear = before
+
+
+def branches(clip: bool, piece: int, gathered: bool) -> list[float]:
     """Each rank goes another way; in some steps one of them has no gradient at all, or one optimizer waits."""
     rank, world = accel.rank(), accel.world_size()
-    before, packing._CPU_PIECE_BYTES = packing._CPU_PIECE_BYTES, piece
-    try:
+    with pieces_of(piece, gathered):
         raw, reference = Branches(), Branches()
         optimizers, plain = two_optimizers(raw), two_optimizers(reference)
         model, handles = sharded(raw, optimizers)
@@ -83,16 +95,54 @@ def branches(clip: bool, piece: int) -> list[float]:
                     plain[k].step()
         assert equal_on_all_ranks(raw)
         accel.teardown(model)
-    finally:
-        packing._CPU_PIECE_BYTES = before
     states = [state_distance(o.state_dict(), p.state_dict()) for o, p in zip(optimizers, plain, strict=True)]
     return [distance(raw, reference), *states]
 
 
+@pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize(("world", "clip", "piece"), [(2, False, 4 << 20), (2, True, 64), (4, True, 4 << 20)])
-def test_rank_dependent_branches_dtypes_layouts_and_optimizers(world: int, clip: bool, piece: int) -> None:
-    for found in run(world, branches, clip, piece):
+def test_rank_dependent_branches_dtypes_layouts_and_optimizers(
+    world: int, clip: bool, piece: int, gathered: bool
+) -> None:
+    for found in run(world, branches, clip, piece, gathered):
         assert max(found) <= 1e-5
+
+
+def messages(piece: int) -> tuple[int, dict[str, list[int]]]:
+    """The bytes of the weights, and of each message of a step by what it is."""
+    torch.manual_seed(0)
+    raw = nn.Sequential(*(nn.Linear(64, 64) for _ in range(24)), nn.Linear(64, 1024))
+    model, handle = sharded(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    found: dict[str, list[int]] = {"all_gather": [], "broadcast": [], "all_to_all": []}
+
+    def counted(kind: str, function: Any) -> Any:
+        def call(out: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            found[kind].append(out.nbytes)
+            return function(out, *args, **kwargs)
+
+        return call
+
+    with pieces_of(piece, True), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(packing, "_all_gather", counted("all_gather", packing._all_gather))
+        patched.setattr(packing.dist, "broadcast", counted("broadcast", packing.dist.broadcast))
+        patched.setattr(packing.dist, "all_to_all_single", counted("all_to_all", packing.dist.all_to_all_single))
+        model(torch.randn(4, 64)).square().mean().backward()
+        handle.step()
+    assert equal_on_all_ranks(raw)
+    return sum(p.nbytes for p in raw.parameters()), found
+
+
+def test_between_accelerators_a_message_has_the_size_of_a_piece_whatever_the_number_of_ranks() -> None:
+    piece = 64 << 10
+    for total, found in run(4, messages, piece):
+        # One layer is a third of the model, so that its owner has more than the others: the rest of it comes alone.
+        sizes = found["all_gather"] + found["broadcast"]
+        assert total <= sum(sizes) < 1.1 * total
+        assert len(sizes) <= -(-total // piece) + 3
+        assert len([size for size in sizes if size >= 3 * piece // 4]) >= total // piece - 1
+        assert sum(found["broadcast"]) < 0.3 * total
+        # A rank receives of each other one at most a part of a piece.
+        assert max(found["all_to_all"]) <= piece * 3 // 4
 
 
 def norms(kind: float) -> list[float]:
