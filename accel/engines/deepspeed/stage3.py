@@ -224,6 +224,7 @@ class Stage3(Partitions):
         """Divide the model."""
         super().start(config, device)
         self._note_versions()
+        self._order_gathers()
 
     def arrange(self) -> None:
         """A fragment for each parameter of which this rank's part is not padding only."""
@@ -258,8 +259,9 @@ class Stage3(Partitions):
         method = weakref.WeakMethod(self.reveal)
         reveal = lambda weight: (bound := method()) is not None and bound(weight)  # noqa: E731
         kind = waiting_dict(type(self.module._parameters), reveal)
-        for module in self.module.modules():
-            module._parameters.__class__ = kind
+        self._tables: list[Any] = [module._parameters for module in self.module.modules()]
+        for table in self._tables:
+            table.__class__ = kind
         shorten_methods(self.module.modules())
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             self.snapshot.change_hooks(name, among_tensors)
@@ -276,8 +278,9 @@ class Stage3(Partitions):
             index = self.numbers[id(weight)]
             self._versions[index] = weight._version
             fragment = self.fragments.get(index)
-            if fragment is not None and fragment.weights.data_ptr() != fragment.home.data_ptr():
+            if fragment is not None and self.apart:
                 fragment.weights.copy_(fragment.home)
+        self._order_gathers()
 
     @plainly
     def take_edits(self) -> list[int]:
@@ -346,7 +349,6 @@ class Stage3(Partitions):
                     setattr(module, name, 0)
         for parameter in self.divided.values():
             parameter.ds_active_sub_modules.clear()  # type: ignore[attr-defined]
-        zero.parameter_offload.release_backward_leftovers()
         self.gather()
 
     def gather(self) -> None:
@@ -355,6 +357,13 @@ class Stage3(Partitions):
         always = self.zero.persistent_parameters
         if always:
             always[0].all_gather(always)
+        self._order_gathers()
+
+    def _order_gathers(self) -> None:
+        """Let gathers from now on come after what has been written: the stream on which the library gathers waits for none."""
+        coordinator = self.zero.parameter_offload.get_param_coordinator()
+        if (stream := getattr(coordinator, f"{OF_COORDINATOR}allgather_stream")) is not None:
+            stream.wait_stream(library("deepspeed.accelerator").get_accelerator().current_stream())
 
     def scatter(self) -> None:
         """Keep this rank's shards only."""
@@ -365,16 +374,16 @@ class Stage3(Partitions):
         """A parameter that a module reads from another one is gathered while the model runs."""
         depth = len(self._stack)
         self._stack.append(self.module)
-        for module in self.module.modules():
-            module._parameters._in_forward = True  # type: ignore[attr-defined]
+        for table in self._tables:
+            table._in_forward = True
         self._running += 1
         try:
             yield
         finally:
             self._running -= 1
             del self._stack[depth:]
-            for module in self.module.modules():
-                module._parameters._in_forward = self._running > 0  # type: ignore[attr-defined]
+            for table in self._tables:
+                table._in_forward = self._running > 0
 
     def reveal(self, weight: Any) -> bool:
         """Gather a weight that the running forward reads beside its modules' own; False where none runs. Collective."""
@@ -402,7 +411,7 @@ class Stage3(Partitions):
                     out = changed
             return out
 
-    def end(self, full: Sequence[torch.Tensor]) -> None:
+    def end(self, full: Iterable[torch.Tensor]) -> None:
         """Let go of the shards as well."""
         try:
             self.scatter()

@@ -248,7 +248,7 @@ logger = logging.getLogger("accel")
 class DeepSpeedHoldings(Holdings):
     """Fragments of what is divided; while the engine's ``zero`` is None, everything is whole."""
 
-    offloads = True
+    offloads = None
 
     def partial(self, optimizer: Optimizer | None) -> bool:
         """The optimizers' state always; the model where it does not hold what they step."""
@@ -335,11 +335,13 @@ class DeepSpeedHoldings(Holdings):
         for optimizer in optimizers:
             self.give_back(what, optimizer, named)
         # What accel made half becomes whole again from its fp32 copy.
-        ours = {id(tensor) for tensor, _ in engine.dtypes}
-        zero.end([w if id(p) in ours else w.to(p.dtype) for p, w in ((p, whole[n, ""]) for n, p in named.items())])
+        ours, device = {id(tensor) for tensor, _ in engine.dtypes}, engine.process.device
+        # One after the other, when the parts have gone.
+        weights = ((p, whole.pop((n, ""))) for n, p in named.items())
+        zero.end(w.to(device, None if id(p) in ours else p.dtype) for p, w in weights)
         for name, parameter in named.items():
             if (name, "grad") in whole:
-                parameter.grad = whole[name, "grad"].to(parameter.dtype)
+                parameter.grad = whole.pop((name, "grad")).to(device, parameter.dtype)
         with contextlib.ExitStack() as for_good:
             for optimizer in optimizers:
                 convert_optimizer(optimizer, for_good)

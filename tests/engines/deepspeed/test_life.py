@@ -381,10 +381,26 @@ def zeroed_after_an_exception(stage: int) -> None:
     pair.check()
 
 
+def zeroed_then_torn_down(stage: int) -> None:
+    """What a backward that failed left half-way is cleared also where no forward comes any more."""
+    pair = Pair(zero(stage))
+    pair.train()
+    hook = pair.raw.body[1].register_forward_hook(lambda m, a, out: FailingBackward.apply(out))
+    loss = loss_of(pair.model(data(0, accel.rank())))
+    hook.remove()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    pair.optimizer.zero_grad(set_to_none=False)
+    raw = accel.teardown(pair.model)
+    assert distance(raw.state_dict(), pair.plain.state_dict()) <= 1e-5
+    assert not any(p.grad is not None and p.grad.any() for p in raw.parameters())
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_after_an_exception(stage: int) -> None:
     run(2, interrupted, stage)
     run(2, zeroed_after_an_exception, stage)
+    run(2, zeroed_then_torn_down, stage)
 
 
 def other_branches(stage: int) -> None:
