@@ -115,7 +115,7 @@ def fused(stage: int, offload: bool, directory: str) -> None:
     pair = Pair(zero(stage, offload), fused=True)
     pair.train(range(3))
     full = accel.full_state_dict(pair.optimizer)
-    accel.save(directory, {"model": pair.model, "optimizer": pair.optimizer})
+    accel.save({"model": pair.model, "optimizer": pair.optimizer}, directory)
     pair.optimizer.load_state_dict(full)
     pair.train(range(3, 5))
     other = Pair(zero(stage, offload), fused=True)
@@ -153,13 +153,13 @@ def bytes_beside_the_parts() -> None:
     for whole in (model, optimizer):
         torch.cuda.reset_peak_memory_stats()
         state = accel.full_state_dict(whole)
-        assert torch.cuda.max_memory_allocated() - before <= 3 * one
+        assert torch.cuda.max_memory_allocated() - before <= 4 * one
         whole.load_state_dict(state)
-        assert torch.cuda.max_memory_allocated() - before <= 3 * one
+        assert torch.cuda.max_memory_allocated() - before <= 4 * one
         del state
     torch.cuda.reset_peak_memory_stats()
     accel.teardown(model)
-    assert torch.cuda.max_memory_allocated() - before <= (8 + 8 + 3) * one  # weights and momentum
+    assert torch.cuda.max_memory_allocated() - before <= (8 + 8 + 4) * one  # weights and momentum
 
 
 @need(2)

@@ -14,6 +14,7 @@ import accel
 from accel.engines.deepspeed import DeepSpeed
 from accel.engines.deepspeed.config import Configuration
 from accel.engines.deepspeed.library import _numbered, library
+from accel.process import current
 from accel.registry import registry
 from tests.distributed import run
 from tests.engines.deepspeed.training import CONFIG, STAGES, Net, Pair, adamw, data, loss_of, whole, zero
@@ -166,3 +167,23 @@ def capturable() -> None:
 
 def test_a_capturable_step_in_the_hosts_memory_is_refused() -> None:
     run(2, capturable)
+
+
+# -- whole states -------------------------------------------------------------------------------------------------------
+
+
+def whole_states(stage: int) -> None:
+    """Nothing of what is put together is moved to the device, here one without memory, where it would lose its values."""
+    pair = Pair(zero(stage))
+    pair.train()
+    with mock.patch.object(current(), "devices", (torch.device("meta"),)):
+        pair.check()
+        pair.model.load_state_dict(whole(pair.model))
+        pair.optimizer.load_state_dict(accel.full_state_dict(pair.optimizer))
+    pair.train()
+    pair.check()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_whole_states_lie_in_the_hosts_memory(stage: int) -> None:
+    run(2, whole_states, stage)
