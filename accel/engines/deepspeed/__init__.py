@@ -295,11 +295,11 @@ class ZeROGradients(Gradients):
                 "a flat tensor, which is known to be exact for torch's elementwise optimizers (SGD, Adam, AdamW, ...); use "
                 "stage 0, or, if this one is elementwise too, config={'zero_allow_untested_optimizer': True}"
             )
-        offloads = engine.distributed and engine.configuration.offload_optimizer
-        if offloads and any(group.get("capturable") for group in optimizer.param_groups):
+        offloads = engine.configuration.offload_optimizer or engine.configuration.offload_parameters
+        if engine.distributed and offloads and any(group.get("capturable") for group in optimizer.param_groups):
             raise OptimizerError(
-                f"{type(optimizer).__name__}(capturable=True) with DeepSpeed(offload_optimizer=True): it steps weights in CPU "
-                "memory, where torch cannot: use capturable=False"
+                f"{type(optimizer).__name__}(capturable=True) with DeepSpeed's offload: it would step weights in CPU memory, "
+                "where torch has no such step: use capturable=False"
             )
 
     def before_step(self, optimizer: Optimizer) -> None:

@@ -51,7 +51,7 @@ _efficient: Final = around(vars(nn.functional), "linear", _linear)
 
 @contextlib.contextmanager
 def _numbered(device: torch.device) -> Iterator[None]:
-    """The library finds this device: it takes the one of the number that launchers tell, which need not be there."""
+    """Inside, the library takes this device: that of the number which a launcher told, if any, and Open MPI told too."""
     with contextlib.ExitStack() as undo:
         for name in {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & {"LOCAL_RANK", *os.environ}:
             undo.enter_context(replaced(os.environ, name, str(device.index or 0)))
@@ -153,10 +153,15 @@ def library(name: str = "deepspeed") -> Any:
     return importlib.import_module(name)
 
 
+def accelerator() -> Any:
+    """What the library knows of the devices' kind: streams, and waiting."""
+    return library("deepspeed.accelerator").get_accelerator()
+
+
 def _import(device: torch.device) -> Any:
     deepspeed = library()
     require("backend 'deepspeed'", "deepspeed", _PRIVATE, _RAN)
-    found = library("deepspeed.accelerator").get_accelerator()._name
+    found = accelerator()._name
     if found != device.type:
         raise BackendError(
             f"DeepSpeed runs on {found!r} in this process, and the model is on {device.type!r}: set DS_ACCELERATOR, or "

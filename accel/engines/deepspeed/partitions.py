@@ -24,7 +24,7 @@ from ...gradients.log import at_end_of_backward
 from ...process.control import Waiting, announce
 from ..base.absent import plainly
 from ..base.gradients import Interruption
-from .library import Snapshot, initialise, library
+from .library import Snapshot, accelerator, initialise, library
 
 if TYPE_CHECKING:
     from . import DeepSpeedEngine
@@ -212,9 +212,9 @@ class Partitions(ABC):
         """Reduce the buckets and put every gradient where it belongs. Collective."""
 
     def wait_for_copies(self) -> None:
-        """Wait for those from and to ``pinned`` memory, before the host reads or writes there."""
+        """Wait for those from and to ``pinned`` memory, on any stream, before the host reads or writes there."""
         if self._pinned:
-            library("deepspeed.accelerator").get_accelerator().current_stream().synchronize()
+            accelerator().synchronize()
 
     def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
         """``zero_grad`` of some parameters."""
@@ -362,7 +362,7 @@ class Flat(Partitions):
     def _wait_for_reductions(self) -> None:
         """Let the device, not the host, wait for them before it goes on, or takes the buckets' memory for something else."""
         if (stream := self._stream) is not None:
-            library("deepspeed.accelerator").get_accelerator().current_stream().wait_stream(stream)
+            accelerator().current_stream().wait_stream(stream)
             for bucket in self.zero.ipg_buckets.values():
                 for buffer in bucket.buffer:
                     buffer.record_stream(stream)

@@ -19,7 +19,7 @@ from ...process import Process
 from ...process.control import Waiting, announce, is_lost
 from ...trees import walk
 from ..base.absent import plainly
-from .library import OF_COORDINATOR, OF_STAGE3, library
+from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
 from .overrides import Method
 from .partitions import Fragment, Partitions
 from .weights import Stage3Weights, promise, set_grad, take_back
@@ -199,10 +199,13 @@ class _Gradients(dict[int, torch.Tensor]):
 
     def __getitem__(self, ds_id: int) -> torch.Tensor:
         shard, fragment = self._owned[ds_id]
-        if ds_id in self:
-            self[ds_id] = super().__getitem__(ds_id).to(fragment.weights.dtype)
-        else:
-            self[ds_id] = torch.zeros(shard.ds_numel, dtype=shard.dtype, device=fragment.weights.device)
+        weights, pinned = fragment.weights, fragment.pinned
+        if ds_id not in self:
+            self[ds_id] = torch.zeros(shard.ds_numel, dtype=shard.dtype, device=weights.device, pin_memory=pinned)
+        elif (grad := super().__getitem__(ds_id)).dtype is not weights.dtype:
+            if pinned:  # the host reads it, and it may be on its way
+                accelerator().synchronize()
+            self[ds_id] = grad.to(weights.dtype)
         return super().__getitem__(ds_id)
 
     def hand_out(self) -> None:
@@ -363,7 +366,7 @@ class Stage3(Partitions):
         """Let gathers from now on come after what has been written: the stream on which the library gathers waits for none."""
         coordinator = self.zero.parameter_offload.get_param_coordinator()
         if (stream := getattr(coordinator, f"{OF_COORDINATOR}allgather_stream")) is not None:
-            stream.wait_stream(library("deepspeed.accelerator").get_accelerator().current_stream())
+            stream.wait_stream(accelerator().current_stream())
 
     def scatter(self) -> None:
         """Keep this rank's shards only."""

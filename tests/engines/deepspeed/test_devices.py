@@ -13,7 +13,7 @@ from torch import nn
 import accel
 from accel.engines.deepspeed import DeepSpeed
 from accel.engines.deepspeed.config import Configuration
-from accel.engines.deepspeed.library import _numbered, library
+from accel.engines.deepspeed.library import _numbered, accelerator, library
 from accel.process import current
 from accel.registry import registry
 from tests.distributed import run
@@ -129,14 +129,13 @@ def read_beside(config: dict[str, Any]) -> None:
     events: list[Any] = []
     beside, main = Stream(None), Stream(lambda other: events.append(("waited", other is beside)))
     optimizer.reduction_stream = beside
-    accelerator = type(library("deepspeed.accelerator").get_accelerator())
 
     def record(tensor: torch.Tensor, stream: Any) -> None:
         events.append((tensor.numel(), stream is beside))
 
     with (
         mock.patch.object(torch.Tensor, "record_stream", record),
-        mock.patch.object(accelerator, "current_stream", return_value=main),
+        mock.patch.object(type(accelerator()), "current_stream", return_value=main),
     ):
         pair.train(range(2))
     large = [p.numel() for p in pair.raw.parameters() if p.numel() > 30]
@@ -157,10 +156,10 @@ def test_the_memory_of_large_gradients_is_kept_until_they_are_reduced() -> None:
 def capturable() -> None:
     raw = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(raw.parameters(), capturable=True)
-    with pytest.raises(
-        accel.OptimizerError, match=r"AdamW\(capturable=True\) with DeepSpeed\(offload_optimizer=True\)"
-    ):
-        accel.setup(raw, optimizer, backend=DeepSpeed(stage=2, config=CONFIG, offload_optimizer=True))
+    for option in ("offload_optimizer", "offload_parameters"):
+        backend = DeepSpeed(stage=3, config=CONFIG, **{option: True})
+        with pytest.raises(accel.OptimizerError, match=r"AdamW\(capturable=True\) with DeepSpeed's offload"):
+            accel.setup(raw, optimizer, backend=backend)
     assert not vars(raw.weight)
     loss_of(raw(torch.ones(2, 4))).backward()
 
