@@ -28,7 +28,7 @@ def gather(
     part: Callable[[str, torch.Tensor, Any], Shard | None],
     process: Process,
     *,
-    on_device: bool | None,
+    on_device: bool,
 ) -> dict[tuple[str, Any], Any]:
     """The values of all ranks, whole, on every rank; by name and key. Collective.
 
@@ -40,8 +40,7 @@ def gather(
         held: what this rank has.
         part: what of a tensor lies here.
         process: of this rank.
-        on_device: whole tensors lie on the process's device, wherever their parts do; but for single numbers. None: on the
-            host, a batch of them after the other.
+        on_device: whole tensors lie on the process's device, wherever their parts do; but for single numbers.
 
     Raises:
         AccelError: no rank has some of the elements; or, as in ``agree``, a rank did not come, or is at another call.
@@ -111,14 +110,10 @@ class _Given:
         form = self.forms[key]
         return type(form) is _Reference and form.key == key
 
-    def rows(self, device: str, on_device: bool | None) -> list[tuple[Any, ...]]:
+    def rows(self, device: str, on_device: bool) -> list[tuple[Any, ...]]:
         """Where the parts lie, and whether the whole is to lie on the device."""
-
-        def there(tensor: torch.Tensor) -> bool:
-            return on_device is not None and (tensor.device.type == device or (on_device and tensor.dim() > 0))
-
         return [
-            (key, s.shape, t.dtype, there(t), s.start, t.numel())
+            (key, s.shape, t.dtype, t.device.type == device or (on_device and t.dim() > 0), s.start, t.numel())
             for key, s, t in ((key, shard, shard.tensor) for key, shard in self.shards.items())
         ]
 

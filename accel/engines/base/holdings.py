@@ -39,9 +39,8 @@ class Holdings(Raw):
     undoes_writes: bool = False
     #: The engine's ``parameters`` are each rank's part of a weight, and every rank does the same with them.
     divides_weights: bool = False
-    #: State lies in the host's memory by the engine's doing; whole it lies on the device, as in one process. None: what was
-    #: divided lies whole in the host's memory, since it may be more than the device has.
-    offloads: bool | None = False
+    #: State lies in the host's memory by the engine's doing; whole it lies on the device, as in one process.
+    offloads: bool = False
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.module, {})

@@ -248,7 +248,7 @@ logger = logging.getLogger("accel")
 class DeepSpeedHoldings(Holdings):
     """Fragments of what is divided; while the engine's ``zero`` is None, everything is whole."""
 
-    offloads = None
+    offloads = True
 
     def partial(self, optimizer: Optimizer | None) -> bool:
         """The optimizers' state always; the model where it does not hold what they step."""
