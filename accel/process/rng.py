@@ -42,7 +42,7 @@ def _seed(number: int) -> None:
 
 @final
 class RngState:
-    """The random generators of this process: Python's, torch's on the CPU and all devices of the rank, NumPy's where it is in use."""
+    """The random generators of this process: Python's, torch's on the CPU and its devices, NumPy's where it is in use."""
 
     def state_dict(self) -> dict[str, Any]:
         # The others were not saved before, so that they have a name of their own.

@@ -1,4 +1,4 @@
-"""Random generators of several devices in one process, as ``dp`` and ``ddp2`` use them; generators of the CPU stand for theirs."""
+"""Random generators of several devices in one process, as of ``dp`` and ``ddp2``; generators of the CPU stand for theirs."""
 
 from __future__ import annotations
 

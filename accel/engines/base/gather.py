@@ -59,14 +59,19 @@ def gather(
     lacking = [k for k, ranks in holders.items() if len(ranks) < len(told) and not told[ranks[0]][1][k]]
     forms: dict[tuple[str, Any], Any] = {}
     if lacking:
-        first = {k: mine.forms[k] for k in lacking if holders[k][0] == rank}
-        forms = {k: form for theirs in agree(f"{title}: values", first) for k, form in theirs.items()}
+        # Sparse tensors through the host: a pickled device would be the sender's.
+        first = {k: _moved(mine.forms[k], "cpu") for k in lacking if holders[k][0] == rank}
+        forms = {k: _moved(f, process.device) for theirs in agree(f"{title}: values", first) for k, f in theirs.items()}
     tensors = _assemble([rows for rows, _ in told], mine.shards, process)
     whole = {key: mine.forms.get(key, forms.get(key, _Reference(key))) for key in holders}
     return {
         key: walk(lambda _, leaf: tensors[leaf.key] if type(leaf) is _Reference else leaf, form, "")
         for key, form in whole.items()
     }
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    return map_tensors(lambda tensor: tensor.to(device), value, others=True)
 
 
 @final

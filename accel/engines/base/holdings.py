@@ -22,7 +22,7 @@ from ...errors import AccelError, BackendError, OptimizerError
 from ...gradients.log import remove_hooks
 from ...process.control import Waiting
 from ...process.packing import broadcast_
-from ...shard import Raw, Shard, StateEntry, named_tensors
+from ...shard import Raw, Shard, StateEntry, named_tensors, state_device
 from ...trees import map_tensors
 from .absent import Absent, attributes, name_of
 from .gather import Item, gather
@@ -257,24 +257,24 @@ class Holdings(Raw):
     @torch.no_grad()
     def take(self, optimizer: Optimizer, whole: Mapping[str, Mapping[Any, Any]]) -> None:
         """Keep this rank's part of the whole state of parameters, by name; that of others stays as it is. Local."""
-        beside = self.counters_beside(optimizer)
+        groups = self.groups(optimizer)
         for entry in self.entries(optimizer):
             if state := whole.get(entry.name):
                 optimizer.state[entry.parameter] = {
-                    key: self.own_part(entry, key, value, counter_beside=beside[entry.name])
-                    for key, value in state.items()
+                    key: self.own_part(entry, key, value, groups[entry.name]) for key, value in state.items()
                 }
 
     @final
-    def own_part(self, entry: StateEntry, key: Any, value: Any, *, counter_beside: bool) -> Any:
+    def own_part(self, entry: StateEntry, key: Any, value: Any, group: Mapping[str, Any]) -> Any:
         """This rank's part of a whole value in the state of a parameter, in the dtype and place that torch gives it. Local."""
         like = entry.parameter
+        device = state_device(key, like.device, group)
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             if hasattr(tensor, "full_tensor"):  # cut already
                 return tensor
             if key == "step" and tensor.numel() == 1:
-                return tensor.to(like.device, copy=True) if counter_beside else tensor.clone()
+                return tensor.to(device, copy=True)
             floating = like.is_floating_point() and tensor.is_floating_point()
             dtype = like.dtype if floating else tensor.dtype
             if tuple(tensor.shape) != entry.shape or tensor.layout is not torch.strided:
@@ -310,11 +310,18 @@ class Holdings(Raw):
             for key, state in optimizer.state.items()
             if isinstance(key, torch.Tensor) and id(key) in names and id(key) not in known
         ]
-        whole = self._whole_state(what, optimizer, entries)
+        whole, groups = self._whole_state(what, optimizer, entries), self.groups(optimizer)
         for entry in entries:
             optimizer.state.pop(entry.parameter, None)
         for name, state in whole.items():
+            if self.offloads:  # numbers lie still where they were beside the parts
+                group = groups.get(name, {})
+                state = {key: self._beside_whole(key, value, group) for key, value in state.items()}
             optimizer.state[parameters[name]] = state
+
+    def _beside_whole(self, key: Any, value: Any, group: Mapping[str, Any]) -> Any:
+        device = state_device(key, self.engine.process.device, group)
+        return map_tensors(lambda tensor: tensor.to(device), value, others=True)
 
     @final
     def gather(self, what: str, held: Iterable[Item]) -> dict[tuple[str, Any], Any]:
