@@ -281,16 +281,16 @@ class Partitions(ABC):
         return function(*args, **kwargs)
 
     @torch.no_grad()
-    def end(self, full: Iterable[torch.Tensor]) -> None:
+    def end(self, full: Sequence[torch.Tensor]) -> None:
         """Give the module its own parameters back, with these values."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self.library.destroy()
         self.snapshot.restore()
-        self.fragments.clear()
         for parameter, values in zip(self.parameters, full, strict=True):
             parameter.data = values
+        self.fragments.clear()
 
 
 # -- stages 1 and 2 ----------------------------------------------------------------------------------------------------
@@ -422,3 +422,10 @@ class Flat(Partitions):
             start_alignment_factor=zero.nccl_start_alignment_factor,
             allgather_bucket_size=zero.allgather_bucket_size,
         )
+
+    def end(self, full: Sequence[torch.Tensor]) -> None:
+        """Let go of the flat memory as well, which lives with the library's objects until a garbage collection."""
+        super().end(full)
+        self._places.clear()
+        self.zero.bit16_groups_flat.clear()
+        self.zero.parallel_partitioned_bit16_groups.clear()

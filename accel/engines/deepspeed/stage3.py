@@ -414,7 +414,7 @@ class Stage3(Partitions):
                     out = changed
             return out
 
-    def end(self, full: Iterable[torch.Tensor]) -> None:
+    def end(self, full: Sequence[torch.Tensor]) -> None:
         """Let go of the shards as well."""
         try:
             self.scatter()

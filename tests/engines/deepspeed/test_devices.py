@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -186,3 +188,21 @@ def whole_states(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_whole_states_lie_in_the_hosts_memory(stage: int) -> None:
     run(2, whole_states, stage)
+
+
+def flat_memory(stage: int) -> None:
+    pair = Pair(zero(stage))
+    pair.train()
+    flat = weakref.ref(registry.of_handle(pair.model).zero.zero.bit16_groups_flat[0])
+    with mock.patch.object(gc, "collect"):
+        gc.disable()
+        try:
+            accel.teardown(pair.model)
+            assert flat() is None
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_flat_memory_goes_before_whole_weights_come_to_the_device(stage: int) -> None:
+    run(2, flat_memory, stage)
