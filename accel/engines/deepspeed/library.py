@@ -51,7 +51,7 @@ _efficient: Final = around(vars(nn.functional), "linear", _linear)
 
 @contextlib.contextmanager
 def _numbered(device: torch.device) -> Iterator[None]:
-    """Inside, the library takes this device: that of the number which a launcher told, if any, and Open MPI told too."""
+    """Inside, the library takes this device: it takes the one whose number the launcher tells, and Open MPI tells it again."""
     with contextlib.ExitStack() as undo:
         for name in {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & {"LOCAL_RANK", *os.environ}:
             undo.enter_context(replaced(os.environ, name, str(device.index or 0)))

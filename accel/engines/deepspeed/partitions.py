@@ -54,7 +54,7 @@ class Fragment:
 
     @torch.no_grad()
     def accumulate(self, part: torch.Tensor) -> None:
-        """Add a reduced gradient. A first one that is ``pinned`` has come when the stream has been waited for."""
+        """Add a reduced gradient. The first one is here at once, or where it is ``pinned``, after ``wait_for_copies``."""
         if self.grad is None:
             self.grad = part.to(self.weights.device, copy=True, non_blocking=self.pinned)
         else:
