@@ -186,20 +186,23 @@ def refresh_trainable(model: nn.Module) -> None:
 def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dict[str, Any]:
     """What the raw object's ``state_dict()`` would hold in one process, on every rank. Collective.
 
+    The tensors of what is divided over the ranks lie on the host, since a device may be too small for all of it.
+
     Args:
         model_or_optimizer: a handle or its raw object.
-        rank0_only: give the other ranks ``{}``.
+        rank0_only: give the other ranks ``{}``, which then need no memory for it.
     """
+    keep = not rank0_only or process.is_main()
     if isinstance(model_or_optimizer, Optimizer):
         handle = planning.handle_of(model_or_optimizer)
         engine = None if handle is None else engine_behind(handle)
         if handle is None or engine is None:
             kind = type(model_or_optimizer).__name__
             raise AccelError(f"this {kind} has no live engine: call accel.setup(model, optimizer) first")
-        state = engine.holdings.full_state_dict(raw(handle))
+        state = engine.holdings.full_state_dict(raw(handle), keep=keep)
     else:
-        state = registry.of_handle(model_or_optimizer).holdings.full_state_dict(None)
-    return {} if rank0_only and not process.is_main() else state
+        state = registry.of_handle(model_or_optimizer).holdings.full_state_dict(None, keep=keep)
+    return state if keep else {}
 
 
 # -- setup: agree on the plan, build, start from rank 0's weights ------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .errors import PrecisionError
+from .shard import state_device
 from .trees import map_tensors
 
 
@@ -258,11 +259,10 @@ def _put(tensor: torch.Tensor, value: torch.Tensor) -> None:
 def convert_optimizer(optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
     """Bring the optimizer's state to where its parameters are, by the rule of ``Optimizer.load_state_dict``."""
     for group in optimizer.param_groups:
-        on_device = bool(group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for key, value in list(state.items()):
-                if key == "step" and not on_device:
+                if state_device(key, parameter.device, group) is None:
                     continue
 
                 def move(tensor: torch.Tensor, key: str = key, to: torch.Tensor = parameter) -> torch.Tensor:

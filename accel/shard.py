@@ -140,6 +140,15 @@ def is_shard(key: object, value: Any, parameter: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and (value.dim() > 0 or (parameter.dim() == 0 and key != "step"))
 
 
+def state_device(key: object, device: torch.device, group: Mapping[str, Any]) -> torch.device | None:
+    """Where a tensor in the state of a parameter belongs, by the rule of ``Optimizer.load_state_dict``.
+
+    On the parameter's ``device``; but the step counter of a group that is neither fused nor capturable (None) lies anywhere,
+    and best on the host.
+    """
+    return device if key != "step" or group.get("fused") or group.get("capturable") else None
+
+
 class Raw:
     """What lies on this rank of a module and its optimizers, and their values: everything. ``optimizer=None`` is the module.
 
@@ -181,10 +190,10 @@ class Raw:
         """Whether the module keeps on this rank what its ``state_dict`` has under a name and is no tensor. Local."""
         return True
 
-    def counters_beside(self, optimizer: Optimizer) -> dict[str, bool]:
-        """Whether the step counter of a parameter lies on its device, by name; the others are on the host."""
-        names, groups = self.parameter_names, optimizer.param_groups
-        return {names[id(p)]: bool(g.get("capturable") or g.get("fused")) for g in groups for p in g["params"]}
+    def groups(self, optimizer: Optimizer) -> dict[str, Mapping[str, Any]]:
+        """The group of each parameter, by name."""
+        names = self.parameter_names
+        return {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
         """The tensors that lie on this rank, at full precision (a master copy where there is one). Local, without a copy.
@@ -249,15 +258,16 @@ class Raw:
             return
         for group, saved in zip(optimizer.param_groups, values["groups"], strict=True):
             group.update({k: _placed(v, group.get(k), None) for k, v in saved.items() if k != "params"})
-        beside = self.counters_beside(optimizer)
+        groups = self.groups(optimizer)
         for entry in self.entries(optimizer):
             saved_state = values["state"].get(entry.name)
             if saved_state is None:
                 optimizer.state.pop(entry.parameter, None)
                 continue
             state = optimizer.state[entry.parameter]
-            device = entry.parameter.device if beside[entry.name] else None
-            state.update({key: _placed(value, state.get(key), device) for key, value in saved_state.items()})
+            for key, value in saved_state.items():
+                device = state_device(key, entry.parameter.device, groups[entry.name])
+                state[key] = _placed(value, state.get(key), device)
 
 
 def _check_keys(optimizer: Optimizer, names: Mapping[int, str], held: Sequence[StateEntry]) -> None:

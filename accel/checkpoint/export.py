@@ -234,14 +234,14 @@ def _write(planned: Export, out: str, stem: str, progress: Callable[[int], Any])
 
 def _content(planned: Export, entries: Sequence[Entry], progress: Callable[[int], Any]) -> Iterator[bytes | memoryview]:
     yield build_header(entries, {}, align=8)
+    pieces = []
     for entry in entries:
-        dtype = BY_NAME[entry.dtype]
+        name, dtype = f"{planned.prefix}{entry.name}", BY_NAME[entry.dtype]
         step = _PIECE // dtype.itemsize
-        for start in range(0, entry.count, step):
-            piece = torch.empty(min(step, entry.count - start), dtype=dtype, device="cpu")
-            planned.reader.fill([(f"{planned.prefix}{entry.name}", start, piece)])
-            yield memory(piece)
-            progress(piece.nbytes)
+        pieces += [(name, at, min(step, entry.count - at), dtype) for at in range(0, entry.count, step)]
+    for piece in planned.reader.in_turn(pieces):
+        yield memory(piece)
+        progress(piece.nbytes)
 
 
 def _index(names: Sequence[str], planned: Export) -> bytes:

@@ -164,7 +164,7 @@ class Loading:
 
     def _fetch(self, name: str) -> torch.Tensor:
         if name not in self._of_values:
-            self._of_values[name] = self.reader.read(name)
+            self._of_values |= self.reader.read([name])
         return self._of_values[name].clone()
 
     def _find_slots(
@@ -232,15 +232,18 @@ class Loading:
     def needs(self) -> list[tuple[str, int, int]]:
         """The elements of tensors that this rank reads: (name, first, after the last)."""
         needs = [(name, start, start + tensor.numel()) for name, start, tensor in self._wanted]
-        for node in [*self._match.plain, *(node for _, node in self._match.objects)]:
-            for name in value_tensors(node):
-                if name in self.found.tensors:
-                    needs.append((name, 0, self.found.tensors[name].numel))
-        return needs
+        return needs + [(name, 0, self.found.tensors[name].numel) for name in self._in_values()]
+
+    def _in_values(self) -> list[str]:
+        """The tensors that values consist of."""
+        nodes = [*self._match.plain, *(node for _, node in self._match.objects)]
+        names = (name for node in nodes for name in value_tensors(node))
+        return [name for name in names if name.startswith(OF_VALUES) and name in self.found.tensors]
 
     def decode(self) -> None:
         """Make sure that all values can be decoded, before anything is changed."""
         self._check_tied()
+        self._of_values |= self.reader.read(self._in_values())
         values = [plain(node, self._decoder) for node in self._match.plain]
         if self._apply is None:
             self._apply = values.pop

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from operator import itemgetter
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final, TypeVar, final
 
 import torch
@@ -71,12 +72,90 @@ class ReaderThreads:
         return found
 
 
-_STAGE: Final = 16 << 20  # bytes of a copy on the way to what is not plain memory
 _ADVICE: Final = "load another checkpoint (accel.latest), or copy this one again from where it is whole"
 
 
-#: A byte of a file, and the memory that the bytes from there on belong into.
-_Wanted = tuple[int, memoryview]
+@dataclass(slots=True)
+class _Piece:
+    """Bytes that are wanted of one chunk.
+
+    Args:
+        offset: of the first of them in the file.
+        nbytes: how many.
+        view: where they belong; None where ``tensor`` is no plain memory of ``dtype``, until there is room for them on the way.
+        tensor: what they are elements of.
+        first: the first of these elements.
+        dtype: of the elements in the file.
+    """
+
+    offset: int
+    nbytes: int
+    view: memoryview | None
+    tensor: torch.Tensor
+    first: int
+    dtype: torch.dtype
+
+
+_STAGE: Final = 16 << 20  # bytes of a buffer on the way to what is no plain memory
+_ALIGN: Final = 64
+
+
+@final
+class _Staging:
+    """Memory on the way to tensors of another device, layout or dtype: two buffers, one of which is read into while the other's
+    copies to a device go on."""
+
+    def __init__(self) -> None:
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
+        self._copies: list[list[torch.cuda.Event]] = [[], []]
+        self._turn = 0
+
+    def take(self, pieces: Sequence[_Piece]) -> list[torch.Tensor]:
+        """Room for them, in the buffer whose turn it is."""
+        self._turn = 1 - self._turn
+        self._wait(self._turn)
+        sizes = [-(-piece.nbytes // _ALIGN) * _ALIGN for piece in pieces]
+        if self._buffers[self._turn].numel() < sum(sizes):
+            pinned = any(piece.tensor.is_cuda for piece in pieces)
+            self._buffers[self._turn] = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        room = self._buffers[self._turn][: sum(sizes)].split(sizes)
+        return [part[: piece.nbytes].view(piece.dtype) for part, piece in zip(room, pieces, strict=True)]
+
+    def put(self, pieces: Sequence[_Piece], values: Sequence[torch.Tensor]) -> None:
+        """Copy what was read to where it belongs."""
+        for piece, value in zip(pieces, values, strict=True):
+            _put(piece.tensor, piece.first, value)
+        devices = {piece.tensor.device for piece in pieces if piece.tensor.is_cuda}
+        self._copies[self._turn] = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def finish(self) -> None:
+        """Wait for all copies: what was filled may be used on any stream."""
+        for turn in (0, 1):
+            self._wait(turn)
+
+    def _wait(self, turn: int) -> None:
+        for event in self._copies[turn]:
+            event.synchronize()
+        self._copies[turn] = []
+
+
+def _put(tensor: torch.Tensor, first: int, values: torch.Tensor) -> None:
+    """Write elements from ``first`` on, in row-major order; from pinned memory to a device without waiting for it."""
+    if values.dtype is not tensor.dtype:
+        values = values.to(tensor.device, non_blocking=True)  # it is converted there
+    if tensor.is_contiguous():
+        tensor = tensor.view(-1)
+    row = tensor.numel() // len(tensor)
+    while values.numel():
+        at, within = divmod(first, row)
+        count = len(values) // row * row
+        if within or not count:
+            count = min(row - within, len(values))
+            _put(tensor[at], within, values[:count])
+        else:
+            rows = tensor[at : at + count // row]
+            rows.copy_(values[:count].view(rows.shape), non_blocking=True)
+        first, values = first + count, values[count:]
 
 
 @final
@@ -98,6 +177,7 @@ class Reader:
         self._stream = stream and headers is None
         self._headers = dict(enumerate(headers or ()))
         self._threads = ReaderThreads()
+        self._staging = _Staging()
 
     def _path(self, file: int) -> str:
         return os.path.join(self._directory, self._record.files[file].name)
@@ -136,21 +216,30 @@ class Reader:
         """Compare the checksums of chunks of a file; raises for the first that is damaged, with a tensor that is in it."""
         self._read_chunks(file, {chunk: [] for chunk in chunks})
 
-    def _read_chunks(self, file: int, chunks: Mapping[int, list[_Wanted]]) -> None:
+    def _read_chunks(self, file: int, chunks: Mapping[int, list[_Piece]]) -> None:
         """Read what is wanted of chunks; one of which nothing is wanted is compared with its checksum."""
         with open_file(self._path(file), self._record.files[file].size) as fd:
-            self._threads.each(lambda chunk: self._read_chunk(fd, file, chunk, chunks[chunk]), sorted(chunks))
+            for numbers in _windows(chunks):
+                staged = [piece for number in numbers for piece in chunks[number] if piece.view is None]
+                values = self._staging.take(staged) if staged else []
+                for piece, value in zip(staged, values, strict=True):
+                    piece.view = memory(value)
+                self._threads.each(lambda number: self._read_chunk(fd, file, number, chunks[number]), numbers)
+                if staged:
+                    self._staging.put(staged, values)
 
-    def _read_chunk(self, fd: int, file: int, chunk: int, wanted: list[_Wanted]) -> None:
+    def _read_chunk(self, fd: int, file: int, chunk: int, wanted: list[_Piece]) -> None:
         """Read what is wanted into its places; where checksums are compared, all else into this thread's buffer."""
         header, path = self.header(file), self._path(file)
         begin = header.size + chunk * CHUNK
         end = min(begin + CHUNK, self._record.files[file].size)
         compare = self._stream or not wanted
         views, twice, at = [], [], begin
-        for offset, into in sorted(wanted, key=itemgetter(0)):
+        for piece in sorted(wanted, key=attrgetter("offset")):
+            offset, into = piece.offset, piece.view
+            assert into is not None
             if offset < at:
-                twice.append((offset, into))
+                twice.append(piece)
                 continue
             if compare:
                 views.append(self._threads.buffer[at - begin : offset - begin])
@@ -171,28 +260,45 @@ class Reader:
             self._read_chunk(fd, file, chunk, twice)
 
     def fill(self, wanted: Sequence[tuple[str, int, torch.Tensor]]) -> None:
-        """Read elements of tensors, from the given one on, into tensors of any device, layout and dtype."""
-        by_file: dict[int, dict[int, list[_Wanted]]] = {}
-        rest = []
+        """Read elements of tensors, from the given one on, into tensors of any device, layout and dtype; each chunk once."""
+        files: dict[int, dict[int, list[_Piece]]] = {}
         for name, start, tensor in wanted:
-            dtype = BY_NAME[self._record.tensors[name].dtype]
-            if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype is dtype and not is_lazy(tensor):
-                self._plan(name, start, tensor, by_file)
-            else:
-                rest.append((name, start, tensor))
-        for file in sorted(by_file):
-            self._read_chunks(file, by_file[file])
-        for name, start, tensor in rest:
-            self._fill_staged(name, start, tensor)
+            self._plan(name, start, tensor, files)
+        for file in sorted(files):
+            self._read_chunks(file, files[file])
+        self._staging.finish()
 
-    def read(self, name: str) -> torch.Tensor:
-        """A whole tensor, new and on the CPU."""
-        stored = self._record.tensors[name]
-        for _ in self.locate(name, 0, stored.numel):
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Whole tensors, new and on the CPU."""
+        stored = {name: self._record.tensors[name] for name in names}
+        flat = {name: self._room(name, 0, s.numel, BY_NAME[s.dtype]) for name, s in stored.items()}
+        self.fill([(name, 0, tensor) for name, tensor in flat.items()])
+        return {name: tensor.view(stored[name].shape) for name, tensor in flat.items()}
+
+    def in_turn(self, ranges: Iterable[tuple[str, int, int, torch.dtype]]) -> Iterator[torch.Tensor]:
+        """Elements of tensors, each a new flat tensor of a dtype on the CPU; small ones are read together.
+
+        Args:
+            ranges: name, first element, number of elements, and dtype.
+        """
+        batch: list[tuple[str, int, torch.Tensor]] = []
+        size = 0
+        for name, start, count, dtype in ranges:
+            if batch and size + count * dtype.itemsize > _STAGE:
+                yield from self._filled(batch)
+                batch, size = [], 0
+            batch.append((name, start, self._room(name, start, count, dtype)))
+            size += count * dtype.itemsize
+        yield from self._filled(batch)
+
+    def _room(self, name: str, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        for _ in self.locate(name, start, start + count):
             pass  # all of it is in the files: so much memory may be taken
-        tensor = torch.empty(stored.shape, dtype=BY_NAME[stored.dtype], device="cpu")
-        self.fill([(name, 0, tensor)])
-        return tensor
+        return torch.empty(count, dtype=dtype, device="cpu")
+
+    def _filled(self, wanted: Sequence[tuple[str, int, torch.Tensor]]) -> Iterator[torch.Tensor]:
+        self.fill(wanted)
+        return (tensor for *_, tensor in wanted)
 
     def same(self, one: str, other: str) -> bool:
         """Whether two tensors of one shape and dtype have the same bytes; in little memory."""
@@ -205,25 +311,31 @@ class Reader:
                 return False
         return True
 
-    def _plan(self, name: str, start: int, tensor: torch.Tensor, by_file: dict[int, dict[int, list[_Wanted]]]) -> None:
+    def _plan(self, name: str, start: int, tensor: torch.Tensor, files: dict[int, dict[int, list[_Piece]]]) -> None:
         """Find the file and the chunk of each element."""
-        view, at = memory(tensor), 0
-        for file, offset, _, count in self.locate(name, start, start + tensor.numel()):
-            base, chunks = self.header(file).size, by_file.setdefault(file, {})
-            end = offset + count * tensor.element_size()
-            while offset < end:
-                chunk = (offset - base) // CHUNK
-                size = min(base + (chunk + 1) * CHUNK, end) - offset
-                chunks.setdefault(chunk, []).append((offset, view[at : at + size]))
-                offset, at = offset + size, at + size
-
-    def _fill_staged(self, name: str, start: int, tensor: torch.Tensor) -> None:
         dtype = BY_NAME[self._record.tensors[name].dtype]
-        step = max(1, _STAGE // dtype.itemsize) if tensor.is_contiguous() else max(1, tensor.numel())
-        for at in range(0, tensor.numel(), step):
-            stage = torch.empty(min(step, tensor.numel() - at), dtype=dtype, device="cpu")
-            self.fill([(name, start + at, stage)])
-            if tensor.is_contiguous():
-                tensor.view(-1)[at : at + step].copy_(stage)
-            else:
-                tensor.copy_(stage.view(tensor.shape))
+        plain = tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype is dtype and not is_lazy(tensor)
+        view, item = memory(tensor) if plain else None, dtype.itemsize
+        for file, offset, first, count in self.locate(name, start, start + tensor.numel()):
+            base, chunks, at = self.header(file).size, files.setdefault(file, {}), first - start
+            while count:
+                number = (offset - base) // CHUNK
+                # At least one: other libraries' files, which have no checksums, may have elements over the end of a chunk.
+                n = min(max(1, (base + (number + 1) * CHUNK - offset) // item), count)
+                place = None if view is None else view[at * item : (at + n) * item]
+                chunks.setdefault(number, []).append(_Piece(offset, n * item, place, tensor, at, dtype))
+                offset, at, count = offset + n * item, at + n, count - n
+
+
+def _windows(chunks: Mapping[int, list[_Piece]]) -> Iterator[list[int]]:
+    """The chunks in order, those of which as much is staged as fits together; each whole, to be read once."""
+    window: list[int] = []
+    room = _STAGE
+    for number in sorted(chunks):
+        size = sum(piece.nbytes for piece in chunks[number] if piece.view is None)
+        if size > room and window:
+            yield window
+            window, room = [], _STAGE
+        window.append(number)
+        room -= size
+    yield window

@@ -19,8 +19,8 @@ from ..checkpoint import folder, foreign
 from ..checkpoint.export import plan_export, write_export
 from ..checkpoint.failures import on_running_ranks
 from ..checkpoint.reader import Reader
-from ..checkpoint.record import Record, read
-from ..checkpoint.safetensors import ITEM_BYTES
+from ..checkpoint.record import Record, Stored, read
+from ..checkpoint.safetensors import BY_NAME, ITEM_BYTES
 from ..checkpoint.verify import compare_all
 from ..checkpoint.weights import STEMS
 from ..memory import new_figure, write_figure
@@ -87,15 +87,25 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def _tensors(args: argparse.Namespace, first: Record, second: Record) -> Iterator[str]:
-    readers = Reader(args.first, first, stream=True), Reader(args.second, second, stream=True)
+    names = sorted(n for n, t in first.tensors.items() if n in second.tensors and _form(second.tensors[n]) == _form(t))
+    ranges = [(name, 0, first.tensors[name].numel, BY_NAME[first.tensors[name].dtype]) for name in names]
+    opened = (
+        Reader(directory, found, stream=True) for directory, found in ((args.first, first), (args.second, second))
+    )
+    contents = zip(*(reader.in_turn(ranges) for reader in opened), strict=True)
     for name in sorted(first.tensors.keys() | second.tensors.keys()):
         one, other = first.tensors.get(name), second.tensors.get(name)
         if one is None or other is None:
             yield f"{name}: only in {args.second if one is None else args.first}"
-        elif (one.dtype, one.shape) != (other.dtype, other.shape):
+        elif _form(one) != _form(other):
             yield f"{name}: {one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}"
-        elif one.numel:
-            yield from _content(name, readers[0].read(name), readers[1].read(name), args.tolerance)
+        else:
+            mine, theirs = next(contents)
+            yield from _content(name, mine, theirs, args.tolerance)
+
+
+def _form(tensor: Stored) -> tuple[str, tuple[int, ...]]:
+    return tensor.dtype, tensor.shape
 
 
 def _content(name: str, one: torch.Tensor, other: torch.Tensor, tolerance: float) -> Iterator[str]:

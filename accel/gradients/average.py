@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,30 +16,23 @@ from ..process.packing import average_
 _NONE, _DENSE, _SPARSE = range(3)
 
 
-def held_anywhere(
-    what: str, parameters: Sequence[nn.Parameter], names: Sequence[str], process: Process, *, announced: bool = False
-) -> list[int]:
-    """The numbers of the parameters that have a gradient on any rank. Collective.
+def held_here(parameters: Iterable[nn.Parameter]) -> bytes:
+    """Which of them have a gradient on this rank, for ``held_by_any``."""
+    return bytes(_NONE if p.grad is None else _SPARSE if p.grad.is_sparse else _DENSE for p in parameters)
+
+
+def held_by_any(what: str, told: Iterable[bytes], names: Sequence[str]) -> list[int]:
+    """The numbers of the parameters that have a gradient on any of the ranks, which have told what ``held_here`` says there.
 
     Args:
         what: is to be done with them, for messages.
-        parameters: the same on every rank.
-        names: of these.
-        process: of this rank.
-        announced: the ranks are known to be at this place, so that a mask on the device will do.
+        told: by all ranks.
+        names: of the parameters.
 
     Raises:
         BackendError: a rank has a sparse one; on every rank.
     """
-    if not parameters:
-        return []
-    mine = bytes(_NONE if p.grad is None else _SPARSE if p.grad.is_sparse else _DENSE for p in parameters)
-    if announced:
-        mask = torch.tensor(list(mine), dtype=torch.uint8, device=process.device)
-        dist.all_reduce(mask, dist.ReduceOp.MAX, group=process.group)
-        held = mask.tolist()
-    else:
-        held = list(map(max, *agree(what, mine), mine))
+    held = list(map(max, zip(*told, strict=True)))
     if _SPARSE in held:
         sparse = [name for name, code in zip(names, held, strict=True) if code == _SPARSE]
         raise BackendError(
@@ -47,6 +40,28 @@ def held_anywhere(
             "another backend"
         )
     return [i for i, code in enumerate(held) if code == _DENSE]
+
+
+def held_anywhere(
+    what: str, parameters: Sequence[nn.Parameter], names: Sequence[str], process: Process, *, announced: bool = False
+) -> list[int]:
+    """The numbers of the parameters that have a gradient on any rank, as in ``held_by_any``. Collective.
+
+    Args:
+        what: is to be done with them, for messages.
+        parameters: the same on every rank.
+        names: of these.
+        process: of this rank.
+        announced: the ranks are known to be at this place, so that a mask on the device will do.
+    """
+    if not parameters:
+        return []
+    mine = held_here(parameters)
+    if not announced:
+        return held_by_any(what, agree(what, mine), names)
+    mask = torch.tensor(list(mine), dtype=torch.uint8, device=process.device)
+    dist.all_reduce(mask, dist.ReduceOp.MAX, group=process.group)
+    return held_by_any(what, [bytes(mask.tolist())], names)
 
 
 def average_gradients_(

@@ -334,9 +334,14 @@ def device() -> torch.device:
     Raises:
         DeviceError: ``ACCEL_DEVICES`` asks for devices that do not exist.
     """
+    return devices()[0]
+
+
+def devices() -> tuple[torch.device, ...]:
+    """All devices of this rank, of which some engines use more than the first; otherwise as ``device``."""
     if _state.process is not None:
-        return _state.process.device
-    return pick(resolve("auto"), local_rank(), _here().local_world_size)[0]
+        return _state.process.devices
+    return pick(resolve("auto"), local_rank(), _here().local_world_size)
 
 
 def print(

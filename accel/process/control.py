@@ -315,21 +315,23 @@ def raise_together(
             raise kind(f"{what} failed on rank {number}, so on every rank: {text}")
 
 
-def require_equal(what: str, value: Any, explain: Callable[[list[Any]], str] = str) -> None:
-    """Compare ``value`` over the ranks.
+def require_equal(what: str, value: Any, explain: Callable[[list[Any]], str] = str, beside: Any = None) -> list[Any]:
+    """Compare ``value`` over the ranks; every rank's ``beside``, which may differ.
 
     Raises:
         RankMismatchError: another rank has another value, or did not come; the process groups are ended, so that
             a rank that waits elsewhere fails too.
     """
     try:
-        values = agree(what, value)
+        told = agree(what, (value, beside))
     except TimeoutError as error:
         raise RankMismatchError(f"{what} did not happen on every rank: {error}") from error
+    values = [theirs for theirs, _ in told]
     if any(v != value for v in values):
         message = f"{what}: the ranks differ: {explain(values)}; make the same change on every rank"
         end_groups(message, mismatch=True)
         raise RankMismatchError(message)
+    return [theirs for _, theirs in told]
 
 
 # -- What a loop calls -------------------------------------------------------------------------------------------------

@@ -7,13 +7,13 @@ import hashlib
 import importlib
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
 
 from ..errors import AccelError
-from . import device, rank
+from . import devices, rank
 
 
 def seed(n: int, *, per_rank: bool = False) -> None:
@@ -42,27 +42,43 @@ def _seed(number: int) -> None:
 
 @final
 class RngState:
-    """The random generators of this process: Python's, torch's on the CPU and the rank's device, NumPy's where it is in use."""
+    """The random generators of this process: Python's, torch's on the CPU and its devices, NumPy's where it is in use."""
 
     def state_dict(self) -> dict[str, Any]:
-        place = device()
-        there = None if place.type == "cpu" else torch.get_device_module(place).get_rng_state(place).cpu()
-        return {"numpy": None, **Generators(global_generators()).states(), "device": there}
+        # The others were not saved before, so that they have a name of their own.
+        there = [torch.get_device_module(one).get_rng_state(one).cpu() for one in devices() if one.type != "cpu"]
+        first = there[0] if there else None
+        return {"numpy": None, **Generators(global_generators()).states(), "device": first, "devices": there[1:]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Bring them to a saved state; those that it does not have stay as they are."""
-        place = device()
         if state_dict["numpy"] is not None:
             importlib.import_module("numpy")
         states = {name: state_dict[name] for name in ("python", "torch", "numpy")}
         Generators(global_generators()).put({name: state for name, state in states.items() if state is not None})
-        if state_dict["device"] is not None and place.type != "cpu":
-            torch.get_device_module(place).set_rng_state(state_dict["device"], place)
+        if state_dict["device"] is not None:
+            _put_on_devices([state_dict["device"], *state_dict.get("devices", ())])
 
     def diverge(self, number: int) -> None:
         """Seed them from their state and ``number``, so that two processes with one state draw different numbers."""
-        content = bytes(torch.get_rng_state().tolist()) + str(number).encode()
-        _seed(int.from_bytes(hashlib.blake2b(content, digest_size=4).digest(), "big"))
+        _seed(_derived(torch.get_rng_state(), number))
+
+
+def _put_on_devices(states: Sequence[torch.Tensor]) -> None:
+    """Bring the rank's devices to the states of the saving rank's; one that it did not have draws numbers of its own."""
+    for number, place in enumerate(one for one in devices() if one.type != "cpu"):
+        module = torch.get_device_module(place)
+        if number < len(states):
+            module.set_rng_state(states[number], place)
+        else:
+            with module.device(place):
+                module.manual_seed(_derived(states[0], number))
+
+
+def _derived(state: torch.Tensor, number: int) -> int:
+    """A seed from a generator's state and a number."""
+    content = bytes(state.tolist()) + str(number).encode()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=4).digest(), "big")
 
 
 def rng_state() -> RngState:

@@ -303,13 +303,15 @@ class Engine(ABC):
     # -- what the ranks tell each other ---------------------------------------------------------------------------
 
     @final
-    def compare(self, what: str, value: Any = None, explain: Callable[[list[Any]], str] = str) -> None:
-        """Make sure that all ranks do ``what`` to this very model with the same ``value``. Collective.
+    def compare(
+        self, what: str, value: Any = None, explain: Callable[[list[Any]], str] = str, beside: Any = None
+    ) -> list[Any]:
+        """Make sure that all ranks do ``what`` to this very model with the same ``value``; their ``beside``. Collective.
 
         Raises:
             RankMismatchError: they do not; on every rank.
         """
-        require_equal(f"{what} ({self.label})", value, explain)
+        return require_equal(f"{what} ({self.label})", value, explain, beside)
 
     @final
     def announce(self, what: str, details: Hashable = None) -> None:

@@ -28,7 +28,8 @@ def gather(
     part: Callable[[str, torch.Tensor, Any], Shard | None],
     process: Process,
     *,
-    on_device: bool,
+    device: torch.device | None,
+    keep: bool = True,
 ) -> dict[tuple[str, Any], Any]:
     """The values of all ranks, whole, on every rank; by name and key. Collective.
 
@@ -40,7 +41,8 @@ def gather(
         held: what this rank has.
         part: what of a tensor lies here.
         process: of this rank.
-        on_device: whole tensors lie on the process's device, wherever their parts do; but for single numbers.
+        device: where whole tensors lie; None: where their parts do, as single numbers do but on the host.
+        keep: put them together on this rank too; else it only gives its parts, and gets nothing.
 
     Raises:
         AccelError: no rank has some of the elements; or, as in ``agree``, a rank did not come, or is at another call.
@@ -49,7 +51,7 @@ def gather(
     for item in held:
         mine.add(*item)
     rank = process.place.rank
-    rows = mine.rows(process.device.type, on_device)
+    rows = mine.rows(process.device, device)
     told = agree(title, (rows, {key: mine.is_tensor(key) for key in mine.forms}))
     holders: dict[tuple[str, Any], list[int]] = {}
     for holder, (_, keys) in enumerate(told):
@@ -59,14 +61,21 @@ def gather(
     lacking = [k for k, ranks in holders.items() if len(ranks) < len(told) and not told[ranks[0]][1][k]]
     forms: dict[tuple[str, Any], Any] = {}
     if lacking:
-        first = {k: mine.forms[k] for k in lacking if holders[k][0] == rank}
-        forms = {k: form for theirs in agree(f"{title}: values", first) for k, form in theirs.items()}
-    tensors = _assemble([rows for rows, _ in told], mine.shards, process)
+        # Sparse tensors through the host: a pickled device would be the sender's.
+        first = {k: _moved(mine.forms[k], "cpu") for k in lacking if holders[k][0] == rank}
+        forms = {k: _moved(f, process.device) for theirs in agree(f"{title}: values", first) for k, f in theirs.items()}
+    tensors = _assemble([rows for rows, _ in told], mine.shards, process, keep)
+    if not keep:
+        return {}
     whole = {key: mine.forms.get(key, forms.get(key, _Reference(key))) for key in holders}
     return {
         key: walk(lambda _, leaf: tensors[leaf.key] if type(leaf) is _Reference else leaf, form, "")
         for key, form in whole.items()
     }
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    return map_tensors(lambda tensor: tensor.to(device), value, others=True)
 
 
 @final
@@ -110,16 +119,26 @@ class _Given:
         form = self.forms[key]
         return type(form) is _Reference and form.key == key
 
-    def rows(self, device: str, on_device: bool) -> list[tuple[Any, ...]]:
-        """Where the parts lie, and whether the whole is to lie on the device."""
+    def rows(self, own: torch.device, device: torch.device | None) -> list[tuple[Any, ...]]:
+        """Where the parts lie, and whether the whole is to lie on the process's ``own`` device, rather than on the host."""
+
+        def comes(tensor: torch.Tensor) -> bool:
+            stays = device is None or (device.type != "cpu" and not tensor.dim())
+            return (tensor.device.type if stays else device.type) == own.type  # type: ignore[union-attr]
+
         return [
-            (key, s.shape, t.dtype, t.device.type == device or (on_device and t.dim() > 0), s.start, t.numel())
-            for key, s, t in ((key, shard, shard.tensor) for key, shard in self.shards.items())
+            (key, s.shape, s.tensor.dtype, comes(s.tensor), s.start, s.tensor.numel()) for key, s in self.shards.items()
         ]
 
 
+#: Elements of a tensor: its key, the first of them, and the one after the last.
+_Range = tuple[Any, int, int]
+
+
 @torch.no_grad()
-def _assemble(told: Sequence[Sequence[Any]], mine: Mapping[Any, Shard], process: Process) -> dict[Any, torch.Tensor]:
+def _assemble(
+    told: Sequence[Sequence[Any]], mine: Mapping[Any, Shard], process: Process, keep: bool
+) -> dict[Any, torch.Tensor]:
     """Whole tensors from the ranges that the ranks have told of. Collective."""
     kinds: dict[Any, tuple[tuple[int, ...], torch.dtype, bool]] = {}
     ranges: dict[Any, list[tuple[int, int, int]]] = {}
@@ -127,34 +146,60 @@ def _assemble(told: Sequence[Sequence[Any]], mine: Mapping[Any, Shard], process:
         for key, shape, dtype, on_device, start, numel in rows:
             kinds.setdefault(key, (shape, dtype, on_device))
             ranges.setdefault(key, []).append((start, holder, numel))
-    whole: dict[Any, torch.Tensor] = {}
+    covers = {key: list(_cover(key, ranges[key], torch.Size(shape).numel())) for key, (shape, *_) in kinds.items()}
+    flat: dict[Any, torch.Tensor] = {}
     for batch in _batches(kinds):
-        by_rank: dict[int, list[torch.Tensor]] = {}
-        for key in batch:
-            shape, dtype, _ = kinds[key]
-            whole[key] = flat = torch.empty(torch.Size(shape).numel(), dtype=dtype, device=process.carrier)
-            for holder, start, end in _cover(key, ranges[key], len(flat)):
-                by_rank.setdefault(holder, []).append(flat[start:end])
-                if holder == process.place.rank:
-                    part = mine[key]
-                    flat[start:end] = part.tensor.reshape(-1)[start - part.start : end - part.start]
-        for holder in sorted(by_rank):
-            broadcast_(by_rank[holder], process.group, holder)
-        for key in batch:
-            shape, _, on_device = kinds[key]
-            whole[key] = whole[key].view(shape).to(process.device if on_device else "cpu")
-    return whole
+        places: list[tuple[_Range, torch.Tensor]] = []
+        for key, first, last in batch:
+            shape, dtype, on_device = kinds[key]
+            if keep and key not in flat:
+                place = process.device if on_device else torch.device("cpu")
+                flat[key] = torch.empty(torch.Size(shape).numel(), dtype=dtype, device=place)
+            there = keep and flat[key].device == process.carrier
+            travels = flat[key][first:last] if there else torch.empty(last - first, dtype=dtype, device=process.carrier)
+            places.append(((key, first, last), travels))
+        _exchange(places, covers, mine, process)
+        for (key, first, last), travels in places:
+            if keep and flat[key].device != process.carrier:
+                flat[key][first:last].copy_(travels)
+    return {key: tensor.view(kinds[key][0]) for key, tensor in flat.items()}
 
 
-def _batches(kinds: Mapping[Any, tuple[tuple[int, ...], torch.dtype, bool]]) -> Iterator[list[Any]]:
-    batch: list[Any] = []
-    size = 0
+def _exchange(
+    places: Iterable[tuple[_Range, torch.Tensor]],
+    covers: Mapping[Any, list[_Range]],
+    mine: Mapping[Any, Shard],
+    process: Process,
+) -> None:
+    """Fill ranges of tensors with what the ranks have of them. Collective."""
+    by_rank: dict[int, list[torch.Tensor]] = {}
+    for (key, first, last), travels in places:
+        for holder, start, end in covers[key]:
+            start, end = max(start, first), min(end, last)
+            if start >= end:
+                continue
+            by_rank.setdefault(holder, []).append(travels[start - first : end - first])
+            if holder == process.place.rank:
+                part = mine[key]
+                by_rank[holder][-1].copy_(part.tensor.reshape(-1)[start - part.start : end - part.start])
+    for holder in sorted(by_rank):
+        broadcast_(by_rank[holder], process.group, holder)
+
+
+def _batches(kinds: Mapping[Any, tuple[tuple[int, ...], torch.dtype, bool]]) -> Iterator[list[_Range]]:
+    """All elements, as many as fit into a batch at a time."""
+    batch: list[_Range] = []
+    room = _BATCH_BYTES
     for key, (shape, dtype, _) in kinds.items():
-        if size > _BATCH_BYTES:
+        numel, at = torch.Size(shape).numel(), 0
+        while True:
+            count = min(numel - at, room // dtype.itemsize)
+            batch.append((key, at, at + count))
+            at, room = at + count, room - count * dtype.itemsize
+            if at == numel:
+                break
             yield batch
-            batch, size = [], 0
-        batch.append(key)
-        size += torch.Size(shape).numel() * dtype.itemsize
+            batch, room = [], _BATCH_BYTES
     yield batch
 
 

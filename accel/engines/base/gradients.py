@@ -297,11 +297,12 @@ class Interruption:
         running: by autograd's numbers, the backwards that have begun and not ended; the backend adds and removes them.
         incomplete: there may be gradients of one that will not end; until the backend knows that they were dropped.
         stale: what one left half-way, or a forward did, is still in the library; until the backend has cleared it.
+        cut: a backward did, so that nothing can be reduced before that.
     """
 
     def __init__(self) -> None:
         self.running: set[int] = set()
-        self.incomplete = self.stale = False
+        self.incomplete = self.stale = self.cut = False
 
     def notice(self) -> bool:
         """Whether there is something to clear; never while a backward runs."""
@@ -309,7 +310,7 @@ class Interruption:
             return False
         if self.running:
             self.running.clear()
-            self.incomplete = self.stale = True
+            self.incomplete = self.stale = self.cut = True
         return self.stale
 
     def refuse(self) -> None:

@@ -22,7 +22,7 @@ from ...errors import AccelError, BackendError, OptimizerError
 from ...gradients.log import remove_hooks
 from ...process.control import Waiting
 from ...process.packing import broadcast_
-from ...shard import Raw, Shard, StateEntry, named_tensors
+from ...shard import Raw, Shard, StateEntry, named_tensors, state_device
 from ...trees import map_tensors
 from .absent import Absent, attributes, name_of
 from .gather import Item, gather
@@ -125,10 +125,11 @@ class Holdings(Raw):
     # -- what the handles do --------------------------------------------------------------------------------------------
 
     @final
-    def full_state_dict(self, optimizer: Optimizer | None) -> dict[str, Any]:
-        """What the raw object's ``state_dict()`` would hold in one process, on every rank. Collective.
+    def full_state_dict(self, optimizer: Optimizer | None, *, keep: bool = True) -> dict[str, Any]:
+        """What the raw object's ``state_dict()`` would hold in one process, on every rank that is to ``keep`` it. Collective.
 
         It is what that method returns while whole tensors are in the places of parts, so that hooks and order are its own.
+        What is divided may not fit on one device: these tensors lie on the host.
         """
         if not self.partial(optimizer):
             raw = self.module if optimizer is None else optimizer
@@ -136,15 +137,18 @@ class Holdings(Raw):
         kind = "the model" if optimizer is None else type(optimizer).__name__
         what = f"accel.full_state_dict of {kind}"
         with Waiting(self.engine.process, "accel.full_state_dict"):
-            return self._full_model(what) if optimizer is None else self._full_optimizer(what, optimizer)
+            return self._full_model(what, keep) if optimizer is None else self._full_optimizer(what, optimizer, keep)
 
-    def _full_model(self, what: str) -> dict[str, Any]:
+    def _full_model(self, what: str, keep: bool) -> dict[str, Any]:
         module = self.module
         self.prepare(writing=False)
         tensors = _first_names(module)
         extra = self.values(None) if type(self).has is not Holdings.has else {}
         held = [(name, "", tensor) for name, tensor in tensors.items()]
-        whole = self.gather(what, [*held, *((name, "extra", value) for name, value in extra.items())])
+        held += [(name, "extra", value) for name, value in extra.items()]
+        whole = self.gather(what, held, device=torch.device("cpu"), keep=keep)
+        if not keep:
+            return {}
         others = {}
         for name, tensor in tensors.items():
             full = whole.pop((name, "")).to(tensor.dtype)  # a master copy has more digits
@@ -158,10 +162,12 @@ class Holdings(Raw):
         state.update({name: value for (name, _), value in whole.items() if name in state})
         return state
 
-    def _full_optimizer(self, what: str, optimizer: Optimizer) -> dict[str, Any]:
+    def _full_optimizer(self, what: str, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
         names = self.parameter_names
         entries = self.entries(optimizer)
-        whole = self._whole_state(what, optimizer, entries)
+        whole = self._whole_state(what, optimizer, entries, torch.device("cpu"), keep)
+        if not keep:
+            return {}
         kept = {id(entry.parameter) for entry in entries}
         state: Any = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
         state = {parameter: whole[name] for name, parameter in state.items() if name in whole}
@@ -209,7 +215,8 @@ class Holdings(Raw):
                     target.given = None
             self.filled()
 
-        with self.guard.opened(), _in_place_of(module, {key: t for key, (*_, t) in targets.items()}, take):
+        stand_ins = _in_place_of(module, {key: t for key, (*_, t) in targets.items()}, take)
+        with self.guard.opened(), _copied_to(), stand_ins:
             out = module.load_state_dict(*args, **kwargs)
         take()
         return out
@@ -262,24 +269,24 @@ class Holdings(Raw):
     @torch.no_grad()
     def take(self, optimizer: Optimizer, whole: Mapping[str, Mapping[Any, Any]]) -> None:
         """Keep this rank's part of the whole state of parameters, by name; that of others stays as it is. Local."""
-        beside = self.counters_beside(optimizer)
+        groups = self.groups(optimizer)
         for entry in self.entries(optimizer):
             if state := whole.get(entry.name):
                 optimizer.state[entry.parameter] = {
-                    key: self.own_part(entry, key, value, counter_beside=beside[entry.name])
-                    for key, value in state.items()
+                    key: self.own_part(entry, key, value, groups[entry.name]) for key, value in state.items()
                 }
 
     @final
-    def own_part(self, entry: StateEntry, key: Any, value: Any, *, counter_beside: bool) -> Any:
+    def own_part(self, entry: StateEntry, key: Any, value: Any, group: Mapping[str, Any]) -> Any:
         """This rank's part of a whole value in the state of a parameter, in the dtype and place that torch gives it. Local."""
         like = entry.parameter
+        device = state_device(key, like.device, group)
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             if hasattr(tensor, "full_tensor"):  # cut already
                 return tensor
             if key == "step" and tensor.numel() == 1:
-                return tensor.to(like.device, copy=True) if counter_beside else tensor.clone()
+                return tensor.to(device, copy=True)
             floating = like.is_floating_point() and tensor.is_floating_point()
             dtype = like.dtype if floating else tensor.dtype
             if tuple(tensor.shape) != entry.shape or tensor.layout is not torch.strided:
@@ -293,14 +300,21 @@ class Holdings(Raw):
 
     # -- whole state from parts ---------------------------------------------------------------------------------------
 
-    def _whole_state(self, what: str, optimizer: Optimizer, entries: Iterable[StateEntry]) -> dict[str, dict[Any, Any]]:
+    def _whole_state(
+        self,
+        what: str,
+        optimizer: Optimizer,
+        entries: Iterable[StateEntry],
+        device: torch.device | None = None,
+        keep: bool = True,
+    ) -> dict[str, dict[Any, Any]]:
         """By the names of its parameters, in one order on all ranks. Collective."""
         names = self.parameter_names
         held_names = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
         order = {name: i for i, name in enumerate(dict.fromkeys([*held_names, *names.values()]))}
         whole: dict[str, dict[Any, Any]] = {}
         held = [(entry.name, key, value) for entry in entries for key, value in entry.state.items()]
-        for (name, key), value in self.gather(what, held).items():
+        for (name, key), value in self.gather(what, held, device=device, keep=keep).items():
             whole.setdefault(name, {})[key] = value
         return dict(sorted(whole.items(), key=lambda item: order[item[0]]))
 
@@ -315,16 +329,27 @@ class Holdings(Raw):
             for key, state in optimizer.state.items()
             if isinstance(key, torch.Tensor) and id(key) in names and id(key) not in known
         ]
-        whole = self._whole_state(what, optimizer, entries)
+        whole, groups = self._whole_state(what, optimizer, entries), self.groups(optimizer)
         for entry in entries:
             optimizer.state.pop(entry.parameter, None)
         for name, state in whole.items():
+            if self.offloads:  # numbers lie still where they were beside the parts
+                group = groups.get(name, {})
+                state = {key: self._beside_whole(key, value, group) for key, value in state.items()}
             optimizer.state[parameters[name]] = state
 
+    def _beside_whole(self, key: Any, value: Any, group: Mapping[str, Any]) -> Any:
+        device = state_device(key, self.engine.process.device, group)
+        return map_tensors(lambda tensor: tensor.to(device), value, others=True)
+
     @final
-    def gather(self, what: str, held: Iterable[Item]) -> dict[tuple[str, Any], Any]:
+    def gather(
+        self, what: str, held: Iterable[Item], *, device: torch.device | None = None, keep: bool = True
+    ) -> dict[tuple[str, Any], Any]:
         """``gather`` of what this rank has; ``what`` names it for messages. Collective."""
-        return gather(f"{what} ({self.engine.label})", held, self.part, self.engine.process, on_device=self.offloads)
+        process = self.engine.process
+        device = process.device if device is None and self.offloads else device
+        return gather(f"{what} ({self.engine.label})", held, self.part, process, device=device, keep=keep)
 
     @final
     def synchronize(self, source: int = 0) -> None:
@@ -413,6 +438,17 @@ def _in_place_of(
         put_back(module)
         for attributes, own_hooks in hooks:
             attributes["_load_state_dict_post_hooks"] = own_hooks
+
+
+@contextlib.contextmanager
+def _copied_to() -> Iterator[None]:
+    """Inside, a state is loaded by copies to a module's tensors, also where torch would put others in their places."""
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
 @final

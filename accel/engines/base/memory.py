@@ -370,7 +370,7 @@ def zero(
         masters: the optimizer steps fp32 copies, which count as its state; its other state is fp32 too. The model's own
             parameters have two bytes, and so has a gradient of one backward.
         whole_below: at stage 3, parameters of so many elements or fewer are whole on every rank, beside the parts.
-        bucket: elements of the memory to reduce in that stage 3 keeps; no more than the model has.
+        bucket: elements of the memory to reduce in, which stage 3 keeps; no more than the model has.
     """
     if world_size == 1:
         return whole(footprint, 1)
@@ -385,14 +385,15 @@ def zero(
     kept = sum(sizes[p.name] for p in footprint.parameters if p.numel <= whole_below) if stage == 3 else 0
     numel = sum(p.numel for p in footprint.parameters)
     itemsize = max((2 if masters else p.itemsize for p in footprint.parameters), default=0)
+    buckets = min(bucket, numel + numel % 2) * itemsize
     # Stage 1 keeps all gradients until they are reduced, 2 a block's; 3 has a block's parameters too.
-    transient = {1: gradients, 2: block, 3: 2 * block}[stage]
+    transient = {1: gradients + buckets, 2: block + buckets, 3: 2 * block}[stage]
     use = MemoryUse(
         parameters=_share(sum(sizes.values()), world_size if stage == 3 else 1) + kept,
         gradients=_share(gradients, world_size),
         optimizer_state=_share(state, world_size),
         buffers=footprint.buffers,
-        buckets=min(bucket, numel + numel % 2) * itemsize if stage == 3 else 0,
+        buckets=buckets if stage == 3 else 0,
         transient=transient,
     )
     return (use,) * world_size

@@ -141,8 +141,7 @@ class ZeROGradients(Gradients):
     def forward(self, zero: Partitions) -> Iterator[None]:
         """Around whatever uses weights: what was assigned or written since takes effect, and an exception is noticed."""
         if zero.interruption.notice():
-            self.engine.compare("a new start after an exception")
-            zero.reset()
+            self._start_anew(zero)
         if self.engine.stage == 3:
             self._refuse_unseen()
             self.engine.take_edits()
@@ -155,6 +154,11 @@ class ZeROGradients(Gradients):
         except BaseException:
             zero.interruption.stale = zero.eager  # else nothing is in its buckets
             raise
+
+    def _start_anew(self, zero: Partitions) -> None:
+        """Clear what an exception left half-way in the library. Collective."""
+        self.engine.compare("a new start after an exception")
+        zero.reset()
 
     # -- making them final ----------------------------------------------------------------------------------------
 
@@ -173,6 +177,9 @@ class ZeROGradients(Gradients):
         if zero is not None:
             zero.interruption.notice()
             zero.interruption.refuse()
+            if zero.interruption.cut:
+                self._start_anew(zero)
+                zero.interruption.refuse()
         if self.pending():
             if zero is None:
                 what = f"a reduction of gradients ({engine.label})"
@@ -191,10 +198,11 @@ class ZeROGradients(Gradients):
         assigned = self._assigned()
         entries = tuple(self.log.entries) if zero.eager else ()
         came = hash((entries, tuple(assigned), tuple(sorted(self._renewed))))
-        self.engine.compare("the gradients of a step", came, lambda _: "other parameters, or in another order")
+        differ = lambda _: "other parameters, or in another order"  # noqa: E731
+        held = self.engine.compare("the gradients of a step", came, differ, zero.held())
         zero.replace(assigned)
         self._spent.difference_update(assigned)
-        zero.flush()
+        zero.flush(held)
         self._keep(zero, assigned)
         self.end_held_back()
 
@@ -286,6 +294,12 @@ class ZeROGradients(Gradients):
                 f"{type(optimizer).__name__} with DeepSpeed stage {engine.stage}: each rank steps its part of each parameter as "
                 "a flat tensor, which is known to be exact for torch's elementwise optimizers (SGD, Adam, AdamW, ...); use "
                 "stage 0, or, if this one is elementwise too, config={'zero_allow_untested_optimizer': True}"
+            )
+        offloads = engine.configuration.offload_optimizer or engine.configuration.offload_parameters
+        if engine.distributed and offloads and any(group.get("capturable") for group in optimizer.param_groups):
+            raise OptimizerError(
+                f"{type(optimizer).__name__}(capturable=True) with DeepSpeed's offload: it would step weights in CPU memory, "
+                "where torch has no such step: use capturable=False"
             )
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -422,7 +436,8 @@ class DeepSpeedEngine(Engine):
         self.zero = zero = Stage3(self) if self.stage == 3 else Flat(self)
         numel = sum(p.numel() for p in self.parameters)
         dtype = next(p.dtype for p in self.parameters if p.is_floating_point())
-        zero.start(self.configuration.complete(dtype, numel), self.process.device)
+        device = self.process.device
+        zero.start(self.configuration.complete(dtype, numel, self.process.backends.get(device.type)), device)
         if self.holdings.partial(None):
             self.holdings.guard.watch_modules(self.module, lambda m: any(True for _ in m.parameters()))
 

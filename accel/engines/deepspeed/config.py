@@ -34,8 +34,9 @@ _INSTEAD: Final = {
     "torch_autocast": "use precision='bf16-mixed'",
     "data_types": "the dtypes follow from precision= and 'bf16'",
 }
-#: A bucket is allocated whole, and small ones are faster over gloo; DeepSpeed's default is 5e8 elements.
-_BUCKET: Final = 8_000_000
+#: Elements of a bucket, which is allocated whole: DeepSpeed's default is 5e8. Over gloo small ones are faster.
+_BUCKET: Final = 200_000_000
+_GLOO_BUCKET: Final = 8_000_000
 
 
 def _off(value: Any) -> bool:
@@ -85,6 +86,10 @@ class Configuration:
         #: Whether what the optimizer steps is in CPU memory, and whether the parts of weights are.
         self.offload_optimizer = self._offloaded("offload_optimizer", options.offload_optimizer)
         self.offload_parameters = self._offloaded("offload_param", options.offload_parameters)
+        given: Any = self._zero.get("offload_optimizer")
+        unpinned = isinstance(given, Mapping) and given.get("pin_memory") is False
+        #: Whether what the optimizer steps there is pinned memory.
+        self.pins = self.offload_optimizer and not unpinned
         #: Whether the optimizer steps fp32 copies of bfloat16 weights.
         self.masters = not _off(self._given.get("bf16"))
         norm: Any = self._given.get("gradient_clipping")
@@ -183,15 +188,21 @@ class Configuration:
             bucket=bucket if isinstance(bucket, int) else _BUCKET,
         )
 
-    def complete(self, dtype: torch.dtype, numel: int) -> dict[str, Any]:
-        """What the library is given: the user's configuration, and what this engine needs."""
+    def complete(self, dtype: torch.dtype, numel: int, transport: str | None) -> dict[str, Any]:
+        """What the library is given: the user's configuration, and what this engine needs.
+
+        Args:
+            dtype: of the model's weights.
+            numel: of all of them.
+            transport: the backend of torch.distributed by which gradients travel.
+        """
         passed = _without_auto({k: v for k, v in self._given.items() if k in _PASSED})
         zero = dict(passed.get("zero_optimization", {}))
         zero.pop("offload_optimizer", None)  # the engine steps where it keeps the copies, without the library's help
         offload = zero.pop("offload_param", None)
         if self.offload_parameters:
             zero["offload_param"] = {**(offload if isinstance(offload, Mapping) else {}), "device": "cpu"}
-        size = min(_BUCKET, numel + numel % 2)
+        size = min(_GLOO_BUCKET if transport == "gloo" else _BUCKET, numel + numel % 2)
         buckets = {"reduce_bucket_size": size, "allgather_bucket_size": size}
         half = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
         return {

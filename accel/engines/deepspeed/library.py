@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from ...errors import BackendError
-from ...gradients.patches import around, ignored, replaced
+from ...gradients.patches import Patch, around, ignored, replaced
 from ...process import running
 from ...process.startup import unseen_group
 from ..base.private import require
@@ -49,11 +50,34 @@ _efficient: Final = around(vars(nn.functional), "linear", _linear)
 
 
 @contextlib.contextmanager
+def _numbered(device: torch.device) -> Iterator[None]:
+    """Inside, the library takes this device: it takes the one whose number the launcher tells, and Open MPI tells it again."""
+    with contextlib.ExitStack() as undo:
+        for name in {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & {"LOCAL_RANK", *os.environ}:
+            undo.enter_context(replaced(os.environ, name, str(device.index or 0)))
+        yield
+
+
+def _compare(original: Callable[..., Any], values: Any) -> Any:
+    """What it compares over the ranks lies on that device too."""
+    process = running()
+    with contextlib.nullcontext() if process is None else _numbered(process.device):
+        return original(values)
+
+
+@functools.cache
+def _comparisons() -> list[Patch]:
+    table = vars(library("deepspeed.runtime.zero.utils"))
+    return [around(table, name, _compare) for name in ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0")]
+
+
+@contextlib.contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
     """Import and build without log lines, deprecation warnings, and compilation of what is never used."""
     with contextlib.ExitStack() as undo:
         if device.type == "cpu" and "DS_ACCELERATOR" not in os.environ:
             undo.enter_context(replaced(os.environ, "DS_ACCELERATOR", "cpu"))
+        undo.enter_context(_numbered(device))
         logger = logging.getLogger("DeepSpeed")
         logger.addFilter(_quiet)
         undo.callback(logger.removeFilter, _quiet)
@@ -94,6 +118,7 @@ _PRIVATE: Final = (
     (_ZERO12, "get_param_id _release_ipg_buffers _clear_previous_reduced_grads", "its buckets"),
     (_ZERO12, "parallel_partitioned_bit16_groups nccl_start_alignment_factor", "the weights after a step"),
     (_ZERO12, "allgather_bucket_size", "the weights after a step"),
+    (_ZERO12, "reduction_stream reduce_bucket_size", "memory that it reads while something else runs"),
     ("deepspeed.runtime.utils:", "all_gather_dp_groups", "the weights after a step"),
     (_ZERO3, "_grad_acc_hooks _leaf_module_hooks", "which gradients exist"),
     (_ZERO3, f"{OF_STAGE3}param_id_to_grad_partition", "reduced gradients"),
@@ -110,6 +135,8 @@ _PRIVATE: Final = (
     (_OWN, "trace_prologue release_and_reset_all", "its hooks on plain tensors"),
     (_OWN, f"{OF_COORDINATOR}params_to_release {OF_COORDINATOR}submodule_order", "letting go of models"),
     (_OWN, f"{OF_COORDINATOR}inflight_param_registry", "weights that one module reads from another"),
+    (_OWN, f"{OF_COORDINATOR}allgather_stream", "weights that are gathered after they were written"),
+    ("deepspeed.runtime.zero.utils:", "assert_lst_len_same_as_other_ranks get_lst_from_rank0", "where it compares"),
     ("deepspeed.runtime.zero.linear:", "zero3_linear_wrap", "gathered weights"),
     ("deepspeed.runtime.zero:", "register_external_parameter", "weights that one module reads from another"),
     ("deepspeed.runtime.zero.partition_parameters:", "ZeroParamStatus.AVAILABLE", "whether a weight is gathered"),
@@ -126,10 +153,15 @@ def library(name: str = "deepspeed") -> Any:
     return importlib.import_module(name)
 
 
+def accelerator() -> Any:
+    """What the library knows of the devices' kind: streams, and waiting."""
+    return library("deepspeed.accelerator").get_accelerator()
+
+
 def _import(device: torch.device) -> Any:
     deepspeed = library()
     require("backend 'deepspeed'", "deepspeed", _PRIVATE, _RAN)
-    found = library("deepspeed.accelerator").get_accelerator()._name
+    found = accelerator()._name
     if found != device.type:
         raise BackendError(
             f"DeepSpeed runs on {found!r} in this process, and the model is on {device.type!r}: set DS_ACCELERATOR, or "
@@ -195,6 +227,8 @@ def initialise(
         with replaced(vars(library("deepspeed.ops")), "__compatible_ops__", collections.defaultdict(bool)):
             engine = deepspeed.initialize(model=module, optimizer=stand_in, config=config, dist_init_required=False)[0]
     _renamed.need(engine)
+    for patch in _comparisons() if divided["stage"] == 3 else ():
+        patch.need(engine)
     if divided["stage"] == 3 and divided.get("memory_efficient_linear", True):
         _efficient.need(engine)
     zero, forward = engine.optimizer, [engine.module_forward_pre_hook, engine.module_forward_post_hook]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import weakref
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
@@ -18,12 +19,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ...gradients.average import held_anywhere
+from ...gradients.average import held_by_any, held_here
 from ...gradients.log import at_end_of_backward
 from ...process.control import Waiting, announce
 from ..base.absent import plainly
 from ..base.gradients import Interruption
-from .library import Snapshot, initialise, library
+from .library import Snapshot, accelerator, initialise, library
 
 if TYPE_CHECKING:
     from . import DeepSpeedEngine
@@ -42,21 +43,24 @@ class Fragment:
         weights: what an optimizer steps: ``home`` itself, or a copy of higher precision or on another device.
         grad: the mean gradient of this part, or None as in ``p.grad``. One that came from a single reduction is of the
             dtype that it came in, which loses nothing; a sum is of the dtype of ``weights``.
+        pinned: ``weights`` is host memory that a device reads and writes while the host goes on.
     """
 
     start: int
     home: torch.Tensor
     weights: torch.Tensor
     grad: torch.Tensor | None = None
+    pinned: bool = False
 
     @torch.no_grad()
     def accumulate(self, part: torch.Tensor) -> None:
-        """Add a reduced gradient."""
+        """Add a reduced gradient. The first one is here at once, or where it is ``pinned``, after ``wait_for_copies``."""
         if self.grad is None:
-            self.grad = part.to(self.weights.device, copy=True)
+            self.grad = part.to(self.weights.device, copy=True, non_blocking=self.pinned)
         else:
+            part = part.to(self.weights.device)  # which waits for the first one
             self.widen()
-            self.grad.add_(part.to(self.weights.device))
+            self.grad.add_(part)
 
     def widen(self) -> None:
         """Keep the gradient in the dtype of ``weights``, so that it can be computed with."""
@@ -90,6 +94,9 @@ class Partitions(ABC):
         #: Each fragment has fp32 weights of its own; where these are, if not where the model's are.
         self.masters = engine.configuration.masters
         self._weights_on = torch.device("cpu") if engine.configuration.offload_optimizer else None
+        #: Weights that are stepped are other memory than the homes; memory of the host that devices use directly.
+        self.apart = self.masters or self._weights_on is not None
+        self._pinned = engine.configuration.pins and engine.process.device.type != "cpu"
         self._hooks: list[RemovableHandle] = []
         self.interruption = Interruption()
         #: What backwards left in ``p.grad``.
@@ -128,10 +135,9 @@ class Partitions(ABC):
     def own(self, index: int, start: int, home: torch.Tensor) -> None:
         """Note that ``home`` is this rank's part of a parameter."""
         dtype = torch.float32 if self.masters and home.is_floating_point() else home.dtype
-        copy = self.masters or self._weights_on is not None
-        self.fragments[index] = Fragment(
-            start, home, home.detach().to(self._weights_on or home.device, dtype, copy=copy)
-        )
+        weights = home.detach().to(self._weights_on or home.device, dtype, copy=self.apart)
+        pinned = self._pinned and weights.device != home.device
+        self.fragments[index] = Fragment(start, home, weights.pin_memory() if pinned else weights, pinned=pinned)
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -177,12 +183,20 @@ class Partitions(ABC):
 
         return call
 
-    def flush(self) -> None:
-        """Reduce what backward left in ``p.grad``; a rank that has none counts as zero. Collective."""
-        indices = [i for i in self.divided if i not in self.whole_gradients]
-        parameters, names = [self.parameters[i] for i in indices], [self.names[i] for i in indices]
+    def _to_reduce(self) -> list[int]:
+        return [i for i in self.divided if i not in self.whole_gradients]
+
+    @plainly
+    def held(self) -> bytes:
+        """What backward left in ``p.grad``, in a few bytes, of many parameters too."""
+        return zlib.compress(held_here(self.parameters[i] for i in self._to_reduce()), level=1)
+
+    def flush(self, held: Iterable[bytes]) -> None:
+        """Reduce it, from what all ranks have told of it; a rank that has none counts as zero. Collective."""
+        indices = self._to_reduce()
         what = f"the gradients of a step ({self.label})"
-        waiting = [indices[n] for n in held_anywhere(what, parameters, names, self.process, announced=True)]
+        told = held_by_any(what, map(zlib.decompress, held), [self.names[i] for i in indices])
+        waiting = [indices[n] for n in told]
         for index in waiting:
             self.take(index)
         self.waiting.clear()
@@ -197,8 +211,15 @@ class Partitions(ABC):
     def finish(self) -> None:
         """Reduce the buckets and put every gradient where it belongs. Collective."""
 
+    def wait_for_copies(self) -> None:
+        """Wait for those from and to ``pinned`` memory, on any stream, before the host reads or writes there."""
+        if self._pinned:
+            accelerator().synchronize()
+
     def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
         """``zero_grad`` of some parameters."""
+        if not set_to_none:  # of a backward that was interrupted, some may be on their way
+            self.wait_for_copies()
         for index in indices:
             self.waiting.pop(index, None)
             parameter, fragment = self.parameters[index], self.fragments.get(index)
@@ -225,7 +246,7 @@ class Partitions(ABC):
 
     def reset(self) -> None:
         """Clear what a backward or forward left half-way. Collective."""
-        self.interruption.stale = False
+        self.interruption.stale = self.interruption.cut = False
         self.waiting.clear()
         for parameter in self.parameters:
             if (grad := parameter.grad) is not None and bool(grad.any()):  # zeros are dropped gradients too
@@ -241,9 +262,10 @@ class Partitions(ABC):
     @torch.no_grad()
     def spread(self) -> None:
         """Let every rank see the stepped weights. Collective."""
-        for fragment in self.fragments.values():
-            if fragment.weights.data_ptr() != fragment.home.data_ptr():
-                fragment.home.copy_(fragment.weights)
+        if self.apart and self.fragments:
+            fragments = self.fragments.values()
+            torch._foreach_copy_([f.home for f in fragments], [f.weights for f in fragments], non_blocking=self._pinned)
+            self.wait_for_copies()
         self.gather()
 
     @abstractmethod
@@ -325,21 +347,38 @@ class Flat(Partitions):
                 parameter.data = place
             else:
                 lost.append(index)
-        for fragment in self.fragments.values():
-            if fragment.weights.data_ptr() != fragment.home.data_ptr():
-                written = fragment.home.to(fragment.weights.device)
-                same = fragment.weights.to(written.dtype) == written  # there the copy keeps its own digits
-                fragment.weights.copy_(torch.where(same, fragment.weights, written.to(fragment.weights.dtype)))
+        for fragment in self.fragments.values() if self.apart else ():
+            written = fragment.home.to(fragment.weights.device, non_blocking=fragment.pinned)
+            self.wait_for_copies()
+            same = fragment.weights.to(written.dtype) == written  # there the copy keeps its own digits
+            fragment.weights.copy_(torch.where(same, fragment.weights, written.to(fragment.weights.dtype)))
         return lost
+
+    @property
+    def _stream(self) -> Any:
+        """On which the library reduces beside what else runs; None where it does not."""
+        return self.zero.reduction_stream if self.zero.overlap_comm else None
+
+    def _wait_for_reductions(self) -> None:
+        """Let the device, not the host, wait for them before it goes on, or takes the buckets' memory for something else."""
+        if (stream := self._stream) is not None:
+            accelerator().current_stream().wait_stream(stream)
+            for bucket in self.zero.ipg_buckets.values():
+                for buffer in bucket.buffer:
+                    buffer.record_stream(stream)
 
     def take(self, index: int) -> None:
         """Into the library's bucket."""
         parameter = self.parameters[index]
         if parameter.numel():
+            zero = self.zero
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            self.zero.setup_buckets()
-            self.zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, self._groups[index])
+            if self._stream is not None and parameter.numel() > zero.reduce_bucket_size:
+                # It is read where it lies, and dropped before that: its memory would be another tensor's by then.
+                parameter.grad.record_stream(self._stream)
+            zero.setup_buckets()
+            zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, self._groups[index])
 
     def _collect(self, parameter: nn.Parameter, _: int | None = None) -> None:
         """The library has reduced a gradient of which this rank may own a part."""
@@ -352,19 +391,20 @@ class Flat(Partitions):
         """Reduce what is in the bucket."""
         zero = self.zero
         zero.reduce_ipg_grads()
-        if zero.overlap_comm:
-            library("deepspeed.accelerator").get_accelerator().synchronize()
-            zero._clear_previous_reduced_grads()
+        self._wait_for_reductions()
+        zero._clear_previous_reduced_grads()
         for parameter in self.divided.values():
             number = zero.get_param_id(parameter)
             if zero.params_already_reduced[number]:
                 zero.params_already_reduced[number] = False
                 self._collect(parameter)
         zero._release_ipg_buffers()
+        self.wait_for_copies()
 
     def reset(self) -> None:
         """Empty the bucket."""
         super().reset()
+        self._wait_for_reductions()
         zero = self.zero
         for bucket in zero.ipg_buckets.values():
             bucket.clear()
@@ -382,3 +422,10 @@ class Flat(Partitions):
             start_alignment_factor=zero.nccl_start_alignment_factor,
             allgather_bucket_size=zero.allgather_bucket_size,
         )
+
+    def end(self, full: Sequence[torch.Tensor]) -> None:
+        """Let go of the flat memory as well, which lives with the library's objects until a garbage collection."""
+        super().end(full)
+        self._places.clear()
+        self.zero.bit16_groups_flat.clear()
+        self.zero.parallel_partitioned_bit16_groups.clear()

@@ -19,7 +19,7 @@ from ...process import Process
 from ...process.control import Waiting, announce, is_lost
 from ...trees import walk
 from ..base.absent import plainly
-from .library import OF_COORDINATOR, OF_STAGE3, library
+from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
 from .overrides import Method
 from .partitions import Fragment, Partitions
 from .weights import Stage3Weights, promise, set_grad, take_back
@@ -199,10 +199,13 @@ class _Gradients(dict[int, torch.Tensor]):
 
     def __getitem__(self, ds_id: int) -> torch.Tensor:
         shard, fragment = self._owned[ds_id]
-        if ds_id in self:
-            self[ds_id] = super().__getitem__(ds_id).to(fragment.weights.dtype)
-        else:
-            self[ds_id] = torch.zeros(shard.ds_numel, dtype=shard.dtype, device=fragment.weights.device)
+        weights, pinned = fragment.weights, fragment.pinned
+        if ds_id not in self:
+            self[ds_id] = torch.zeros(shard.ds_numel, dtype=shard.dtype, device=weights.device, pin_memory=pinned)
+        elif (grad := super().__getitem__(ds_id)).dtype is not weights.dtype:
+            if pinned:  # the host reads it, and it may be on its way
+                accelerator().synchronize()
+            self[ds_id] = grad.to(weights.dtype)
         return super().__getitem__(ds_id)
 
     def hand_out(self) -> None:
@@ -224,6 +227,7 @@ class Stage3(Partitions):
         """Divide the model."""
         super().start(config, device)
         self._note_versions()
+        self._order_gathers()
 
     def arrange(self) -> None:
         """A fragment for each parameter of which this rank's part is not padding only."""
@@ -258,8 +262,9 @@ class Stage3(Partitions):
         method = weakref.WeakMethod(self.reveal)
         reveal = lambda weight: (bound := method()) is not None and bound(weight)  # noqa: E731
         kind = waiting_dict(type(self.module._parameters), reveal)
-        for module in self.module.modules():
-            module._parameters.__class__ = kind
+        self._tables: list[Any] = [module._parameters for module in self.module.modules()]
+        for table in self._tables:
+            table.__class__ = kind
         shorten_methods(self.module.modules())
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             self.snapshot.change_hooks(name, among_tensors)
@@ -276,8 +281,9 @@ class Stage3(Partitions):
             index = self.numbers[id(weight)]
             self._versions[index] = weight._version
             fragment = self.fragments.get(index)
-            if fragment is not None and fragment.weights.data_ptr() != fragment.home.data_ptr():
+            if fragment is not None and self.apart:
                 fragment.weights.copy_(fragment.home)
+        self._order_gathers()
 
     @plainly
     def take_edits(self) -> list[int]:
@@ -346,7 +352,6 @@ class Stage3(Partitions):
                     setattr(module, name, 0)
         for parameter in self.divided.values():
             parameter.ds_active_sub_modules.clear()  # type: ignore[attr-defined]
-        zero.parameter_offload.release_backward_leftovers()
         self.gather()
 
     def gather(self) -> None:
@@ -355,6 +360,13 @@ class Stage3(Partitions):
         always = self.zero.persistent_parameters
         if always:
             always[0].all_gather(always)
+        self._order_gathers()
+
+    def _order_gathers(self) -> None:
+        """Let gathers from now on come after what has been written: the stream on which the library gathers waits for none."""
+        coordinator = self.zero.parameter_offload.get_param_coordinator()
+        if (stream := getattr(coordinator, f"{OF_COORDINATOR}allgather_stream")) is not None:
+            stream.wait_stream(accelerator().current_stream())
 
     def scatter(self) -> None:
         """Keep this rank's shards only."""
@@ -365,16 +377,16 @@ class Stage3(Partitions):
         """A parameter that a module reads from another one is gathered while the model runs."""
         depth = len(self._stack)
         self._stack.append(self.module)
-        for module in self.module.modules():
-            module._parameters._in_forward = True  # type: ignore[attr-defined]
+        for table in self._tables:
+            table._in_forward = True
         self._running += 1
         try:
             yield
         finally:
             self._running -= 1
             del self._stack[depth:]
-            for module in self.module.modules():
-                module._parameters._in_forward = self._running > 0  # type: ignore[attr-defined]
+            for table in self._tables:
+                table._in_forward = self._running > 0
 
     def reveal(self, weight: Any) -> bool:
         """Gather a weight that the running forward reads beside its modules' own; False where none runs. Collective."""

@@ -331,15 +331,18 @@ class DeepSpeedHoldings(Holdings):
         if lost := zero.take_edits():
             logger.warning("%s changed in place, which is lost", ", ".join(engine.names[i] for i in lost[:5]))
         named = engine.named
-        whole = self.gather(what, [*((name, "", p) for name, p in named.items()), *self.gradients()])
+        held = [*((name, "", p) for name, p in named.items()), *self.gradients()]
+        whole = self.gather(what, held, device=torch.device("cpu"))
         for optimizer in optimizers:
             self.give_back(what, optimizer, named)
         # What accel made half becomes whole again from its fp32 copy.
-        ours = {id(tensor) for tensor, _ in engine.dtypes}
-        zero.end([w if id(p) in ours else w.to(p.dtype) for p, w in ((p, whole[n, ""]) for n, p in named.items())])
-        for name, parameter in named.items():
+        ours, device = {id(tensor) for tensor, _ in engine.dtypes}, engine.process.device
+        dtypes = [None if id(p) in ours else p.dtype for p in named.values()]
+        zero.end([whole.pop((name, "")) for name in named])
+        for (name, parameter), dtype in zip(named.items(), dtypes, strict=True):  # the parts have gone, to make room
+            parameter.data = parameter.data.to(device, dtype)
             if (name, "grad") in whole:
-                parameter.grad = whole[name, "grad"].to(parameter.dtype)
+                parameter.grad = whole.pop((name, "grad")).to(device, parameter.dtype)
         with contextlib.ExitStack() as for_good:
             for optimizer in optimizers:
                 convert_optimizer(optimizer, for_good)

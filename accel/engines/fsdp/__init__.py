@@ -70,11 +70,12 @@ class FSDPHoldings(Holdings):
         """Put shards into the optimizer's groups, and cut its state. In place."""
         for group in optimizer.param_groups:
             group["params"][:] = [parts.canonical(p) for p in group["params"]]
-        names = self.parameter_names
+        names, groups = self.parameter_names, self.groups(optimizer)
         for parameter in [p for p in optimizer.state if isinstance(p, torch.Tensor)]:
             shard, state = parts.known.get(id(parameter), parameter), optimizer.state.pop(parameter)
             entry = StateEntry(names[id(shard)], tuple(shard.shape), shard, {})
-            optimizer.state[shard] = {k: self.own_part(entry, k, v, counter_beside=False) for k, v in state.items()}
+            its = groups.get(entry.name, {})
+            optimizer.state[shard] = {key: self.own_part(entry, key, value, its) for key, value in state.items()}
 
     def restore(self, parts: Conversion, optimizers: Sequence[Optimizer]) -> None:
         """Whole values in the objects that held them before; nan where a rank cannot be reached. Collective, but for that."""

@@ -381,10 +381,30 @@ def zeroed_after_an_exception(stage: int) -> None:
     pair.check()
 
 
+def zeroed_without_a_forward(stage: int, steps: bool) -> None:
+    """What a backward that failed left half-way is cleared also where no forward comes before a step or the end."""
+    pair = Pair(zero(stage))
+    pair.train()
+    hook = pair.raw.body[1].register_forward_hook(lambda m, a, out: FailingBackward.apply(out))
+    loss = loss_of(pair.model(data(0, accel.rank())))
+    hook.remove()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    for optimizer in (pair.optimizer, pair.plain_optimizer):
+        optimizer.zero_grad(set_to_none=False)
+        if steps:
+            optimizer.step()
+    raw = accel.teardown(pair.model)
+    assert distance(raw.state_dict(), pair.plain.state_dict()) <= 1e-5
+    assert not any(p.grad is not None and p.grad.any() for p in raw.parameters())
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_after_an_exception(stage: int) -> None:
     run(2, interrupted, stage)
     run(2, zeroed_after_an_exception, stage)
+    run(2, zeroed_without_a_forward, stage, False)
+    run(2, zeroed_without_a_forward, stage, True)
 
 
 def other_branches(stage: int) -> None:

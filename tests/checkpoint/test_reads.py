@@ -1,0 +1,146 @@
+"""How much a load, an export and a comparison read: each chunk once where its checksum is compared, whatever is made of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel.__main__ import main
+from accel.checkpoint import reader
+from accel.checkpoint.reader import _put
+from accel.checkpoint.safetensors import CHUNK
+from tests.checkpoint.crafting import shard_of
+
+
+class Reads:
+    """Counts the bytes that ``preadv`` gives."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._preadv = os.preadv
+
+    def preadv(self, fd: int, views: Any, offset: int) -> int:
+        count = self._preadv(fd, views, offset)
+        self.bytes += count
+        return count
+
+    def of(self, act: Callable[[], Any]) -> int:
+        before = self.bytes
+        act()
+        return self.bytes - before
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    counted = Reads()
+    monkeypatch.setattr(os, "preadv", counted.preadv)
+    return counted
+
+
+def sizes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+
+
+def small_tensors(count: int, numel: int) -> dict[str, torch.Tensor]:
+    return {f"t{i:04}": torch.arange(numel).add(i).to(torch.float32) for i in range(count)}
+
+
+def blank(saved: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    """What takes the same values in another way: another dtype, another order of the elements, or every second so."""
+    if kind == "order":
+        return {name: torch.zeros(2, t.numel() // 2).t() for name, t in saved.items()}
+    odd = {"dtype": (0, 1), "half of them": (1,)}[kind]
+    return {
+        name: torch.zeros_like(t, dtype=torch.float64 if i % 2 in odd else None)
+        for i, (name, t) in enumerate(saved.items())
+    }
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("kind", ["dtype", "order", "half of them"])
+@pytest.mark.parametrize(
+    ("count", "numel"), [(2000, 512), (500, 16384), (3, CHUNK + 2000)], ids=["2 KiB", "64 KiB", "16 MiB"]
+)
+def test_a_load_reads_each_chunk_once(
+    count: int, numel: int, kind: str, threads: int, reads: Reads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "share", lambda: threads)
+    saved = small_tensors(count, numel)
+    if kind == "order":
+        saved = {name: t.view(-1, 2) for name, t in saved.items()}
+    accel.save(saved, tmp_path)
+    state = blank(saved, kind)
+    spent = reads.of(lambda: accel.load(tmp_path, state, check="stream", convert=True))
+    assert spent < 1.01 * sizes(tmp_path) + 2**20
+    assert all(torch.equal(state[name], t.to(state[name].dtype)) for name, t in saved.items())
+
+
+class History:
+    """An object with tensors in its state dict."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.tensors
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.tensors = state
+
+
+def test_values_that_are_tensors_are_read_together(reads: Reads, tmp_path: Path) -> None:
+    saved, found = History(small_tensors(300, 2048)), History({})
+    accel.save({"history": saved}, tmp_path)
+    assert reads.of(lambda: accel.load(tmp_path, {"history": found}, check="stream")) < 1.1 * sizes(tmp_path) + 2**20
+    assert all(torch.equal(found.tensors[name], t) for name, t in saved.tensors.items())
+
+
+def test_export_and_comparison_read_small_tensors_together(
+    reads: Reads, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A batch of them may begin in the chunk in which the one before ended."""
+    net = nn.ParameterDict(small_tensors(500, 16384))
+    accel.save({"net": net}, tmp_path / "a")
+    size = sizes(tmp_path / "a")
+    assert reads.of(lambda: accel.export(tmp_path / "a", tmp_path / "out")) < 1.3 * size
+    with torch.no_grad():
+        net["t0300"] += 1
+    accel.save({"net": net}, tmp_path / "b")
+    assert reads.of(lambda: main(["diff", str(tmp_path / "a"), str(tmp_path / "b")])) < 2 * 1.3 * size
+    assert capsys.readouterr().out == "net/t0300: 16384 of 16384 elements differ, by at most 1\n1 differences\n"
+    found = {"net": nn.ParameterDict(small_tensors(500, 16384))}
+    accel.load(tmp_path / "out", found)
+    assert torch.equal(found["net"]["t0300"], net["t0300"] - 1)
+
+
+@pytest.mark.parametrize("dims", [(2, 3, 1, 5), (1, 1, 7), (30,), (4, 4), ()], ids=str)
+def test_elements_come_where_they_belong(dims: tuple[int, ...]) -> None:
+    """In every range of tensors that lie in any order, with gaps, or of another dtype."""
+    spread = torch.zeros([2 * n for n in dims], dtype=torch.float64)[tuple(slice(None, None, 2) for _ in dims)]
+    for tensor in (torch.zeros(dims), torch.zeros(dims[::-1]).permute([*range(len(dims))][::-1]), spread):
+        numel = tensor.numel()
+        for first in range(numel):
+            for last in range(first + 1, numel + 1):
+                tensor.zero_()
+                _put(tensor, first, torch.arange(first + 1.0, last + 1))
+                expected = torch.arange(1.0, numel + 1)
+                expected[:first] = expected[last:] = 0
+                assert torch.equal(tensor.reshape(-1).float(), expected)
+
+
+def test_damage_in_what_is_staged_is_named(tmp_path: Path) -> None:
+    saved = small_tensors(500, 16384)
+    accel.save(saved, tmp_path)
+    path = shard_of(tmp_path)
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(accel.errors.CheckpointError, match="is damaged between bytes .* in t0448"):
+        accel.load(tmp_path, blank(saved, "dtype"), check="stream", convert=True)

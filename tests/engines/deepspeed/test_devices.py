@@ -1,0 +1,208 @@
+"""What ZeRO does with devices, as far as a CPU can show it: which one it takes, and what its streams wait for, by stand-ins."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel.engines.deepspeed import DeepSpeed
+from accel.engines.deepspeed.config import Configuration
+from accel.engines.deepspeed.library import _numbered, accelerator, library
+from accel.process import current
+from accel.registry import registry
+from tests.distributed import run
+from tests.engines.deepspeed.training import CONFIG, STAGES, Net, Pair, adamw, data, loss_of, whole, zero
+
+# -- the device -------------------------------------------------------------------------------------------------------
+
+
+def started_by(stage: int, variables: dict[str, str]) -> None:
+    accel.init()
+    others = {k: v for k, v in os.environ.items() if k != "LOCAL_RANK"}
+    with mock.patch.dict(os.environ, {**others, **variables}, clear=True):
+        before = dict(os.environ)
+        pair = Pair(zero(stage))
+        assert dict(os.environ) == before
+        pair.train()
+        pair.check()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_launcher_needs_to_tell_the_local_rank(stage: int) -> None:
+    run(2, started_by, stage, {})
+    run(2, started_by, stage, {"LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "1"})
+
+
+def test_deepspeed_takes_accels_device() -> None:
+    with mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):
+        with _numbered(torch.device("cuda", 5)):
+            assert os.environ["LOCAL_RANK"] == "5"
+        assert os.environ["LOCAL_RANK"] == "0"
+
+
+def test_buckets_are_small_over_gloo_only() -> None:
+    def sizes(numel: int, transport: str, **own: int) -> set[int]:
+        configuration = Configuration(DeepSpeed(stage=2, config={"zero_optimization": own}))
+        found = configuration.complete(torch.float32, numel, transport)["zero_optimization"]
+        return {found["reduce_bucket_size"], found["allgather_bucket_size"]}
+
+    assert sizes(10**9, "gloo") == {8_000_000}
+    assert sizes(10**9, "nccl") == {200_000_000}
+    assert sizes(1001, "gloo") == sizes(1001, "nccl") == {1002}
+    assert sizes(10**9, "nccl", reduce_bucket_size=7, allgather_bucket_size=7) == {7}
+
+
+# -- streams ----------------------------------------------------------------------------------------------------------
+
+
+class Stream:
+    """Stands in for a stream of a device: on the CPU all is done in order, and there are none."""
+
+    def __init__(self, seen: Any) -> None:
+        self.seen = seen
+
+    def wait_stream(self, other: Any) -> None:
+        self.seen(other)
+
+
+def gathered_after_writes() -> None:
+    """When weights are gathered, the stream that gathers has waited for the shards as they are."""
+    waited: list[Any] = []
+    gathers = []
+    raw: Any = Net()
+    weights = list(raw.parameters())
+    shards = lambda: [w.ds_tensor.clone() for w in weights]  # noqa: E731
+    stream = Stream(lambda _: waited.append(shards()))
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        original(self, *args, **{**options, "allgather_stream": stream})
+
+    def checked(gather: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            gathers.append(bool(waited) and all(map(torch.equal, waited[-1], shards())))
+            return gather(*args, **kwargs)
+
+        return call
+
+    accel.teardown(Pair(zero(3)).model)  # imports the library
+    deepspeed = library()
+    coordinator = library("deepspeed.runtime.zero.partitioned_param_coordinator").PartitionedParameterCoordinator
+    original = coordinator.__init__
+    with mock.patch.object(coordinator, "__init__", init):
+        model, optimizer, _ = accel.setup(raw, adamw(raw), backend=zero(3))
+    for weight in weights:
+        vars(weight)["all_gather_coalesced"] = checked(vars(weight)["all_gather_coalesced"])
+
+    def train() -> None:
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model(data(step, accel.rank()))).backward()
+            optimizer.step()
+
+    train()
+    with deepspeed.zero.GatheredParameters([raw.left.bias], modifier_rank=0), torch.no_grad():
+        raw.left.bias.fill_(0.25)
+    train()
+    model.load_state_dict({k: v * 0.5 for k, v in whole(model).items()})
+    with torch.no_grad():
+        model(data(0, 0))
+    assert len(gathers) >= 10
+    assert all(gathers)
+
+
+def test_weights_are_gathered_after_they_were_written() -> None:
+    run(2, gathered_after_writes)
+
+
+def read_beside(config: dict[str, Any]) -> None:
+    """Gradients that are too large for a bucket are reduced where they lie, on a stream beside the backward."""
+    pair = Pair(
+        DeepSpeed(stage=2, config={"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 30, **config}})
+    )
+    optimizer = registry.of_handle(pair.model).zero.zero
+    events: list[Any] = []
+    beside, main = Stream(None), Stream(lambda other: events.append(("waited", other is beside)))
+    optimizer.reduction_stream = beside
+
+    def record(tensor: torch.Tensor, stream: Any) -> None:
+        events.append((tensor.numel(), stream is beside))
+
+    with (
+        mock.patch.object(torch.Tensor, "record_stream", record),
+        mock.patch.object(type(accelerator()), "current_stream", return_value=main),
+    ):
+        pair.train(range(2))
+    large = [p.numel() for p in pair.raw.parameters() if p.numel() > 30]
+    assert sorted(n for n, _ in events if n in large) == sorted(2 * large)
+    assert events.count(("waited", True)) == 2
+    assert all(right for _, right in events)
+    pair.check()
+
+
+def test_the_memory_of_large_gradients_is_kept_until_they_are_reduced() -> None:
+    run(3, read_beside, {})
+    run(2, read_beside, {"reduce_scatter": False})
+
+
+# -- optimizers that step in memory of the host -------------------------------------------------------------------------
+
+
+def capturable() -> None:
+    raw = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(raw.parameters(), capturable=True)
+    for option in ("offload_optimizer", "offload_parameters"):
+        backend = DeepSpeed(stage=3, config=CONFIG, **{option: True})
+        with pytest.raises(accel.OptimizerError, match=r"AdamW\(capturable=True\) with DeepSpeed's offload"):
+            accel.setup(raw, optimizer, backend=backend)
+    assert not vars(raw.weight)
+    loss_of(raw(torch.ones(2, 4))).backward()
+
+
+def test_a_capturable_step_in_the_hosts_memory_is_refused() -> None:
+    run(2, capturable)
+
+
+# -- whole states -------------------------------------------------------------------------------------------------------
+
+
+def whole_states(stage: int) -> None:
+    """Nothing of what is put together is moved to the device, here one without memory, where it would lose its values."""
+    pair = Pair(zero(stage))
+    pair.train()
+    with mock.patch.object(current(), "devices", (torch.device("meta"),)):
+        pair.check()
+        pair.model.load_state_dict(whole(pair.model))
+        pair.optimizer.load_state_dict(accel.full_state_dict(pair.optimizer))
+    pair.train()
+    pair.check()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_whole_states_lie_in_the_hosts_memory(stage: int) -> None:
+    run(2, whole_states, stage)
+
+
+def flat_memory(stage: int) -> None:
+    pair = Pair(zero(stage))
+    pair.train()
+    flat = weakref.ref(registry.of_handle(pair.model).zero.zero.bit16_groups_flat[0])
+    with mock.patch.object(gc, "collect"):
+        gc.disable()
+        try:
+            accel.teardown(pair.model)
+            assert flat() is None
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_flat_memory_goes_before_whole_weights_come_to_the_device(stage: int) -> None:
+    run(2, flat_memory, stage)

@@ -1,0 +1,194 @@
+"""ZeRO on several CUDA devices over NCCL, beside one process: streams, pinned memory and other devices, which no CPU has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel.engines.deepspeed import DeepSpeed
+
+STAGES = (1, 2, 3)
+WIDTH = 1024
+
+
+def need(number: int) -> pytest.MarkDecorator:
+    found = torch.cuda.device_count()
+    return pytest.mark.skipif(found < number, reason=f"needs {number} GPUs, and there are {found}")
+
+
+def zero(stage: int, offload: bool = False, **config: Any) -> DeepSpeed:
+    return DeepSpeed(
+        stage=stage,
+        offload_optimizer=offload,
+        config={"zero_optimization": {"stage3_param_persistence_threshold": 0, **config}},
+    )
+
+
+def net(layers: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, **options)
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank)).to(accel.device())
+
+
+class Pair:
+    """The same model under accel, and plain on the batches of all ranks."""
+
+    def __init__(self, backend: Any, **options: Any) -> None:
+        accel.init()
+        self.raw, self.plain = net(), net().to(accel.device())
+        self.raw_optimizer, self.plain_optimizer = adamw(self.raw, **options), adamw(self.plain)
+        self.model, self.optimizer, _ = accel.setup(self.raw, self.raw_optimizer, backend=backend)
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            batches = [batch(step, rank) for rank in range(accel.world_size())]
+            self.plain_optimizer.zero_grad()
+            torch.stack([self.plain(x).square().mean() for x in batches]).mean().backward()
+            self.plain_optimizer.step()
+            self.optimizer.zero_grad()
+            self.model(batches[accel.rank()]).square().mean().backward()
+            self.optimizer.step()
+
+    def check(self) -> None:
+        full = accel.full_state_dict(self.model)
+        for name, value in self.plain.state_dict().items():
+            torch.testing.assert_close(full[name].to(value.device), value, rtol=0, atol=2e-4)
+
+
+def trained(backend: Any) -> None:
+    pair = Pair(backend)
+    pair.train(range(30))
+    pair.check()
+
+
+@need(2)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_loop_is_exact(stage: int, offload: bool) -> None:
+    """A CPU has one memory and no streams: stale weights of stage 3, and copies that the host does not wait for, are not seen."""
+    accel.launch(trained, zero(stage, offload), num_processes=2)
+
+
+@need(2)
+@pytest.mark.parametrize("config", [{}, {"reduce_scatter": False}, {"contiguous_gradients": False}], ids=str)
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=need(2)), pytest.param(3, marks=need(3))])
+def test_large_gradients_are_exact_where_they_are_reduced_beside_the_backward(
+    ranks: int, config: dict[str, Any]
+) -> None:
+    """On a CPU nothing runs beside, so that no memory is used again too early."""
+    backend = zero(2, overlap_comm=True, reduce_bucket_size=WIDTH * WIDTH // 2, **config)
+    accel.launch(trained, backend, num_processes=ranks)
+
+
+def other_devices(stage: int) -> None:
+    raw = net(2)
+    model, optimizer, _ = accel.setup(raw, adamw(raw), backend=zero(stage), devices=[1, 0])
+    here = torch.device("cuda", 1 - accel.rank())
+    for step in range(2):
+        optimizer.zero_grad()
+        model(batch(step, accel.rank())).square().mean().backward()
+        optimizer.step()
+    assert torch.cuda.current_device() == here.index
+    assert {p.device for p in accel.teardown(model).parameters()} == {here}
+
+
+@need(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_may_have_any_device(stage: int) -> None:
+    """There is one CPU."""
+    accel.launch(other_devices, stage, num_processes=2)
+
+
+def fused(stage: int, offload: bool, directory: str) -> None:
+    pair = Pair(zero(stage, offload), fused=True)
+    pair.train(range(3))
+    full = accel.full_state_dict(pair.optimizer)
+    accel.save({"model": pair.model, "optimizer": pair.optimizer}, directory)
+    pair.optimizer.load_state_dict(full)
+    pair.train(range(3, 5))
+    other = Pair(zero(stage, offload), fused=True)
+    accel.load(directory, {"model": other.model, "optimizer": other.optimizer})
+    other.plain, other.plain_optimizer = pair.plain, pair.plain_optimizer
+    other.model.load_state_dict({k: v.cpu() for k, v in accel.full_state_dict(pair.model).items()})
+    other.optimizer.load_state_dict(accel.full_state_dict(pair.optimizer))
+    other.train(range(5, 7))
+    other.check()
+    raw = accel.teardown(other.model)
+    for model, optimizer in ((raw, other.raw_optimizer), (other.plain, other.plain_optimizer)):
+        model.zero_grad()
+        model(batch(9, 0)).square().mean().backward()
+        optimizer.step()
+    for mine, theirs in zip(raw.parameters(), other.plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-4)
+
+
+@need(2)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_fused_optimizer_goes_on_after_a_load_and_a_teardown(stage: int, offload: bool, tmp_path: Path) -> None:
+    """On a CPU the counters of steps are where their parameters are anyway."""
+    accel.launch(fused, stage, offload, str(tmp_path / "saved"), num_processes=2)
+
+
+def bytes_beside_the_parts() -> None:
+    width = 4096
+    raw = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8)))
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1, momentum=0.9), backend=zero(3))
+    model(torch.randn(2, width, device=accel.device())).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    one, before = 4 * width * width, torch.cuda.memory_allocated()
+    for whole in (model, optimizer):
+        torch.cuda.reset_peak_memory_stats()
+        state = accel.full_state_dict(whole)
+        assert torch.cuda.max_memory_allocated() - before <= 4 * one
+        whole.load_state_dict(state)
+        assert torch.cuda.max_memory_allocated() - before <= 4 * one
+        del state
+    torch.cuda.reset_peak_memory_stats()
+    accel.teardown(model)
+    assert torch.cuda.max_memory_allocated() - before <= (8 + 8 + 4) * one  # weights and momentum
+
+
+@need(2)
+def test_whole_states_go_through_the_hosts_memory() -> None:
+    """On a CPU what is whole lies in the memory of the parts."""
+    accel.launch(bytes_beside_the_parts, num_processes=2)
+
+
+def without_waiting(stage: int) -> None:
+    pair = Pair(zero(stage))
+    batches = [batch(step, accel.rank()) for step in range(6)]
+
+    def train(some: list[torch.Tensor]) -> None:
+        for x in some:
+            pair.optimizer.zero_grad()
+            pair.model(x).square().mean().backward()
+            accel.clip_grad_norm_(pair.model, 1.0)
+            pair.optimizer.step()
+
+    train(batches[:3])  # the ranks learn what follows what
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train(batches[3:])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@need(2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_step_does_not_wait_for_the_device(stage: int) -> None:
+    """A blocking copy between two memories cannot be told from another one on a CPU."""
+    accel.launch(without_waiting, stage, num_processes=2)
