@@ -369,7 +369,10 @@ class Writer:
                 self._clean()
         if self._world > 1:
             end = self._tell(status, pair, failure)
-            failure = failure or (CheckpointError(end["error"]) if end["error"] else None)
+            if end["error"] and self._rank:
+                # What went wrong here may follow from the end of the save, which removes files.
+                self.discard()
+                raise CheckpointError(end["error"]) from failure
         if failure is not None:
             raise failure
 

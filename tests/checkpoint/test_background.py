@@ -171,6 +171,35 @@ def test_a_directory_that_goes_meanwhile_is_an_error_on_every_rank(tmp_path: Pat
     assert "No such file" in second
 
 
+def fails_on_rank_0(directory: Path) -> str:
+    """Rank 1 has written what is frozen when rank 0 fails and removes all that the save has written."""
+    model, _, _ = accel.setup(torch.nn.Linear(4, 4).requires_grad_(False), backend="ddp")
+    write = shards.write
+
+    def written(*args: Any) -> Any:
+        if accel.is_main():
+            wait_for(lambda: list(directory.glob("*-00001*.safetensors")))
+            raise OSError(28, "the disk of rank 0 is full")
+        found = write(*args)
+        wait_for(lambda: not list(directory.glob("*-00001*.safetensors")))
+        return found
+
+    shards.write = written
+    try:
+        pending = accel.save({"model": model}, directory, wait=False)
+        assert pending is not None
+        return str(pending.exception(30))
+    finally:
+        shards.write = write
+
+
+def test_every_rank_hears_why_rank_0_failed(tmp_path: Path) -> None:
+    """Also where what it removed makes another rank fail."""
+    texts = run(2, fails_on_rank_0, tmp_path / "c")
+    assert all("the disk of rank 0 is full" in text for text in texts), texts
+    assert not list((tmp_path / "c").glob("*.safetensors"))
+
+
 def in_the_background(directory: Path, begun: Path) -> str:
     accel.init(timeout=2)
     pending = accel.save(large(2.0), directory, wait=False)
