@@ -29,8 +29,8 @@ from .objects import LocalRange, StateObject
 from .safetensors import check_tensor
 from .save import save_alone
 from .shards import reserve
+from .source import is_weights_alone
 from .values import DEPTH, TAG, Encoder, Json, place
-from .weights import is_weights_alone
 
 logger = logging.getLogger("accel")
 
