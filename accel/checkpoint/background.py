@@ -65,14 +65,14 @@ class Background:
         if error is not None:
             raise CheckpointError(f"the background save before this one failed: {error}") from error
 
-    def snapshot(self, *groups: Sequence[WriteItem]) -> tuple[list[WriteItem], ...]:
+    def snapshot(self, groups: Sequence[Sequence[WriteItem]]) -> list[list[WriteItem]]:
         """The same items in host memory of accel's own."""
         sizes = [-(-item.entry.nbytes // 64) * 64 for group in groups for item in group]
         if self._buffer.numel() < sum(sizes):
             self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # not both at once
             self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         places = iter(self._buffer[: sum(sizes)].split(sizes))
-        return tuple([_copied(item, next(places)) for item in group] for group in groups)
+        return [[_copied(item, next(places)) for item in group] for group in groups]
 
     def forget(self) -> None:
         """In a forked process, which has no part in the save that was under way."""

@@ -391,7 +391,7 @@ class ImportedObject(StateObject):
         self._values = values
 
     def ranges(self) -> Iterator[LocalRange]:
-        return (self.local_range(whole(name, tensor), True, False) for name, tensor in self._tensors.items())
+        return (self.local_range(whole(name, tensor), True) for name, tensor in self._tensors.items())
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         return {key: encoder.encode(value, f"{self.path}.{key}") for key, value in self._values.items()}

@@ -230,6 +230,8 @@ class EarlierFiles:
 
     def __init__(self) -> None:
         self._files: dict[tuple[str, ...], tuple[str, tuple[int, ...]]] = {}
+        #: By the names of several tensors, where they lay, and how often they had been written to.
+        self._versions: dict[str, list[tuple[int, int]]] = {}
 
     def remember(self, directory: str, written: Written) -> None:
         """Note a file that can be linked next time."""
@@ -255,6 +257,16 @@ class EarlierFiles:
                     return Written(name, identity[0], header)
                 os.unlink(path)
         return None
+
+    def written_since(self, items: Sequence[WriteItem]) -> bool:
+        """Whether a tensor was surely written to since it was asked for last; also where not, only its values tell."""
+        names = checksum(_header(items, ""))
+        versions = [(i.tensor.data_ptr(), 0 if i.tensor.is_inference() else i.tensor._version) for i in items]
+        before = self._versions.pop(names, versions)
+        self._versions[names] = versions
+        while len(self._versions) > _REMEMBERED:
+            self._versions.pop(next(iter(self._versions)))
+        return any(old[0] == new[0] and old[1] != new[1] for old, new in zip(before, versions, strict=True))
 
 
 earlier_files: Final = EarlierFiles()
