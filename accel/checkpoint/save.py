@@ -26,7 +26,7 @@ from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, 
 from .match import check_engines
 from .objects import KINDS, LocalRange, RankObject, StateObject, engines_of
 from .record import Record, Stored
-from .shards import Written, earlier_files
+from .shards import Item, Written, earlier_files
 from .state import State, local_ranges, value_range
 from .values import Encoder, Json
 
@@ -293,7 +293,7 @@ class Writer:
                 self._linked[which] = earlier_files.link(directory, name, items[which])
             if self._linked[which] is not None:
                 items[which] = []
-        self._items = background.snapshot(items) if copy else items
+        self._items: Sequence[Sequence[Item]] = background.snapshot(items) if copy else items
 
     def _names(self) -> list[str]:
         return [folder.shard_name(self._save, self._rank, kind) for kind in KINDS]
