@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -44,19 +43,23 @@ def on_host(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """
     buffers: list[torch.Tensor] = []
     coming: deque[tuple[torch.Tensor, list[Any]]] = deque()
-    for piece in chain.from_iterable(one.split(PIECE // one.itemsize) for one in pieces):
+
+    def come(most: int) -> Iterator[torch.Tensor]:
+        while len(coming) > most:
+            tensor, events = coming.popleft()
+            finish(events)
+            yield tensor
+
+    for piece in pieces:
         if is_remote(piece):
-            buffers = buffers[::-1] or [host_memory(PIECE, pinned=True) for _ in range(2)]
-            here = buffers[0][: piece.nbytes].view(piece.dtype)
-            coming.append((here.copy_(piece, non_blocking=True), begun([piece.device])))
+            for part in piece.split(PIECE // piece.itemsize):
+                buffers = buffers[::-1] or [host_memory(PIECE, pinned=True) for _ in range(2)]
+                here = buffers[0][: part.nbytes].view(part.dtype)
+                coming.append((here.copy_(part, non_blocking=True), begun([part.device])))
+                yield from come(1)
         else:
-            coming.append((piece.cpu(), []))
-        if len(coming) > 1:
-            yield _come(*coming.popleft())
-    if coming:
-        yield _come(*coming.popleft())
-
-
-def _come(tensor: torch.Tensor, events: Iterable[Any]) -> torch.Tensor:
-    finish(events)
-    return tensor
+            yield from come(0)
+            yield from (
+                part.cpu() for part in (piece.split(PIECE // piece.itemsize) if piece.nbytes > PIECE else (piece,))
+            )
+    yield from come(0)
