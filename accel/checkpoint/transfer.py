@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -50,16 +51,13 @@ def on_host(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             finish(events)
             yield tensor
 
-    for piece in pieces:
+    for piece in chain.from_iterable(one.split(PIECE // one.itemsize) for one in pieces):
         if is_remote(piece):
-            for part in piece.split(PIECE // piece.itemsize):
-                buffers = buffers[::-1] or [host_memory(PIECE, pinned=True) for _ in range(2)]
-                here = buffers[0][: part.nbytes].view(part.dtype)
-                coming.append((here.copy_(part, non_blocking=True), begun([part.device])))
-                yield from come(1)
+            buffers = buffers[::-1] or [host_memory(PIECE, pinned=True) for _ in range(2)]
+            here = buffers[0][: piece.nbytes].view(piece.dtype)
+            coming.append((here.copy_(piece, non_blocking=True), begun([piece.device])))
+            yield from come(1)
         else:
             yield from come(0)
-            yield from (
-                part.cpu() for part in (piece.split(PIECE // piece.itemsize) if piece.nbytes > PIECE else (piece,))
-            )
+            yield piece.cpu()
     yield from come(0)

@@ -188,7 +188,10 @@ def fails_on_rank_0(directory: Path) -> str:
     try:
         pending = accel.save({"model": model}, directory, wait=False)
         assert pending is not None
-        return str(pending.exception(30))
+        text = str(pending.exception(30))
+        with pytest.raises(CheckpointError, match="the disk of rank 0 is full"):
+            accel.save({"model": model}, directory)
+        return text
     finally:
         shards.write = write
 
