@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .errors import CheckpointError
+from .trees import map_tensors
 
 _EXTRA: Final = "_extra_state"
 
@@ -302,9 +303,7 @@ def _is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def _placed(value: Any, before: Any, device: torch.device | None) -> Any:
-    """A saved value in the place of the one before: a copy, on ``device``, else where that one was."""
-    if not isinstance(value, torch.Tensor):
-        return value
+    """A saved value in the place of the one before: copies of its tensors, on ``device``, else where that one was."""
     if device is None and isinstance(before, torch.Tensor):
         device = before.device
-    return value.clone() if device is None else value.to(device, copy=True)
+    return map_tensors(lambda tensor: tensor.to(device, copy=True), value, others=True)

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Final, final
 
@@ -19,7 +19,11 @@ import torch
 from ..errors import CheckpointError
 from ..process import ended
 from .failures import explain
-from .shards import WriteItem
+from .shards import CopiedItem, WriteItem
+from .transfer import begun, finish, host_memory, is_remote
+
+_BLOCK: Final = 64 << 20  # a power of two, to which sizes of pinned memory are rounded
+_ALIGN: Final = 64
 
 
 @final
@@ -28,7 +32,7 @@ class Background:
 
     def __init__(self) -> None:
         self._future: Future[None] | None = None
-        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._blocks: list[torch.Tensor] = []
 
     def start(self, finish: Callable[[], None], resources: contextlib.ExitStack) -> Future[None]:
         """Run ``finish`` in a thread, then let go of ``resources``."""
@@ -65,14 +69,15 @@ class Background:
         if error is not None:
             raise CheckpointError(f"the background save before this one failed: {error}") from error
 
-    def snapshot(self, *groups: Sequence[WriteItem]) -> tuple[list[WriteItem], ...]:
+    def snapshot(self, groups: Sequence[Sequence[WriteItem]]) -> list[list[CopiedItem]]:
         """The same items in host memory of accel's own."""
-        sizes = [-(-item.entry.nbytes // 64) * 64 for group in groups for item in group]
-        if self._buffer.numel() < sum(sizes):
-            self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # not both at once
-            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-        places = iter(self._buffer[: sum(sizes)].split(sizes))
-        return tuple([_copied(item, next(places)) for item in group] for group in groups)
+        devices = {item.tensor.device for group in groups for item in group if is_remote(item.tensor)}
+        if devices and not all(block.is_pinned() for block in self._blocks):
+            self._blocks = []
+        room = _Room(self._blocks, pinned=bool(devices))
+        copied = [[CopiedItem(item.entry, list(room.copies(item))) for item in group] for group in groups]
+        finish(begun(devices))
+        return copied
 
     def forget(self) -> None:
         """In a forked process, which has no part in the save that was under way."""
@@ -90,12 +95,28 @@ class Background:
             os._exit(1)  # the only way to another exit status from here
 
 
-def _copied(item: WriteItem, place: torch.Tensor) -> WriteItem:
-    copy, at = place[: item.entry.nbytes].view(item.tensor.dtype), 0
-    for piece in item.pieces():
-        copy[at : at + piece.numel()].copy_(piece)
-        at += piece.numel()
-    return WriteItem(item.entry, copy, 0)
+@final
+class _Room:
+    """Blocks of memory that are filled one after the other; new ones as needed."""
+
+    def __init__(self, blocks: list[torch.Tensor], *, pinned: bool) -> None:
+        self._blocks, self._pinned = blocks, pinned
+        self._number, self._at = -1, _BLOCK
+
+    def copies(self, item: WriteItem) -> Iterator[torch.Tensor]:
+        """Copies of the elements, which may have only begun."""
+        for piece in item.pieces():
+            while len(piece):
+                count = min(len(piece), (_BLOCK - self._at) // piece.itemsize)
+                if count:
+                    nbytes = count * piece.itemsize
+                    copy = self._blocks[self._number][self._at : self._at + nbytes].view(piece.dtype)
+                    yield copy.copy_(piece[:count], non_blocking=True)
+                    piece, self._at = piece[count:], self._at + -(-nbytes // _ALIGN) * _ALIGN
+                else:
+                    self._number, self._at = self._number + 1, 0
+                    if self._number == len(self._blocks):
+                        self._blocks.append(host_memory(_BLOCK, pinned=self._pinned))
 
 
 background: Final = Background()

@@ -22,8 +22,8 @@ from .reader import Reader
 from .record import Record
 from .safetensors import BY_NAME, ITEM_BYTES, METADATA, NAMES, Entry, build_header, memory
 from .shards import new_file, write_all
+from .source import STEMS, index_file, present, whole_file
 from .values import TAG, Decoder, Json
-from .weights import STEMS, index_file, present, whole_file
 
 # -- Which tensors of a checkpoint an export writes, and into which files. Writes nothing ------------------------------
 

@@ -25,7 +25,7 @@ logger = logging.getLogger("accel")
 LOCK: Final = ".accel.lock"
 #: Only names of this form are ever removed: shards, records on their way, and the status files of background saves.
 _OURS: Final = re.compile(
-    r"accel-[0-9a-f]{12}-\d{5,}(-still)?\.safetensors|\.accel-[0-9a-f]{12}(-\d{5,})?\.(record|done|seen)(\.tmp)?"
+    r"accel-[0-9a-f]{12}-\d{5,}(-still|-apart)?\.safetensors|\.accel-[0-9a-f]{12}(-\d{5,})?\.(record|done|seen)(\.tmp)?"
 )
 
 
@@ -44,9 +44,9 @@ def absolute(path: object) -> str:
     return os.path.abspath(named(path))
 
 
-def shard_name(save: str, rank: int, *, frozen: bool) -> str:
-    """The file of one rank: of what changes, or of what is frozen."""
-    return f"accel-{save}-{rank:05d}{'-still' if frozen else ''}.safetensors"
+def shard_name(save: str, rank: int, kind: str) -> str:
+    """A file of one rank, of one of ``KINDS``."""
+    return f"accel-{save}-{rank:05d}{kind}.safetensors"
 
 
 def record_name(save: str) -> str:

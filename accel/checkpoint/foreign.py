@@ -29,8 +29,8 @@ from .objects import LocalRange, StateObject
 from .safetensors import check_tensor
 from .save import save_alone
 from .shards import reserve
+from .source import is_weights_alone
 from .values import DEPTH, TAG, Encoder, Json, place
-from .weights import is_weights_alone
 
 logger = logging.getLogger("accel")
 
@@ -391,7 +391,7 @@ class ImportedObject(StateObject):
         self._values = values
 
     def ranges(self) -> Iterator[LocalRange]:
-        return (self.local_range(whole(name, tensor), True, False) for name, tensor in self._tensors.items())
+        return (self.local_range(whole(name, tensor), True) for name, tensor in self._tensors.items())
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         return {key: encoder.encode(value, f"{self.path}.{key}") for key, value in self._values.items()}

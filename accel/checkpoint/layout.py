@@ -20,11 +20,13 @@ from typing import Any, Final
 
 import torch
 
+from ..engines.base.drift import digest as digest_of
 from ..errors import CheckpointError
 from ..shard import Shard
 from .objects import LocalRange
 from .safetensors import ITEM_BYTES, NAMES, Entry, from_bytes, memory
 from .shards import WriteItem, checksum_of, pieces
+from .transfer import is_remote, on_host
 
 #: A part of a tensor in the record: (first file, first element, elements per file, number of consecutive files).
 Part = tuple[int, int, int, int]
@@ -305,8 +307,10 @@ def make_inventory(ranges: Sequence[LocalRange], compare: bool) -> Inventory:
 
 
 def _content(tensor: torch.Tensor) -> int:
-    """A checksum of a tensor's values that is never 0."""
-    return int(checksum_of(map(memory, pieces(tensor, 0, tensor.numel()))), 16) - 2**63 or 1
+    """A checksum of a tensor's values that is never 0; on a device of its own kind, which takes no copy."""
+    if is_remote(tensor):
+        return int(digest_of(tensor)) or 1
+    return int(checksum_of(map(memory, on_host(pieces(tensor, 0, tensor.numel())))), 16) - 2**63 or 1
 
 
 @dataclass(frozen=True, slots=True)

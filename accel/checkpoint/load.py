@@ -29,10 +29,10 @@ from .objects import ModuleObject, RankObject, StatefulObject, StateObject, Tens
 from .reader import Reader
 from .record import Stored
 from .safetensors import BY_NAME
+from .source import Checkpoint, is_weights_alone, open_checkpoint
 from .state import OF_VALUES, State
 from .values import Decoder, Json
 from .verify import verify_needed
-from .weights import Checkpoint, is_weights_alone, open_checkpoint
 
 logger = logging.getLogger("accel")
 

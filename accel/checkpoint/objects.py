@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import nn
@@ -26,12 +26,18 @@ class LocalRange:
     Args:
         shard: the range, under its name in the checkpoint.
         equal: the ranks that have it have the same values; else this is compared, and the lowest rank's are saved.
-        frozen: it may not have changed since the last checkpoint.
+        kind: of the rank's file that it goes into, one of ``KINDS``.
     """
 
     shard: Shard
     equal: bool
-    frozen: bool = False
+    kind: str = ""
+
+
+#: The files of a rank, by the ends of their names. One that holds just what an earlier file holds is linked, so that what may
+#: not have changed has files of its own: what is frozen; and modules that are frozen and were never set up, such as a moving
+#: average, which changes all the same.
+KINDS: Final = ("", "-still", "-apart")
 
 
 class StateObject:
@@ -98,9 +104,9 @@ class StateObject:
         """What brings back how it is now, after ``slots`` have created state."""
         return lambda: None
 
-    def local_range(self, own: Shard, equal: bool, frozen: bool) -> LocalRange:
+    def local_range(self, own: Shard, equal: bool, kind: str = "") -> LocalRange:
         """Of one of its shards, which gets the name that it has in the checkpoint."""
-        return LocalRange(replace(own, name=f"{self.name}/{own.name}"), equal, frozen)
+        return LocalRange(replace(own, name=f"{self.name}/{own.name}"), equal, kind)
 
 
 def engines_of(objects: Iterable[StateObject]) -> dict[str, str]:
@@ -216,8 +222,9 @@ class ModuleObject(StateObject):
         if self._spread:
             equal.update(s.name for s in shards)  # each buffer lies on one rank
         frozen = {n for n, p in parameters.items() if not p.requires_grad}
+        still = "-still" if engine is not None or len(frozen) < len(parameters) else "-apart"
         for s in shards:
-            yield self.local_range(s, s.name in equal, s.name in frozen)
+            yield self.local_range(s, s.name in equal, still if s.name in frozen else "")
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         names = {id(part): name for name, part in shard.extra_modules(self._holdings.module).items()}
@@ -277,7 +284,7 @@ class OptimizerObject(StateObject):
         frozen = self._frozen()
         equal = self.engine is not None and self.engine.synchronizes
         for s in self._holdings.shards(self.optimizer):
-            yield self.local_range(s, equal, s.name.rpartition("/")[0] in frozen)
+            yield self.local_range(s, equal, "-still" if s.name.rpartition("/")[0] in frozen else "")
 
     def _frozen(self) -> set[str]:
         return {n for n, p in self._parameters.items() if not p.requires_grad}

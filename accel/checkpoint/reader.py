@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Final, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 
@@ -18,6 +18,7 @@ from .failures import parsing
 from .record import NAME, Record, Stored
 from .safetensors import BY_NAME, CHUNK, ITEM_BYTES, Entry, Header, chunks_of, is_lazy, memory, parse_header
 from .shards import checksum_of, checksums_of, open_file, read_header, read_into
+from .transfer import begun, finish, host_memory, is_remote
 
 # -- Threads that read and hash, as many as this rank's share of the host's cores --------------------------------------
 
@@ -106,37 +107,31 @@ class _Staging:
     copies to a device go on."""
 
     def __init__(self) -> None:
-        self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
-        self._copies: list[list[torch.cuda.Event]] = [[], []]
+        self._buffers = [host_memory(0, pinned=False)] * 2
+        self._copies: list[list[Any]] = [[], []]
         self._turn = 0
 
     def take(self, pieces: Sequence[_Piece]) -> list[torch.Tensor]:
         """Room for them, in the buffer whose turn it is."""
         self._turn = 1 - self._turn
-        self._wait(self._turn)
+        finish(self._copies[self._turn])
         sizes = [-(-piece.nbytes // _ALIGN) * _ALIGN for piece in pieces]
-        if self._buffers[self._turn].numel() < sum(sizes):
-            pinned = any(piece.tensor.is_cuda for piece in pieces)
-            self._buffers[self._turn] = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        room = self._buffers[self._turn][: sum(sizes)].split(sizes)
+        buffer, pinned = self._buffers[self._turn], any(is_remote(piece.tensor) for piece in pieces)
+        if buffer.numel() < sum(sizes) or (pinned and not buffer.is_pinned()):
+            buffer = self._buffers[self._turn] = host_memory(max(sum(sizes), _STAGE), pinned=pinned)
+        room = buffer[: sum(sizes)].split(sizes)
         return [part[: piece.nbytes].view(piece.dtype) for part, piece in zip(room, pieces, strict=True)]
 
     def put(self, pieces: Sequence[_Piece], values: Sequence[torch.Tensor]) -> None:
         """Copy what was read to where it belongs."""
         for piece, value in zip(pieces, values, strict=True):
             _put(piece.tensor, piece.first, value)
-        devices = {piece.tensor.device for piece in pieces if piece.tensor.is_cuda}
-        self._copies[self._turn] = [torch.cuda.current_stream(device).record_event() for device in devices]
+        self._copies[self._turn] = begun({piece.tensor.device for piece in pieces if is_remote(piece.tensor)})
 
     def finish(self) -> None:
         """Wait for all copies: what was filled may be used on any stream."""
-        for turn in (0, 1):
-            self._wait(turn)
-
-    def _wait(self, turn: int) -> None:
-        for event in self._copies[turn]:
-            event.synchronize()
-        self._copies[turn] = []
+        for copies in self._copies:
+            finish(copies)
 
 
 def _put(tensor: torch.Tensor, first: int, values: torch.Tensor) -> None:

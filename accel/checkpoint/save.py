@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import secrets
@@ -23,9 +24,9 @@ from .background import StatusFiles, background, status_names
 from .failures import exchange, explain, on_every_rank
 from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, parts, unpack, write_items
 from .match import check_engines
-from .objects import LocalRange, RankObject, StateObject, engines_of
+from .objects import KINDS, LocalRange, RankObject, StateObject, engines_of
 from .record import Record, Stored
-from .shards import Written, earlier_files
+from .shards import Item, Written, earlier_files
 from .state import State, local_ranges, value_range
 from .values import Encoder, Json
 
@@ -134,8 +135,8 @@ def save_alone(state: Mapping[str, Any], directory: str) -> None:
 
 # -- What is saved: what each rank has, and what all of them together will write. Writes nothing -----------------------
 
-#: A rank's two files: of what changes, and of what is frozen.
-Pair = tuple[Written | None, Written | None]
+#: A rank's files, in the order of ``KINDS``.
+Files = tuple[Written | None, ...]
 
 
 class SaveMessage(NamedTuple):
@@ -167,9 +168,9 @@ class Contents:
         objects: of the state.
         merged: the objects whose nodes are made of all ranks', with what this rank knows of them.
         own: values that belong to this rank alone, by the object's name.
-        ranges: that lie on this rank: those that change, and those that are frozen.
+        ranges: that lie on this rank, for each of ``KINDS``.
         inventories: the same as numbers.
-        layouts: who writes what of both, once it is known.
+        layouts: who writes what of each, once it is known.
         own_of_all: every rank's ``own``, likewise.
     """
 
@@ -177,8 +178,8 @@ class Contents:
     objects: list[StateObject]
     merged: list[tuple[StateObject, dict[str, Json]]]
     own: dict[str, Json]
-    ranges: tuple[list[LocalRange], list[LocalRange]]
-    inventories: tuple[Inventory, Inventory]
+    ranges: list[list[LocalRange]]
+    inventories: list[Inventory]
     layouts: list[Layout] = field(default_factory=list)
     own_of_all: list[dict[str, Json]] = field(default_factory=list)
 
@@ -214,13 +215,13 @@ class Contents:
             one.node.update(one.merge([nodes[i] for nodes in told] or [node]))
         self.own_of_all = [m.own for m in messages]
 
-    def record(self, save: str, written: Sequence[Pair]) -> Record:
+    def record(self, save: str, written: Sequence[Files]) -> Record:
         """The record of files that each rank has written."""
         files: list[Written] = []
         tensors: dict[str, Stored] = {}
         for which, layout in enumerate(self.layouts):
             numbers = []
-            for file in (pair[which] for pair in written):
+            for file in (theirs[which] for theirs in written):
                 numbers.append(-1 if file is None else len(files))
                 files += [] if file is None else [file]
             found = parts(layout.ranges, torch.tensor(numbers, dtype=torch.int64, device="cpu"))
@@ -257,11 +258,11 @@ def contents_of(state: Any, filter: Callable[[str], bool] | None, world: int) ->
     # In the record, since the tensors of the shards are those of all ranks together.
     own = {one.name: one.own(Encoder(None)) for one in objects if isinstance(one, RankObject)}
     ranges = local_ranges(objects, filter) + of_values
-    changing, frozen = [one for one in ranges if not one.frozen], [one for one in ranges if one.frozen]
-    if both := {one.shard.name for one in changing} & {one.shard.name for one in frozen}:
-        raise CheckpointError(f"two tensors of the state have the name {min(both)!r}")
-    inventories = make_inventory(changing, world > 1), make_inventory(frozen, world > 1)
-    return Contents(values, objects, merged, own, (changing, frozen), inventories)
+    divided = [[one for one in ranges if one.kind == kind] for kind in KINDS]
+    for some, others in itertools.combinations([{one.shard.name for one in part} for part in divided], 2):
+        if both := some & others:
+            raise CheckpointError(f"two tensors of the state have the name {min(both)!r}")
+    return Contents(values, objects, merged, own, divided, [make_inventory(part, world > 1) for part in divided])
 
 
 # -- One rank's files, and the commit ----------------------------------------------------------------------------------
@@ -284,35 +285,37 @@ class Writer:
         self._save, self._world = messages[0].save, len(messages)
         contents.complete(messages)
         os.makedirs(directory, exist_ok=True)  # a host may not have heard yet that rank 0 made it
-        changing, frozen = map(functools.partial(write_items, rank), contents.layouts, contents.ranges)
-        # What is on disk already is linked.
-        self._linked = earlier_files.link(directory, self._name(frozen=True), frozen)
-        if self._linked is not None:
-            frozen = []
-        self._changing, self._frozen = background.snapshot(changing, frozen) if copy else (changing, frozen)
+        items = list(map(functools.partial(write_items, rank), contents.layouts, contents.ranges))
+        self._linked: list[Written | None] = [None] * len(KINDS)
+        for which, (kind, name) in enumerate(zip(KINDS, self._names(), strict=True)):
+            # What is on disk already is linked. A look at what changes after all is cheaper than comparing its values.
+            if kind == "-still" or (kind == "-apart" and not earlier_files.written_since(items[which])):
+                self._linked[which] = earlier_files.link(directory, name, items[which])
+            if self._linked[which] is not None:
+                items[which] = []
+        self._items: Sequence[Sequence[Item]] = background.snapshot(items) if copy else items
 
-    def _name(self, *, frozen: bool) -> str:
-        return folder.shard_name(self._save, self._rank, frozen=frozen)
+    def _names(self) -> list[str]:
+        return [folder.shard_name(self._save, self._rank, kind) for kind in KINDS]
 
-    def write(self) -> Pair:
+    def write(self) -> Files:
         """Write this rank's files, durably."""
-        changing, frozen = None, self._linked
-        if self._changing:
-            changing = shards.write(self._directory, self._name(frozen=False), self._changing)
-        if self._frozen:
-            frozen = shards.write(self._directory, self._name(frozen=True), self._frozen)
-        if frozen is not None:
-            earlier_files.remember(self._directory, frozen)
+        files = list(self._linked)
+        for which, (name, items) in enumerate(zip(self._names(), self._items, strict=True)):
+            if items:
+                files[which] = shards.write(self._directory, name, items)
+            if which and (file := files[which]) is not None:
+                earlier_files.remember(self._directory, file)
         record.sync(self._directory)
-        return changing, frozen
+        return tuple(files)
 
     def discard(self) -> None:
         """Remove this rank's files, which no record names."""
-        for frozen in (False, True):
+        for name in self._names():
             with contextlib.suppress(OSError):
-                os.unlink(os.path.join(self._directory, self._name(frozen=frozen)))
+                os.unlink(os.path.join(self._directory, name))
 
-    def commit(self, written: Sequence[Pair]) -> None:
+    def commit(self, written: Sequence[Files]) -> None:
         """Rank 0: make it the checkpoint of the directory, then remove the one before."""
         if self._rank:
             return
@@ -358,29 +361,32 @@ class Writer:
         lock = os.path.join(self._directory, folder.LOCK)
         status = StatusFiles(self._directory, lock, self._save, self._rank, self._world, timeout)
         failure: Exception | None = None
-        pair: Pair = (None, None)
+        files: Files = (None,) * len(KINDS)
         try:
-            pair = self.write()
+            files = self.write()
             if self._rank == 0:
-                self.commit([pair, *(_written(status.read(rank)) for rank in range(1, self._world))])
+                self.commit([files, *(_written(status.read(rank)) for rank in range(1, self._world))])
         except Exception as error:
             failure = error
             if self._rank == 0:
                 self._clean()
         if self._world > 1:
-            end = self._tell(status, pair, failure)
-            failure = failure or (CheckpointError(end["error"]) if end["error"] else None)
+            end = self._tell(status, files, failure)
+            if end["error"] and self._rank:
+                # What went wrong here may follow from the end of the save, which removes files.
+                self.discard()
+                raise CheckpointError(end["error"]) from failure
         if failure is not None:
             raise failure
 
-    def _tell(self, status: StatusFiles, pair: Pair, failure: Exception | None) -> Mapping[str, Any]:
+    def _tell(self, status: StatusFiles, files: Files, failure: Exception | None) -> Mapping[str, Any]:
         """Tell what this rank has done, and hear from rank 0 how the save has ended, as every rank does."""
         error = ""
         if failure is not None:
             error = f"rank {self._rank}: {explain(failure)}" if self._rank else explain(failure)
-        files = [None if file is None else [file.name, file.size, file.header] for file in pair]
+        told = [None if file is None else [file.name, file.size, file.header] for file in files]
         try:
-            status.write({"error": error, "files": files})
+            status.write({"error": error, "files": told})
             end = status.read(0)
         except (OSError, CheckpointError) as lost:
             raise failure or lost from None
@@ -388,9 +394,8 @@ class Writer:
         return end
 
 
-def _written(status: Mapping[str, Any]) -> Pair:
+def _written(status: Mapping[str, Any]) -> Files:
     """What another rank has written; raises its failure."""
     if status["error"]:
         raise CheckpointError(status["error"])
-    changing, frozen = (None if f is None else Written(f[0], f[1], tuple(f[2])) for f in status["files"])
-    return changing, frozen
+    return tuple(None if f is None else Written(f[0], f[1], tuple(f[2])) for f in status["files"])

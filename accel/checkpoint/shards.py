@@ -10,7 +10,8 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final, final
+from itertools import chain
+from typing import Any, Final, TypeVar, final
 
 import torch
 import xxhash
@@ -18,9 +19,9 @@ import xxhash
 from ..errors import CheckpointError
 from .failures import explain, naming
 from .safetensors import CHUNK, DIGITS, ITEM_BYTES, MAX_HEADER, Entry, build_header, chunks_of, is_lazy, memory, resolve
+from .transfer import PIECE, on_host
 
 _WRITE: Final = 8 << 20  # bytes of one write, after which the kernel is asked to begin writing out
-_PIECE: Final = 16 << 20  # bytes of a copy where a tensor is not in plain memory
 _MAX_VECTORS: Final = 512
 _SMALL: Final = 256 << 10  # bytes that are copied rather than written by a call of their own
 _START_WRITING: Final = 2  # SYNC_FILE_RANGE_WRITE
@@ -34,9 +35,26 @@ class WriteItem:
     tensor: torch.Tensor
     offset: int
 
-    def pieces(self) -> Iterator[torch.Tensor]:
+    def pieces(self) -> Iterable[torch.Tensor]:
         """Its elements, as ``pieces`` gives them."""
         return pieces(self.tensor, self.offset, self.offset + self.entry.count)
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedItem:
+    """The same where the elements were copied: flat tensors on the CPU, one after the other."""
+
+    entry: Entry
+    copies: Sequence[torch.Tensor]
+
+    def pieces(self) -> Iterable[torch.Tensor]:
+        """The copies."""
+        return self.copies
+
+
+#: What a file is made of.
+Item = WriteItem | CopiedItem
+AnyItem = TypeVar("AnyItem", WriteItem, Item)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +104,15 @@ _FULL: Final = frozenset({errno.EFBIG, errno.ENOSPC, errno.EDQUOT})
 
 
 def pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """Elements ``start`` to ``stop`` in row-major order, as flat contiguous CPU tensors; copies are small."""
+    """Elements ``start`` to ``stop`` in row-major order, as flat contiguous tensors where they are; copies are small."""
     if start >= stop:
         return
-    size = tensor.element_size()
-    step = max(1, _PIECE // size)
+    step = PIECE // tensor.element_size()
     if tensor.is_contiguous() and not is_lazy(tensor):
-        flat = tensor.view(-1)
-        if tensor.device.type == "cpu":
-            yield flat[start:stop]
-            return
-        for at in range(start, stop, step):
-            yield flat[at : min(at + step, stop)].cpu()
+        yield tensor.view(-1)[start:stop]
     elif tensor.numel() <= step:
         # reshape() of one dimension is a view, which may skip elements.
-        yield resolve(tensor).reshape(-1)[start:stop].contiguous().cpu()
+        yield resolve(tensor).reshape(-1)[start:stop].contiguous()
     else:
         row = tensor.numel() // tensor.shape[0]
         rows = max(1, step // row)
@@ -120,14 +132,13 @@ class _Stream:
         self._room = CHUNK
         self._checksums: list[str] = []
 
-    def add(self, item: WriteItem) -> None:
+    def add(self, piece: torch.Tensor) -> None:
         """Take all of it."""
-        for piece in item.pieces():
-            data = memory(piece)
-            for at in range(0, len(data), _WRITE):
-                self._checksum(data[at : at + _WRITE])
-                if self._fd is not None:
-                    self._write(self._fd, data[at : at + _WRITE])
+        data = memory(piece)
+        for at in range(0, len(data), _WRITE):
+            self._checksum(data[at : at + _WRITE])
+            if self._fd is not None:
+                self._write(self._fd, data[at : at + _WRITE])
 
     def _checksum(self, part: memoryview) -> None:
         while len(part) >= self._room:
@@ -180,16 +191,16 @@ def new_file(path: str, flags: int = os.O_EXCL) -> Iterator[int]:
         os.close(fd)
 
 
-def _arranged(items: Sequence[WriteItem]) -> list[WriteItem]:
+def _arranged(items: Sequence[AnyItem]) -> list[AnyItem]:
     """In the order of a file: wide elements first, so that all are aligned."""
     return sorted(items, key=lambda item: -ITEM_BYTES[item.entry.dtype])
 
 
-def _header(items: Sequence[WriteItem], checksums: str) -> bytes:
+def _header(items: Sequence[Item], checksums: str) -> bytes:
     return build_header([item.entry for item in items], {"accel": "1", "xxh3": checksums})
 
 
-def write(directory: str, name: str, items: Sequence[WriteItem]) -> Written:
+def write(directory: str, name: str, items: Sequence[Item]) -> Written:
     """Write and fsync a new file of ``items``; after an OSError it is removed."""
     items = _arranged(items)
     size = sum(item.entry.nbytes for item in items)
@@ -205,11 +216,11 @@ def write(directory: str, name: str, items: Sequence[WriteItem]) -> Written:
     return Written(name, len(header) + size, checksums_of(header))
 
 
-def _stream(items: Sequence[WriteItem], fd: int | None) -> str:
+def _stream(items: Sequence[Item], fd: int | None) -> str:
     """Write the items' data into a file, where one is given; returns the checksums that belong into its header."""
     stream = _Stream(fd)
-    for item in items:
-        stream.add(item)
+    for piece in on_host(chain.from_iterable(item.pieces() for item in items)):
+        stream.add(piece)
     return stream.close()
 
 
@@ -230,6 +241,8 @@ class EarlierFiles:
 
     def __init__(self) -> None:
         self._files: dict[tuple[str, ...], tuple[str, tuple[int, ...]]] = {}
+        #: By the names of several tensors, where they lay, and how often they had been written to.
+        self._versions: dict[str, list[tuple[int, int]]] = {}
 
     def remember(self, directory: str, written: Written) -> None:
         """Note a file that can be linked next time."""
@@ -255,6 +268,16 @@ class EarlierFiles:
                     return Written(name, identity[0], header)
                 os.unlink(path)
         return None
+
+    def written_since(self, items: Sequence[WriteItem]) -> bool:
+        """Whether a tensor was surely written to since it was asked for last; also where not, only its values tell."""
+        names = checksum(_header(items, ""))
+        versions = [(i.tensor.data_ptr(), 0 if i.tensor.is_inference() else i.tensor._version) for i in items]
+        before = self._versions.pop(names, versions)
+        self._versions[names] = versions
+        while len(self._versions) > _REMEMBERED:
+            self._versions.pop(next(iter(self._versions)))
+        return any(old[0] == new[0] and old[1] != new[1] for old, new in zip(before, versions, strict=True))
 
 
 earlier_files: Final = EarlierFiles()

@@ -21,8 +21,8 @@ from ..checkpoint.failures import on_running_ranks
 from ..checkpoint.reader import Reader
 from ..checkpoint.record import Record, Stored, read
 from ..checkpoint.safetensors import BY_NAME, ITEM_BYTES
+from ..checkpoint.source import STEMS
 from ..checkpoint.verify import compare_all
-from ..checkpoint.weights import STEMS
 from ..memory import new_figure, write_figure
 from . import Command
 

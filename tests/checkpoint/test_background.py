@@ -122,7 +122,7 @@ def test_the_copy_is_used_again(tmp_path: Path) -> None:
     for value in range(3):
         pending = accel.save(large(value), tmp_path, wait=False)
         assert pending is not None
-        places.add(background._buffer.data_ptr())
+        places.add(tuple(block.data_ptr() for block in background._blocks))
         pending.result(30)
     assert len(places) == 1
     assert sorted(p.suffix for p in tmp_path.iterdir()) == [".json", ".lock", ".safetensors"]
@@ -169,6 +169,38 @@ def test_a_directory_that_goes_meanwhile_is_an_error_on_every_rank(tmp_path: Pat
     first, second = refusals(2, taken_away_too_early, tmp_path / "c", error="CheckpointError", breaks=True)
     assert "was removed or renamed" in first or "No such file" in first
     assert "No such file" in second
+
+
+def fails_on_rank_0(directory: Path) -> str:
+    """Rank 1 has written what is frozen when rank 0 fails and removes all that the save has written."""
+    model, _, _ = accel.setup(torch.nn.Linear(4, 4).requires_grad_(False), backend="ddp")
+    write = shards.write
+
+    def written(*args: Any) -> Any:
+        if accel.is_main():
+            wait_for(lambda: list(directory.glob("*-00001*.safetensors")))
+            raise OSError(28, "the disk of rank 0 is full")
+        found = write(*args)
+        wait_for(lambda: not list(directory.glob("*-00001*.safetensors")))
+        return found
+
+    shards.write = written
+    try:
+        pending = accel.save({"model": model}, directory, wait=False)
+        assert pending is not None
+        text = str(pending.exception(30))
+        with pytest.raises(CheckpointError, match="the disk of rank 0 is full"):
+            accel.save({"model": model}, directory)
+        return text
+    finally:
+        shards.write = write
+
+
+def test_every_rank_hears_why_rank_0_failed(tmp_path: Path) -> None:
+    """Also where what it removed makes another rank fail."""
+    texts = run(2, fails_on_rank_0, tmp_path / "c")
+    assert all("the disk of rank 0 is full" in text for text in texts), texts
+    assert not list((tmp_path / "c").glob("*.safetensors"))
 
 
 def in_the_background(directory: Path, begun: Path) -> str:

@@ -89,6 +89,19 @@ def test_state_lies_where_torch_puts_it(kind: Any, flags: dict[str, Any], road: 
     assert road(kind, flags) == expected
 
 
+def test_tensors_in_lists_lie_beside_the_parameter() -> None:
+    """As the history of LBFGS, which a checkpoint has among the values."""
+    there = one_step(torch.optim.SGD, "cpu", {})
+    moved = nn.Parameter(torch.ones(3, device=META))
+    there.param_groups[0]["params"] = [moved]
+    history = [torch.ones(3), {"ro": torch.ones(())}, None]
+    values = {"groups": [{**there.param_groups[0], "params": ["p"]}], "state": {"p": {"old_dirs": history}}}
+    Raw(None, {id(moved): "p"}).fill(there, values)
+    first, second, third = there.state[moved]["old_dirs"]
+    assert first.device == second["ro"].device == META
+    assert third is None
+
+
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 def test_numbers_come_back_from_an_offload(flags: dict[str, Any]) -> None:
     """They lie where the parts were, and the whole weights lie on the device."""

@@ -113,6 +113,16 @@ def test_a_file_of_torch_save(tmp_path: Path) -> None:
         close(state, uninterrupted())
 
 
+@pytest.mark.parametrize("groups", [[1], ["params"], [{"lr": 0.1}], ({"params": [0]},), "params", []], ids=str)
+def test_what_has_only_the_keys_of_an_optimizer_is_a_value(groups: Any, tmp_path: Path) -> None:
+    notes = {"state": {}, "param_groups": groups}
+    torch.save({"notes": notes}, tmp_path / "last.pt")
+    found = accel.import_checkpoint(tmp_path / "last.pt", tmp_path / "c")
+    assert found["optimizers"] == (["notes"] if groups == [] else [])
+    if groups:
+        assert accel.load(tmp_path / "c") == {"notes": notes}
+
+
 def test_a_state_dict_alone_in_either_format(tmp_path: Path) -> None:
     net, _ = make()
     for zipped in (True, False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import tracemalloc
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.checkpoint import folder, record
+from accel.checkpoint import folder, record, shards
 from accel.checkpoint.shards import Written
 from accel.errors import CheckpointError
 from tests.distributed import run
@@ -197,6 +198,49 @@ def test_what_is_frozen_and_did_not_change_is_linked(world: int, wait: bool, tmp
         accel.load(tmp_path / str(step), {"m": other})
         assert torch.equal(other.backbone.weight, facts[step][2])
         assert other.head.weight.unique().tolist() == [step]
+
+
+def beside_an_average(root: str, moving: bool, wait: bool) -> tuple[list[int], list[int], int]:
+    """Inodes of what is frozen in the model, and of a frozen copy beside it; how often values were compared to be linked."""
+    torch.manual_seed(0)
+    net = Partly()
+    average = copy.deepcopy(net).requires_grad_(False)
+    model, _, _ = accel.setup(net)
+    compared = []
+    stream = shards._stream
+    shards._stream = lambda items, fd: (compared.append(1) if fd is None else None, stream(items, fd))[1]
+    inodes: dict[str, list[int]] = {"still": [], "apart": []}
+    try:
+        for step in range(4):
+            if step == 1:
+                compared.clear()  # the first looks at what earlier tests have saved
+            with torch.no_grad():
+                net.head.weight.fill_(step)
+                for one, other in zip(average.parameters() if moving else (), net.parameters(), strict=False):
+                    one.lerp_(other + 1, 0.5)
+            pending = accel.save({"m": model, "average": average}, f"{root}/{step}", wait=wait)
+            if pending is not None:
+                pending.result(60)
+            for kind, found in inodes.items():
+                found.append(os.stat(next(Path(f"{root}/{step}").glob(f"*00-{kind}*"))).st_ino)
+    finally:
+        shards._stream = stream
+    other = Partly()
+    accel.load(f"{root}/3", {"average": other})
+    assert all(torch.equal(p, q) for p, q in zip(other.parameters(), average.parameters(), strict=True))
+    accel.verify(f"{root}/3")
+    return inodes["still"], inodes["apart"], len(compared)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("moving", [True, False])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_moving_average_keeps_nothing_from_being_linked(world: int, moving: bool, wait: bool, tmp_path: Path) -> None:
+    """Though all of it is frozen; nor are its values compared, where each save sees that they were written."""
+    still, apart, compared = run(world, beside_an_average, str(tmp_path), moving, wait)[0]
+    assert len(set(still)) == 1
+    assert len(set(apart)) == (4 if moving else 1)
+    assert compared == (3 if moving else 6)
 
 
 def test_a_file_that_was_changed_since_is_not_linked(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -144,3 +145,22 @@ def test_damage_in_what_is_staged_is_named(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(accel.errors.CheckpointError, match="is damaged between bytes .* in t0448"):
         accel.load(tmp_path, blank(saved, "dtype"), check="stream", convert=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_elements_over_the_end_of_a_chunk(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Other libraries' files may have them, where a tensor of single bytes comes first."""
+    values = torch.arange(2 * CHUNK // 4 + 77, dtype=torch.float32)
+    table = {
+        "flags": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+        "weight": {"dtype": "F32", "shape": [len(values)], "data_offsets": [3, 3 + values.nbytes]},
+    }
+    header = json.dumps(table).encode()
+    content = len(header).to_bytes(8, "little") + header + b"\1\2\3" + values.numpy().tobytes()
+    (tmp_path / "model.safetensors").write_bytes(content)
+    model = nn.Module()
+    model.register_buffer("flags", torch.zeros(3, dtype=torch.uint8))
+    model.register_buffer("weight", torch.zeros(len(values), dtype=dtype))
+    accel.load(tmp_path, {"model": model}, convert=True)
+    assert model.flags.tolist() == [1, 2, 3]
+    assert torch.equal(model.weight, values.to(dtype))

@@ -73,7 +73,7 @@ def differences(a: Any, b: Any, path: str, tolerance: float = 1e-5) -> list[str]
     """Where two states are not the same, in values or in the order of their keys."""
     if isinstance(a, torch.Tensor):
         alike = isinstance(b, torch.Tensor) and a.dtype is b.dtype and a.shape == b.shape
-        return [] if alike and torch.allclose(a, b, rtol=0, atol=tolerance) else [f"{path}: {a} and {b}"]
+        return [] if alike and torch.allclose(a.cpu(), b.cpu(), rtol=0, atol=tolerance) else [f"{path}: {a} and {b}"]
     if isinstance(a, dict):
         if list(a) != list(b):
             return [f"{path}: {list(a)} and {list(b)}"]

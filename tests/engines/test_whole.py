@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import accel
 from accel.engines.base import gather as gathering
 from tests.backends import need
 from tests.checkpoint.helpers import differences
+from tests.checkpoint.test_files import kilobytes
 from tests.distributed import run
 
 DIVIDED: list[Any] = ["fsdp", accel.DeepSpeed(stage=3), "pipeline"]
@@ -78,6 +80,26 @@ def test_whole_state_is_put_together_piece_by_piece(backend: Any) -> None:
     expected = run(1, reference)[0]
     for states in run(2, in_pieces, backend):
         assert not differences(states, expected, tolerance=1e-5)
+
+
+def peak_of(backend: Any) -> tuple[int, int]:
+    """How much more memory a rank has had, in kB, while rank 0 took the whole state of 160 MB; and its size there."""
+    gathering._BATCH_BYTES = 1 << 22  # type: ignore[misc]
+    raw = nn.Sequential(nn.Linear(4000, 5000), nn.Linear(5000, 4000))
+    model, _, _ = accel.setup(raw, backend=backend)
+    accel.full_state_dict(model, rank0_only=True)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = kilobytes("VmRSS")
+    full = accel.full_state_dict(model, rank0_only=True)
+    return kilobytes("VmHWM") - before, sum(t.nbytes for t in full.values()) // 1024
+
+
+@pytest.mark.parametrize("backend", DIVIDED, ids=str)
+def test_a_rank_that_does_not_keep_the_whole_state_has_no_room_for_it(backend: Any) -> None:
+    need(backend, 2)
+    (_, whole), (peak, none) = run(2, peak_of, backend)
+    assert none == 0 < whole
+    assert peak < whole / 4
 
 
 def swapped(backend: Any) -> list[str]:

@@ -1,0 +1,163 @@
+"""Copies that go on by themselves, as from and to CUDA devices. Here tensors of one dtype stand for a device's.
+
+A copy is made as late as it can be, when somebody waits for it; or at once. Memory that is used again or read too early then
+gives wrong values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel.checkpoint import background as saving
+from accel.checkpoint import layout, reader, transfer
+
+REMOTE = torch.float64
+
+
+class Late:
+    """An accelerator whose copies wait until an event that was recorded after them is waited for; or else never."""
+
+    def __init__(self, late: bool) -> None:
+        self.late = late
+        self.begun: list[Callable[[], Any]] = []
+        self.copy_ = torch.Tensor.copy_
+        self.ahead = 0
+        self.pinned = 0
+
+    def copy(self, to: torch.Tensor, values: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if non_blocking and REMOTE in (to.dtype, values.dtype):
+            self.begun.append(lambda: self.copy_(to, values) if self.late else to)
+            self.ahead = max(self.ahead, len(self.begun))
+            return to if self.late else self.copy_(to, values)
+        return self.copy_(to, values)
+
+    def events(self, devices: Any) -> list[Any]:
+        upto = len(self.begun)
+        return [Event(self, self.begun[:upto])] if set(devices) else []
+
+    def host_memory(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
+        self.pinned += pinned
+        return torch.full((nbytes,), 0xAB, dtype=torch.uint8)
+
+
+class Event:
+    def __init__(self, device: Late, copies: list[Callable[[], Any]]) -> None:
+        self.device, self.copies = device, copies
+
+    def synchronize(self) -> None:
+        for copy in self.copies:
+            if copy in self.device.begun:
+                self.device.begun.remove(copy)
+                copy()
+
+
+@pytest.fixture(params=[True, False], ids=["late", "at once"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Late:
+    late = Late(request.param)
+    monkeypatch.setattr(
+        torch.Tensor, "copy_", lambda to, values, non_blocking=False: late.copy(to, values, non_blocking)
+    )
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    for module in (transfer, reader, saving, layout):
+        for name, stand_in in (
+            ("is_remote", lambda tensor: tensor.dtype is REMOTE),
+            ("begun", late.events),
+            ("host_memory", late.host_memory),
+        ):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, stand_in)
+    monkeypatch.setattr(saving.background, "_blocks", [])
+    return late
+
+
+def state(value: float) -> dict[str, Any]:
+    """More than either buffer, over the ends of pieces, blocks and chunks; in other orders, on the host, and empty."""
+    generator = torch.Generator().manual_seed(int(value))
+    net = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 3)).double()
+    for parameter in net.parameters():
+        parameter.data.normal_(generator=generator)
+    return {
+        "large": torch.rand(9_000_003, dtype=REMOTE, generator=generator) + value,
+        "turned": (torch.rand(2500, 3000, dtype=REMOTE, generator=generator) + value).t(),
+        "host": torch.rand(3_000_000, generator=generator) + value,
+        "small": [torch.full((i,), value + i, dtype=REMOTE) for i in range(50)],
+        "net": net,
+        "frozen": nn.Linear(700, 700).double().requires_grad_(False),
+    }
+
+
+def flat(state: dict[str, Any]) -> list[torch.Tensor]:
+    modules = [*state["net"].state_dict().values(), *state["frozen"].state_dict().values()]
+    return [t.clone() for t in (state["large"], state["turned"], state["host"], *state["small"], *modules)]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_what_is_saved_is_what_was_there(
+    wait: bool, device: Late, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2):  # the memory of the first is used again
+        saved = state(number)
+        expected = flat(saved)
+        pending = accel.save(saved, tmp_path / str(number), wait=wait)
+        if pending is not None:
+            for tensor in (saved["large"], saved["turned"], saved["host"], *saved["small"], *saved["net"].parameters()):
+                tensor.data.zero_()
+            pending.result(60)
+        assert not device.begun
+        assert device.ahead > 1
+        found = state(0)
+        with monkeypatch.context() as plain:
+            plain.setattr(transfer, "is_remote", lambda tensor: False)
+            plain.setattr(reader, "is_remote", lambda tensor: False)
+            plain.setattr(torch.Tensor, "copy_", device.copy_)
+            accel.load(tmp_path / str(number), found)
+        assert same(flat(found), expected)
+        device.ahead = 0
+
+
+@pytest.mark.parametrize("check", ["first", "stream"])
+def test_what_is_loaded_is_what_was_saved(check: Any, device: Late, tmp_path: Path) -> None:
+    saved = state(1)
+    accel.save(saved, tmp_path)
+    device.ahead = 0
+    found = state(0)
+    accel.load(tmp_path, found, check=check)
+    assert not device.begun
+    assert device.ahead > 1
+    assert same(flat(found), flat(saved))
+
+
+def test_memory_for_copies_is_pinned_and_used_again(device: Late, tmp_path: Path) -> None:
+    """Two buffers for a save, two for a load, and blocks that hold the copy of a background save once."""
+    one = state(1)
+    size = sum(t.nbytes for t in flat(one))
+    del one["frozen"], one["net"]
+    accel.save(one, tmp_path / "1")
+    assert device.pinned == 2
+    accel.load(tmp_path / "1", one)
+    assert device.pinned == 4
+    for number in (2, 3):
+        pending = accel.save(one, tmp_path / str(number), wait=False)
+        assert pending is not None
+        pending.result(60)
+        assert len(saving.background._blocks) == -(-size // saving._BLOCK)
+
+
+def test_values_of_a_device_are_compared_there(device: Late) -> None:
+    one = torch.rand(5000, dtype=REMOTE)
+    before = layout._content(one)
+    assert layout._content(one.clone()) == before != 0
+    one[4321] += 1e-9
+    assert layout._content(one) != before
+    assert not device.pinned
