@@ -89,9 +89,10 @@ class _Methods:
     def _noting(self, name: str, method: Any) -> Any:
         @functools.wraps(method)
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            # A copy to a given device is one to the accelerator where there is one.
+            # A copy to a given device is one to the accelerator where there is one; so is DeepSpeed's to the one by name.
             to_host = name != "to" or "cpu" in (a for a in (*args, *kwargs.values()) if isinstance(a, str))
-            if to_host and not self._inside:
+            by_name = name == "to" and _place(sys._getframe(1)).startswith("deepspeed/")
+            if to_host and not by_name and not self._inside:
                 self.reads.note(tensor)
             outer, self._inside = self._inside, True  # one calls another
             try:

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeAlias, final
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous as rendezvous_at
 
 from ..errors import AccelError, DeviceError, LaunchError
@@ -332,6 +333,27 @@ def unseen_group() -> Iterator[None]:
         yield
     finally:
         dist.group.WORLD = group
+
+
+def mesh_of(process: Process, axes: Mapping[str, int]) -> DeviceMesh:
+    """The mesh of all ranks with these axes, by name and length, the last of which neighbours lie along.
+
+    Collective where it is a new one: the process groups of a mesh live as long as accel's other groups do.
+    """
+    assert process.group is not None
+    kind = process.device.type
+    if len(axes) == 1:
+        return DeviceMesh.from_group(process.group, kind, mesh_dim_names=tuple(axes))
+    ranks = torch.arange(process.place.world_size, device="cpu").view(*axes.values())
+    groups = []
+    for axis, name in enumerate(axes):
+        lines = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
+        if (key := str(lines)) not in process.subgroups:
+            process.subgroups[key], _ = dist.new_subgroups_by_enumeration(
+                lines, process.timeout, group_desc=f"accel {name}"
+            )
+        groups.append(process.subgroups[key])
+    return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=tuple(axes))
 
 
 def destroy_groups(process: Process) -> None:

@@ -40,7 +40,7 @@ def count(backend: Any, precision: str, clip: bool, micro_batches: int) -> tuple
     return {place: number // _COUNTED for place, number in reads.places.items()}, (current().rounds - rounds) / _COUNTED
 
 
-#: A backend, the reads of a usual step, and its exchanges of messages.
+#: What a usual step reads, and how many messages its ranks exchange; for each micro-batch with "pipeline".
 USUAL = [
     ("ddp", 0, 0),
     ("sharded", 0, 1),
@@ -48,20 +48,28 @@ USUAL = [
     (accel.DeepSpeed(stage=0), 0, 1),
     (accel.DeepSpeed(stage=1), 0, 1),
     (accel.DeepSpeed(stage=2), 0, 1),
+    (accel.DeepSpeed(stage=3), 0, 1),
+    # The sums of what all stages must have alike; what travels is told by messages.
+    ("pipeline", 2, 4),
 ]
+#: What clipping adds: reads and messages.
+CLIPPING = {"sharded": (0, 1), "pipeline": (1, 1)}
 
 
 @pytest.mark.parametrize(("clip", "micro_batches"), [(False, 1), (True, 1), (False, 2)])
-@pytest.mark.parametrize(("backend", "reads", "rounds"), USUAL, ids=lambda value: str(value)[:30])
-def test_a_step_reads_nothing(backend: Any, reads: int, rounds: int, clip: bool, micro_batches: int) -> None:
+@pytest.mark.parametrize(("backend", "reads", "messages"), USUAL, ids=lambda value: str(value)[:30])
+def test_a_step_reads_no_more(backend: Any, reads: int, messages: int, clip: bool, micro_batches: int) -> None:
     need(backend, 2)
-    for places, messages in run(2, count, backend, "32-true", clip, micro_batches):
-        assert (sum(places.values()), places) == (reads, places if reads else {})
-        assert messages == rounds
+    more = CLIPPING.get(str(backend), (0, 0)) if clip else (0, 0)
+    times = micro_batches if backend == "pipeline" else 1
+    for places, exchanged in run(2, count, backend, "32-true", clip, micro_batches):
+        assert sum(places.values()) == reads * times + more[0], places
+        assert exchanged == messages * times + more[1]
 
 
 @pytest.mark.parametrize("backend", [backend for backend, *_ in USUAL], ids=lambda value: str(value)[:30])
-def test_one_read_tells_whether_a_scaled_step_overflowed(backend: Any) -> None:
+def test_one_read_more_tells_whether_a_scaled_step_overflowed(backend: Any) -> None:
     need(backend, 2)
-    for places, _ in run(2, count, backend, "16-mixed", True, 1):
-        assert sum(places.values()) == 1, places
+    usual = run(2, count, backend, "32-true", True, 1)
+    for (places, _), (before, _) in zip(run(2, count, backend, "16-mixed", True, 1), usual, strict=True):
+        assert sum(places.values()) == sum(before.values()) + 1, places

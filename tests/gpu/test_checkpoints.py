@@ -13,6 +13,9 @@ import accel
 from accel.checkpoint import layout
 from accel.checkpoint.background import background
 from tests.distributed import run
+from tests.gpu import gpus
+
+pytestmark = gpus(1)
 
 
 def net() -> nn.Sequential:
@@ -155,7 +158,7 @@ def test_whole_state_of_what_is_divided_lies_on_the_host() -> None:
         assert peak < size / 4
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@gpus(2)
 def test_every_device_of_dp_goes_on_with_its_random_numbers(tmp_path: Path) -> None:
     """A CPU has one generator."""
 

@@ -11,14 +11,10 @@ from torch import nn
 
 import accel
 from accel.engines.deepspeed import DeepSpeed
+from tests.gpu import gpus
 
 STAGES = (1, 2, 3)
 WIDTH = 1024
-
-
-def need(number: int) -> pytest.MarkDecorator:
-    found = torch.cuda.device_count()
-    return pytest.mark.skipif(found < number, reason=f"needs {number} GPUs, and there are {found}")
 
 
 def zero(stage: int, offload: bool = False, **config: Any) -> DeepSpeed:
@@ -73,7 +69,7 @@ def trained(backend: Any) -> None:
     pair.check()
 
 
-@need(2)
+@gpus(2)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_loop_is_exact(stage: int, offload: bool) -> None:
@@ -81,9 +77,9 @@ def test_a_loop_is_exact(stage: int, offload: bool) -> None:
     accel.launch(trained, zero(stage, offload), num_processes=2)
 
 
-@need(2)
+@gpus(2)
 @pytest.mark.parametrize("config", [{}, {"reduce_scatter": False}, {"contiguous_gradients": False}], ids=str)
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=need(2)), pytest.param(3, marks=need(3))])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=gpus(2)), pytest.param(3, marks=gpus(3))])
 def test_large_gradients_are_exact_where_they_are_reduced_beside_the_backward(
     ranks: int, config: dict[str, Any]
 ) -> None:
@@ -104,7 +100,7 @@ def other_devices(stage: int) -> None:
     assert {p.device for p in accel.teardown(model).parameters()} == {here}
 
 
-@need(2)
+@gpus(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_may_have_any_device(stage: int) -> None:
     """There is one CPU."""
@@ -134,7 +130,7 @@ def fused(stage: int, offload: bool, directory: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-4)
 
 
-@need(2)
+@gpus(2)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_fused_optimizer_goes_on_after_a_load_and_a_teardown(stage: int, offload: bool, tmp_path: Path) -> None:
@@ -162,7 +158,7 @@ def bytes_beside_the_parts() -> None:
     assert torch.cuda.max_memory_allocated() - before <= (8 + 8 + 4) * one  # weights and momentum
 
 
-@need(2)
+@gpus(2)
 def test_whole_states_go_through_the_hosts_memory() -> None:
     """On a CPU what is whole lies in the memory of the parts."""
     accel.launch(bytes_beside_the_parts, num_processes=2)
@@ -187,7 +183,7 @@ def without_waiting(stage: int) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@need(2)
+@gpus(2)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_step_does_not_wait_for_the_device(stage: int) -> None:
     """A blocking copy between two memories cannot be told from another one on a CPU."""

@@ -15,13 +15,11 @@ from torch import nn
 import accel
 from accel.process import packing
 from tests.distributed import run
+from tests.gpu import gpus
+
+pytestmark = gpus(1)
 
 WIDTH = 512
-
-
-def need(number: int) -> pytest.MarkDecorator:
-    found = torch.cuda.device_count()
-    return pytest.mark.skipif(found < number, reason=f"needs {number} GPUs, and there are {found}")
 
 
 def net(layers: int = 8) -> nn.Sequential:
@@ -100,7 +98,7 @@ OPTIONS = [{"chunks": 1}, {"chunks": 4, "checkpoint": "always"}, {"chunks": 4, "
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=need(2)), pytest.param(4, marks=need(4))])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=gpus(2)), pytest.param(4, marks=gpus(4))])
 def test_a_pipeline_over_nccl_waits_for_no_device(ranks: int, options: dict[str, Any]) -> None:
     """On a CPU heads and contents travel alike, and nothing is computed behind the host."""
     accel.launch(pipelined, options, False, num_processes=ranks)
@@ -138,7 +136,7 @@ def ahead() -> None:
         assert working == [True, True] or step == 0  # where nccl connects first
 
 
-@need(2)
+@gpus(2)
 def test_the_host_of_a_pipeline_runs_ahead_of_its_device() -> None:
     """A CPU has computed when a call returns."""
     accel.launch(ahead, num_processes=2)
@@ -157,7 +155,7 @@ def differ(where: str) -> None:
     assert pair.distance() < 1e-4
 
 
-@need(2)
+@gpus(2)
 @pytest.mark.parametrize("where", ["batch", "loss"])
 def test_a_difference_is_found_while_the_device_works(where: str) -> None:
     """The sums are read from pinned memory behind an event, which a CPU does not have."""
@@ -186,7 +184,7 @@ def accumulated() -> None:
     assert pair.distance() < 1e-4
 
 
-@need(2)
+@gpus(2)
 def test_fsdp_reads_once_what_became_of_gradients_that_waited() -> None:
     """FSDP2 has streams of its own, on which what is read may not be ready: a CPU has none."""
     accel.launch(accumulated, num_processes=2)
@@ -200,7 +198,7 @@ def owned() -> None:
     assert pair.distance() < 1e-4
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=need(2)), pytest.param(4, marks=need(4))])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=gpus(2)), pytest.param(4, marks=gpus(4))])
 def test_owners_give_their_weights_back_in_one_collective(ranks: int) -> None:
     """It is in place, on nccl's stream; on a CPU there are broadcasts instead, or a copy of gloo's."""
     accel.launch(owned, num_processes=ranks)

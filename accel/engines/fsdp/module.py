@@ -22,7 +22,7 @@ from ...errors import BackendError
 from ...gradients.patches import divided_patches
 from ...process import Process
 from ...process.control import Waiting, announce
-from ...process.meshes import mesh_of
+from ...process.startup import mesh_of
 from .standin import Gathered
 
 
