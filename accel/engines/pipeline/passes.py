@@ -286,7 +286,8 @@ class Pass:
 
         Only here the host needs numbers of the device, which had them before all that the pass has given it to do.
         """
-        what, failed = self.what if which == "forward" else f"the {which} of {self.what}", ""
+        what = self.what if which == "forward" else f"the {which} of {self.what}"
+        failed = ""
         if self._failure is not None:
             failed = f"the {which} of the pipeline failed on rank {self._failure[0]}: {self._failure[1]}"
         answers = agree(f"the end of {what}", (failed, seen.read(), head))
