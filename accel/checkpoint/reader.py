@@ -299,8 +299,9 @@ class Reader:
         """Whether two tensors of one shape and dtype have the same bytes; in little memory."""
         stored = self._record.tensors[one]
         step, dtype = max(1, _STAGE // ITEM_BYTES[stored.dtype]), BY_NAME[stored.dtype]
+        room = [torch.empty(min(step, stored.numel), dtype=dtype, device="cpu") for _ in range(2)]
         for at in range(0, stored.numel, step):
-            a, b = (torch.empty(min(step, stored.numel - at), dtype=dtype, device="cpu") for _ in range(2))
+            a, b = (one[: stored.numel - at] for one in room)
             self.fill([(one, at, a), (other, at, b)])
             if memory(a) != memory(b):
                 return False
