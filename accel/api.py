@@ -19,7 +19,7 @@ from .data import LoaderHandle, LoaderOptions
 from .deferred import materialize, weights_of
 from .engines import Context, Engine
 from .errors import AccelError, LoaderError, PrecisionError, RankMismatchError
-from .handles import Handles, ModelHandle, Slot, engine_behind, raw
+from .handles import Handles, ModelHandle, HiddenAttribute, engine_behind, raw
 from .planning import Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
 from .precision import convert_module, convert_optimizer
 from .process import Process, current, ended, running
@@ -374,8 +374,8 @@ def _loader_handle(loader: Any, options: LoaderOptions | None, engine: Engine, n
             in_place=in_place and options.seed is None,
             name=f"{process.rounds} {number}",
         )
-        living = {key: value for key, value in (Slot.get(loader) or {}).items() if key.process is process}
-        Slot.put(loader, {**living, place: (handle, options)})
+        living = {key: value for key, value in (HiddenAttribute.get(loader) or {}).items() if key.process is process}
+        HiddenAttribute.put(loader, {**living, place: (handle, options)})
     state = handle._accel
     if loader is state.raw and state.engines and state.engines <= registry.ended:
         # Its engines were torn down: this is a setup like the first.

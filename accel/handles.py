@@ -264,15 +264,15 @@ def engine_behind(handle: ModelHandle | OptimizerHandle) -> Any:
 # -- Where a user's own object remembers what accel made of it ---------------------------------------------------------
 
 
-class Slot:
-    """Holds one value on a foreign object; a copy or a pickle of that object finds it empty.
+class HiddenAttribute:
+    """Holds one value on a foreign object; a copy or a pickle of that object has none.
 
     The value lives as long as its owner, and the two may refer to each other: the cycle is
     on the owner, where the garbage collector sees it, not in a table that would keep both.
     """
 
     __slots__ = ("owner_id", "value")
-    KEY: ClassVar = "_accel_slot"
+    KEY: ClassVar = "_accel_attribute"
 
     def __init__(self, owner: object, value: object) -> None:
         self.owner_id = id(owner)
@@ -283,16 +283,16 @@ class Slot:
 
     @staticmethod
     def get(owner: object) -> Any:
-        """The value in ``owner``'s slot, or None. A shallow copy of the owner carries the slot but does not own it."""
-        slot = owner.__dict__.get(Slot.KEY)
-        return slot.value if slot is not None and slot.owner_id == id(owner) else None
+        """The value on ``owner``, or None. A shallow copy of the owner carries it but does not own it."""
+        found = owner.__dict__.get(HiddenAttribute.KEY)
+        return found.value if found is not None and found.owner_id == id(owner) else None
 
     @staticmethod
     def put(owner: object, value: object) -> None:
-        """Fill ``owner``'s slot."""
-        owner.__dict__[Slot.KEY] = Slot(owner, value)
+        """Give ``owner`` the value."""
+        owner.__dict__[HiddenAttribute.KEY] = HiddenAttribute(owner, value)
 
     @staticmethod
     def clear(owner: object) -> None:
-        """Empty ``owner``'s slot."""
-        owner.__dict__.pop(Slot.KEY, None)
+        """Take ``owner``'s value away."""
+        owner.__dict__.pop(HiddenAttribute.KEY, None)

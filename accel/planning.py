@@ -18,7 +18,7 @@ from .deferred import check_deferred
 from .engines import Engine
 from .engines.base.gradients import check_parameters
 from .errors import AccelError, AlreadySetUpError, BackendError, LoaderError, OptimizerError
-from .handles import Handles, OptimizerHandle, Slot, engine_behind, raw
+from .handles import Handles, OptimizerHandle, HiddenAttribute, engine_behind, raw
 from .precision import Precision
 from .process import Process, current, running, use_devices
 from .registry import registry, resolve_module
@@ -155,7 +155,9 @@ def known_loader(loader: Any, options: LoaderOptions | None, place: LoaderPlace)
 
 def _made(loader: DataLoader[Any], place: LoaderPlace) -> tuple[LoaderHandle | None, LoaderOptions | None]:
     """The handle that a loader has for ``place``, and its options."""
-    made: tuple[LoaderHandle | None, LoaderOptions | None] = (Slot.get(loader) or {}).get(place, (None, None))
+    made: tuple[LoaderHandle | None, LoaderOptions | None] = (HiddenAttribute.get(loader) or {}).get(
+        place, (None, None)
+    )
     return made
 
 

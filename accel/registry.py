@@ -26,7 +26,7 @@ from .errors import AccelError, BackendError, OptimizerError, PrecisionError, Sh
 from .gradients.clip import total_norm
 from .gradients.log import remove_hooks
 from .gradients.patches import Patch, backward_patch, clip_patches, data_patch
-from .handles import ModelHandle, OptimizerHandle, Slot, raw
+from .handles import ModelHandle, OptimizerHandle, HiddenAttribute, raw
 from .precision import LossScale, all_finite
 from .process.control import agree
 
@@ -54,7 +54,7 @@ class Registry:
 
     def add(self, engine: Engine) -> None:
         """Make ``engine`` the one engine of its module."""
-        Slot.put(engine.module, engine)
+        HiddenAttribute.put(engine.module, engine)
         self.engines.add(engine)
         if engine.distributed and engine.gradients.partial:
             self.divided.add(engine.serial)
@@ -85,7 +85,7 @@ class Registry:
 
     def remove(self, engine: Engine) -> None:
         """Forget an engine that was torn down."""
-        Slot.clear(engine.module)
+        HiddenAttribute.clear(engine.module)
         self.ended.add(engine.serial)
         self.engines.discard(engine)
         self.divided.discard(engine.serial)
@@ -123,13 +123,13 @@ class Registry:
     @staticmethod
     def engine(module: nn.Module) -> Engine | None:
         """The engine of a raw module."""
-        engine: Engine | None = Slot.get(module)
+        engine: Engine | None = HiddenAttribute.get(module)
         return engine
 
     @staticmethod
     def optimizer_handle(optimizer: Optimizer) -> OptimizerHandle | None:
         """The live handle of a raw optimizer."""
-        reference: weakref.ref[OptimizerHandle] | None = Slot.get(optimizer)
+        reference: weakref.ref[OptimizerHandle] | None = HiddenAttribute.get(optimizer)
         return None if reference is None else reference()
 
     @staticmethod
@@ -190,7 +190,7 @@ class Registry:
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer that was never given to ``setup`` must not step with unfinished gradients either."""
-        slot = optimizer.__dict__.get(Slot.KEY)  # every step comes here: no call
+        slot = optimizer.__dict__.get(HiddenAttribute.KEY)  # every step comes here: no call
         if slot is not None and slot.owner_id == id(optimizer):
             return
         for engine in [e for e in self.in_order() if e.gradients.watched and _concerned(e)]:

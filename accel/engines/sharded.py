@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import BackendError, RankMismatchError
 from ..gradients.clip import clip_
-from ..handles import Slot
+from ..handles import HiddenAttribute
 from ..process.control import agree
 from ..process.packing import average_, broadcast_from_owners, reduce_to_owners
 from ..process.startup import unseen_group
@@ -100,7 +100,7 @@ def knowledge(gradient: torch.Tensor | None, touched: bool) -> int:
         return NONE
     if gradient.is_sparse:
         return SPARSE
-    noted: int | None = None if touched else Slot.get(gradient)
+    noted: int | None = None if touched else HiddenAttribute.get(gradient)
     return LOCAL if noted is None else noted
 
 
@@ -111,7 +111,7 @@ def complete(parameters: Iterable[nn.Parameter], world: int) -> list[torch.Tenso
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        elif Slot.get(parameter.grad) == OWNED:
+        elif HiddenAttribute.get(parameter.grad) == OWNED:
             spread(parameter.grad, world)
         # A loop may assign one to several parameters, and it is changed in place.
         if parameter.grad.data_ptr() in places:
@@ -125,7 +125,7 @@ def spread(gradient: torch.Tensor, world: int) -> None:
     """Make an owner's final gradient one whose mean over the ranks, of which the others have none, is that gradient."""
     with torch.no_grad():
         gradient.mul_(world)
-    Slot.clear(gradient)
+    HiddenAttribute.clear(gradient)
 
 
 def spread_before_accumulation(parameter: nn.Parameter, world: int) -> RemovableHandle:
@@ -134,7 +134,7 @@ def spread_before_accumulation(parameter: nn.Parameter, world: int) -> Removable
 
     def before(_: torch.Tensor) -> None:
         held = reference()
-        if held is not None and held.grad is not None and Slot.get(held.grad) == OWNED:
+        if held is not None and held.grad is not None and HiddenAttribute.get(held.grad) == OWNED:
             spread(held.grad, world)
 
     trainable = parameter.requires_grad
@@ -261,7 +261,7 @@ class ShardedGradients(Gradients):
         before = sum(p.grad is not None for p in parameters)
         self._settle("clipping by torch.nn.utils", range(len(parameters)), everywhere=True, weakest=LOCAL)
         grown = sum(p.grad is not None for p in parameters) > before
-        return grown or any(Slot.get(gradient) == OWNED for gradient in gradients)
+        return grown or any(HiddenAttribute.get(gradient) == OWNED for gradient in gradients)
 
     def _settle(self, what: str, indices: Sequence[int], *, everywhere: bool, weakest: int) -> list[int]:
         """Bring the gradients that are known as ``weakest`` or less to their owners, or everywhere.
@@ -284,7 +284,7 @@ class ShardedGradients(Gradients):
         if everywhere:
             average_(gradients, self._world, lambda flat: dist.all_reduce(flat, group=self.process.group))
             for gradient in gradients:
-                Slot.put(gradient, EVERYWHERE)
+                HiddenAttribute.put(gradient, EVERYWHERE)
         else:
             reduce_to_owners(self._by_owner(pending, gradients), self._rank, self.process.group)
             self._leave_to_owners(live)
@@ -298,7 +298,7 @@ class ShardedGradients(Gradients):
         # Those that are not looked at now must not pass for final later.
         for i in touched.difference(indices):
             if (grad := self.engine.parameters[i].grad) is not None:
-                Slot.clear(grad)
+                HiddenAttribute.clear(grad)
         mine = bytes([knowledge(self.engine.parameters[i].grad, i in touched) for i in indices])
         if touched:
             self.buffers.touch()
@@ -325,7 +325,7 @@ class ShardedGradients(Gradients):
             if rank_of[id(parameter)] != rank:
                 parameter.grad = None
             elif parameter.grad is not None:
-                Slot.put(parameter.grad, OWNED)
+                HiddenAttribute.put(parameter.grad, OWNED)
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip each owner's part by the norm of all parts."""
@@ -427,7 +427,7 @@ class ShardedEngine(Engine):
         """Give every rank the whole state of the optimizers."""
         for parameter in self.parameters:
             if parameter.grad is not None:
-                Slot.clear(parameter.grad)
+                HiddenAttribute.clear(parameter.grad)
         try:
             for optimizer in filter(self._splittable, optimizers):
                 if self.ended:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ...errors import AccelError, BackendError
 from ...gradients.log import TrainableMask, explain
-from ...handles import ModelHandle, OptimizerHandle, Slot, end
+from ...handles import ModelHandle, OptimizerHandle, HiddenAttribute, end
 from ...precision import Dtypes, LossScale, Precision, restore_dtypes
 from ...process import Process
 from ...process.control import announce, raise_lost, require_equal
@@ -179,14 +179,14 @@ class Engine(ABC):
         """Add an optimizer of this model's parameters; ``start`` follows. Local."""
         self.steppers[id(optimizer)] = Stepper(self, optimizer)
         handle = self.optimizer_handles[id(optimizer)] = OptimizerHandle(self, optimizer)
-        Slot.put(optimizer, weakref.ref(handle))
+        HiddenAttribute.put(optimizer, weakref.ref(handle))
         self.optimizers.append(optimizer)
 
     def detach(self, optimizer: Optimizer) -> None:
         """Give the optimizer back to its user. Local."""
         self.holdings.guard.release(optimizer)
         self.steppers.pop(id(optimizer)).close()
-        Slot.clear(optimizer)
+        HiddenAttribute.clear(optimizer)
         end(self.optimizer_handles.pop(id(optimizer)))
         self.optimizers[:] = [o for o in self.optimizers if o is not optimizer]
 
