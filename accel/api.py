@@ -19,7 +19,7 @@ from .data import LoaderHandle, LoaderOptions
 from .deferred import materialize, weights_of
 from .engines import Context, Engine
 from .errors import AccelError, LoaderError, PrecisionError, RankMismatchError
-from .handles import Handles, ModelHandle, HiddenAttribute, engine_behind, raw
+from .handles import Handles, HiddenAttribute, ModelHandle, engine_behind, raw
 from .planning import Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
 from .precision import convert_module, convert_optimizer
 from .process import Process, current, ended, running

@@ -18,7 +18,7 @@ from .deferred import check_deferred
 from .engines import Engine
 from .engines.base.gradients import check_parameters
 from .errors import AccelError, AlreadySetUpError, BackendError, LoaderError, OptimizerError
-from .handles import Handles, OptimizerHandle, HiddenAttribute, engine_behind, raw
+from .handles import Handles, HiddenAttribute, OptimizerHandle, engine_behind, raw
 from .precision import Precision
 from .process import Process, current, running, use_devices
 from .registry import registry, resolve_module

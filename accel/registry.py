@@ -26,7 +26,7 @@ from .errors import AccelError, BackendError, OptimizerError, PrecisionError, Sh
 from .gradients.clip import total_norm
 from .gradients.log import remove_hooks
 from .gradients.patches import Patch, backward_patch, clip_patches, data_patch
-from .handles import ModelHandle, OptimizerHandle, HiddenAttribute, raw
+from .handles import HiddenAttribute, ModelHandle, OptimizerHandle, raw
 from .precision import LossScale, all_finite
 from .process.control import agree
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ...errors import AccelError, BackendError
 from ...gradients.log import TrainableMask, explain
-from ...handles import ModelHandle, OptimizerHandle, HiddenAttribute, end
+from ...handles import HiddenAttribute, ModelHandle, OptimizerHandle, end
 from ...precision import Dtypes, LossScale, Precision, restore_dtypes
 from ...process import Process
 from ...process.control import announce, raise_lost, require_equal
