@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from .errors import AccelError, AlreadySetUpError, BackendError, LoaderError, Op
 from .handles import Handles, HiddenAttribute, OptimizerHandle, engine_behind, raw
 from .precision import Precision
 from .process import Process, current, running, use_devices
-from .registry import registry, resolve_module
+from .registry import described, registry, resolve_module
 from .trees import map_leaves
 
 # -- learning rates ----------------------------------------------------------------------------------------------------
@@ -266,11 +266,23 @@ def _from_environment(variable: str, asked: Any, default: str, parse: Callable[[
         raise type(error)(f"{variable}={value!r}: {error}") from None
 
 
+def _advice(other: Any) -> str:
+    """What to write instead of something that is no optimizer."""
+    if isinstance(other, type) and issubclass(other, Optimizer):
+        return f"make one, {other.__name__}(model.parameters(), ...)"
+    if isinstance(getattr(other, "optimizer", None), Optimizer):
+        return (
+            f"give the optimizer that this {type(other).__name__} schedules; the scheduler stays as it is in the loop"
+        )
+    if isinstance(other, Iterator):
+        return "give what steps them, as torch.optim.AdamW(model.parameters())"
+    return "the order is accel.setup(model, optimizers, dataloaders)"
+
+
 def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
     if not isinstance(optimizer, Optimizer):
         raise OptimizerError(
-            f"{path} is a {type(optimizer).__module__}.{type(optimizer).__qualname__}; expected a torch.optim.Optimizer: "
-            "the order is accel.setup(model, optimizers, dataloaders)"
+            f"{path} is {described(optimizer)}; expected a torch.optim.Optimizer: {_advice(optimizer)}"
         )
     if (handle := handle_of(optimizer)) is not None:
         _check_known(plan, handle, path)

@@ -310,6 +310,12 @@ def _first_names(module: nn.Module) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
+def described(other: object) -> str:
+    """What something is that was given in another's place."""
+    kind, what = (other, "the class") if isinstance(other, type) else (type(other), "a")
+    return f"{what} {kind.__module__}.{kind.__qualname__}"
+
+
 def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:
     """The raw module behind what a user holds, and what a forward should call (its compile wrapper, if any).
 
@@ -322,9 +328,7 @@ def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:
         module = raw(model)
         return module, module
     if not isinstance(model, nn.Module):
-        raise AccelError(
-            f"expected a torch.nn.Module as the model, got {type(model).__module__}.{type(model).__qualname__}"
-        )
+        raise AccelError(f"expected a torch.nn.Module as the model, got {described(model)}")
     if type(model).__name__ == "OptimizedModule" and "_orig_mod" in model._modules:
         return resolve_module(model._modules["_orig_mod"])[0], model
     return model, model

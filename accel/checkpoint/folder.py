@@ -35,7 +35,9 @@ def named(path: object) -> str:
         raise CheckpointError("expected a directory, found None; accel.latest gives None where there is no checkpoint")
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:
-        raise CheckpointError(f"expected the path of a directory, found {path!r}")
+        found = repr(path) if isinstance(path, str | bytes) else f"a {type(path).__name__}"
+        swapped = ": the order is accel.save(state, dir) and accel.load(dir, state)" if isinstance(path, dict) else ""
+        raise CheckpointError(f"expected the path of a directory, found {found}{swapped}")
     return os.path.expanduser(refuse_url(text, CheckpointError))
 
 

@@ -8,6 +8,7 @@ import os
 import socket
 import time
 
+from ..engines import resolve
 from ..errors import LaunchError
 from ..process.devices import available
 from . import Command
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--hosts", help="all hosts, with commas; the ranks meet at the first of them")
     parser.add_argument("--port", type=int, default=29400, help="a port that is free there (%(default)s)")
+    parser.add_argument("--backend", help="sets ACCEL_BACKEND: a name, or with options as in fsdp:replicas=2")
     parser.add_argument("--max-restarts", type=int, default=0, help="starts after a failure (%(default)s)")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as in python -m")
     parser.add_argument("script", help="a Python file")
@@ -44,6 +46,9 @@ def run(args: argparse.Namespace) -> int:
         raise LaunchError(f"--port {args.port}: expected a port from 1 to 65535")
     if not args.module and not os.path.isfile(args.script):
         raise LaunchError(f"there is no file {args.script} in {os.getcwd()}")
+    if args.backend is not None:
+        resolve(args.backend)
+        os.environ["ACCEL_BACKEND"] = args.backend
     # A threaded library in each process would otherwise take all cores, or torchrun would leave it one.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     # torchrun's own store keeps the addresses of processes that have ended, which restarted ones would try.

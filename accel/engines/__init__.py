@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import difflib
 import importlib.util
 import pkgutil
 import sys
@@ -87,26 +90,48 @@ def engine_of(options: Options) -> type[Engine]:
 
 
 def resolve(backend: object) -> tuple[type[Engine], Any]:
-    """The engine class and options that a ``backend=`` value asks for.
+    """The engine class and options that a ``backend=`` value asks for: options, or a text such as ``"fsdp:replicas=2"``.
 
     Raises:
-        BackendError: no such backend (lists the known ones), or a package that it needs is missing (says what to install).
+        BackendError: no such backend (lists the known ones) or option, or a package that it needs is missing (says what to
+            install).
     """
     if isinstance(backend, Options):
         engine, options = engine_of(backend), backend
-    elif isinstance(backend, str) and backend in ENGINES:
-        engine, options = ENGINES[backend], ENGINES[backend].options_type()
+    elif isinstance(backend, str) and (name := backend.partition(":")[0]) in ENGINES:
+        engine, options = ENGINES[name], _options(ENGINES[name].options_type, backend)
     else:
-        raise BackendError(
-            f"unknown backend {backend!r}; expected 'auto', one of {', '.join(map(repr, ENGINES))}, "
-            f"or options: {', '.join(f'accel.{name}(...)' for name in option_names())}"
-        )
+        raise _unknown(backend)
     for module, package in engine.requires.items():
         if importlib.util.find_spec(module) is None:
             raise BackendError(
                 f"backend {engine.name!r} needs {module}, which is not installed: pip install '{package}' (docs/hosts.md)"
             )
     return engine, options
+
+
+def _options(kind: type[Options], text: str) -> Options:
+    """Those of ``"name:option=value,option=value"``; a value without a name is for the ``leading`` option."""
+    values: dict[str, Any] = {}
+    for item in filter(None, text.partition(":")[2].split(",")):
+        name, named, value = item.strip().rpartition("=")
+        if not named and not kind.leading:
+            raise BackendError(f"backend {text!r}: {item!r} names no option; expected name=value")
+        plain = value.strip()
+        with contextlib.suppress(ValueError, SyntaxError):  # then it is a text
+            plain = ast.literal_eval(plain.capitalize() if plain in ("true", "false", "none") else plain)
+        values[name.strip() or kind.leading] = plain
+    return kind(**values)
+
+
+def _unknown(backend: object) -> BackendError:
+    if isinstance(backend, type) and issubclass(backend, Options):
+        return BackendError(f"backend={backend.__name__} is the class of its options: accel.{backend.__name__}()")
+    meant = difflib.get_close_matches(str(backend).lower(), ENGINES, 1)
+    return BackendError(
+        f"unknown backend {backend!r}{f', did you mean {meant[0]!r}?' if meant else ''}; expected 'auto', one of "
+        f"{', '.join(map(repr, ENGINES))}, or options: {', '.join(f'accel.{name}(...)' for name in option_names())}"
+    )
 
 
 def default(process: Process) -> str:

@@ -76,7 +76,7 @@ class Failure:
     error: bytes
 
 
-def launch(fn: Callable[..., Any], *args: Any, num_processes: int | None = None) -> Any:
+def launch(fn: Callable[..., Any], *args: Any, num_processes: int | None = None, **unknown: Any) -> Any:
     """Run ``fn(*args)`` in new processes, one a rank, and return rank 0's result; from a script or a notebook cell.
 
     Functions and classes may be defined in the cell or the script. Modules, optimizers, schedulers and whatever else
@@ -88,6 +88,7 @@ def launch(fn: Callable[..., Any], *args: Any, num_processes: int | None = None)
         fn: calls ``accel.setup`` as any training script does; each rank gets its own copy of the arguments.
         args: raw objects, not handles.
         num_processes: how many; None is one for each device of this machine.
+        unknown: refused: it may be meant for ``fn``, whose arguments go by position, or for ``launch``.
 
     Raises:
         LaunchError: an argument cannot be sent (says which, by its path); a worker raised (its traceback and rank; the
@@ -95,6 +96,12 @@ def launch(fn: Callable[..., Any], *args: Any, num_processes: int | None = None)
     """
     number = _number(num_processes)
     _check_here(fn)
+    if unknown:
+        name = next(iter(unknown))
+        raise LaunchError(
+            f"accel.launch has no option {name!r}: arguments of {name_of(fn)} go by position, or as "
+            f"functools.partial({name_of(fn)}, {name}=...)"
+        )
     found = stateful({name_of(fn): fn, **{f"args[{i}]": argument for i, argument in enumerate(args)}})
     with contextlib.ExitStack() as stack:
         payload, states, result = (stack.enter_context(contextlib.closing(Memory())) for _ in range(3))

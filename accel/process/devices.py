@@ -42,10 +42,14 @@ def available() -> tuple[str, int]:
 
 def resolve(devices: object) -> tuple[torch.device, ...]:
     """What a request means on this machine; ``"auto"`` is what ACCEL_DEVICES says, where it says something."""
-    if isinstance(devices, str) and devices == "auto":
-        devices = os.environ.get("ACCEL_DEVICES") or devices
+    outside = os.environ.get("ACCEL_DEVICES") if isinstance(devices, str) and devices == "auto" else None
     kind, count = available()
-    return parse_devices(devices, count, kind)
+    try:
+        return parse_devices(outside or devices, count, kind)
+    except DeviceError as error:
+        if not outside:
+            raise
+        raise DeviceError(f"ACCEL_DEVICES={outside!r}: {error}") from None
 
 
 def parse_devices(

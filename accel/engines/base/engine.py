@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import logging
 import weakref
 from abc import ABC, abstractmethod
@@ -44,6 +45,23 @@ class Options:
 
     #: Options with which the engine works in another way than with the default ones; the contract's tests run them too.
     variants: ClassVar[tuple[Options, ...]] = ()
+    #: The option that a value without a name is for, as in ``ACCEL_BACKEND=deepspeed:3``; none where this is empty.
+    leading: ClassVar[str] = ""
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Refuse other options than there are.
+
+        Raises:
+            BackendError: names the one that is likely meant.
+        """
+        known = [option.name for option in dataclasses.fields(cls)]
+        if args:
+            raise BackendError(f"{cls.__name__}({args[0]!r}): options go by their names: {', '.join(known)}")
+        for name in options.keys() - known:
+            meant = difflib.get_close_matches(name, known, 1)
+            guess = f"did you mean {meant[0]}?" if meant else f"its options are {', '.join(known)}"
+            raise BackendError(f"{cls.__name__}({name}=...): there is no such option; {guess}")
+        return object.__new__(cls)
 
     @final
     def __post_init__(self) -> None:

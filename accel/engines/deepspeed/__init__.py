@@ -63,6 +63,8 @@ class DeepSpeed(Options):
     config: Mapping[str, Any] | str | Path | None = None
     auto_refresh: bool = True
 
+    leading = "stage"
+
     def check_values(self) -> None:
         """Refuse an unknown stage."""
         if self.stage not in (None, 0, 1, 2, 3):
