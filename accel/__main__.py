@@ -11,14 +11,15 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from . import __version__, commands
+from . import commands
 from .errors import AccelError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status: 0, 1 after an error of accel's, which is printed, 141 after a closed pipe."""
     parser = argparse.ArgumentParser(prog="python -m accel", description="Tools beside the library.")
-    parser.add_argument("--version", action="version", version=f"accel {__version__}")
+    version = sys.modules[str(__package__)].__version__
+    parser.add_argument("--version", action="version", version=f"accel {version}")
     parsers = parser.add_subparsers(dest="command", required=True)
     known: dict[str, commands.Command] = {}
     for info in pkgutil.iter_modules(commands.__path__):

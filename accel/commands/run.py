@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--hosts", help="all hosts, with commas; the ranks meet at the first of them")
     parser.add_argument("--port", type=int, default=29400, help="a port that is free there (%(default)s)")
-    parser.add_argument("--backend", help="sets ACCEL_BACKEND: a name, or with options as in fsdp:replicas=2")
+    parser.add_argument("--backend", help="sets ACCEL_BACKEND: a name, or name:option=value,option=value")
     parser.add_argument("--max-restarts", type=int, default=0, help="starts after a failure (%(default)s)")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as in python -m")
     parser.add_argument("script", help="a Python file")
