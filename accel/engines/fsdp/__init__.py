@@ -303,7 +303,7 @@ class FSDPEngine(Engine):
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
         """Everything cut along the first dimension, over the ranks of one copy of the model."""
-        copies: int = options.replicas
+        copies: int = min(options.replicas, world_size)  # one process has one
         return even_shards(footprint, world_size // copies) * copies
 
     def wrap(self) -> None:

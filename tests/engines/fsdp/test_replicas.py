@@ -90,6 +90,11 @@ def test_memory_is_that_of_one_copys_ranks() -> None:
         assert measured.total == pytest.approx(predicted.total, rel=0.02)
 
 
+def test_memory_of_one_process() -> None:
+    model = accel.setup(mlp(8, 8, 4), backend=TWO).model
+    assert [row.use.parameters for row in accel.memory_report(model, measured=True).rows[-2:]] == [432, 432]
+
+
 def drift(wrong: int) -> None:
     raw = mlp(8, 8, 4)
     model, optimizer, _ = accel.setup(raw, adamw(raw), backend=accel.FSDP(replicas=2, drift_check=2))
