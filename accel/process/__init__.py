@@ -222,6 +222,7 @@ def shutdown(how: str = "called accel.teardown(), and does not come") -> None:
             gc.collect()  # of what held the groups some sits in cycles
         # The last references, so that gloo's threads end here and not at exit, where one that frees a tensor aborts.
         process.group = process.control = None
+        process.meshes.clear()
         process.subgroups.clear()
     _state.process, _state.ended, _state.mismatch = None, "", False
 

@@ -116,8 +116,9 @@ class Process:
     order: Order = field(default_factory=Order)
     #: What uses the process groups: ``abandon(reason)`` makes it let go of them when they are ended.
     dependents: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    #: Of the ranks of a mesh along one axis that this rank is among, by all of that axis.
-    subgroups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    #: By their axes, meshes of all ranks; and the process groups along these that were made for them.
+    meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
+    subgroups: list[dist.ProcessGroup] = field(default_factory=list)
     #: What lets go of the groups that other libraries keep for themselves.
     releases: list[Callable[[], None]] = field(default_factory=list)
 
@@ -187,6 +188,11 @@ def start(backend: str | None, timeout: timedelta | None, request: object, rende
 
 #: nccl's watchdog ends a process whose collective runs out of time: accel's own error shall come before, on every rank.
 _MARGIN: Final = timedelta(minutes=1)
+
+
+def _give_margin(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    if (nccl := nccl_of(group)) is not None:
+        nccl._set_default_timeout(timeout + _MARGIN)
 
 
 def _patience(group: dist.ProcessGroup | None) -> timedelta:
@@ -264,8 +270,7 @@ class Rendezvous:
                 f"{_unreachable(place)}"
             ) from error
         assert dist.group.WORLD is not None
-        if (nccl := nccl_of(dist.group.WORLD)) is not None:
-            nccl._set_default_timeout(timeout + _MARGIN)
+        _give_margin(dist.group.WORLD, timeout)
         return dist.group.WORLD
 
 
@@ -340,6 +345,15 @@ def mesh_of(process: Process, axes: Mapping[str, int]) -> DeviceMesh:
 
     Collective where it is a new one: the process groups of a mesh live as long as accel's other groups do.
     """
+    key = tuple(axes.items())
+    if key not in process.meshes:
+        mesh = process.meshes[key] = _new_mesh(process, axes)
+        # DTensor's caches keep it for ever, and with it the groups that it registers.
+        process.releases.append(getattr(mesh, "_pg_registry", {}).clear)
+    return process.meshes[key]
+
+
+def _new_mesh(process: Process, axes: Mapping[str, int]) -> DeviceMesh:
     assert process.group is not None
     kind = process.device.type
     if len(axes) == 1:
@@ -348,12 +362,13 @@ def mesh_of(process: Process, axes: Mapping[str, int]) -> DeviceMesh:
     groups = []
     for axis, name in enumerate(axes):
         lines = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
-        if (key := str(lines)) not in process.subgroups:
-            process.subgroups[key], _ = dist.new_subgroups_by_enumeration(
-                lines, process.timeout, group_desc=f"accel {name}"
-            )
-        groups.append(process.subgroups[key])
-    return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=tuple(axes))
+        group, _ = dist.new_subgroups_by_enumeration(lines, process.timeout, group_desc=f"accel {name}")
+        _give_margin(group, process.timeout)
+        groups.append(group)
+    process.subgroups += groups
+    # Not equal to the mesh of an earlier start: what DTensor's caches have of that one names groups that are gone.
+    names = tuple(f"{name} {process.token}" for name in axes)
+    return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
 
 
 def destroy_groups(process: Process) -> None:
@@ -361,6 +376,6 @@ def destroy_groups(process: Process) -> None:
     if process.owns_group:
         dist.destroy_process_group()
         return
-    for group in (process.control, *process.subgroups.values()):
+    for group in (process.control, *process.subgroups):
         if group is not None:
             dist.destroy_process_group(group)

@@ -33,8 +33,8 @@ _FIRST: Final = 16
 _LEAST, _MOST = 16, 1 << 14
 _NEVER: Final = sys.maxsize
 _NAMED: Final = 5
-#: What this rank had at a step: texts by what they say, and digests of tensors by name; and its place.
-_Snapshot: TypeAlias = tuple[int, dict[str, str], dict[str, Any], int]
+#: What this rank had at a step: texts by what they say, digests of tensors by name, its place and digests of its parts.
+_Snapshot: TypeAlias = tuple[int, dict[str, str], dict[str, Any], int, dict[str, Any]]
 
 
 @final
@@ -113,36 +113,34 @@ class DriftGuard:
     def _take(self) -> None:
         engine = self._engine()
         assert engine is not None  # it is stepping
-        facts, place = self._facts(engine), engine.holdings.place
+        facts, (place, twins) = self._facts(engine), engine.holdings.twins()
         tensors = [*engine.holdings.replicas(), *_tensors_of_groups(engine.optimizers)]
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            digests = {name: digest(tensor) for name, tensor in tensors}
-        snapshot = self.steps, facts, digests, place
+            whole, parts = ({name: digest(tensor) for name, tensor in some} for some in (tensors, twins))
+        snapshot = self.steps, facts, whole, place, parts
         steps, then = self._begun
         self._begun = (self.steps, time.perf_counter())
         pace = (self._begun[1] - then) / (self.steps - steps) if steps else 0.0
         costs, self._cost = (self._cost, pace), 0.0
-        remote = {name: value for name, value in digests.items() if isinstance(value, torch.Tensor)}
+        remote = [(some, name, v) for some in (whole, parts) for name, v in some.items() if isinstance(v, torch.Tensor)]
         if not remote:
             self._send(snapshot, costs)
             return
         # By the next step the device has them ready: waiting for them leaves it a whole step's work.
-        values, copied = to_host(list(remote.values()))
+        values, copied = to_host([value for *_, value in remote])
 
         def send() -> None:
             copied()
-            digests.update(zip(remote, values.tolist(), strict=True))
+            for (digests, name, _), value in zip(remote, values.tolist(), strict=True):
+                digests[name] = value
             self._send(snapshot, costs)
 
         self._todo = send
 
     def _send(self, snapshot: _Snapshot, costs: tuple[float, float]) -> None:
-        _, facts, digests, place = snapshot
-        summary = (
-            _of_bytes(repr(sorted(facts.items())).encode()),
-            place,
-            _of_bytes(repr(list(digests.values())).encode()),
-        )
+        _, facts, whole, place, parts = snapshot
+        everywhere = repr((sorted(facts.items()), list(whole.values())))
+        summary = _of_bytes(everywhere.encode()), place, _of_bytes(repr(list(parts.values())).encode())
         answers = agree_later(f"the drift guard of {self._kind}", (summary, *costs))
         self._todo = functools.partial(self._judge, snapshot, answers)
 
@@ -151,7 +149,7 @@ class DriftGuard:
         self.interval = self._every or _interval([costs for _, *costs in told])
         self._next = step + self.interval
         summaries = {summary for summary, *_ in told}  # one of each place where the ranks are equal
-        if len({facts for facts, *_ in summaries}) <= 1 and len({place for _, place, _ in summaries}) == len(summaries):
+        if len({alike for alike, *_ in summaries}) <= 1 and len({place for _, place, _ in summaries}) == len(summaries):
             self._equal = step if told else self._equal
             return
         everyone = agree(f"the drift guard of {self._kind}, comparing what differs", mine)
@@ -310,19 +308,25 @@ def _plain(value: Any) -> str:
     return type(value).__name__
 
 
-def _difference(everyone: Sequence[tuple[Mapping[str, str], Mapping[str, int], int]]) -> str:
-    facts, digests, places = zip(*everyone, strict=True)
+def _difference(everyone: Sequence[tuple[Mapping[str, str], Mapping[str, int], int, Mapping[str, int]]]) -> str:
+    facts, whole, places, parts = zip(*everyone, strict=True)
     if differing := _differing(facts):
         values = [theirs.get(differing[0], "none") for theirs in facts]
         by_value = {value: [r for r, v in enumerate(values) if v == value] for value in dict.fromkeys(values)}
         said = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
         written = differing[0].startswith("changes of ")
         return f"{differing[0]}: {said}{_more(differing[1:])}; " + (_WRITES if written else _VALUES)
-    # Of the first place where ranks differ.
-    by_place = ([rank for rank, other in enumerate(places) if other == place] for place in sorted(set(places)))
-    ranks, differing = next((r, found) for r in by_place if (found := _differing([digests[rank] for rank in r])))
-    others = [rank for rank in ranks if digests[rank].get(differing[0]) != digests[ranks[0]].get(differing[0])]
-    return f"{differing[0]} on ranks {others} is not what it is on rank {ranks[0]}{_more(differing[1:])}; {_WEIGHTS}"
+    compared = [(list(range(len(everyone))), whole)]
+    for place in sorted(set(places)):
+        compared.append(([rank for rank, other in enumerate(places) if other == place], parts))
+    for ranks, digests in compared:
+        if differing := _differing([digests[rank] for rank in ranks]):
+            first, *others = ranks
+            others = [rank for rank in others if digests[rank].get(differing[0]) != digests[first].get(differing[0])]
+            return (
+                f"{differing[0]} on ranks {others} is not what it is on rank {first}{_more(differing[1:])}; {_WEIGHTS}"
+            )
+    raise AssertionError("summaries differ, and what they are of does not")
 
 
 _VALUES: Final = (

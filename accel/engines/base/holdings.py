@@ -69,14 +69,13 @@ class Holdings(Raw):
             if parameter.grad is not None:
                 yield name, "grad", parameter.grad
 
-    @property
-    def place(self) -> int:
-        """Ranks of one place have the same ``replicas``; here all."""
-        return 0
-
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """What of the weights other ranks hold too, equal before each step; names differ from place to place. Local."""
+        """The weights that every rank holds whole, and equal before each step. Local."""
         return list(self.engine.named.items())
+
+    def twins(self) -> tuple[int, Sequence[tuple[str, torch.Tensor]]]:
+        """A place, and what the ranks of this place hold of the other weights, equal before each step. Local."""
+        return 0, ()
 
     def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
         """Take what the loop assigns to ``parameter.data``, where torch would put it in a wrong place; False if not. Local."""

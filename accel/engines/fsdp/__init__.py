@@ -98,21 +98,22 @@ class FSDPHoldings(Holdings):
             for optimizer in optimizers:
                 refuse_steps(optimizer, engine.ended)
 
-    @property
-    def place(self) -> int:
-        """In its copy of the model."""
-        parts = self.engine.parts
-        return parts.sharded.place if parts is not None and self.engine.options.replicas > 1 else 0
-
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """What cannot be cut; with several copies of the model the shards too."""
+        """What cannot be cut."""
+        shards = self._shards()
+        return [(name, p) for name, p in super().replicas() if id(p) not in shards]
+
+    def twins(self) -> tuple[int, Sequence[tuple[str, torch.Tensor]]]:
+        """With several copies of the model, its place in its copy and the shards there."""
+        parts, shards = self.engine.parts, self._shards()
+        if parts is None or self.engine.options.replicas == 1:
+            return super().twins()
+        place = parts.sharded.place
+        return place, [(f"{name} (part {place})", here(p)) for name, p in super().replicas() if id(p) in shards]
+
+    def _shards(self) -> set[int]:
         parts = self.engine.parts
-        shards = set() if parts is None else {id(p.sharded_param) for p in parts.sharded.params}
-        whole = [(name, p) for name, p in super().replicas() if id(p) not in shards]
-        if self.engine.options.replicas == 1:
-            return whole
-        cut = [(f"{name} (part {self.place})", here(p)) for name, p in super().replicas() if id(p) in shards]
-        return [*whole, *cut]
+        return set() if parts is None else {id(p.sharded_param) for p in parts.sharded.params}
 
     def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
         """Shards take values of their own form."""
@@ -302,7 +303,7 @@ class FSDPEngine(Engine):
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
         """Everything cut along the first dimension, over the ranks of one copy of the model."""
-        copies: int = options.replicas
+        copies: int = min(options.replicas, world_size)  # one process has one
         return even_shards(footprint, world_size // copies) * copies
 
     def wrap(self) -> None:

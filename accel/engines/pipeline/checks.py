@@ -119,6 +119,8 @@ def _rounding(dtype: torch.dtype) -> float:
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
     """Of the values, of their amounts, and of rows by their number; without a copy of a large floating tensor."""
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    if values.is_floating_point() and values.dtype.itemsize == 1:
+        values = values.float()  # nothing is computed with such
     wide = torch.promote_types(values.dtype, torch.float32) if values.is_floating_point() else None
     each = values.sum(tuple(range(1, values.dim())), dtype=wide) if values.dim() > 1 else values.reshape(-1)
     if wide is not None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import accel
 from accel.registry import registry
@@ -59,7 +63,7 @@ def count(backend: Any) -> list[dict[str, int]]:
     raw = mlp(8, 8, 4)
     model, optimizer, _ = accel.setup(raw, adamw(raw), backend=backend)
     engine: Any = registry.of_handle(model)
-    groups = {axis: engine.parts.sharded.mesh.get_group(axis) for axis in ("replicate", "shard")}
+    groups = dict(zip(("replicate", "shard"), engine.parts.sharded.mesh.get_all_groups(), strict=True))
     counted = []
     for accumulates in (True, False):
         before = {axis: group._get_sequence_number_for_group() for axis, group in groups.items()}
@@ -86,6 +90,11 @@ def test_memory_is_that_of_one_copys_ranks() -> None:
         assert measured.total == pytest.approx(predicted.total, rel=0.02)
 
 
+def test_memory_of_one_process() -> None:
+    model = accel.setup(mlp(8, 8, 4), backend=TWO).model
+    assert [row.use.parameters for row in accel.memory_report(model, measured=True).rows[-2:]] == [432, 432]
+
+
 def drift(wrong: int) -> None:
     raw = mlp(8, 8, 4)
     model, optimizer, _ = accel.setup(raw, adamw(raw), backend=accel.FSDP(replicas=2, drift_check=2))
@@ -103,6 +112,24 @@ def drift(wrong: int) -> None:
 def test_copies_that_drift_apart_are_told(wrong: int, named: str) -> None:
     for message in refusals(4, drift, wrong, error="RankMismatchError", breaks=True):
         assert f"0.weight (part {wrong % 2}) on ranks {named}" in message
+
+
+def drift_of_a_rate() -> None:
+    """As under ``if accel.local_rank() == 0`` on hosts that have a copy each."""
+    raw = mlp(8, 8, 4)
+    optimizer = torch.optim.AdamW(raw.parameters(), lr=torch.tensor(0.01), foreach=False)
+    model, optimizer, _ = accel.setup(raw, optimizer, backend=accel.FSDP(replicas=2, drift_check=2))
+    for step in range(8):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        if step == 2 and accel.rank() % 2 == 0:
+            optimizer.param_groups[0]["lr"].fill_(0.5)
+
+
+def test_what_every_rank_has_whole_is_compared_over_all_of_them() -> None:
+    for message in refusals(4, drift_of_a_rate, error="RankMismatchError", breaks=True):
+        assert "lr of group 0 of AdamW on ranks [1, 3] is not what it is on rank 0" in message
 
 
 def groups_left() -> list[int]:
@@ -123,6 +150,42 @@ def test_two_models_share_the_groups_and_none_is_left() -> None:
     """The user's own, accel's, one along each axis; then the user's own."""
     for counts in run(4, groups_left):
         assert counts == [4, 1, 4, 1]
+
+
+def norms_of_two_starts() -> list[float]:
+    norms = []
+    for _ in range(2):
+        raw = mlp(8, 8, 4)
+        model, _, _ = accel.setup(raw, adamw(raw), backend=TWO)
+        model(torch.ones(2, 8)).sum().backward()
+        norms += [float(nn.utils.clip_grad_norm_(model.parameters(), 1e9)), float(accel.clip_grad_norm_(model, 1e9))]
+        accel.teardown()
+    return norms
+
+
+def test_torchs_clipping_after_a_new_start() -> None:
+    """Its norm of shards was computed for an equal mesh before, whose groups are gone."""
+    for norms in run(4, norms_of_two_starts):
+        assert norms == pytest.approx([norms[0]] * 4)
+
+
+def threads_left() -> int:
+    """Those of gloo run as long as something holds their group."""
+    before = len(os.listdir("/proc/self/task"))
+    raw = mlp(8, 8, 4)
+    model, _, _ = accel.setup(raw, adamw(raw), backend=TWO)
+    model(torch.ones(2, 8)).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    del model
+    accel.teardown()
+    gc.collect()
+    return len(os.listdir("/proc/self/task")) - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
+def test_no_thread_of_a_group_is_left() -> None:
+    """DTensor's caches keep the mesh, and not its groups."""
+    assert run(4, threads_left) == [0] * 4
 
 
 def refuse(replicas: int) -> None:

@@ -104,6 +104,13 @@ def test_sums_of_a_gradient_are_taken_without_a_copy(dtype: torch.dtype) -> None
         refuse_other_values("this", [[first], Prints([gradient.clone()]).read()], "")
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.uint8, torch.bool])
+def test_sums_of_a_batch_of_few_bits(dtype: torch.dtype) -> None:
+    for values in (torch.arange(6).view(2, 3).to(dtype), torch.zeros(0, 3).to(dtype), torch.ones(()).to(dtype)):
+        (sums,) = Prints([values]).read()
+        refuse_other_values("this", [[sums], Prints([values.clone()]).read()], "")
+
+
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
