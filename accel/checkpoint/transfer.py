@@ -6,7 +6,7 @@ All are on the current stream of their device, and so in order with what made th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Final
 
@@ -54,7 +54,7 @@ def on_host(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             finish(events)
             yield tensor
 
-    for piece in chain.from_iterable(one.split(PIECE // one.itemsize) for one in pieces):
+    for piece in chain.from_iterable(_parts(one) for one in pieces):
         if is_remote(piece):
             buffers = buffers[::-1] or [host_memory(PIECE, pinned=True) for _ in range(2)]
             here = buffers[0][: piece.nbytes].view(piece.dtype)
@@ -64,3 +64,7 @@ def on_host(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield from come(0)
             yield piece.cpu()
     yield from come(0)
+
+
+def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    return [tensor] if tensor.nbytes <= PIECE else tensor.split(PIECE // tensor.itemsize)

@@ -334,10 +334,10 @@ def device() -> torch.device:
     Raises:
         DeviceError: ``ACCEL_DEVICES`` asks for devices that do not exist.
     """
-    return devices()[0]
+    return own_devices()[0]
 
 
-def devices() -> tuple[torch.device, ...]:
+def own_devices() -> tuple[torch.device, ...]:
     """All devices of this rank, of which some engines use more than the first; otherwise as ``device``."""
     if _state.process is not None:
         return _state.process.devices

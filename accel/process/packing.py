@@ -81,9 +81,14 @@ def _limit(dtype: torch.dtype, device: torch.device, owners: int) -> int:
     return max(1, piece // dtype.itemsize // owners)
 
 
-def _uncut(limit: int) -> int:
-    """How many elements a tensor has at most that always comes as a whole."""
-    return limit // 4
+def _calls_are_dear(device: torch.device) -> bool:
+    """Whether one large collective beats several small ones; gloo gathers into memory of its own, from which it copies."""
+    return device.type != "cpu"
+
+
+def _uncut(limit: int, device: torch.device) -> int:
+    """How many elements a tensor has at most that always comes as a whole: alone it needs no copy, which on the CPU decides."""
+    return limit // 4 if _calls_are_dear(device) else limit
 
 
 @final
@@ -96,14 +101,14 @@ class _Line:
     def __bool__(self) -> bool:
         return bool(self._rest)
 
-    def take(self, limit: int) -> list[torch.Tensor]:
-        """At most ``limit`` elements in all, and nearly as many; of a large tensor, which is contiguous, a flat part."""
+    def take(self, limit: int, uncut: int) -> list[torch.Tensor]:
+        """At most ``limit`` elements in all; of a tensor with more than ``uncut``, which is contiguous, a flat part."""
         part: list[torch.Tensor] = []
         room, rest = limit, self._rest
         while rest:
             size = rest[-1].numel()
             if size > room:
-                if room and size > _uncut(limit):
+                if size > uncut and room and (uncut < limit or not part):
                     first, more = rest.pop().view(-1).tensor_split([room])
                     part.append(first)
                     rest.append(more)
@@ -132,13 +137,13 @@ def _pieces(
         lines = list(map(_Line, same))
         while holders := sum(map(bool, lines)):
             limit = _limit(dtype, device, share(device, holders))
-            yield [line.take(limit) for line in lines]
+            yield [line.take(limit, _uncut(limit, device)) for line in lines]
 
 
 def _cuttable(tensors: Iterable[torch.Tensor], owners: int) -> list[torch.Tensor]:
     """The same, with a contiguous copy in the place of one that may be cut."""
     return [
-        t if t.is_contiguous() or t.numel() <= _uncut(_limit(t.dtype, t.device, owners)) else t.contiguous()
+        t if t.is_contiguous() or t.numel() <= _uncut(_limit(t.dtype, t.device, owners), t.device) else t.contiguous()
         for t in tensors
     ]
 
@@ -166,11 +171,6 @@ def _unflatten_into(tensors: list[torch.Tensor], flat: torch.Tensor) -> None:
 
 #: Its name since torch 2.13, where the other one warns.
 _all_gather: Final[Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def _calls_are_dear(device: torch.device) -> bool:
-    """Whether one large collective beats several small ones; gloo gathers into memory of its own, from which it copies."""
-    return device.type != "cpu"
 
 
 def _first(parts: Sequence[list[torch.Tensor]]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from ..errors import AccelError
-from . import devices, rank
+from . import own_devices, rank
 
 
 def seed(n: int, *, per_rank: bool = False) -> None:
@@ -46,7 +46,7 @@ class RngState:
 
     def state_dict(self) -> dict[str, Any]:
         # The others were not saved before, so that they have a name of their own.
-        there = [torch.get_device_module(one).get_rng_state(one).cpu() for one in devices() if one.type != "cpu"]
+        there = [torch.get_device_module(one).get_rng_state(one).cpu() for one in own_devices() if one.type != "cpu"]
         first = there[0] if there else None
         return {"numpy": None, **Generators(global_generators()).states(), "device": first, "devices": there[1:]}
 
@@ -66,7 +66,7 @@ class RngState:
 
 def _put_on_devices(states: Sequence[torch.Tensor]) -> None:
     """Bring the rank's devices to the states of the saving rank's; one that it did not have draws numbers of its own."""
-    for number, place in enumerate(one for one in devices() if one.type != "cpu"):
+    for number, place in enumerate(one for one in own_devices() if one.type != "cpu"):
         module = torch.get_device_module(place)
         if number < len(states):
             module.set_rng_state(states[number], place)

@@ -47,7 +47,7 @@ def several(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = Devices()
 
     def use(count: int) -> Devices:
-        monkeypatch.setattr(rng, "devices", lambda: tuple(torch.device("cuda", i) for i in range(count)))
+        monkeypatch.setattr(rng, "own_devices", lambda: tuple(torch.device("cuda", i) for i in range(count)))
         return module
 
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
