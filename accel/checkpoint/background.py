@@ -111,7 +111,7 @@ class _Room:
                 if count:
                     nbytes = count * piece.itemsize
                     copy = self._blocks[self._number][self._at : self._at + nbytes].view(piece.dtype)
-                    yield copy.copy_(piece[:count], non_blocking=True)
+                    yield copy.copy_(piece[:count], non_blocking=is_remote(piece))
                     piece, self._at = piece[count:], self._at + -(-nbytes // _ALIGN) * _ALIGN
                 else:
                     self._number, self._at = self._number + 1, 0

@@ -137,7 +137,7 @@ class _Staging:
 def _put(tensor: torch.Tensor, first: int, values: torch.Tensor) -> None:
     """Write elements from ``first`` on, in row-major order; from pinned memory to a device without waiting for it."""
     if values.dtype is not tensor.dtype:
-        values = values.to(tensor.device, non_blocking=True)  # it is converted there
+        values = values.to(tensor.device, non_blocking=is_remote(tensor))  # it is converted there
     if tensor.is_contiguous():
         tensor = tensor.view(-1)
     row = tensor.numel() // len(tensor)
@@ -149,7 +149,7 @@ def _put(tensor: torch.Tensor, first: int, values: torch.Tensor) -> None:
             _put(tensor[at], within, values[:count])
         else:
             rows = tensor[at : at + count // row]
-            rows.copy_(values[:count].view(rows.shape), non_blocking=True)
+            rows.copy_(values[:count].view(rows.shape), non_blocking=is_remote(rows))
         first, values = first + count, values[count:]
 
 

@@ -17,7 +17,10 @@ PIECE: Final = 16 << 20
 
 
 def is_remote(tensor: torch.Tensor) -> bool:
-    """Whether its copies to and from pinned memory go on by themselves."""
+    """Whether its copies to and from pinned memory go on by themselves, and ``begun`` tells of their end.
+
+    Copies of any other device wait: those of some would go on, and nobody hears when they end.
+    """
     return tensor.is_cuda
 
 

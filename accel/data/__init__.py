@@ -6,6 +6,7 @@ loaders there can be) > sampling (who gets what, in which order)
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Mapping
@@ -192,7 +193,10 @@ class Iteration:
         state.start, state.following = state.fresh(state.following), state.following + 1
         self._comparison = None if state.comparisons is None else state.comparisons.begin(start.epoch, start.at)
         loader.generator = self._seeds(start)
-        with torch.device("cpu"):  # where torch draws a seed from the generator, whatever the default device
+        # Torch draws a seed from the generator, which is the CPU's, on the default device. Workers begin inside this context
+        # and stay in it, where each call of torch's takes longer.
+        elsewhere = torch.get_default_device().type != "cpu"
+        with torch.device("cpu") if elsewhere else contextlib.nullcontext():
             self._batches = iter(loader)
 
     def _seeds(self, start: Start) -> torch.Generator | None:

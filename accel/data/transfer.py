@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any, final
@@ -21,7 +22,7 @@ class Transfer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = _stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Any) -> Any:
         """The same containers with their tensors on the device."""
@@ -39,6 +40,12 @@ class Transfer:
         computing.wait_stream(self._stream)
         moved.record_stream(computing)  # its memory is not given to another copy before the steps that use it end
         return moved
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all epochs: the memory of batches is the stream's, and another stream would take its own."""
+    return torch.cuda.Stream(device)
 
 
 def _pinned(leaf: Any) -> bool:

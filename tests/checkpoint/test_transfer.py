@@ -154,6 +154,24 @@ def test_memory_for_copies_is_pinned_and_used_again(device: Late, tmp_path: Path
         assert len(saving.background._blocks) == -(-size // saving._BLOCK)
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_copies_of_a_device_without_events_wait(
+    wait: bool, device: Late, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of MPS and XPU, whose copies go on by themselves too, also from memory that is not pinned."""
+    for module in (transfer, reader, saving, layout):
+        if hasattr(module, "is_remote"):
+            monkeypatch.setattr(module, "is_remote", lambda tensor: False)
+    saved, found = state(1), state(0)
+    expected = flat(saved)
+    pending = accel.save(saved, tmp_path, wait=wait)
+    if pending is not None:
+        pending.result(60)
+    accel.load(tmp_path, found, check="stream")
+    assert not device.begun
+    assert same(flat(found), expected)
+
+
 def test_values_of_a_device_are_compared_there(device: Late) -> None:
     one = torch.rand(5000, dtype=REMOTE)
     before = layout._content(one)
@@ -161,3 +179,29 @@ def test_values_of_a_device_are_compared_there(device: Late) -> None:
     one[4321] += 1e-9
     assert layout._content(one) != before
     assert not device.pinned
+
+
+def patterns() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of tensors whose sums of rows and of columns are equal, or differ in a bit that a product loses."""
+    one = torch.rand(5000, dtype=torch.float64)
+    signs = torch.where(torch.arange(5000) < 7, -one, one)
+    orders = [torch.eye(1024)[torch.randperm(1024, generator=torch.Generator().manual_seed(i))] for i in (1, 2)]
+    whole = torch.arange(3000)
+    return [(one, signs), (orders[0], orders[1]), (whole, whole.add(1 << 62).add(1 << 62))]
+
+
+@pytest.mark.parametrize("number", range(3), ids=["signs", "permutations", "highest bits"])
+def test_no_pattern_hides_from_the_comparison(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = patterns()[number]
+    monkeypatch.setattr(layout, "is_remote", lambda tensor: True)
+    assert layout._content(one) != layout._content(other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_values_decide_and_not_how_they_lie(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "is_remote", lambda tensor: True)
+    one = torch.rand(1300, 1700).mul(3).to(dtype)
+    content = layout._content(one)
+    assert layout._content(one.t().contiguous().t()) == content
+    one.view(torch.uint8)[777, 1001] ^= 1
+    assert layout._content(one) != content

@@ -46,6 +46,18 @@ def test_two_iterators_do_not_disturb_each_other(kind: Any, kwargs: Any) -> None
     assert [[a for a, _ in pairs], [b for _, b in pairs]] == alone
 
 
+class Modes(Numbers):
+    """How many modes calls of torch's go through where a sample is made."""
+
+    def __getitem__(self, i: int) -> int:
+        return len(torch.overrides._get_current_function_mode_stack())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_are_made_outside_of_any_mode(workers: int) -> None:
+    assert list(make(DataLoader(Modes(4), batch_size=2, collate_fn=list, num_workers=workers))) == [[0, 0]] * 2
+
+
 @pytest.mark.parametrize("kind", [Numbers, Counting])
 def test_persistent_workers_live_on_and_see_new_epochs(kind: Any) -> None:
     class Where(kind):  # type: ignore[misc]

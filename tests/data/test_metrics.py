@@ -88,6 +88,15 @@ def test_moves_reach_every_tensor_and_keep_the_containers() -> None:
     assert paged.calls == [(meta, {})]
 
 
+def test_all_epochs_take_the_memory_of_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or device)
+    device = torch.device("cuda", 99)
+    for _ in range(3):
+        Transfer(device)
+    assert made == [device]
+
+
 def test_batches_arrive_on_the_device_unless_it_is_switched_off() -> None:
     data = [(torch.ones(2), i) for i in range(4)]
     for options, device in ((LoaderOptions(), "meta"), (LoaderOptions(move=False), "cpu")):

@@ -605,6 +605,13 @@ def test_a_digest_of_a_tensor_that_is_made_of_others_sees_them() -> None:
     assert digest(TwoTensor(first, second)) != digest(TwoTensor(first, first))
 
 
+@pytest.mark.parametrize("take", [digest, sums])
+def test_a_digest_sees_signs_of_eight_bytes(take: Callable[[torch.Tensor], Any]) -> None:
+    values = torch.rand(5000, dtype=torch.float64)
+    for count in (1, 2, 7):
+        assert take(torch.where(torch.arange(5000) < count, -values, values)) != take(values)
+
+
 def test_a_digest_is_of_values_wherever_they_lie() -> None:
     values = torch.randn(8, 3, 5, 5)
     assert digest(values.to(memory_format=torch.channels_last)) == digest(values)

@@ -385,7 +385,8 @@ def _of_bytes(data: Any) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-_INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Of eight bytes both halves: a difference in the highest bit is lost when it is multiplied by a sum of two odd weights.
+_INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _WIDTH: Final = 1024
 
 
