@@ -212,12 +212,14 @@ def convert_module(
 ) -> Dtypes:
     """Move parameters, their gradients and buffers; ``dtype`` is for floating ones. ``undo`` puts the old values back."""
     changed: Dtypes = []
+    moved: set[int] = set()
     for tensor in chain(module.parameters(), module.buffers()):
         if dtype is not None and tensor.is_floating_point() and tensor.dtype is not dtype:
             changed.append((tensor, tensor.dtype))
-        _convert(tensor, device, dtype, undo)
+        if _convert(tensor, device, dtype, undo):
+            moved.add(id(tensor))
     for child in module.modules():
-        if isinstance(child, nn.RNNBase):
+        if isinstance(child, nn.RNNBase) and not moved.isdisjoint(map(id, child.parameters())):
             child.flatten_parameters()  # cuDNN would copy weights that lie apart at every forward
     return changed
 
@@ -232,7 +234,8 @@ def restore_dtypes(changed: Dtypes, optimizers: Iterable[Optimizer]) -> None:
             convert_optimizer(optimizer, for_good)
 
 
-def _convert(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None, undo: contextlib.ExitStack) -> None:
+def _convert(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None, undo: contextlib.ExitStack) -> bool:
+    """Whether it has other memory now."""
     # A gradient of another dtype than its tensor's cannot be held, not even on the way back.
     grad, tensor.grad = tensor.grad, None
     undo.callback(setattr, tensor, "grad", grad)
@@ -245,6 +248,7 @@ def _convert(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | No
     undo.callback(setattr, tensor, "grad", None)
     if grad is not None:
         tensor.grad = grad.to(device, dtype if grad.is_floating_point() else None)
+    return after is not before
 
 
 def _put(tensor: torch.Tensor, value: torch.Tensor) -> None:
