@@ -354,6 +354,14 @@ class Writer:
         names = [file.name for file in kept.files] if kept else []
         folder.sweep(self._directory, names + status_names(self._save, self._world))
 
+    def _stands(self) -> bool:
+        """Whether the record may name this save's files: it has its name before that is durable, which may fail."""
+        try:
+            found = folder.present(self._directory)
+        except (OSError, CheckpointError):
+            return True
+        return found is not None and found.id == self._save
+
     # -- in the background: without collectives ---------------------------------------------------------------------
 
     def finish_alone(self, timeout: float) -> None:
@@ -374,7 +382,8 @@ class Writer:
             end = self._tell(status, files, failure)
             if end["error"] and self._rank:
                 # What went wrong here may follow from the end of the save, which removes files.
-                self.discard()
+                if not end.get("stands", True):
+                    self.discard()
                 raise CheckpointError(end["error"]) from failure
         if failure is not None:
             raise failure
@@ -386,7 +395,7 @@ class Writer:
             error = f"rank {self._rank}: {explain(failure)}" if self._rank else explain(failure)
         told = [None if file is None else [file.name, file.size, file.header] for file in files]
         try:
-            status.write({"error": error, "files": told})
+            status.write({"error": error, "files": told, "stands": failure is None or self._stands()})
             end = status.read(0)
         except (OSError, CheckpointError) as lost:
             raise failure or lost from None

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import accel
-from accel.checkpoint import shards
+from accel.checkpoint import record, shards
 from accel.errors import CheckpointError
 from tests.distributed import outcomes, refusals, run, wait_for
 from tests.faults import Fault, full_disk
@@ -201,6 +201,44 @@ def test_every_rank_hears_why_rank_0_failed(tmp_path: Path) -> None:
     texts = run(2, fails_on_rank_0, tmp_path / "c")
     assert all("the disk of rank 0 is full" in text for text in texts), texts
     assert not list((tmp_path / "c").glob("*.safetensors"))
+
+
+def fails_after_the_commit(directory: Path, wait: bool) -> tuple[str, float]:
+    """The record has its name when rank 0's disk fails to make that durable."""
+    accel.init()
+    state = {"x": torch.full((1000,), 1.0)}
+    accel.save(state, directory)
+    state["x"].fill_(2.0)
+    replace, sync = os.replace, record.sync
+
+    def fail(path: str) -> None:
+        raise OSError(5, "the directory is not durable", path)
+
+    def replaced(old: Any, new: Any) -> None:
+        replace(old, new)
+        if str(new).endswith(record.NAME):
+            record.sync = fail
+
+    os.replace = replaced
+    try:
+        pending = accel.save(state, directory, wait=wait)
+        assert pending is not None
+        pending.exception(30)
+        accel.save(state, directory)
+    except CheckpointError as error:
+        text = str(error)
+    finally:
+        os.replace, record.sync = replace, sync
+    state["x"].zero_()
+    accel.load(directory, state)
+    return text, state["x"].unique().item()
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_failure_after_the_commit_removes_nothing_of_it(wait: bool, tmp_path: Path) -> None:
+    for text, value in run(2, fails_after_the_commit, tmp_path / "c", wait):
+        assert "the directory is not durable" in text
+        assert value == 2.0
 
 
 def in_the_background(directory: Path, begun: Path) -> str:
