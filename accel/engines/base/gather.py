@@ -63,7 +63,11 @@ def gather(
     if lacking:
         # Sparse tensors through the host: a pickled device would be the sender's.
         first = {k: _moved(mine.forms[k], "cpu") for k in lacking if holders[k][0] == rank}
-        forms = {k: _moved(f, process.device) for theirs in agree(f"{title}: values", first) for k, f in theirs.items()}
+        forms = {
+            k: _moved(f, device or process.device)
+            for theirs in agree(f"{title}: values", first)
+            for k, f in theirs.items()
+        }
     tensors = _assemble([rows for rows, _ in told], mine.shards, process, keep)
     if not keep:
         return {}
