@@ -49,7 +49,7 @@ def _place(frame: FrameType | None) -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if file != __file__ and not file.startswith(_DISPATCHING):
-            return f"{file.removeprefix(f'{ROOT}/').removeprefix(f'{_PACKAGES}/')}:{frame.f_lineno}"
+            return f"{file.removeprefix(f'{_PACKAGES}/').removeprefix(f'{ROOT}/')}:{frame.f_lineno}"
         frame = frame.f_back
     return "unknown"
 

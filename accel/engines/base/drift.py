@@ -113,10 +113,10 @@ class DriftGuard:
     def _take(self) -> None:
         engine = self._engine()
         assert engine is not None  # it is stepping
-        facts, (place, twins) = self._facts(engine), engine.holdings.twins()
+        facts, (place, replicated_parts) = self._facts(engine), engine.holdings.replicated_parts()
         tensors = [*engine.holdings.replicas(), *_tensors_of_groups(engine.optimizers)]
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            whole, parts = ({name: digest(tensor) for name, tensor in some} for some in (tensors, twins))
+            whole, parts = ({name: digest(tensor) for name, tensor in some} for some in (tensors, replicated_parts))
         snapshot = self.steps, facts, whole, place, parts
         steps, then = self._begun
         self._begun = (self.steps, time.perf_counter())

@@ -73,7 +73,7 @@ class Holdings(Raw):
         """The weights that every rank holds whole, and equal before each step. Local."""
         return list(self.engine.named.items())
 
-    def twins(self) -> tuple[int, Sequence[tuple[str, torch.Tensor]]]:
+    def replicated_parts(self) -> tuple[int, Sequence[tuple[str, torch.Tensor]]]:
         """A place, and what the ranks of this place hold of the other weights, equal before each step. Local."""
         return 0, ()
 

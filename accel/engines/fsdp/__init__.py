@@ -103,11 +103,11 @@ class FSDPHoldings(Holdings):
         shards = self._shards()
         return [(name, p) for name, p in super().replicas() if id(p) not in shards]
 
-    def twins(self) -> tuple[int, Sequence[tuple[str, torch.Tensor]]]:
+    def replicated_parts(self) -> tuple[int, Sequence[tuple[str, torch.Tensor]]]:
         """With several copies of the model, its place in its copy and the shards there."""
         parts, shards = self.engine.parts, self._shards()
         if parts is None or self.engine.options.replicas == 1:
-            return super().twins()
+            return super().replicated_parts()
         place = parts.sharded.place
         return place, [(f"{name} (part {place})", here(p)) for name, p in super().replicas() if id(p) in shards]
 
