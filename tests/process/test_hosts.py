@@ -22,7 +22,8 @@ from tests.engines.matrix import Cell, check_cells
 accel.init(timeout=60)
 from accel.process import current
 place = current().place
-print("[place]", place.rank, place.world_size, place.local_rank, place.local_world_size, flush=True)
+# In one write: the processes of a host share their output, which may be unbuffered.
+print(f"[place] {place.rank} {place.world_size} {place.local_rank} {place.local_world_size}\\n", end="", flush=True)
 failures = check_cells([Cell("ddp", accumulation=4, no_sync=True, freeze=True, clip=True)])
 assert not failures, failures
 print("[parity]", flush=True)
