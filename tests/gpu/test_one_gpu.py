@@ -9,7 +9,6 @@ import subprocess
 import sys
 import warnings
 from collections import UserDict
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from tests.distributed import run
-from tests.gpu import gpus
+from tests.gpu import gpus, no_reads
 from tests.models import sgd
 from tests.programs import ROOT
 
@@ -105,17 +104,6 @@ def test_overflow_skips_the_step() -> None:
     accel.backward(model(batch(0)).square().mean() * 1e35)
     optimizer.step()
     assert all(torch.equal(p, q) for p, q in zip(raw.parameters(), before, strict=True))
-
-
-@contextlib.contextmanager
-def no_reads() -> Iterator[None]:
-    """Inside, torch raises where the host waits for the device."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])

@@ -13,8 +13,8 @@ from torch import nn
 import accel
 from accel.engines import ENGINES
 from tests.faults import Fault
-from tests.gpu import gpus
-from tests.gpu.test_one_gpu import TOLERANCE, batch, check, distance, net, no_reads
+from tests.gpu import gpus, no_reads
+from tests.gpu.test_one_gpu import TOLERANCE, batch, check, distance, net
 from tests.models import mlp, sgd
 from tests.programs import by_hand, free_port, scripts
 
