@@ -268,7 +268,7 @@ def _agree_on(plan: Plan) -> list[int]:
 
 def _seeds(plan: Plan) -> list[int]:
     """A seed for each dataloader, which nothing decides but the call and the program's seed."""
-    place = place_for(plan.engine_type, current())
+    place = place_for(plan.engine_type, plan.options, current())
     loaders: list[Any] = []
     map_leaves(lambda loader, path: loaders.append(loader), plan.dataloaders, "dataloaders")
     asked = [options_of(loader, plan.loader_options, place).seed for loader in loaders]
@@ -352,7 +352,7 @@ def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
     for optimizer in plan.new_optimizers:
         convert_optimizer(optimizer, undo)
         if plan.scale_lr:
-            planning.scale(optimizer, engine.replica(engine.process)[1], undo)
+            planning.scale(optimizer, place_of(engine).world, undo)
         engine.attach(optimizer)
         if plan.engine is not None:
             undo.callback(engine.detach, optimizer)

@@ -133,12 +133,12 @@ def known_optimizer(optimizer: Any, engine: Engine, scale_lr: bool = False) -> O
 
 def place_of(engine: Engine) -> LoaderPlace:
     """For whom an engine's loaders are divided."""
-    return place_for(type(engine), engine.process)
+    return place_for(type(engine), engine.options, engine.process)
 
 
-def place_for(engine_type: type[Engine], process: Process) -> LoaderPlace:
+def place_for(engine_type: type[Engine], options: Any, process: Process) -> LoaderPlace:
     """For whom the loaders of such an engine are divided."""
-    return LoaderPlace(*engine_type.replica(process), process.device, process)
+    return LoaderPlace(*engine_type.replica(options, process), process.device, process)
 
 
 def known_loader(loader: Any, options: LoaderOptions | None, place: LoaderPlace) -> LoaderHandle:
@@ -304,7 +304,7 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
     if current().place.world_size > 1:
         check_parameters(optimizer, names, plan.module, path)
     if plan.scale_lr:
-        check(optimizer, place_for(plan.engine_type, current()).world, path)
+        check(optimizer, place_for(plan.engine_type, plan.options, current()).world, path)
     if not any(optimizer is o for o in plan.new_optimizers):
         plan.new_optimizers.append(optimizer)
 
@@ -322,7 +322,7 @@ def _check_known(plan: Plan, handle: OptimizerHandle, path: str) -> None:
 
 
 def _plan_loader(plan: Plan, loader: Any, path: str, process: Process) -> None:
-    place = place_for(plan.engine_type, process)
+    place = place_for(plan.engine_type, plan.options, process)
     if type(loader) is LoaderHandle:
         if loader._accel.place != place:
             raise LoaderError(

@@ -197,9 +197,8 @@ class ModuleObject(StateObject):
         self._holdings = shard.Raw(module, {}) if engine is None else engine.holdings
         self._prefix = prefix
         # One model on all ranks together: what is no tensor lies on one of them, too.
-        spread = engine is not None and engine.synchronizes and engine.replica(engine.process)[1] == 1
-        self._spread = spread
-        self.merged = spread and engine is not None and engine.distributed
+        self.merged = engine is not None and engine.distributed and engine.gradients.spread
+        self._spread = self.merged or (engine is not None and engine.synchronizes and not engine.distributed)
         #: The names that the engine gives to what is in this part of its module, and the part's own.
         self._own_names: dict[str, str] = {}
         if engine is not None and prefix:

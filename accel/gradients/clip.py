@@ -69,8 +69,7 @@ def clip_(
     norm_type: float,
     process: Process,
     common: Sequence[torch.Tensor] = (),
-    *,
-    counted: bool = True,
+    copies: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Clip all ranks' gradients by their norm together, in place; returns the norm before. Collective.
 
@@ -80,12 +79,12 @@ def clip_(
         norm_type: as in ``total_norm``.
         process: of this rank.
         common: what all ranks have.
-        counted: another rank has the same part where this is False.
+        copies: what this rank has, and another one counts.
     """
     # So that all ranks clip alike, whatever they were assigned.
-    own = [*(mine if counted else ()), *(() if process.place.rank else common)]
+    own = [*mine, *(() if process.place.rank else common)]
     norm = total_norm(
         own, norm_type, process.device, lambda total, op: dist.all_reduce(total, op, group=process.group)
     ).float()
-    scale_([*mine, *common], max_norm, norm)
+    scale_([*mine, *common, *copies], max_norm, norm)
     return norm

@@ -340,6 +340,10 @@ def unseen_group() -> Iterator[None]:
         dist.group.WORLD = group
 
 
+#: The tokens of the starts of this process that had a mesh.
+_starts: Final[list[str]] = []
+
+
 def mesh_of(process: Process, axes: Mapping[str, int]) -> DeviceMesh:
     """The mesh of all ranks with these axes, by name and length, the last of which neighbours lie along.
 
@@ -367,7 +371,10 @@ def _new_mesh(process: Process, axes: Mapping[str, int]) -> DeviceMesh:
         groups.append(group)
     process.subgroups += groups
     # Not equal to the mesh of an earlier start: what DTensor's caches have of that one names groups that are gone.
-    names = tuple(f"{name} {process.token}" for name in axes)
+    if process.token not in _starts:
+        _starts.append(process.token)
+    number = len(_starts)
+    names = tuple(axes) if number == 1 else tuple(f"{name} (start {number})" for name in axes)
     return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
 
 

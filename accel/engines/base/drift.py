@@ -34,7 +34,8 @@ _LEAST, _MOST = 16, 1 << 14
 _NEVER: Final = sys.maxsize
 _NAMED: Final = 5
 #: What this rank had at a step: texts by what they say, digests of tensors by name, its place and digests of its parts.
-_Snapshot: TypeAlias = tuple[int, dict[str, str], dict[str, Any], int, dict[str, Any]]
+#: The step, facts that must be equal, and digests by name of what ranks of one place have alike; "" is everywhere.
+_Snapshot: TypeAlias = tuple[int, dict[str, str], dict[str, dict[str, Any]]]
 
 
 @final
@@ -113,16 +114,16 @@ class DriftGuard:
     def _take(self) -> None:
         engine = self._engine()
         assert engine is not None  # it is stepping
-        facts, (place, replicated_parts) = self._facts(engine), engine.holdings.replicated_parts()
-        tensors = [*engine.holdings.replicas(), *_tensors_of_groups(engine.optimizers)]
+        facts, parts = self._facts(engine), engine.holdings.replicated_parts()
+        tensors = {"": [*engine.holdings.replicas(), *_tensors_of_groups(engine.optimizers)], **parts}
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            whole, parts = ({name: digest(tensor) for name, tensor in some} for some in (tensors, replicated_parts))
-        snapshot = self.steps, facts, whole, place, parts
+            digests = {place: {name: digest(tensor) for name, tensor in some} for place, some in tensors.items()}
+        snapshot = self.steps, facts, digests
         steps, then = self._begun
         self._begun = (self.steps, time.perf_counter())
         pace = (self._begun[1] - then) / (self.steps - steps) if steps else 0.0
         costs, self._cost = (self._cost, pace), 0.0
-        remote = [(some, name, v) for some in (whole, parts) for name, v in some.items() if isinstance(v, torch.Tensor)]
+        remote = [(some, n, v) for some in digests.values() for n, v in some.items() if isinstance(v, torch.Tensor)]
         if not remote:
             self._send(snapshot, costs)
             return
@@ -131,16 +132,16 @@ class DriftGuard:
 
         def send() -> None:
             copied()
-            for (digests, name, _), value in zip(remote, values.tolist(), strict=True):
-                digests[name] = value
+            for (some, name, _), value in zip(remote, values.tolist(), strict=True):
+                some[name] = value
             self._send(snapshot, costs)
 
         self._todo = send
 
     def _send(self, snapshot: _Snapshot, costs: tuple[float, float]) -> None:
-        _, facts, whole, place, parts = snapshot
-        everywhere = repr((sorted(facts.items()), list(whole.values())))
-        summary = _of_bytes(everywhere.encode()), place, _of_bytes(repr(list(parts.values())).encode())
+        _, facts, digests = snapshot
+        compared = {place: list(some.values()) for place, some in digests.items()} | {"facts": sorted(facts.items())}
+        summary = tuple((place, _of_bytes(repr(values).encode())) for place, values in compared.items())
         answers = agree_later(f"the drift guard of {self._kind}", (summary, *costs))
         self._todo = functools.partial(self._judge, snapshot, answers)
 
@@ -148,8 +149,8 @@ class DriftGuard:
         (step, *mine), told = snapshot, answers()
         self.interval = self._every or _interval([costs for _, *costs in told])
         self._next = step + self.interval
-        summaries = {summary for summary, *_ in told}  # one of each place where the ranks are equal
-        if len({alike for alike, *_ in summaries}) <= 1 and len({place for _, place, _ in summaries}) == len(summaries):
+        found = {pair for summary, *_ in told for pair in summary}  # one of each place where the ranks are equal
+        if len(dict(found)) == len(found):
             self._equal = step if told else self._equal
             return
         everyone = agree(f"the drift guard of {self._kind}, comparing what differs", mine)
@@ -308,23 +309,21 @@ def _plain(value: Any) -> str:
     return type(value).__name__
 
 
-def _difference(everyone: Sequence[tuple[Mapping[str, str], Mapping[str, int], int, Mapping[str, int]]]) -> str:
-    facts, whole, places, parts = zip(*everyone, strict=True)
+def _difference(everyone: Sequence[tuple[Mapping[str, str], Mapping[str, Mapping[str, int]]]]) -> str:
+    facts, parts = zip(*everyone, strict=True)
     if differing := _differing(facts):
         values = [theirs.get(differing[0], "none") for theirs in facts]
         by_value = {value: [r for r, v in enumerate(values) if v == value] for value in dict.fromkeys(values)}
         said = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
         written = differing[0].startswith("changes of ")
         return f"{differing[0]}: {said}{_more(differing[1:])}; " + (_WRITES if written else _VALUES)
-    compared = [(list(range(len(everyone))), whole)]
-    for place in sorted(set(places)):
-        compared.append(([rank for rank, other in enumerate(places) if other == place], parts))
-    for ranks, digests in compared:
-        if differing := _differing([digests[rank] for rank in ranks]):
-            first, *others = ranks
-            others = [rank for rank in others if digests[rank].get(differing[0]) != digests[first].get(differing[0])]
+    for place in sorted({place for theirs in parts for place in theirs}):
+        first, *others = (rank for rank, theirs in enumerate(parts) if place in theirs)
+        if differing := _differing([parts[rank][place] for rank in (first, *others)]):
+            others = [r for r in others if parts[r][place].get(differing[0]) != parts[first][place].get(differing[0])]
+            where = f" ({place})" if place else ""
             return (
-                f"{differing[0]} on ranks {others} is not what it is on rank {first}{_more(differing[1:])}; {_WEIGHTS}"
+                f"{differing[0]}{where} on ranks {others} is not what it is on rank {first}{_more(differing[1:])}; {_WEIGHTS}"
             )
     raise AssertionError("summaries differ, and what they are of does not")
 

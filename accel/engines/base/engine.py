@@ -168,8 +168,8 @@ class Engine(ABC):
         return
 
     @classmethod
-    def replica(cls, process: Process) -> tuple[int, int]:
-        """This rank's place among the replicas of the model, and their number: ranks of one replica read one batch."""
+    def replica(cls, options: Any, process: Process) -> tuple[int, int]:
+        """This rank's data-parallel place, and how many there are: ranks of one place read one batch. Local."""
         return process.place.rank, process.place.world_size
 
     @classmethod

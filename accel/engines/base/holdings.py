@@ -73,9 +73,9 @@ class Holdings(Raw):
         """The weights that every rank holds whole, and equal before each step. Local."""
         return list(self.engine.named.items())
 
-    def replicated_parts(self) -> tuple[int, Sequence[tuple[str, torch.Tensor]]]:
-        """A place, and what the ranks of this place hold of the other weights, equal before each step. Local."""
-        return 0, ()
+    def replicated_parts(self) -> Mapping[str, Sequence[tuple[str, torch.Tensor]]]:
+        """What this rank holds of the other weights, by its place: equal on ranks of one place before each step. Local."""
+        return {}
 
     def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
         """Take what the loop assigns to ``parameter.data``, where torch would put it in a wrong place; False if not. Local."""

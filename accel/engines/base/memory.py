@@ -7,7 +7,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, final
 
 import torch
@@ -90,12 +90,14 @@ class Footprint:
         buffers: bytes of the module's buffers.
         optimizers: for each optimizer the indices of its parameters, in the order of its groups.
         layers: of a plain ``nn.Sequential`` the children: the name, and bytes of buffers; of another module none.
+        plan: the model's own for tensor parallelism.
     """
 
     parameters: tuple[ParameterSize, ...]
     buffers: int = 0
     optimizers: tuple[tuple[int, ...], ...] = ()
     layers: tuple[tuple[str, int], ...] = ()
+    plan: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def trainable(self) -> tuple[ParameterSize, ...]:
@@ -181,7 +183,13 @@ def take(
         buffers=_buffers(module),
         optimizers=tuple(held),
         layers=tuple((name, _buffers(child)) for name, child in module.named_children()) if is_sequence(module) else (),
+        plan=own_plan(module),
     )
+
+
+def own_plan(module: nn.Module) -> dict[str, str]:
+    """The plan for tensor parallelism that a model of transformers has: styles by the names of modules; else none."""
+    return dict(getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None) or {})
 
 
 def is_sequence(module: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -25,9 +25,13 @@ from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse, even_shards
 from ..base.step import refuse_steps
 from . import wrap
+from .mesh import axes_of, check_mesh, check_size, data_place
+from .plan import Plan, check_cut, check_plan, shrunk, text_of
 from .wrap import Wrap
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from .conversion import Conversion
 
 
@@ -103,13 +107,18 @@ class FSDPHoldings(Holdings):
         shards = self._shards()
         return [(name, p) for name, p in super().replicas() if id(p) not in shards]
 
-    def replicated_parts(self) -> tuple[int, Sequence[tuple[str, torch.Tensor]]]:
-        """With several copies of the model, its place in its copy and the shards there."""
-        parts, shards = self.engine.parts, self._shards()
-        if parts is None or self.engine.options.replicas == 1:
-            return super().replicated_parts()
-        place = parts.sharded.place
-        return place, [(f"{name} (part {place})", here(p)) for name, p in super().replicas() if id(p) in shards]
+    def replicated_parts(self) -> Mapping[str, Sequence[tuple[str, torch.Tensor]]]:
+        """The shards that other ranks have too, by their place along the axes that they are divided along."""
+        parts, shards, found = self.engine.parts, self._shards(), dict[str, list[tuple[str, torch.Tensor]]]()
+        if parts is None:
+            return found
+        mesh = parts.sharded.mesh
+        for name, p in super().replicas():
+            copies = mesh.copies(p)
+            if id(p) in shards and any(mesh.sizes[axis] > 1 for axis in copies):
+                place = [mesh.place[axis] for axis in ("shard", "tensor") if axis not in copies]
+                found.setdefault(f"part {' of part '.join(map(str, place))}", []).append((name, here(p)))
+        return found
 
     def _shards(self) -> set[int]:
         parts = self.engine.parts
@@ -141,6 +150,12 @@ class FSDP(Options):
         activation_checkpointing: recompute each block's activations in backward.
         replicas: HSDP: so many copies of the model, each divided over the ranks of its own, which are neighbours (those of
             one host, say). Blocks are gathered among these; the copies average what they have of the gradients.
+        tensor_parallel: so many neighbours have a part of each layer that the plan names, compute on the same batches, and
+            divide their parts over the others.
+        plan: styles of ``torch.distributed.tensor.parallel`` by the names of modules, in which ``*`` stands for one part of a
+            name. None: the model's own (``tp_plan`` of transformers).
+        mesh: instead of replicas and tensor_parallel, a mesh of all ranks with axes "replicate", "shard" and "tensor", of
+            which it has at least "shard".
         param_dtype: FSDP2's own mixed precision: gather and compute in this dtype (torch.bfloat16).
         reduce_dtype: reduce gradients in this dtype.
         auto_refresh: look for a change of ``requires_grad`` before each forward.
@@ -151,6 +166,9 @@ class FSDP(Options):
     cpu_offload: bool = False
     activation_checkpointing: bool = False
     replicas: int = 1
+    tensor_parallel: int = 1
+    plan: Plan = None
+    mesh: DeviceMesh | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     auto_refresh: bool = True
@@ -164,18 +182,41 @@ class FSDP(Options):
             )
         if type(self.replicas) is not int or self.replicas < 1:
             raise BackendError(f"FSDP(replicas={self.replicas!r}): expected a number of copies of the model")
+        check_size("FSDP", self.tensor_parallel)
+        check_plan(self.plan)
+        check_mesh(self)
+        if self.plan is not None and self.tensor_parallel == 1 and self.mesh is None:
+            raise BackendError("FSDP(plan=...) cuts nothing with tensor_parallel=1: say over how many ranks, or leave it out")
         for name, allowed in (("param_dtype", (torch.bfloat16,)), ("reduce_dtype", (torch.float32, torch.bfloat16))):
             if getattr(self, name) not in (None, *allowed):
                 raise BackendError(
                     f"FSDP({name}={getattr(self, name)}): expected None or {' or '.join(map(str, allowed))}"
                 )
 
+    def axes(self, world_size: int) -> dict[str, int]:
+        """The lengths of the axes over so many processes; raises where these do not divide so."""
+        ranks = self.replicas * self.tensor_parallel
+        if world_size % ranks:
+            parts = f", each of {self.tensor_parallel} ranks or a multiple" if self.tensor_parallel > 1 else ""
+            raise BackendError(
+                f"FSDP(replicas={self.replicas}): {world_size} processes do not divide into {self.replicas} copies of the "
+                f"model{parts}"
+            )
+        return {"replicate": self.replicas, "shard": world_size // ranks, "tensor": self.tensor_parallel}
+
     def __repr__(self) -> str:
         # The same on every rank, which a function's own text is not.
         wrap = self.wrap if isinstance(self.wrap, tuple) else (self.wrap,)
         names = [getattr(w, "__qualname__", type(w).__name__) for w in wrap]
-        rest = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "wrap"}
-        return f"FSDP(wrap={names}, {', '.join(f'{n}={v}' for n, v in rest.items())})"
+        rest = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("wrap", "plan")}
+        return f"FSDP(wrap={names}, plan={text_of(self.plan)}, {', '.join(f'{n}={v}' for n, v in rest.items())})"
+
+    def __eq__(self, other: object) -> bool:
+        # Styles are objects that a repeated notebook cell makes anew.
+        return type(other) is type(self) and repr(other) == repr(self) and other.wrap == self.wrap  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
 
 
 @final
@@ -254,8 +295,8 @@ class FSDPGradients(Gradients):
         engine.announce("accel.clip_grad_norm_")
         self.settle()
         with Waiting(self.process, "accel.clip_grad_norm_"):
-            mine, common = parts.gradients()
-            return clip_(mine, max_norm, norm_type, self.process, common, counted=not parts.sharded.copy)
+            mine, copies = parts.gradients()
+            return clip_(mine, max_norm, norm_type, self.process, copies=copies)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Make a backward from an earlier forward an error, as a step in place does in one process."""
@@ -291,20 +332,24 @@ class FSDPEngine(Engine):
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         """Refuse modules that FSDP2 cannot shard, or would change silently."""
-        if process.place.world_size > 1 and process.place.world_size % options.replicas:
-            raise BackendError(
-                f"FSDP(replicas={options.replicas}): {process.place.world_size} processes do not divide into {options.replicas} "
-                "copies of the model"
-            )
+        sizes = axes_of(options, process.place.world_size)
         if process.place.world_size > 1:
             wrap.check_module(module, options)
             refuse_sparse(module, cls.name)
+        if sizes["tensor"] > 1:
+            check_cut(module, options.plan, sizes["tensor"])
+
+    @classmethod
+    def replica(cls, options: Any, process: Process) -> tuple[int, int]:
+        """Ranks that have parts of one layer read one batch."""
+        return data_place(options, process)
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
-        """Everything cut along the first dimension, over the ranks of one copy of the model."""
-        copies: int = min(options.replicas, world_size)  # one process has one
-        return even_shards(footprint, world_size // copies) * copies
+        """Everything cut along the first dimension, over the ranks of one copy of the model; layers of a plan before that."""
+        sizes = axes_of(options, world_size)
+        uses = even_shards(shrunk(footprint, options.plan, sizes["tensor"]), sizes["shard"])
+        return tuple(use for use in uses for _ in range(sizes["tensor"])) * sizes["replicate"]
 
     def wrap(self) -> None:
         """Checkpoint activations; shards come with ``start``, since they need rank 0's weights."""

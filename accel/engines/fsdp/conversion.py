@@ -20,7 +20,7 @@ from ...process.control import agree, raise_together
 from ...process.packing import broadcast_
 from ...shard import Shard
 from . import standin
-from .module import ShardedModule, drop, kept_whole, wrap
+from .module import ShardedModule, drop, kept_whole, place_of, wrap
 from .pending import Backwards
 
 if TYPE_CHECKING:
@@ -171,10 +171,13 @@ class Conversion:
             torch.autograd.graph.increment_version(aged)
 
     def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What lies on this rank of the final gradients, and those of scalars, which every rank has."""
-        scalars = set(map(id, self._scalars.values()))
-        found = [(id(p) in scalars, here(p.grad)) for p in self.known_shards() if p.grad is not None]
-        return [g for common, g in found if not common], [g for common, g in found if common]
+        """What lies here of the final gradients: what this rank is the first to have, and what an earlier one has too."""
+        place, mesh = self.sharded.mesh.place, self.sharded.mesh
+        found: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        for p in self.known_shards():
+            if p.grad is not None:
+                found[any(place[axis] for axis in mesh.copies(p))].append(here(p.grad))
+        return found
 
     def known_shards(self) -> Iterable[nn.Parameter]:
         """Every parameter of the module as it is between steps."""
@@ -196,9 +199,11 @@ class Conversion:
         if not isinstance(tensor, DTensor):
             return Shard(name, shape, 0, tensor.detach())
         local = tensor.to_local().detach()
-        each = -(-shape[0] // sharded.size)  # rows of every shard but the last ones
-        first = sharded.place * each
-        return Shard(name, shape, first * (local.numel() // len(local)), local) if len(local) else None
+        if not len(local):
+            return None
+        each = -(-shape[0] // sharded.mesh.sizes["shard"])  # rows of every shard but the last ones
+        first, box = place_of(tensor._spec) if sharded.mesh.parallel else (sharded.mesh.place["shard"] * each, ())
+        return Shard(name, shape, first * (local.numel() // len(local)), local, box)
 
     # -- the way back ---------------------------------------------------------------------------------------------
 

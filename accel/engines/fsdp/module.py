@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import weakref
@@ -13,22 +14,26 @@ import torch
 from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ...errors import BackendError
 from ...gradients.patches import divided_patches
 from ...process import Process
 from ...process.control import Waiting, announce
-from ...process.startup import mesh_of
-from .standin import Gathered
+from . import plan
+from .mesh import Mesh
+from .standin import Gathered, GatheredPart
 
 
 def _backend_of(tensor: DTensor) -> str:
     # By equality: DTensor remembers what it has computed, and with it the mesh of an engine that was like this one.
-    return "fsdp" if any(module.mesh == tensor.device_mesh for module in _patches[0].users()) else ""
+    return "fsdp" if any(tensor.device_mesh in module.meshes for module in _patches[0].users()) else ""
 
 
 _patches: Final = divided_patches(_backend_of)
@@ -77,20 +82,31 @@ def wrap(local: torch.Tensor, shape: torch.Size | tuple[int, ...], like: DTensor
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
+def place_of(spec: DTensorSpec) -> tuple[int, Box]:
+    """The first row of this rank's part of a tensor, and the box that it has rows of: what tensor parallelism has left of the
+    other dimensions."""
+    sizes, starts = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+    if sizes[1:] == tuple(spec.shape[1:]):
+        return starts[0], ()
+    ends = (a + n for a, n in zip(starts[1:], sizes[1:], strict=True))
+    return starts[0], ((0, spec.shape[0]), *zip(starts[1:], ends, strict=True))
+
+
 @final
 class ShardedModule:
     """A module whose parameters are shards, gathered block by block while forward and backward need them."""
 
     def __init__(self, module: nn.Module, process: Process, options: Any) -> None:
         self.module: Any = module
+        self.mesh = Mesh(options, process)
+        #: Those of the shards, which may lie along all axes or not along that of tensor parallelism.
+        self.meshes: set[DeviceMesh] = set()
         self.groups: list[Any] = []
         self.params: list[Any] = []
         self._process = process
         self._device = process.device
-        #: The ranks that a copy of the model is divided over, this rank's place among them, and the copy's number.
-        self.size = process.place.world_size // options.replicas
-        self.copy, self.place = divmod(process.place.rank, self.size)
         self._options = options
+        self._styles = contextlib.ExitStack()
         self._hooks: list[Any] = []
         self._modules: list[nn.Module] = []
         self._before: list[_Fields] = []
@@ -99,8 +115,8 @@ class ShardedModule:
         """Put shards in the parameters' places, but for what cannot be cut. ``blocks`` are gathered as one, inner ones first."""
         options = self._options
         self._before = [_Fields(m) for m in self.module.modules()]
-        axes = {"replicate": options.replicas, "shard": self.size}
-        self.mesh = mesh_of(self._process, axes if options.replicas > 1 else {"shard": self.size})
+        if self.mesh.parallel:
+            self._styles = plan.cut(self.module, self.mesh.tensor, options.plan)
         for patch in _patches:
             patch.need(self)
         offload = CPUOffloadPolicy(pin_memory=self._device.type != "cpu") if options.cpu_offload else OffloadPolicy()
@@ -115,7 +131,7 @@ class ShardedModule:
             self._modules.append(child)
             fully_shard(
                 child,
-                mesh=self.mesh,
+                mesh=self.mesh.data,
                 reshard_after_forward=None if options.reshard_after_forward else False,
                 mp_policy=policy,
                 offload_policy=offload,
@@ -130,7 +146,8 @@ class ShardedModule:
         self.groups = [g for s in self.context.all_states for g in s._fsdp_param_groups]
         self.params = [p for g in self.groups for p in g.fsdp_params]
         for param in self.params:
-            _prepare(param, self.size, self._device)
+            _prepare(param, self.mesh.sizes["shard"], self._device)
+        self.meshes = {param.sharded_param.device_mesh for param in self.params}
         self._before.clear()
 
     def begin(self, process: Process, label: str, before: Callable[[], None], after: Callable[[], None]) -> None:
@@ -148,7 +165,7 @@ class ShardedModule:
                 self._hooks += _enter_by(child, self.root)
         for whole, shard in self.gathered():
             marked: Any = whole
-            marked.__class__ = Gathered
+            marked.__class__ = GatheredPart if isinstance(whole, DTensor) else Gathered
             marked.shard = shard
             # Autograd never comes to the shard: a hook there would wait for ever.
             vars(shard)["register_hook"] = functools.partial(_register_hook, weakref.ref(whole))
@@ -229,6 +246,7 @@ class ShardedModule:
             patch.drop(self)
         for hook in self._hooks:
             hook.remove()
+        self._styles.close()
         for fields in self._before:
             fields.restore()
         for child in self._modules if not self._before else ():

@@ -100,8 +100,8 @@ class Backwards:
     def _verdicts(self, placed: list[_Marker]) -> list[int]:
         verdicts = _judge(placed)
         # A rank with an empty shard cannot see; the first rank's shard is never empty.
-        world = self._parts.sharded.size
-        lengths = [param.sharded_param.shape[0] for param, *_ in placed]
+        world = self._parts.sharded.mesh.sizes["shard"]
+        lengths = [param._orig_size[0] for param, *_ in placed]  # of what it divides, which is one part of a layer
         if not any(-(-length // world) * (world - 1) >= length for length in lengths):
             return verdicts
         told: list[int] = agree(f"the gradients that were dropped ({self._parts.label})", verdicts)[0]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ...deferred import swap
 from ...errors import BackendError
@@ -69,8 +70,8 @@ def take(old: nn.Parameter, full: torch.Tensor, grad: torch.Tensor | None) -> No
     old.requires_grad_(trainable)
 
 
-class Gathered(nn.Parameter):
-    """A parameter that FSDP2 gathered: freezing it, which the next gathering would undo, freezes the shard too."""
+class _Freezing:
+    """Of a parameter that FSDP2 gathered: freezing it, which the next gathering would undo, freezes the shard too."""
 
     shard: nn.Parameter
 
@@ -83,8 +84,16 @@ class Gathered(nn.Parameter):
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
-    def requires_grad_(self, requires_grad: bool = True) -> Gathered:
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Freeze or unfreeze it and its shard."""
         self.shard.requires_grad_(requires_grad)
-        super().requires_grad_(requires_grad)
+        torch.Tensor.requires_grad_(self, requires_grad)  # type: ignore[arg-type]
         return self
+
+
+class Gathered(_Freezing, nn.Parameter):  # type: ignore[misc]
+    """One that every rank has whole then."""
+
+
+class GatheredPart(_Freezing, DTensor):  # type: ignore[misc]
+    """One that tensor parallelism has cut before."""

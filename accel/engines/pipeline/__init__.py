@@ -246,7 +246,7 @@ class PipelineEngine(Engine):
         return predicted(footprint, options.balance, world_size)
 
     @classmethod
-    def replica(cls, process: Process) -> tuple[int, int]:
+    def replica(cls, options: Any, process: Process) -> tuple[int, int]:
         """All ranks hold one model together."""
         return 0, 1
 
