@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from .boxes import Box, range_of, shape_of, slices
 from .errors import CheckpointError
 from .trees import map_tensors
 
@@ -20,23 +22,40 @@ _EXTRA: Final = "_extra_state"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A contiguous range of a tensor's elements in row-major order, in the memory that holds it on this rank.
+    """A contiguous range of the elements of a tensor, or of a box in it, in row-major order: in the memory that holds it here.
+
+    The boxes of one tensor are a grid: each dimension is cut at the same places everywhere. Several ranks may have one of them,
+    or ranges of it.
 
     Args:
         name: of the tensor; an optimizer's state of a parameter is ``"<parameter>/<key>"``.
         shape: of the whole tensor.
-        start: the first element of the range.
+        start: the first element of the range, in the box.
         tensor: the range, of any shape; writing to it changes the state itself.
+        box: (begin, end) in each dimension, () for all of the tensor. Where its elements are a range of the tensor, as the rows
+            of a matrix are, it becomes that: ``start`` moves, and ``box`` is ().
     """
 
     name: str
     shape: tuple[int, ...]
     start: int
     tensor: torch.Tensor
+    box: Box = ()
+
+    def __post_init__(self) -> None:
+        if self.box and (first := range_of(self.box, self.shape)) is not None:
+            object.__setattr__(self, "start", self.start + first)
+            object.__setattr__(self, "box", ())
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the box."""
+        return math.prod(shape_of(self.box) if self.box else self.shape)
 
     def fill(self, whole: torch.Tensor) -> None:
         """Take the range from the whole tensor."""
-        own = whole.detach().reshape(-1)[self.start : self.start + self.tensor.numel()]
+        box = whole.detach()[slices(self.box)]
+        own = box.reshape(-1)[self.start : self.start + self.tensor.numel()]
         self.tensor.copy_(own.view(self.tensor.shape))
 
 

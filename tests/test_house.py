@@ -32,7 +32,7 @@ LAYERS = [
     ["data"],
     ["deferred", "precision"],
     ["process", "shard"],
-    ["trees"],
+    ["boxes", "trees"],
     ["errors"],
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

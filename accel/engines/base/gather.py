@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count
+from itertools import chain, count
 from typing import Any, Final, final
 
 import torch
 
+from ...boxes import Box, Grid, shape_of, slices
 from ...errors import AccelError
 from ...process import Process
 from ...process.control import agree
@@ -131,11 +132,12 @@ class _Given:
             return (tensor.device.type if stays else device.type) == own.type  # type: ignore[union-attr]
 
         return [
-            (key, s.shape, s.tensor.dtype, comes(s.tensor), s.start, s.tensor.numel()) for key, s in self.shards.items()
+            (key, s.shape, s.tensor.dtype, comes(s.tensor), s.start, s.tensor.numel(), s.box)
+            for key, s in self.shards.items()
         ]
 
 
-#: Elements of a tensor: its key, the first of them, and the one after the last.
+#: Elements of a tensor, on the line of its grid: its key, the first of them, and the one after the last.
 _Range = tuple[Any, int, int]
 
 
@@ -145,34 +147,66 @@ def _assemble(
 ) -> dict[Any, torch.Tensor]:
     """Whole tensors from the ranges that the ranks have told of. Collective."""
     kinds: dict[Any, tuple[tuple[int, ...], torch.dtype, bool]] = {}
-    ranges: dict[Any, list[tuple[int, int, int]]] = {}
+    for key, shape, dtype, on_device, *_ in chain.from_iterable(told):
+        kinds.setdefault(key, (shape, dtype, on_device))
+    grids = _grids(told)
+    ranges: dict[Any, list[tuple[int, int, int]]] = {key: [] for key in kinds}
     for holder, rows in enumerate(told):
-        for key, shape, dtype, on_device, start, numel in rows:
-            kinds.setdefault(key, (shape, dtype, on_device))
-            ranges.setdefault(key, []).append((start, holder, numel))
+        for key, _, _, _, start, numel, box in rows:
+            if numel:
+                ranges[key].append((start + (grids[key].first(box) if box else 0), holder, numel))
     covers = {key: list(_cover(key, ranges[key], torch.Size(shape).numel())) for key, (shape, *_) in kinds.items()}
-    flat: dict[Any, torch.Tensor] = {}
+    whole: dict[Any, torch.Tensor] = {}
     for batch in _batches(kinds):
         places: list[tuple[_Range, torch.Tensor]] = []
         for key, first, last in batch:
             shape, dtype, on_device = kinds[key]
-            if keep and key not in flat:
+            if keep and key not in whole:
                 place = process.device if on_device else torch.device("cpu")
-                flat[key] = torch.empty(torch.Size(shape).numel(), dtype=dtype, device=place)
-            there = keep and flat[key].device == process.carrier
-            travels = flat[key][first:last] if there else torch.empty(last - first, dtype=dtype, device=process.carrier)
+                whole[key] = torch.empty(shape, dtype=dtype, device=place)
+            there = keep and key not in grids and whole[key].device == process.carrier
+            count = last - first
+            travels = (
+                whole[key].view(-1)[first:last] if there else torch.empty(count, dtype=dtype, device=process.carrier)
+            )
             places.append(((key, first, last), travels))
-        _exchange(places, covers, mine, process)
-        for (key, first, last), travels in places:
-            if keep and flat[key].device != process.carrier:
-                flat[key][first:last].copy_(travels)
-    return {key: tensor.view(kinds[key][0]) for key, tensor in flat.items()}
+        _exchange(places, covers, mine, grids, process)
+        for (key, first, last), travels in places if keep else ():
+            if key in grids:
+                for at, box in grids[key].boxes(first, last):
+                    sizes = shape_of(box)
+                    whole[key][slices(box)] = travels[at : at + torch.Size(sizes).numel()].view(sizes)
+            elif whole[key].device != process.carrier:
+                whole[key].view(-1)[first:last].copy_(travels)
+    return whole
+
+
+def _grids(told: Sequence[Sequence[Any]]) -> dict[Any, Grid]:
+    """Those of the tensors that are cut into boxes.
+
+    Raises:
+        AccelError: the boxes of a tensor are not all of it.
+    """
+    boxes: dict[Any, set[Box]] = {}
+    for key, *_, numel, box in chain.from_iterable(told):
+        if numel:
+            boxes.setdefault(key, set()).add(box)
+    shapes = {key: shape for key, shape, *_ in chain.from_iterable(told)}
+    grids = {}
+    for key, found in boxes.items():
+        if any(found):
+            try:
+                grids[key] = Grid.of(shapes[key], found)
+            except ValueError as error:
+                raise AccelError(f"{key} cannot be put together: {error}") from error
+    return grids
 
 
 def _exchange(
     places: Iterable[tuple[_Range, torch.Tensor]],
     covers: Mapping[Any, list[_Range]],
     mine: Mapping[Any, Shard],
+    grids: Mapping[Any, Grid],
     process: Process,
 ) -> None:
     """Fill ranges of tensors with what the ranks have of them. Collective."""
@@ -185,7 +219,8 @@ def _exchange(
             by_rank.setdefault(holder, []).append(travels[start - first : end - first])
             if holder == process.place.rank:
                 part = mine[key]
-                by_rank[holder][-1].copy_(part.tensor.reshape(-1)[start - part.start : end - part.start])
+                begin = part.start + (grids[key].first(part.box) if part.box else 0)
+                by_rank[holder][-1].copy_(part.tensor.reshape(-1)[start - begin : end - begin])
     for holder in sorted(by_rank):
         broadcast_(by_rank[holder], process.group, holder)
 
