@@ -4,7 +4,19 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 from . import engines
-from .api import backward, clip_grad_norm_, full_state_dict, join, no_sync, refresh_trainable, setup, teardown, unwrap
+from .api import (
+    backward,
+    clip_grad_norm_,
+    data_parallel_place,
+    full_state_dict,
+    join,
+    mesh,
+    no_sync,
+    refresh_trainable,
+    setup,
+    teardown,
+    unwrap,
+)
 from .data import LoaderOptions, effective_batch_size, gather_for_metrics
 from .deferred import deferred_init
 from .errors import (
@@ -84,6 +96,7 @@ __all__ = [
     "broadcast",
     "check_picklable",
     "clip_grad_norm_",
+    "data_parallel_place",
     "deferred_init",
     "device",
     "effective_batch_size",
@@ -101,6 +114,7 @@ __all__ = [
     "local_rank",
     "main_first",
     "memory_report",
+    "mesh",
     "no_sync",
     "print",
     "rank",

@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from .process import Process, current, ended, running
 from .process.control import Waiting, agree, locked, raise_together
 from .registry import registry, resolve_module
 from .trees import map_leaves
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger("accel")
 
@@ -160,6 +163,27 @@ def backward(
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Context: the backward passes of the forwards inside accumulate without reduction. Nests; restores what was there."""
     return registry.of_handle(model).no_sync()
+
+
+class DataParallelPlace(NamedTuple):
+    """A process's place among those that have batches of their own, from 0, and how many of them there are."""
+
+    rank: int
+    world_size: int
+
+
+def data_parallel_place(model: nn.Module) -> DataParallelPlace:
+    """This process's data-parallel place: that of the process, but where several hold parts of one model and read one batch."""
+    place = place_of(registry.of_handle(model))
+    return DataParallelPlace(place.rank, place.world)
+
+
+def mesh(model: nn.Module) -> DeviceMesh | None:
+    """The mesh that a model lies on, with the axes "replicate", "shard" and "tensor" as far as it has them; None without one.
+
+    In a process that has begun anew after ``accel.teardown()``, the names of its axes end in the number of the start.
+    """
+    return registry.of_handle(model).mesh
 
 
 def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:

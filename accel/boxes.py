@@ -122,7 +122,9 @@ class Grid:
         wrong = [box for box in boxes if any(side not in those for side, those in zip(box, sides, strict=True))]
         if wrong or len(boxes) != math.prod(map(len, sides)):
             some = ", ".join(map(label, sorted(wrong or boxes)[:4]))
-            raise ValueError(f"its parts overlap, leave a hole, or are no grid: {some}{', ...' if len(boxes) > 4 else ''}")
+            raise ValueError(
+                f"its parts overlap, leave a hole, or are no grid: {some}{', ...' if len(boxes) > 4 else ''}"
+            )
         cuts = tuple(tuple(places[1:-1]) for places in edges)
         return cls(shape, cuts if any(cuts) else ())
 

@@ -13,7 +13,6 @@ from torch import nn
 import accel
 from accel.engines import ENGINES, Engine, resolve
 from accel.process import current
-from accel.registry import registry
 from tests.distributed import run
 
 #: Names, and options where an engine lists variants.
@@ -59,8 +58,6 @@ def need(backend: Any, world: int = 1, build: Callable[[], nn.Module] = small) -
 
 
 def replica_of(backend: Any) -> tuple[int, int]:
-    """This rank's place among the replicas of a model; in a worker process."""
-    model = accel.setup(small(), backend=backend).model
-    place = registry.of_handle(model).replica(current())
-    accel.teardown(model)
-    return place
+    """This rank's data-parallel place, and how many there are; in a worker process."""
+    engine, options = resolve(backend)
+    return engine.replica(options, current())

@@ -72,8 +72,13 @@ BASELINE: Final = "ddp"
 
 def option_class(name: str) -> type[Options] | None:
     """A backend's option class by its name, which is the backend's in capitals as people write it; None without one."""
-    engine = ENGINES.get(name.lower())
+    engine = _likely(name)
     return engine.options_type if engine is not None and engine.options_type.__name__ == name else None
+
+
+def _likely(name: str) -> type[Engine] | None:
+    """The engine that has options of this name, if one has."""
+    return ENGINES.get(next((own for own in ENGINES if own.replace("_", "") == name.lower()), ""))
 
 
 def option_names() -> list[str]:
@@ -83,7 +88,7 @@ def option_names() -> list[str]:
 
 def engine_of(options: Options) -> type[Engine]:
     """The engine that has such options."""
-    likely = ENGINES.get(type(options).__name__.lower())
+    likely = _likely(type(options).__name__)
     if likely is not None and likely.options_type is type(options):
         return likely
     return next(engine for engine in ENGINES.values() if engine.options_type is type(options))

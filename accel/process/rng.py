@@ -46,7 +46,7 @@ class RngState:
 
     def state_dict(self) -> dict[str, Any]:
         # The others were not saved before, so that they have a name of their own.
-        there = [torch.get_device_module(one).get_rng_state(one).cpu() for one in own_devices() if one.type != "cpu"]
+        _, *there = torch_states()
         first = there[0] if there else None
         return {"numpy": None, **Generators(global_generators()).states(), "device": first, "devices": there[1:]}
 
@@ -62,6 +62,19 @@ class RngState:
     def diverge(self, number: int) -> None:
         """Seed them from their state and ``number``, so that two processes with one state draw different numbers."""
         _seed(_derived(torch.get_rng_state(), number))
+
+
+def torch_states() -> list[torch.Tensor]:
+    """Those of torch's generators: of the CPU, and of each of this rank's devices."""
+    there = (torch.get_device_module(one).get_rng_state(one).cpu() for one in own_devices() if one.type != "cpu")
+    return [torch.get_rng_state(), *there]
+
+
+def put_torch_states(states: Sequence[torch.Tensor]) -> None:
+    """Bring them to states of another rank."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        _put_on_devices(states[1:])
 
 
 def _put_on_devices(states: Sequence[torch.Tensor]) -> None:

@@ -66,7 +66,7 @@ class Run:
         self.net = Net()
         heads = [*self.net.head.parameters(), self.net.middle.scale]
         rest = [p for p in self.net.parameters() if all(p is not q for q in heads)]
-        replicas = replica_of(backend)[1] if backend == "pipeline" else accel.world_size()
+        replicas = replica_of(backend)[1]
         self.raw = torch.optim.AdamW([{"params": rest}, {"params": heads, "lr": 0.02}], lr=0.05, weight_decay=0.1)
         generator = torch.Generator().manual_seed(5)
         data = TensorDataset(torch.randn(ROWS, 6, generator=generator), torch.randn(ROWS, 3, generator=generator))

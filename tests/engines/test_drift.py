@@ -22,9 +22,7 @@ import accel
 from accel.engines import ENGINES
 from accel.engines.base import drift as guard
 from accel.engines.base.drift import digest, sums
-from accel.process import current
 from accel.process.control import agree
-from accel.registry import registry
 from tests.backends import need
 from tests.distributed import outcomes, run
 
@@ -48,7 +46,7 @@ def build(seed: int = 0) -> nn.Module:
 
 
 def step(model: Any, optimizer: Any, number: int) -> None:
-    place = registry.of_handle(model).replica(current())[0]
+    place = accel.data_parallel_place(model).rank
     generator = torch.Generator().manual_seed(2 * number + place)
     optimizer.zero_grad()
     model(torch.randn(4, 6, generator=generator)).square().mean().backward()

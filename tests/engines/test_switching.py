@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel
-from accel.registry import registry
 from tests.backends import BACKENDS, engine_of, need
 from tests.distributed import refusals, run
 from tests.engines.matrix import OPTIMIZERS, apart, batches, build, parts
@@ -46,7 +45,7 @@ def switch(backends: list[Any], kind: str) -> tuple[float, float, list[list[floa
     end = 0
     for backend in backends:
         model, optimizer, _ = accel.setup(raw, raw_optimizer, backend=backend)
-        replica, replicas = registry.of_handle(model).replica(accel.process.current())
+        replica, replicas = accel.data_parallel_place(model)
         for step in range(end, end + STEPS):
             optimizer.zero_grad()
             x, y = parts(step, 0, replicas)[replica]

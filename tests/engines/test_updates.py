@@ -14,8 +14,6 @@ from torch import nn
 from torch.optim.sgd import sgd
 
 import accel
-from accel.process import current
-from accel.registry import registry
 from tests.backends import need
 from tests.distributed import refusals, run
 from tests.engines.test_averaging import known
@@ -37,7 +35,7 @@ class Pair:
         self.raw_optimizer = optimizer(self.raw) if optimizer else None
         self.model, handle, _ = accel.setup(self.raw, self.raw_optimizer, backend=backend)
         self.optimizers = [handle, optimizer(self.reference) if optimizer else None]
-        self.replica, self.replicas = registry.of_handle(self.model).replica(current())
+        self.replica, self.replicas = accel.data_parallel_place(self.model)
         self.step = 0
 
     def both(self) -> Iterator[tuple[Any, Any, torch.Tensor]]:

@@ -322,9 +322,7 @@ def _difference(everyone: Sequence[tuple[Mapping[str, str], Mapping[str, Mapping
         if differing := _differing([parts[rank][place] for rank in (first, *others)]):
             others = [r for r in others if parts[r][place].get(differing[0]) != parts[first][place].get(differing[0])]
             where = f" ({place})" if place else ""
-            return (
-                f"{differing[0]}{where} on ranks {others} is not what it is on rank {first}{_more(differing[1:])}; {_WEIGHTS}"
-            )
+            return f"{differing[0]}{where} on ranks {others} is not what it is on rank {first}{_more(differing[1:])}; {_WEIGHTS}"
     raise AssertionError("summaries differ, and what they are of does not")
 
 

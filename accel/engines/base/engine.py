@@ -10,7 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from .gradients import Gradients
 from .holdings import Holdings
 from .memory import Footprint, MemoryUse, whole
 from .step import Stepper, refuse_changes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger("accel")
 
@@ -266,6 +269,11 @@ class Engine(ABC):
                 parameter.grad = None
 
     # -- forwards -------------------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh that the model lies on, where it lies on one."""
+        return None
 
     @abstractmethod
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -17,12 +17,14 @@ from ...gradients.clip import clip_
 from ...gradients.patches import muon_patch
 from ...precision import here
 from ...process import Process, reason_of
-from ...process.control import Waiting
+from ...process.control import Waiting, agree
+from ...process.rng import put_torch_states, torch_states
 from ...shard import Shard, StateEntry
 from ..base.engine import Context, Engine, Options, lost_weights
 from ..base.gradients import Gradients, refuse_sparse
 from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse, even_shards
+from ..base.prints import SameInputs
 from ..base.step import refuse_steps
 from . import wrap
 from .mesh import axes_of, check_mesh, check_size, data_place
@@ -186,7 +188,9 @@ class FSDP(Options):
         check_plan(self.plan)
         check_mesh(self)
         if self.plan is not None and self.tensor_parallel == 1 and self.mesh is None:
-            raise BackendError("FSDP(plan=...) cuts nothing with tensor_parallel=1: say over how many ranks, or leave it out")
+            raise BackendError(
+                "FSDP(plan=...) cuts nothing with tensor_parallel=1: say over how many ranks, or leave it out"
+            )
         for name, allowed in (("param_dtype", (torch.bfloat16,)), ("reduce_dtype", (torch.float32, torch.bfloat16))):
             if getattr(self, name) not in (None, *allowed):
                 raise BackendError(
@@ -311,7 +315,6 @@ class FSDPGradients(Gradients):
         return super().outside_step(optimizer)
 
 
-@final
 class FSDPEngine(Engine):
     """Puts shards in the parameters' places when it starts; FSDP2 gathers and frees them in its hooks."""
 
@@ -322,12 +325,14 @@ class FSDPEngine(Engine):
     holdings_type = FSDPHoldings
     holdings: FSDPHoldings
     materializes = True
-    options: FSDP
+    options: Any
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         super().__init__(module, entry, context)
         self.parts: Conversion | None = None
         self._checkpointed = contextlib.ExitStack()
+        #: Of tensor parallelism.
+        self._alike: SameInputs | None = None
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
@@ -398,11 +403,28 @@ class FSDPEngine(Engine):
             self._read_parameters()
             self.parts.begin(self.holdings.parameter_names, self.gradients.log if self.precision.scaled else None)
             self.known = self.parts.known
+            self._draw_alike()
             self.started = True
         for optimizer in optimizers:
             self.holdings.rebind(optimizer, self.parts)
 
+    def _draw_alike(self) -> None:
+        """Ranks that have parts of one layer draw the random numbers of the first of them, and see that they do. Collective."""
+        assert self.parts is not None
+        mesh = self.parts.sharded.mesh
+        if mesh.parallel:
+            place = mesh.place["replicate"], mesh.place["shard"]
+            self._alike = SameInputs(self.label, place)
+            states = torch_states() if mesh.place["tensor"] == 0 else None
+            told = agree(f"the random numbers of {self.label}", (place, states))
+            put_torch_states(next(theirs for where, theirs in told if where == place and theirs is not None))
+
     # -- forward --------------------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """That of the shards."""
+        return None if self.parts is None else self.parts.sharded.mesh.whole
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it; FSDP2 gathers and frees in its hooks, and what methods use of the root is gathered for them."""
@@ -411,7 +433,12 @@ class FSDPEngine(Engine):
         sharded, grad = self.parts.sharded, torch.is_grad_enabled()
         self.parts.backwards.notice_exception()
         try:
-            out = function(*args, **kwargs) if function is self.entry else sharded.compute(function, args, kwargs)
+            if function is not self.entry:
+                out = sharded.compute(function, args, kwargs)
+            elif self._alike is not None:
+                out = self._alike.call(lambda: function(*args, **kwargs), args, kwargs)
+            else:
+                out = function(*args, **kwargs)
         except BaseException:
             sharded.reset()
             raise

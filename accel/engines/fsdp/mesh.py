@@ -21,10 +21,10 @@ AXES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
-def check_size(name: str, size: object) -> None:
+def check_size(name: str, size: object, option: str = "tensor_parallel") -> None:
     """Refuse (BackendError) what is no number of ranks."""
     if type(size) is not int or size < 1:
-        raise BackendError(f"{name}(tensor_parallel={size!r}): expected a number of ranks that have parts of each layer")
+        raise BackendError(f"{name}({option}={size!r}): expected a number of ranks that have parts of each layer")
 
 
 def check_mesh(options: Any) -> None:
@@ -42,7 +42,9 @@ def check_mesh(options: Any) -> None:
             + "; ".join(f"{role!r} (or {', '.join(map(repr, known[1:]))})" for role, known in AXES.items())
         )
     if "shard" not in roles:
-        raise BackendError(f"mesh with the axes {', '.join(map(repr, names))}: expected one to divide along, named 'shard'")
+        raise BackendError(
+            f"mesh with the axes {', '.join(map(repr, names))}: expected one to divide along, named 'shard'"
+        )
     for option, role in (("replicas", "replicate"), ("tensor_parallel", "tensor")):
         if getattr(options, option) != 1:
             raise BackendError(f"{option} and mesh exclude each other: the mesh's axis {role!r} says it")
@@ -108,7 +110,9 @@ class Mesh:
     @property
     def data(self) -> DeviceMesh:
         """That of the ranks that a layer's part is divided over, with the copies of it."""
-        return self.whole[tuple(n for role, n in self.names.items() if role != "tensor")] if self.parallel else self.whole
+        return (
+            self.whole[tuple(n for role, n in self.names.items() if role != "tensor")] if self.parallel else self.whole
+        )
 
     @property
     def tensor(self) -> DeviceMesh:

@@ -26,6 +26,7 @@ from ...errors import BackendError
 from ...gradients.patches import divided_patches
 from ...process import Process
 from ...process.control import Waiting, announce
+from ...shard import Box
 from . import plan
 from .mesh import Mesh
 from .standin import Gathered, GatheredPart

@@ -78,8 +78,8 @@ def check_cut(module: nn.Module, plan: Plan, size: int) -> None:
         dim = _dim(style, child)
         if dim is not None and child.weight.shape[dim] % size:
             raise BackendError(
-                f"{name} ({type(child).__name__} of {tuple(child.weight.shape)}) does not divide into {size} equal parts along dim "
-                f"{dim}: leave it out of the plan, or choose another size"
+                f"{name} ({type(child).__name__} of {tuple(child.weight.shape)}) does not divide into {size} equal parts along "
+                f"dim {dim}: leave it out of the plan, or choose another size"
             )
         if dim is None and _kind(style) in ("ColwiseParallel", "RowwiseParallel"):
             raise BackendError(
@@ -177,15 +177,14 @@ def _kind(style: object) -> str | None:
 
 
 def _style(style: Any) -> ParallelStyle:
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor import parallel
+    from torch.distributed.tensor import Replicate, parallel
 
     if not isinstance(style, str):
         made: ParallelStyle = style
         return made
     name, whole = _STYLES[style]
-    made = getattr(parallel, name)(**{layouts: Replicate() for layouts in whole})
-    return made
+    made = getattr(parallel, name)(**dict.fromkeys(whole, Replicate()))
+    return made  # noqa: RET504
 
 
 def _dim(style: Any, child: nn.Module) -> int | None:

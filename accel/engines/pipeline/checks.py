@@ -5,14 +5,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, final
+from typing import Any
 
-import torch
 from torch import nn
 
 from ...errors import BackendError, RankMismatchError
 from ...process.control import agree
-from ..base.drift import to_host
 from ..base.memory import is_sequence
 from .stages import Named
 
@@ -92,54 +90,6 @@ def batchnorms_of(module: nn.Module) -> list[Named]:
 
 
 # -- the ranks do the same --------------------------------------------------------------------------------------------
-
-
-@final
-class Prints:
-    """Sums of tensors in which other values, or another order of them, show. They travel to the host while this rank goes on."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._rounding = [_rounding(t.dtype) for t in tensors]
-        self._sums = to_host(list(map(_sums, tensors))) if tensors else None
-
-    def read(self) -> list[tuple[list[float], float]]:
-        """For each tensor its sums, and how far rounding may take them apart."""
-        if self._sums is None:
-            return []
-        values, copied = self._sums
-        copied()
-        return [(s, rounding * abs(s[1]) + 1e-30) for s, rounding in zip(values.tolist(), self._rounding, strict=True)]
-
-
-def _rounding(dtype: torch.dtype) -> float:
-    return 0.0 if not dtype.is_floating_point and not dtype.is_complex else 1e-5 if dtype.itemsize >= 4 else 1e-2
-
-
-@torch.no_grad()
-def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Of the values, of their amounts, and of rows by their number; without a copy of a large floating tensor."""
-    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    if values.is_floating_point() and values.dtype.itemsize == 1:
-        values = values.float()  # nothing is computed with such
-    wide = torch.promote_types(values.dtype, torch.float32) if values.is_floating_point() else None
-    each = values.sum(tuple(range(1, values.dim())), dtype=wide) if values.dim() > 1 else values.reshape(-1)
-    if wide is not None:
-        total = torch.linalg.vector_norm(values, 1, dtype=wide)
-    else:
-        total = (values if values.dtype is torch.bool else values.abs()).sum()
-    each = each.double()
-    order = (each * torch.linspace(1, 2, len(each), dtype=torch.float64, device=each.device)).sum()
-    return torch.stack([each.sum(), total.double(), order])
-
-
-def refuse_other_values(what: str, told: Sequence[list[tuple[list[float], float]]], advice: str) -> None:
-    """Refuse (RankMismatchError) tensors that are not rank 0's; ``told`` is what all ranks read of their prints."""
-    for rank, theirs in enumerate(told):
-        for index, ((first, room), (other, _)) in enumerate(zip(told[0], theirs, strict=True)):
-            if not all(a == b or abs(a - b) <= room or (a != a and b != b) for a, b in zip(first, other, strict=True)):
-                raise RankMismatchError(
-                    f"{what}: tensor {index} has other values on rank {rank} than on rank 0: {advice}"
-                )
 
 
 def crc(value: object) -> int:

@@ -21,7 +21,8 @@ from ...errors import AccelError, BackendError
 from ...process import Process
 from ...process.control import agree, lost
 from ...process.packing import framed, to_bytes, to_tensor, unframed
-from .checks import Prints, meet, refuse_other_values
+from ..base.prints import Prints, refuse_other_values
+from .checks import meet
 from .stages import Cut, Stage, flatten, pieces, put_together, unflatten, without_hooks
 
 SAME_BATCH: Final = (
@@ -296,7 +297,7 @@ class Pass:
         for problem, *_ in answers:
             if problem:
                 raise AccelError(problem)
-        refuse_other_values(what, [sums for _, sums, _ in answers], advice)
+        refuse_other_values(what, {rank: sums for rank, (_, sums, _) in enumerate(answers)}, advice)
         return [theirs for *_, theirs in answers]
 
     def _piece(self, grads: Sequence[torch.Tensor | None], number: int) -> list[torch.Tensor | None]:

@@ -1,0 +1,77 @@
+"""``tensor_parallel``: parts of each layer on neighbouring ranks, by torch's ``parallelize_module``; copies of these average."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, final
+
+import torch
+
+from ..errors import BackendError
+from .base.engine import Options
+from .fsdp import FSDPEngine
+from .fsdp.mesh import check_size
+from .fsdp.plan import Plan, check_plan, text_of
+from .fsdp.wrap import Wrap
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorParallel(Options):
+    """Options of ``tensor_parallel``; it is ``accel.FSDP(tensor_parallel=...)`` without a division of the parts.
+
+    Args:
+        size: so many neighbouring ranks have a part of each layer that the plan names, and compute on the same batches. None:
+            all of them; else the others have copies, and batches of their own.
+        plan: as of ``accel.FSDP``.
+        activation_checkpointing: recompute each block's activations in backward.
+        auto_refresh: look for a change of ``requires_grad`` before each forward.
+    """
+
+    size: int | None = None
+    plan: Plan = None
+    activation_checkpointing: bool = False
+    auto_refresh: bool = True
+
+    # What it leaves of the options of fsdp.
+    wrap: ClassVar[Wrap] = None
+    reshard_after_forward: ClassVar[bool] = True
+    cpu_offload: ClassVar[bool] = False
+    mesh: ClassVar[DeviceMesh | None] = None
+    param_dtype: ClassVar[torch.dtype | None] = None
+    reduce_dtype: ClassVar[torch.dtype | None] = None
+
+    def check_values(self) -> None:
+        """Refuse what is no size, or no plan."""
+        if self.size is not None:
+            check_size("TensorParallel", self.size, "size")
+        check_plan(self.plan)
+
+    def axes(self, world_size: int) -> dict[str, int]:
+        """The lengths of the axes over so many processes; raises where these do not divide so."""
+        size = world_size if self.size is None else self.size
+        if world_size % size:
+            raise BackendError(
+                f"TensorParallel(size={size}): {world_size} processes do not divide into groups of {size}"
+            )
+        return {"replicate": world_size // size, "shard": 1, "tensor": size}
+
+    def __repr__(self) -> str:
+        rest = f"size={self.size}, activation_checkpointing={self.activation_checkpointing}, auto_refresh={self.auto_refresh}"
+        return f"TensorParallel(plan={text_of(self.plan)}, {rest}, drift_check={self.drift_check})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and repr(other) == repr(self)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+
+@final
+class TensorParallelEngine(FSDPEngine):
+    """The engine of fsdp, whose shards are whole."""
+
+    name = "tensor_parallel"
+    options_type = TensorParallel
