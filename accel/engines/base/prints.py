@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar, final
 import torch
 
 from ...errors import RankMismatchError
+from ...precision import here
 from ...process.control import agree
 from ...process.rng import torch_states
 from ...trees import walk
@@ -96,7 +97,7 @@ class SameInputs:
         if self._number > _EACH and self._number & (self._number - 1):
             return run()
         tensors: list[torch.Tensor] = []
-        walk(lambda _, leaf: tensors.append(leaf) if isinstance(leaf, torch.Tensor) else None, (args, kwargs), "")
+        walk(lambda _, leaf: tensors.append(here(leaf)) if isinstance(leaf, torch.Tensor) else None, (args, kwargs), "")
         seen, before = Prints(tensors), _random()
         out = run()
         answers = agree(self._what, (self._place, [tuple(t.shape) for t in tensors], seen.read(), before, _random()))

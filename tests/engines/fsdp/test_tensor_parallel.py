@@ -12,6 +12,7 @@ import accel
 from tests.checkpoint.helpers import differences
 from tests.checkpoint.test_roundtrip import resume, train_and_save
 from tests.distributed import run
+from tests.engines.fsdp.test_life import REFUSED
 from tests.engines.fsdp.test_replicas import patterns
 from tests.engines.matrix import cells_of, check_cells, in_pairs
 from tests.engines.test_contract import check_state
@@ -32,7 +33,7 @@ def test_parity(world: int, backend: Any) -> None:
 
 #: Of models with layers of the same names: the contract's with odd parts, that of the loops, that of checkpoints.
 WHOLE_OUT, WHOLE_IN = ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())
-ODD = {"0": WHOLE_OUT, "1.first": WHOLE_OUT, "1.second": WHOLE_OUT, "4": WHOLE_IN}
+ODD = {"0": WHOLE_OUT, "1.first": WHOLE_OUT, "1.second": WHOLE_OUT, "3.first": WHOLE_IN, "3.second": WHOLE_IN}
 LOOP = {"backbone.0": WHOLE_OUT, "backbone.2": WHOLE_IN, "head": WHOLE_IN}
 SAVED = {"first": WHOLE_IN}
 
@@ -41,11 +42,14 @@ SAVED = {"first": WHOLE_IN}
     "backend", [accel.FSDP(tensor_parallel=2, plan=ODD), accel.TensorParallel(size=2, plan=ODD)], ids=["fsdp", "alone"]
 )
 def test_whole_state(backend: Any) -> None:
-    run(4, check_state, backend, timeout=240)
+    # Rounding that a BatchNorm and Adam enlarge: the sums of the parts of a row come in another order.
+    run(4, check_state, backend, 1e-4, timeout=240)
 
 
 def test_the_unchanged_loop() -> None:
-    for found in run(4, patterns, accel.FSDP(tensor_parallel=2, plan=LOOP), timeout=240):
+    # new_zeros() of a part is a part: torch's own layers refuse it beside whole tensors.
+    refused = {*REFUSED, "hidden_state"}
+    for found in run(4, patterns, accel.FSDP(tensor_parallel=2, plan=LOOP), refused, timeout=240):
         assert not {name: apart for name, apart in found.items() if not apart <= 1e-5}
 
 
