@@ -1,4 +1,4 @@
-"""Boxes in tensors, and the grids that they make: where the parts of a tensor lie that is cut along several dimensions. Pure."""
+"""Boxes in tensors, and the grids that they make: where the parts of a tensor lie that is cut along several dimensions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise, product
 from typing import final
 
+import torch
+
 #: (begin, end) in each dimension.
 Box = tuple[tuple[int, int], ...]
+#: Where each dimension of a tensor is cut, increasing; () for one that is cut nowhere.
+Cuts = tuple[tuple[int, ...], ...]
 
 
 def whole_box(shape: Sequence[int]) -> Box:
@@ -100,12 +104,12 @@ class Grid:
 
     Args:
         shape: of the tensor.
-        cuts: where each dimension is cut, increasing; () is nowhere.
+        cuts: where it is cut.
     """
 
     __slots__ = ("_edges", "cuts", "shape")
 
-    def __init__(self, shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...] = ()) -> None:
+    def __init__(self, shape: tuple[int, ...], cuts: Cuts = ()) -> None:
         self.shape, self.cuts = shape, cuts
         self._edges = [(0, *places, n) for n, places in zip(shape, cuts or [()] * len(shape), strict=True)]
 
@@ -129,7 +133,9 @@ class Grid:
         return cls(shape, cuts if any(cuts) else ())
 
     def first(self, block: Box) -> int:
-        """The first element of a block on the line."""
+        """The first element of a block on the line; () is all of the tensor."""
+        if not block:
+            return 0
         done = math.prod(self.shape)
         wide, before = 1, 0
         for (begin, end), n in zip(block, self.shape, strict=True):
@@ -157,14 +163,16 @@ class Grid:
         ]
         return ((self.first(block), block) for block in product(*found))
 
-    def boxes(self, start: int, stop: int) -> Iterator[tuple[int, Box]]:
-        """Elements ``start`` to ``stop`` of the line as boxes, in order; each with the number of elements before it."""
-        at = start
+    def put(self, values: torch.Tensor, start: int, whole: torch.Tensor) -> None:
+        """Copy elements of the line, from ``start`` on, into the whole tensor."""
+        at, stop = start, start + len(values)
         while at < stop:
             first, block = self.block(at)
             end = min(stop, first + math.prod(shape_of(block)))
             for before, box in divided(block, at - first, end - first):
-                yield at - start + before, box
+                part = whole[slices(box)]
+                begin = at - start + before
+                part.copy_(values[begin : begin + part.numel()].view(part.shape))
             at = end
 
 

@@ -1,8 +1,8 @@
 """Who writes which range of which tensor: pure planning on numbers, near-linear in the number of ranges.
 
-All elements of all tensors lie behind one another on a line. A range is an interval on it. Where intervals of
-several ranks overlap, the line is cut at their ends, so that each segment has one set of holders; the segments of a set
-are dealt to its ranks so that their bytes come out level.
+All elements of all tensors lie behind one another on a line: those of a tensor that is cut into boxes in the order of its
+grid's line. A range is an interval on it. Where intervals of several ranks overlap, the line is cut at their ends, so that each
+segment has one set of holders; the segments of a set are dealt to its ranks so that their bytes come out level.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any, Final
 
 import torch
 
+from ..boxes import Box, Cuts, Grid, label, shape_of
 from ..errors import CheckpointError
-from ..shard import Shard
 from .objects import LocalRange
 from .safetensors import ITEM_BYTES, NAMES, Entry, from_bytes, memory
 from .shards import WriteItem, checksum_of, pieces
@@ -234,10 +234,10 @@ def parts(ranges: Ranges, files: torch.Tensor) -> dict[int, list[Part]]:
 
 # -- What each rank has, as numbers that are sent to the other ranks, and what all have together -----------------------
 
-#: Name, dtype and shape of a tensor.
-Row = tuple[str, str, tuple[int, ...]]
+#: Name, dtype and shape of a tensor, and the box of it that is meant, () for all of it.
+Row = tuple[str, str, tuple[int, ...], Box]
 _COLUMNS: Final = 4
-_START: Final = attrgetter("start")
+_START: Final = itemgetter(0)
 
 
 def digest(value: Any) -> str:
@@ -285,21 +285,21 @@ def unpack(packed: Sequence[PackedInventory]) -> list[Inventory]:
 
 def make_inventory(ranges: Sequence[LocalRange], compare: bool) -> Inventory:
     """That of this rank; ``compare``: other ranks could have other values of what is not equal by what an engine does."""
-    table: dict[str, Row] = {}
-    numbers: dict[str, int] = {}
+    table: dict[tuple[str, Box], Row] = {}
+    numbers: dict[tuple[str, Box], int] = {}
     columns: list[tuple[int, int, int, int]] = []
     for one in ranges:
         s = one.shard
         if _SURROGATE.search(s.name):
             raise CheckpointError(f"the tensor {s.name!r} of the state has a name that is no valid Unicode")
-        row = (s.name, NAMES[s.tensor.dtype], s.shape)
-        if table.setdefault(s.name, row) != row or s.start + s.tensor.numel() > math.prod(s.shape):
+        row, numel = (s.name, NAMES[s.tensor.dtype], s.shape, s.box), s.numel
+        inside = all(0 <= begin <= end <= n for (begin, end), n in zip(s.box, s.shape, strict=False))
+        if table.setdefault((s.name, s.box), row) != row or s.start + s.tensor.numel() > numel or not inside:
             raise CheckpointError(
                 f"two tensors of the state have the name {s.name!r}, or a range is outside of its tensor"
             )
-        number = numbers.setdefault(s.name, len(numbers))
-        whole = s.tensor.numel() == math.prod(s.shape)
-        content = _content(s.tensor) if compare and whole and not one.equal else 0
+        number = numbers.setdefault((s.name, s.box), len(numbers))
+        content = _content(s.tensor) if compare and s.tensor.numel() == numel and not one.equal else 0
         columns.append((number, s.start, s.tensor.numel(), content))
     numbers_of_all = torch.tensor(columns, dtype=torch.int64, device="cpu").view(-1, _COLUMNS)
     return Inventory(list(table.values()), numbers_of_all.T.contiguous())
@@ -336,9 +336,9 @@ def content_there(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The tensors of a checkpoint, and which rank writes which range of them."""
+    """The tensors of a checkpoint, each with its dtype, shape and cuts, and which rank writes which range of their lines."""
 
-    table: list[Row]
+    table: Sequence[tuple[str, str, tuple[int, ...], Cuts]]
     ranges: Ranges
 
 
@@ -348,18 +348,43 @@ def make_layout(inventories: Sequence[Inventory], world: int) -> Layout:
     tensor, start, count, content, rank = columns
     ranges = _lowest(Ranges(tensor, start, count, rank), content, len(rows))
     del tensor, start, count, content, rank, columns  # of many ranks they are large
-    sizes = Sizes([r[0] for r in rows], [math.prod(r[2]) for r in rows], [ITEM_BYTES[r[1]] for r in rows])
-    return Layout(rows, assign(world, sizes, ranges, replicated=len(inventories) == 1 and world > 1))
+    table, ranges = _whole(rows, ranges)
+    sizes = Sizes([r[0] for r in table], [math.prod(r[2]) for r in table], [ITEM_BYTES[r[1]] for r in table])
+    return Layout(table, assign(world, sizes, ranges, replicated=len(inventories) == 1 and world > 1))
+
+
+def _whole(rows: list[Row], ranges: Ranges) -> tuple[Sequence[tuple[str, str, tuple[int, ...], Cuts]], Ranges]:
+    """The tensors of which the rows are boxes, and the ranges on their lines."""
+    if not any(row[3] for row in rows):
+        return rows, ranges
+    boxes: dict[str, list[Box]] = {}
+    numbers: dict[tuple[str, Box], tuple[int, Row]] = {}
+    number = _number([(*row[:3], ()) for row in rows], numbers, "another")
+    for name, _, shape, box in rows:
+        # What has no elements is no part of a grid.
+        boxes.setdefault(name, []).extend([box] if math.prod(shape_of(box) if box else shape) else ())
+    grids = [_grid(name, shape, boxes[name]) for _, (name, _, shape, _) in numbers.values()]
+    first = vector([grids[i].first(row[3]) for i, row in zip(number.tolist(), rows, strict=True)])
+    table = [(*row[:3], grid.cuts) for (_, row), grid in zip(numbers.values(), grids, strict=True)]
+    return table, Ranges(number[ranges.tensor], ranges.start + first[ranges.tensor], ranges.count, ranges.rank)
+
+
+def _grid(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> Grid:
+    """That of the boxes of a tensor."""
+    try:
+        return Grid.of(shape, boxes) if any(boxes) else Grid(shape)
+    except ValueError as error:
+        raise CheckpointError(f"{name} {list(shape)} cannot be saved: {error}") from error
 
 
 def _merge(inventories: Sequence[Inventory]) -> tuple[list[Row], torch.Tensor]:
     """One table, and the inventories' columns after one another, with the ranks as the last."""
-    table: dict[str, tuple[int, Row]] = {}
+    table: dict[tuple[str, Box], tuple[int, Row]] = {}
     numbering: dict[int, torch.Tensor] = {}  # ranks whose tables are one object share it
     columns = []
     for rank, one in enumerate(inventories):
         if id(one.table) not in numbering:
-            numbering[id(one.table)] = _number(one.table, table, rank)
+            numbering[id(one.table)] = _number(one.table, table, f"rank {rank}")
         number = numbering[id(one.table)][one.numbers[0]]
         columns.append(torch.stack([number, *one.numbers[1:], torch.full_like(number, rank)]))
     rows = [row for _, row in table.values()]
@@ -369,14 +394,14 @@ def _merge(inventories: Sequence[Inventory]) -> tuple[list[Row], torch.Tensor]:
     return rows, torch.cat(columns, 1)
 
 
-def _number(rows: Sequence[Row], table: dict[str, tuple[int, Row]], rank: int) -> torch.Tensor:
+def _number(rows: Sequence[Row], table: dict[tuple[str, Box], tuple[int, Row]], where: str) -> torch.Tensor:
     """The number in ``table``, which grows, of each of a rank's rows."""
     numbers = []
     for row in rows:
-        number, known = table.setdefault(row[0], (len(table), row))
+        number, known = table.setdefault((row[0], row[3]), (len(table), row))
         if known != row:
             raise CheckpointError(
-                f"{row[0]} is {known[1]} {list(known[2])} on one rank and {row[1]} {list(row[2])} on rank {rank}; "
+                f"{row[0]} is {known[1]} {list(known[2])} on one rank and {row[1]} {list(row[2])} on {where}; "
                 "make it the same on all ranks (accel.all_gather), or leave it out of the state"
             )
         numbers.append(number)
@@ -398,17 +423,25 @@ def _lowest(ranges: Ranges, content: torch.Tensor, num_tensors: int) -> Ranges:
 
 def write_items(rank: int, layout: Layout, ranges: Sequence[LocalRange]) -> list[WriteItem]:
     """What one rank writes, from where it lies."""
-    places: dict[str, list[Shard]] = {}
-    for one in ranges:
-        if one.shard.tensor.numel():
-            places.setdefault(one.shard.name, []).append(one.shard)
-    for shards in places.values():
-        shards.sort(key=_START)
+    grids = {name: Grid(shape, cuts) for name, _, shape, cuts in layout.table if cuts}
+    places: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for s in (one.shard for one in ranges):
+        if s.tensor.numel():
+            first = grids[s.name].first(s.box) if s.box else 0
+            places.setdefault(s.name, []).append((first + s.start, s.tensor))
+    for held in places.values():
+        held.sort(key=_START)
     found = []
     mine = layout.ranges.select(layout.ranges.rank == rank)
     for number, start, count in zip(mine.tensor.tolist(), mine.start.tolist(), mine.count.tolist(), strict=True):
-        name, dtype, shape = layout.table[number]
-        shards = places[name]
-        held = shards[bisect_right(shards, start, key=_START) - 1]
-        found.append(WriteItem(Entry(name, dtype, shape, start, count), held.tensor, start - held.start))
+        name, dtype, shape, cuts = layout.table[number]
+        first, tensor = places[name][bisect_right(places[name], start, key=_START) - 1]
+        entry = Entry(name, dtype, shape, start, count)
+        found.append(WriteItem(entry_of(entry, grids[name]) if cuts else entry, tensor, start - first))
     return found
+
+
+def entry_of(line: Entry, grid: Grid) -> Entry:
+    """How a file has elements of the line of a grid: as those of a block, of which accel lets none go over its end."""
+    first, block = grid.block(line.start)
+    return Entry(f"{line.name}{label(block)}", line.dtype, shape_of(block), line.start - first, line.count)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Literal, final
 from urllib.parse import unquote
 
@@ -18,7 +19,7 @@ from ..deferred import weights_of
 from ..errors import CheckpointError
 from ..process import current
 from ..process.control import locked
-from ..shard import Manifest
+from ..shard import Manifest, Shard
 from . import folder, record
 from .background import background
 from .export import choose
@@ -32,7 +33,7 @@ from .safetensors import BY_NAME
 from .source import Checkpoint, is_weights_alone, open_checkpoint
 from .state import OF_VALUES, State
 from .values import Decoder, Json
-from .verify import verify_needed
+from .verify import Need, verify_needed
 
 logger = logging.getLogger("accel")
 
@@ -150,7 +151,7 @@ class Loading:
         self.reader = Reader(checkpoint.directory, self.found, stream=stream, headers=checkpoint.headers)
         self._of_values: dict[str, torch.Tensor] = {}
         self._decoder = Decoder(self.path, self._fetch, checkpoint.objects)
-        self._wanted: list[tuple[str, int, torch.Tensor]] = []
+        self._wanted: list[Shard] = []
         self._tied: list[tuple[str, str]] = []
         self._match = Match(State({} if state is None else state), self._decoder, self.found.tensors)
         self.differences = self._match.differences
@@ -192,7 +193,7 @@ class Loading:
             elif problem := unfit(stored, slot, convert, planned):
                 self.differences.unfit.append(f"{here}: {problem}")
             else:
-                self._wanted.append((f"{own}{stored_as.get(name, name)}", slot.start, slot.tensor))
+                self._wanted.append(replace(slot, name=f"{own}{stored_as.get(name, name)}"))
         if not isinstance(one, TensorObject):
             self.differences.untouched.update(f"{one.path}, {name}" for name in tensors.keys() - touched)
 
@@ -229,10 +230,10 @@ class Loading:
         objects = [one for one, _ in self._match.objects]
         return digest([(one.name, one.kind) for one in objects]), engines_of(objects)
 
-    def needs(self) -> list[tuple[str, int, int]]:
-        """The elements of tensors that this rank reads: (name, first, after the last)."""
-        needs = [(name, start, start + tensor.numel()) for name, start, tensor in self._wanted]
-        return needs + [(name, 0, self.found.tensors[name].numel) for name in self._in_values()]
+    def needs(self) -> list[Need]:
+        """The elements of tensors that this rank reads."""
+        needs: list[Need] = [(one.name, one.start, one.tensor.numel(), one.box) for one in self._wanted]
+        return needs + [(name, 0, self.found.tensors[name].numel, ()) for name in self._in_values()]
 
     def _in_values(self) -> list[str]:
         """The tensors that values consist of."""
@@ -264,7 +265,7 @@ class Loading:
             with torch.no_grad():
                 self.reader.fill(self._wanted)
                 # Autograd must see that what it may have saved for a backward has changed.
-                torch.autograd.graph.increment_version([tensor for _, _, tensor in self._wanted])
+                torch.autograd.graph.increment_version([one.tensor for one in self._wanted])
                 for one, node in objects:
                     if not isinstance(one, StatefulObject | RankObject):
                         one.fill(node, self._decoder)

@@ -1,20 +1,28 @@
-"""Reading ranges of tensors out of shard files, with or without comparing their checksums on the way."""
+"""Reading parts of tensors out of shard files, with or without comparing their checksums on the way.
+
+Where a tensor lies in other boxes than it is wanted in, ranges of a block that cover what is wanted are read into memory of a
+bounded size, and copied from there.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Final, TypeVar, final
 
 import torch
 
+from ..boxes import Box, Grid, divided, offset_in, overlap, shape_of, span_in, strides_of, strips, whole_box
 from ..errors import CheckpointError
 from ..process import running
+from ..shard import Shard
 from .failures import parsing
+from .layout import entry_of
 from .record import NAME, Record, Stored
 from .safetensors import BY_NAME, CHUNK, ITEM_BYTES, Entry, Header, chunks_of, is_lazy, memory, parse_header
 from .shards import checksum_of, checksums_of, open_file, read_header, read_into
@@ -97,7 +105,29 @@ class _Piece:
     dtype: torch.dtype
 
 
+@dataclass(slots=True)
+class _Strip:
+    """A part of a wanted box, and the elements of its tensor's line that cover it.
+
+    Args:
+        first: of these elements.
+        span: how many.
+        sizes: of the part.
+        strides: of the part among them.
+        into: its first element in what is wanted.
+        into_strides: its strides there.
+    """
+
+    first: int
+    span: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    into: int
+    into_strides: tuple[int, ...]
+
+
 _STAGE: Final = 16 << 20  # bytes of a buffer on the way to what is no plain memory
+_GAP: Final = 1 << 20  # bytes that are rather read than left out
 _ALIGN: Final = 64
 
 
@@ -190,22 +220,55 @@ class Reader:
         return self._headers[file]
 
     def locate(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Where elements of a tensor are: (file, byte in it, first element, number of elements), if the files have them."""
+        """Where elements of a tensor's line are: (file, byte in it, first element, number of elements), if files have them."""
         stored: Stored = self._record.tensors[name]
-        size = ITEM_BYTES[stored.dtype]
+        size, grid = ITEM_BYTES[stored.dtype], Grid(stored.shape, stored.cuts) if stored.cuts else None
         for file, first, count in stored.overlaps(start, stop):
-            key, begin = self.header(file).locate(Entry(name, stored.dtype, stored.shape, first, count))
-            if begin is None:
+            entry = Entry(name, stored.dtype, stored.shape, first, count)
+            entry = entry if grid is None else entry_of(entry, grid)
+            key, begin = self.header(file).locate(entry)
+            if begin is None or (grid is not None and entry.start + count > math.prod(entry.shape)):
                 raise CheckpointError(f"{self._path(file)}: does not hold {key!r} as {NAME} says; {_ADVICE}")
             low, high = max(start, first), min(stop, first + count)
             yield file, begin + (low - first) * size, low, high - low
 
-    def chunks(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The chunks that elements of a tensor are in: (file, first chunk, chunk after the last)."""
+    def _strips(self, name: str, start: int, count: int, box: Box) -> Iterator[_Strip]:
+        """The elements of a box in parts."""
+        stored = self._record.tensors[name]
+        size, grid = ITEM_BYTES[stored.dtype], Grid(stored.shape, stored.cuts)
+        for at, wanted in divided(box or whole_box(stored.shape), start, start + count):
+            for first, block in grid.blocks(wanted):
+                for part in strips(overlap(wanted, block), block, _STAGE // size, _GAP // size):
+                    yield _Strip(
+                        first + offset_in(part, block),
+                        span_in(part, block),
+                        shape_of(part),
+                        strides_of(block),
+                        at + offset_in(part, wanted),
+                        strides_of(wanted),
+                    )
+
+    def _first(self, name: str, start: int, box: Box) -> int | None:
+        """The element of a tensor's line from which on the elements of a box follow as they are wanted; None if they do not."""
+        stored = self._record.tensors[name]
+        if not stored.cuts:
+            return None if box else start
+        first, block = next(Grid(stored.shape, stored.cuts).blocks(box), (0, ())) if box else (0, ())
+        return first + start if block and block == box else None
+
+    def _ranges(self, name: str, start: int, count: int, box: Box) -> Iterable[tuple[int, int]]:
+        """What is read of a tensor's line for elements of a box: (first element, after the last)."""
+        if (first := self._first(name, start, box)) is not None:
+            return [(first, first + count)]
+        return ((strip.first, strip.first + strip.span) for strip in self._strips(name, start, count, box))
+
+    def chunks(self, name: str, start: int, count: int, box: Box) -> Iterator[tuple[int, int, int]]:
+        """The chunks that are read for elements of a box: (file, first chunk, chunk after the last)."""
         size = ITEM_BYTES[self._record.tensors[name].dtype]
-        for file, offset, _, count in self.locate(name, start, stop):
-            begin = offset - self.header(file).size
-            yield file, begin // CHUNK, chunks_of(begin + count * size)
+        for low, high in self._ranges(name, start, count, box):
+            for file, offset, _, number in self.locate(name, low, high):
+                begin = offset - self.header(file).size
+                yield file, begin // CHUNK, chunks_of(begin + number * size)
 
     def verify(self, file: int, chunks: Sequence[int]) -> None:
         """Compare the checksums of chunks of a file; raises for the first that is damaged, with a tensor that is in it."""
@@ -254,21 +317,62 @@ class Reader:
         if twice:
             self._read_chunk(fd, file, chunk, twice)
 
-    def fill(self, wanted: Sequence[tuple[str, int, torch.Tensor]]) -> None:
-        """Read elements of tensors, from the given one on, into tensors of any device, layout and dtype; each chunk once."""
+    def fill(self, wanted: Iterable[Shard]) -> None:
+        """Read parts of tensors, named as in the record, into tensors of any device, layout and dtype.
+
+        Each chunk once, but for those of tensors that lie in other boxes.
+        """
         files: dict[int, dict[int, list[_Piece]]] = {}
-        for name, start, tensor in wanted:
-            self._plan(name, start, tensor, files)
+        others = []
+        for one in wanted:
+            if (first := self._first(one.name, one.start, one.box)) is None:
+                others.append(one)
+            else:
+                self._plan(one.name, first, one.tensor, files)
+        self._read_files(files)
+        plain = [one.tensor.is_contiguous() and not is_lazy(one.tensor) for one in others]
+        self._fill_strips(one for one, direct in zip(others, plain, strict=True) if direct)
+        for one in (one for one, direct in zip(others, plain, strict=True) if not direct):
+            flat = torch.empty(one.tensor.numel(), dtype=one.tensor.dtype, device=one.tensor.device)
+            self._fill_strips([replace(one, tensor=flat)])
+            one.tensor.copy_(flat.view(one.tensor.shape))
+        self._staging.finish()
+
+    def _read_files(self, files: Mapping[int, dict[int, list[_Piece]]]) -> None:
         for file in sorted(files):
             self._read_chunks(file, files[file])
-        self._staging.finish()
+
+    def _fill_strips(self, wanted: Iterable[Shard]) -> None:
+        """Fill contiguous tensors with what lies in other boxes: read what covers it, as much as fits together, and copy it."""
+        batch: list[tuple[str, _Strip, torch.Tensor, torch.Tensor]] = []
+        size = 0
+        for one in wanted:
+            dtype = BY_NAME[self._record.tensors[one.name].dtype]
+            for strip in self._strips(one.name, one.start, one.tensor.numel(), one.box):
+                if size + strip.span * dtype.itemsize > _STAGE:
+                    self._copy(batch)
+                    batch, size = [], 0
+                room = torch.empty(strip.span, dtype=dtype, device=one.tensor.device)
+                batch.append((one.name, strip, room, one.tensor))
+                size += room.nbytes
+        self._copy(batch)
+
+    def _copy(self, batch: Sequence[tuple[str, _Strip, torch.Tensor, torch.Tensor]]) -> None:
+        """Read what covers strips, each into its room, and copy them to where they belong."""
+        files: dict[int, dict[int, list[_Piece]]] = {}
+        for name, strip, room, _ in batch:
+            self._plan(name, strip.first, room, files)
+        self._read_files(files)
+        for _, strip, room, tensor in batch:
+            place = tensor.view(-1)[strip.into :].as_strided(strip.sizes, strip.into_strides)
+            place.copy_(room.as_strided(strip.sizes, strip.strides))
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Whole tensors, new and on the CPU."""
         stored = {name: self._record.tensors[name] for name in names}
-        flat = {name: self._room(name, 0, s.numel, BY_NAME[s.dtype]) for name, s in stored.items()}
-        self.fill([(name, 0, tensor) for name, tensor in flat.items()])
-        return {name: tensor.view(stored[name].shape) for name, tensor in flat.items()}
+        flat = [self._room(name, 0, s.numel, BY_NAME[s.dtype]) for name, s in stored.items()]
+        self.fill(flat)
+        return {one.name: one.tensor.view(one.shape) for one in flat}
 
     def in_turn(self, ranges: Iterable[tuple[str, int, int, torch.dtype]]) -> Iterator[torch.Tensor]:
         """Elements of tensors, each a new flat tensor of a dtype on the CPU; small ones are read together.
@@ -276,24 +380,25 @@ class Reader:
         Args:
             ranges: name, first element, number of elements, and dtype.
         """
-        batch: list[tuple[str, int, torch.Tensor]] = []
+        batch: list[Shard] = []
         size = 0
         for name, start, count, dtype in ranges:
             if batch and size + count * dtype.itemsize > _STAGE:
                 yield from self._filled(batch)
                 batch, size = [], 0
-            batch.append((name, start, self._room(name, start, count, dtype)))
+            batch.append(self._room(name, start, count, dtype))
             size += count * dtype.itemsize
         yield from self._filled(batch)
 
-    def _room(self, name: str, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        for _ in self.locate(name, start, start + count):
-            pass  # all of it is in the files: so much memory may be taken
-        return torch.empty(count, dtype=dtype, device="cpu")
+    def _room(self, name: str, start: int, count: int, dtype: torch.dtype) -> Shard:
+        for first, last in self._ranges(name, start, count, ()):
+            for _ in self.locate(name, first, last):
+                pass  # all of it is in the files: so much memory may be taken
+        return Shard(name, self._record.tensors[name].shape, start, torch.empty(count, dtype=dtype, device="cpu"))
 
-    def _filled(self, wanted: Sequence[tuple[str, int, torch.Tensor]]) -> Iterator[torch.Tensor]:
+    def _filled(self, wanted: Sequence[Shard]) -> Iterator[torch.Tensor]:
         self.fill(wanted)
-        return (tensor for *_, tensor in wanted)
+        return (one.tensor for one in wanted)
 
     def same(self, one: str, other: str) -> bool:
         """Whether two tensors of one shape and dtype have the same bytes; in little memory."""
@@ -302,13 +407,13 @@ class Reader:
         room = [torch.empty(min(step, stored.numel), dtype=dtype, device="cpu") for _ in range(2)]
         for at in range(0, stored.numel, step):
             a, b = (one[: stored.numel - at] for one in room)
-            self.fill([(one, at, a), (other, at, b)])
+            self.fill([Shard(name, stored.shape, at, into) for name, into in ((one, a), (other, b))])
             if memory(a) != memory(b):
                 return False
         return True
 
     def _plan(self, name: str, start: int, tensor: torch.Tensor, files: dict[int, dict[int, list[_Piece]]]) -> None:
-        """Find the file and the chunk of each element."""
+        """Find the file and the chunk of each element of a tensor's line, from ``start`` on."""
         dtype = BY_NAME[self._record.tensors[name].dtype]
         plain = tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype is dtype and not is_lazy(tensor)
         view, item = memory(tensor) if plain else None, dtype.itemsize

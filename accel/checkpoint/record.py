@@ -9,10 +9,11 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, pairwise
 from operator import itemgetter
 from typing import Any, Final
 
+from ..boxes import Cuts
 from ..errors import CheckpointError
 from .failures import explain, naming, parsing
 from .layout import Part
@@ -21,7 +22,8 @@ from .shards import Written, checksum, checksum_of, new_file, open_file, read_wh
 
 NAME: Final = "accel.json"
 FORMAT: Final = "accel-checkpoint"
-VERSION: Final = 1
+#: Of the format; the second has tensors that are cut into boxes, and is written only where there are some.
+VERSIONS: Final = (1, 2)
 #: Names that a record may give to shard files: of this folder, and hidden to nobody.
 FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 _START: Final = b'{"xxh3":"'
@@ -35,11 +37,12 @@ MAX_BYTES: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor: its dtype and shape, and where its elements are."""
+    """A tensor: its dtype and shape, where its elements are, in the order of its grid's line, and how it is cut."""
 
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+    cuts: Cuts = ()
 
     @property
     def numel(self) -> int:
@@ -52,7 +55,7 @@ class Stored:
         return self.numel * ITEM_BYTES[self.dtype]
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Where elements ``start`` to ``stop`` are: (file, first element that it holds, number of elements), in order."""
+        """Where elements ``start`` to ``stop`` of the line are: (file, first element that it holds, their number), in order."""
         at = max(bisect_right(self.parts, start, key=_FIRST) - 1, 0)
         for file, begin, count, files in islice(self.parts, at, None):
             for i in range(max(start - begin, 0) // count, min(files, -(-(stop - begin) // count))):
@@ -93,13 +96,14 @@ def encode(record: Record) -> bytes:
     """The content of the file."""
     body = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": VERSIONS[any(t.cuts for t in record.tensors.values())],
         "id": record.id,
         "time": record.time,
         "world_size": record.world_size,
         "files": [{"name": f.name, "size": f.size, "header": list(f.header)} for f in record.files],
         "tensors": {
             name: {"dtype": t.dtype, "shape": list(t.shape), "parts": [list(p) for p in t.parts]}
+            | ({"cuts": [list(places) for places in t.cuts]} if t.cuts else {})
             for name, t in record.tensors.items()
         },
         "values": record.values,
@@ -202,9 +206,9 @@ def parse(content: bytes, path: str) -> tuple[Record, str]:
         body = json.loads(content, object_pairs_hook=no_duplicates, parse_constant=_refuse_constant)
     if not ours or not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the record of a checkpoint of accel: it has another format")
-    if body.get("version") != VERSION:
+    if body.get("version") not in VERSIONS:
         raise CheckpointError(
-            f"{path} has version {body.get('version')!r} of the format, and this accel knows version {VERSION}: "
+            f"{path} has version {body.get('version')!r} of the format, and this accel knows those to {VERSIONS[-1]}: "
             "update accel"
         )
     with parsing(f"{path} does not keep to the format of accel's checkpoints"):
@@ -225,6 +229,8 @@ def _build(body: dict[str, Any]) -> Record:
         raise ValueError("a file is named twice")
     sizes = [0, *accumulate(file.size for file in files)]
     tensors = {name: _stored(name, value, sizes) for name, value in body["tensors"].items()}
+    if body["version"] != VERSIONS[1] and any(tensor.cuts for tensor in tensors.values()):
+        raise ValueError("a tensor is cut into boxes, which its version has not")
     if sum(tensor.nbytes for tensor in tensors.values()) > sizes[-1]:
         raise ValueError("the tensors are larger than the files")
     world, ranks = _number(body["world_size"]), body["ranks"]
@@ -262,7 +268,17 @@ def _stored(name: str, value: dict[str, Any], sizes: Sequence[int]) -> Stored:
         parts.append((file, start, count, repeat))
     if at != numel:
         raise ValueError(f"tensor {name!r} has {numel} elements, and its parts have {at}")
-    return Stored(dtype, shape, tuple(parts))
+    cuts = tuple(tuple(_number(place) for place in places) for places in value.get("cuts", ()))
+    if cuts and not _fit(cuts, shape, sum(part[3] for part in parts)):
+        raise ValueError(f"tensor {name!r} cannot be cut at {str(cuts)[:60]}")
+    return Stored(dtype, shape, tuple(parts), cuts)
+
+
+def _fit(cuts: Cuts, shape: tuple[int, ...], entries: int) -> bool:
+    """Whether a tensor can be cut so, into no more blocks than it has entries in files."""
+    if len(cuts) != len(shape) or not any(cuts) or math.prod(len(places) + 1 for places in cuts) > entries:
+        return False
+    return all(a < b for places, n in zip(cuts, shape, strict=True) for a, b in pairwise((0, *places, n)) if places)
 
 
 def _number(value: Any) -> int:

@@ -225,8 +225,8 @@ class Contents:
                 numbers.append(-1 if file is None else len(files))
                 files += [] if file is None else [file]
             found = parts(layout.ranges, torch.tensor(numbers, dtype=torch.int64, device="cpu"))
-            for number, (name, dtype, shape) in enumerate(layout.table):
-                tensors[name] = Stored(dtype, shape, tuple(found.get(number, ())))
+            for number, (name, dtype, shape, cuts) in enumerate(layout.table):
+                tensors[name] = Stored(dtype, shape, tuple(found.get(number, ())), cuts)
         return Record(
             id=save,
             time=time.time(),

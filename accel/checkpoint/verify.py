@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from ..boxes import Box
 from ..process.control import locked
 from ..process.environments import Place
 from . import folder, record
@@ -26,7 +27,11 @@ from .values import DEPTH, TAG, Decoder, Json
 _BATCH: Final = 64  # chunks between two words of progress
 
 
-def verify_needed(reader: Reader, found: Record, needs: Sequence[tuple[str, int, int]], place: Place) -> None:
+#: Elements of a tensor, or of a box in it: the tensor's name, the first of them, how many, and the box.
+Need = tuple[str, int, int, Box]
+
+
+def verify_needed(reader: Reader, found: Record, needs: Sequence[Need], place: Place) -> None:
     """Compare the checksums of all chunks that some rank needs, each on one rank of each host. Collective."""
     sizes = torch.tensor([chunks_of(file.size) for file in found.files], dtype=torch.int64, device="cpu")
     bases = (sizes.cumsum(0) - sizes).tolist()

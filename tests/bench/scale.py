@@ -66,7 +66,7 @@ class Scale:
 
 def simulate(world: int, tensors: int, loading: int, directory: str) -> Scale:
     """Plan a save of ``tensors`` on ``world`` ranks, and load the share of the middle one of ``loading`` ranks."""
-    table: list[Row] = [(f"model/layers.{i}.weight", "F32", (4096 - i % 7, COLUMNS)) for i in range(tensors)]
+    table: list[Row] = [(f"model/layers.{i}.weight", "F32", (4096 - i % 7, COLUMNS), ()) for i in range(tensors)]
     memory = torch.ones(4096, COLUMNS)
     mine = [LocalRange(s, equal=True) for s in _rows_of(world // 2, world, table, memory)]
     listing, list_s = _timed(lambda: make_inventory(mine, compare=True))
@@ -76,16 +76,16 @@ def simulate(world: int, tensors: int, loading: int, directory: str) -> Scale:
     assert len(write_items(world // 2, plan, mine)) == sum(one.shard.tensor.numel() > 0 for one in mine)
 
     found = parts(plan.ranges, torch.arange(world))
-    stored = {name: Stored(dtype, shape, tuple(found.get(i, ()))) for i, (name, dtype, shape) in enumerate(table)}
-    wanted = [(s.name, s.start, s.tensor) for s in _rows_of(loading // 2, loading, table, torch.zeros_like(memory))]
-    needed = {f for name, start, into in wanted for f, _, _ in stored[name].overlaps(start, start + into.numel())}
+    stored = {name: Stored(dtype, shape, tuple(found.get(i, ()))) for i, (name, dtype, shape, _) in enumerate(table)}
+    wanted = _rows_of(loading // 2, loading, table, torch.zeros_like(memory))
+    needed = {f for s in wanted for f, _, _ in stored[s.name].overlaps(s.start, s.start + s.tensor.numel())}
     files = [_write(rank, world, table, memory, directory, real=rank in needed) for rank in range(world)]
     new = Record(id=SAVE, time=0.0, world_size=world, files=files, tensors=stored, values={})
     content, record_s = _timed(lambda: record.encode(new))
     (read, _), parse_s = _timed(lambda: record.parse(content, record.NAME))
     opened = _count_opened(directory)
     _, load_s = _timed(lambda: Reader(directory, read, stream=True).fill(wanted))
-    assert all(bool((into == 1).all()) for _, _, into in wanted)
+    assert all(bool((s.tensor == 1).all()) for s in wanted)
     return Scale(
         list_s,
         sum(len(one.numbers) for one in packed),
@@ -106,15 +106,16 @@ def _rows(rank: int, world: int, rows: torch.Tensor) -> tuple[torch.Tensor, torc
 
 def _rows_of(rank: int, world: int, table: list[Row], memory: torch.Tensor) -> list[Shard]:
     """A rank's shards; all share ``memory``, which holds as many rows as the largest tensor."""
-    begin, end = (t.tolist() for t in _rows(rank, world, torch.tensor([shape[0] for _, _, shape in table])))
+    begin, end = (t.tolist() for t in _rows(rank, world, torch.tensor([shape[0] for _, _, shape, _ in table])))
     return [
-        Shard(name, shape, a * COLUMNS, memory[a:b]) for (name, _, shape), a, b in zip(table, begin, end, strict=True)
+        Shard(name, shape, a * COLUMNS, memory[a:b])
+        for (name, _, shape, _), a, b in zip(table, begin, end, strict=True)
     ]
 
 
 def _pack(rank: int, world: int, table: list[Row]) -> PackedInventory:
     """What a rank sends, without making its tensors."""
-    begin, end = _rows(rank, world, torch.tensor([shape[0] for _, _, shape in table]))
+    begin, end = _rows(rank, world, torch.tensor([shape[0] for _, _, shape, _ in table]))
     numbers = torch.stack([torch.arange(len(table)), begin * COLUMNS, (end - begin) * COLUMNS, torch.zeros_like(begin)])
     return Inventory(table, numbers).pack(0 if rank else None)
 

@@ -151,7 +151,7 @@ CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no values": lambda b: b.pop("values"),
     "values are a list": lambda b: b.update(values=[1]),
     "a list": lambda b: "[1]",
-    "newer": lambda b: b.update(version=2),
+    "newer": lambda b: b.update(version=3),
     "unknown tag": lambda b: b["values"].update(n={"!": "os.system", "items": ["true"]}),
     "kept tensor that is not there": lambda b: b["values"].update(n={"!": "tensor", "name": "~9"}),
     "module for a value": lambda b: b["values"].update(n=b["values"]["net"]),

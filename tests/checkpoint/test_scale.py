@@ -65,7 +65,7 @@ def inventories(kind: str, world: int, tensors: int) -> list[Inventory]:
     """What the ranks list; in ``pairs`` each half of the ranks has all, divided, so that two ranks hold each range."""
     divided = {"replicated": 1, "sharded": world, "pairs": world // 2}[kind]
     count = 4096 // divided
-    table: list[Row] = [(f"t{i}", "F32", (4096,)) for i in range(tensors)]
+    table: list[Row] = [(f"t{i}", "F32", (4096,), ()) for i in range(tensors)]
     columns = torch.ones(4, tensors, dtype=torch.int64) * count
     columns[0], columns[3] = torch.arange(tensors), 0
     found = []
@@ -80,7 +80,7 @@ def record_of(everyone: list[Inventory], world: int) -> bytes:
     plan = make_layout(everyone, world)
     found = parts(plan.ranges, torch.arange(world))
     files = [Written(f"accel-{SAVE}-{r:05d}.safetensors", 1 << 30, ("0" * 16,)) for r in range(world)]
-    stored = {name: Stored(dtype, shape, tuple(found[i])) for i, (name, dtype, shape) in enumerate(plan.table)}
+    stored = {name: Stored(dtype, shape, tuple(found[i])) for i, (name, dtype, shape, _) in enumerate(plan.table)}
     return encode(Record(id=SAVE, time=0.0, world_size=world, files=files, tensors=stored, values={}))
 
 

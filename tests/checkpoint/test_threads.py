@@ -17,6 +17,7 @@ from accel.checkpoint import reader, record
 from accel.checkpoint.safetensors import CHUNK
 from accel.errors import CheckpointError
 from accel.process.control import lock
+from accel.shard import Shard
 from tests.checkpoint.crafting import shard_of
 from tests.distributed import run, wait_for
 
@@ -56,9 +57,9 @@ def test_what_is_wanted_twice_or_in_part(stream: bool, tmp_path: Path) -> None:
         ("s3", 10),
         ("s30", 1),
     ]
-    wanted = [(name, start, torch.zeros(900)) for name, start in places]
+    wanted = [Shard(name, tuple(saved[name].shape), start, torch.zeros(900)) for name, start in places]
     reader.Reader(str(tmp_path), record.read(str(tmp_path))[0], stream=stream).fill(wanted)
-    assert all(torch.equal(found, saved[name][start : start + 900]) for name, start, found in wanted)
+    assert all(torch.equal(one.tensor, saved[one.name][one.start : one.start + 900]) for one in wanted)
 
 
 def test_the_first_damage_is_named_and_nothing_is_filled(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final, final
 
 import torch
 
-from ...boxes import Box, Grid, shape_of, slices
+from ...boxes import Box, Grid
 from ...errors import AccelError
 from ...process import Process
 from ...process.control import agree
@@ -137,7 +137,7 @@ class _Given:
         ]
 
 
-#: Elements of a tensor, on the line of its grid: its key, the first of them, and the one after the last.
+#: Elements of the line of a tensor's grid: the tensor's key, the first of them, and the one after the last.
 _Range = tuple[Any, int, int]
 
 
@@ -145,43 +145,33 @@ _Range = tuple[Any, int, int]
 def _assemble(
     told: Sequence[Sequence[Any]], mine: Mapping[Any, Shard], process: Process, keep: bool
 ) -> dict[Any, torch.Tensor]:
-    """Whole tensors from the ranges that the ranks have told of. Collective."""
+    """Whole tensors from the parts that the ranks have told of. Collective."""
     kinds: dict[Any, tuple[tuple[int, ...], torch.dtype, bool]] = {}
     for key, shape, dtype, on_device, *_ in chain.from_iterable(told):
         kinds.setdefault(key, (shape, dtype, on_device))
-    grids = _grids(told)
-    ranges: dict[Any, list[tuple[int, int, int]]] = {key: [] for key in kinds}
-    for holder, rows in enumerate(told):
-        for key, _, _, _, start, numel, box in rows:
-            if numel:
-                ranges[key].append((start + (grids[key].first(box) if box else 0), holder, numel))
-    covers = {key: list(_cover(key, ranges[key], torch.Size(shape).numel())) for key, (shape, *_) in kinds.items()}
-    whole: dict[Any, torch.Tensor] = {}
+    grids = _grids(told, kinds)
+    covers = _covers(told, kinds, grids)
+    flat: dict[Any, torch.Tensor] = {}
     for batch in _batches(kinds):
         places: list[tuple[_Range, torch.Tensor]] = []
         for key, first, last in batch:
             shape, dtype, on_device = kinds[key]
-            if keep and key not in whole:
+            if keep and key not in flat:
                 place = process.device if on_device else torch.device("cpu")
-                whole[key] = torch.empty(shape, dtype=dtype, device=place)
-            there = keep and key not in grids and whole[key].device == process.carrier
-            count = last - first
-            travels = (
-                whole[key].view(-1)[first:last] if there else torch.empty(count, dtype=dtype, device=process.carrier)
-            )
+                flat[key] = torch.empty(torch.Size(shape).numel(), dtype=dtype, device=place)
+            there = keep and flat[key].device == process.carrier and key not in grids
+            travels = flat[key][first:last] if there else torch.empty(last - first, dtype=dtype, device=process.carrier)
             places.append(((key, first, last), travels))
         _exchange(places, covers, mine, grids, process)
         for (key, first, last), travels in places if keep else ():
             if key in grids:
-                for at, box in grids[key].boxes(first, last):
-                    sizes = shape_of(box)
-                    whole[key][slices(box)] = travels[at : at + torch.Size(sizes).numel()].view(sizes)
-            elif whole[key].device != process.carrier:
-                whole[key].view(-1)[first:last].copy_(travels)
-    return whole
+                grids[key].put(travels, first, flat[key].view(kinds[key][0]))
+            elif flat[key].device != process.carrier:
+                flat[key][first:last].copy_(travels)
+    return {key: tensor.view(kinds[key][0]) for key, tensor in flat.items()}
 
 
-def _grids(told: Sequence[Sequence[Any]]) -> dict[Any, Grid]:
+def _grids(told: Sequence[Sequence[Any]], kinds: Mapping[Any, tuple[tuple[int, ...], Any, Any]]) -> dict[Any, Grid]:
     """Those of the tensors that are cut into boxes.
 
     Raises:
@@ -189,17 +179,32 @@ def _grids(told: Sequence[Sequence[Any]]) -> dict[Any, Grid]:
     """
     boxes: dict[Any, set[Box]] = {}
     for key, *_, numel, box in chain.from_iterable(told):
-        if numel:
-            boxes.setdefault(key, set()).add(box)
-    shapes = {key: shape for key, shape, *_ in chain.from_iterable(told)}
-    grids = {}
+        boxes.setdefault(key, set()).update([box] if numel else ())
+    grids: dict[Any, Grid] = {}
     for key, found in boxes.items():
-        if any(found):
-            try:
-                grids[key] = Grid.of(shapes[key], found)
-            except ValueError as error:
-                raise AccelError(f"{key} cannot be put together: {error}") from error
+        try:
+            grids |= {key: Grid.of(kinds[key][0], found)} if any(found) else {}
+        except ValueError as error:
+            raise AccelError(f"{key} cannot be put together: {error}") from error
     return grids
+
+
+def _covers(
+    told: Sequence[Sequence[Any]],
+    kinds: Mapping[Any, tuple[tuple[int, ...], Any, Any]],
+    grids: Mapping[Any, Grid],
+) -> dict[Any, list[tuple[int, int, int]]]:
+    """Which rank gives what of the line of each tensor, as ``_cover`` says."""
+    ranges: dict[Any, list[tuple[int, int, int]]] = {key: [] for key in kinds}
+    for holder, rows in enumerate(told):
+        for key, *_, start, numel, box in rows:
+            ranges[key] += [(_first(key, start, box, grids), holder, numel)] if numel else ()
+    return {key: list(_cover(key, ranges[key], torch.Size(shape).numel())) for key, (shape, *_) in kinds.items()}
+
+
+def _first(key: Any, start: int, box: Box, grids: Mapping[Any, Grid]) -> int:
+    """An element of a box on the line of its tensor."""
+    return start + grids[key].first(box) if box else start
 
 
 def _exchange(
@@ -219,7 +224,7 @@ def _exchange(
             by_rank.setdefault(holder, []).append(travels[start - first : end - first])
             if holder == process.place.rank:
                 part = mine[key]
-                begin = part.start + (grids[key].first(part.box) if part.box else 0)
+                begin = _first(key, part.start, part.box, grids)
                 by_rank[holder][-1].copy_(part.tensor.reshape(-1)[start - begin : end - begin])
     for holder in sorted(by_rank):
         broadcast_(by_rank[holder], process.group, holder)
