@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import accel
 from tests.checkpoint.helpers import differences
 from tests.checkpoint.test_roundtrip import resume, train_and_save
-from tests.distributed import run
+from tests.distributed import refusals, run
 from tests.engines.fsdp.test_life import REFUSED
 from tests.engines.fsdp.test_replicas import patterns
 from tests.engines.matrix import cells_of, check_cells, in_pairs
 from tests.engines.test_contract import check_state
+from tests.models import adamw, mlp
+from tests.test_memory import measure
 
 #: Of the models of the contract's matrix.
 PLAN = {"0": ColwiseParallel(output_layouts=Replicate()), "3": ColwiseParallel(), "5": RowwiseParallel()}
@@ -72,3 +80,238 @@ def test_checkpoints_go_anywhere_and_come_from_anywhere(tmp_path: Path) -> None:
     expected = run(2, train_and_save, "sharded", other, timeout=240)[0]
     for backend in (mixed, alone):
         assert not differences(expected, run(4, resume, backend, other, "stream", timeout=240)[0], tolerance=1e-5)
+
+
+# -- a model of transformers with its own plan ------------------------------------------------------------------------
+
+
+def llama(**settings: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, **settings))
+
+
+def tokens(place: int, places: int) -> torch.Tensor:
+    return torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(3)).chunk(places)[place]
+
+
+def train_llama(model: Any, optimizer: Any, place: int, places: int) -> tuple[list[float], Any]:
+    losses, said = [], None
+    for step in range(3):
+        optimizer.zero_grad()
+        ids = tokens(place, places)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        accel.clip_grad_norm_(model, 0.5) if places > 1 else nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        if step == 1:
+            with torch.no_grad():
+                said = model.generate(tokens(0, 1)[:1, :4], max_new_tokens=6, do_sample=False)
+    return losses, said
+
+
+def llama_on_a_mesh(directory: str, tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    plain = llama(tie_word_embeddings=tied)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    losses, said = train_llama(plain, reference, 0, 1)
+    raw = llama(tie_word_embeddings=tied)
+    model, optimizer, _ = accel.setup(
+        raw, torch.optim.AdamW(raw.parameters(), lr=0.01), backend=accel.FSDP(tensor_parallel=2)
+    )
+    place = accel.data_parallel_place(model)
+    assert place == (accel.rank() // 2, 2)
+    mesh: Any = accel.mesh(model)
+    assert mesh.shape == (2, 2)
+    weight: Any = raw.model.layers[0].mlp.down_proj.weight
+    assert weight.to_local().shape == (16, 24)
+    mine, generated = train_llama(model, optimizer, *place)
+    assert accel.all_gather(torch.tensor([mine])).mean(0).allclose(torch.tensor(losses), atol=1e-5)
+    assert torch.equal(generated, said)
+    full = accel.full_state_dict(model)
+    for name, value in plain.state_dict().items():
+        assert torch.allclose(full[name], value, atol=1e-5), name
+    accel.save({"model": model, "optimizer": optimizer}, directory)
+    if accel.is_main():
+        accel.export(directory, f"{directory}-out")
+        raw.config.save_pretrained(f"{directory}-out")
+        opened = transformers.LlamaForCausalLM.from_pretrained(f"{directory}-out")
+        assert all(torch.equal(full[name], value) for name, value in opened.state_dict().items())
+    accel.teardown(model)
+    assert type(raw.model.layers[0].mlp.down_proj.weight) is nn.Parameter
+    assert all(not child._forward_hooks and not child._forward_pre_hooks for child in raw.modules())
+    assert (raw.lm_head.weight is raw.model.embed_tokens.weight) is tied
+
+
+def test_a_llama_of_transformers(tmp_path: Path) -> None:
+    """By its own plan: losses, weights and texts of one process, and a checkpoint that transformers opens."""
+    run(4, llama_on_a_mesh, str(tmp_path / "one"), False, timeout=240)
+    run(4, llama_on_a_mesh, str(tmp_path / "tied"), True, timeout=240)
+
+
+# -- what differs between ranks that compute together ------------------------------------------------------------------
+
+MLP = {"0": ColwiseParallel(output_layouts=Replicate()), "2": RowwiseParallel(input_layouts=Replicate())}
+#: Of seven layers, two and two.
+MEMORY = {str(n): ColwiseParallel() if n % 2 == 0 else RowwiseParallel() for n in range(6)} | {"6": WHOLE_OUT}
+
+
+def other_batches() -> None:
+    model = accel.setup(mlp(8, 8, 4), backend=accel.TensorParallel(size=2, plan=MLP)).model
+    model(torch.full((2, 8), float(accel.rank())))
+
+
+def test_other_batches_on_ranks_with_parts_of_one_layer_are_refused() -> None:
+    for message in refusals(4, other_batches, error="RankMismatchError", breaks=True):
+        assert "tensor 0 has other values on rank 1 than on rank 0" in message
+        assert "accel.data_parallel_place(model) instead of accel.rank()" in message
+
+
+def dropout(reseeds: bool) -> torch.Tensor:
+    """Seeds of their own before setup, as ``accel.seed(0, per_rank=True)`` gives them; or also after it."""
+    accel.seed(0, per_rank=True)
+    raw = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+    model = accel.setup(raw, backend=accel.TensorParallel(size=2, plan=MLP)).model
+    accel.seed(0, per_rank=reseeds)
+    return model(torch.ones(2, 8)).detach()
+
+
+def test_dropout_is_the_same_on_ranks_with_parts_of_one_layer() -> None:
+    outs = run(4, dropout, False)
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[2], outs[3])
+    for message in refusals(4, dropout, True, error="RankMismatchError", breaks=True):
+        assert "ranks 0 and 1 have different seeds" in message
+
+
+def drift(name: str) -> None:
+    raw = mlp(8, 8, 4)
+    backend = accel.FSDP(tensor_parallel=2, plan={"0": WHOLE_OUT}, drift_check=2)
+    model, optimizer, _ = accel.setup(raw, adamw(raw), backend=backend)
+    for step in range(8):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        if step == 2 and accel.rank() == 3:
+            raw.get_parameter(name)._local_tensor.data.view(-1)[0] += 1  # type: ignore[attr-defined]
+
+
+def test_what_several_ranks_have_of_a_weight_is_compared() -> None:
+    for message in refusals(4, drift, "2.weight", error="RankMismatchError", breaks=True):
+        assert "2.weight (part 1) on ranks [3] is not what it is on rank 2" in message
+
+
+def test_memory_is_that_of_parts() -> None:
+    """Half of the planned layers on each rank, and half of these with two shards."""
+    whole = run(1, measure, accel.DDP(), "adamw")[0][0]
+    for world, backend in ((2, accel.TensorParallel(plan=MEMORY)), (4, accel.FSDP(tensor_parallel=2, plan=MEMORY))):
+        for predicted, measured in run(world, measure, backend, "adamw"):
+            assert measured.total == pytest.approx(predicted.total, rel=0.02)
+            assert measured.total < 0.6 * whole.total * 2 / world
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------------
+
+
+def setup(module: Any, backend: Any) -> None:
+    accel.setup(module(), backend=backend)
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    """On every rank, and before anything changes."""
+    for module, options, message in (
+        (
+            functools.partial(mlp, 8, 8, 4),
+            {"plan": {"7": ColwiseParallel()}},
+            "the plan's '7' names no module of this Sequential",
+        ),
+        (
+            functools.partial(mlp, 8, 7, 4),
+            {"plan": {"0": ColwiseParallel()}},
+            r"0 \(Linear of \(7, 8\)\) does not divide into 2 equal",
+        ),
+        (
+            functools.partial(mlp, 8, 8, 4),
+            {"plan": {"1": ColwiseParallel()}},
+            "1 is a Tanh, and ColwiseParallel cuts a Linear",
+        ),
+        (functools.partial(mlp, 8, 8, 4), {}, "needs a plan, and this Sequential has none of its own"),
+        (tied, {"plan": {"0": ColwiseParallel()}}, "is tied to .*, and the plan cuts them differently"),
+        (
+            functools.partial(llama, num_attention_heads=3, num_key_value_heads=3, head_dim=8),
+            {},
+            "num_attention_heads=3, which do not",
+        ),
+    ):
+        for text in refusals(2, setup, module, accel.FSDP(tensor_parallel=2, **options), error="BackendError"):
+            assert re.search(message, text), text
+    for text in refusals(
+        2, setup, functools.partial(mlp, 8, 8, 4), accel.FSDP(tensor_parallel=3, plan=MLP), error="BackendError"
+    ):
+        assert "2 processes do not divide into 1 copies of the model, each of 3 ranks or a multiple" in text
+    for wrong, message in (
+        ({"tensor_parallel": 0}, "expected a number of ranks"),
+        ({"tensor_parallel": 2, "plan": {"0": "diagonal"}}, r"plan\['0'\] is 'diagonal': expected a style"),
+        ({"plan": MLP}, "cuts nothing with tensor_parallel=1"),
+        ({"tensor_parallel": 2, "plan": []}, "expected styles"),
+        ({"mesh": object()}, "expected a torch.distributed.DeviceMesh"),
+    ):
+        with pytest.raises(accel.BackendError, match=message):
+            accel.FSDP(**wrong)
+
+
+def tied() -> nn.Module:
+    model = mlp(8, 8, 8)
+    model[2].weight = model[0].weight
+    return model
+
+
+def a_notebook_cell_run_twice() -> None:
+    raw = mlp(8, 8, 4)
+    handles = [
+        accel.setup(
+            raw, backend=accel.FSDP(tensor_parallel=2, plan={"0": ColwiseParallel(output_layouts=Replicate())})
+        ).model
+        for _ in range(2)
+    ]
+    assert handles[0] is handles[1]
+
+
+def test_a_notebook_cell_run_twice() -> None:
+    """Its styles are new objects each time."""
+    run(2, a_notebook_cell_run_twice)
+
+
+# -- a mesh of the user's ----------------------------------------------------------------------------------------------
+
+
+def own_mesh() -> None:
+    accel.init()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    raw = mlp(8, 8, 4)
+    model, optimizer, _ = accel.setup(raw, adamw(raw), backend=accel.FSDP(mesh=mesh, plan=MLP))
+    assert accel.mesh(model) is mesh
+    assert accel.data_parallel_place(model) == (mesh.get_local_rank("dp"), 2)
+    assert raw[0].weight.device_mesh == mesh  # type: ignore[union-attr]
+    plain = mlp(8, 8, 4)
+    reference = adamw(plain)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        model(x.chunk(2)[mesh.get_local_rank("dp")]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain(x).square().mean().backward()
+        reference.step()
+        reference.zero_grad()
+    accel.teardown(model)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(raw.parameters(), plain.parameters(), strict=True))
+    for names, message in ((("dp", "ep"), "expected, in this order"), (("tp", "dp"), "expected, in this order")):
+        with pytest.raises(accel.BackendError, match=message):
+            accel.FSDP(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=names), plan=MLP)
+
+
+def test_a_mesh_of_the_users() -> None:
+    run(4, own_mesh)
