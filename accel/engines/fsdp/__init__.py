@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -217,7 +217,7 @@ class FSDP(Options):
 
     def __eq__(self, other: object) -> bool:
         # Styles are objects that a repeated notebook cell makes anew.
-        return type(other) is type(self) and repr(other) == repr(self) and other.wrap == self.wrap  # type: ignore[attr-defined]
+        return type(other) is type(self) and repr(other) == repr(self) and other.wrap == self.wrap
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -319,7 +319,7 @@ class FSDPEngine(Engine):
     """Puts shards in the parameters' places when it starts; FSDP2 gathers and frees them in its hooks."""
 
     name = "fsdp"
-    options_type = FSDP
+    options_type: ClassVar[type[Options]] = FSDP
     gradients_type = FSDPGradients
     gradients: FSDPGradients
     holdings_type = FSDPHoldings

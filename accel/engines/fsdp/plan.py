@@ -58,7 +58,7 @@ def text_of(plan: Plan) -> str:
     """A plan as text, the same on all ranks for styles of the same settings."""
 
     def style_text(style: Any) -> str:
-        own = isinstance(style, str) or type(style).__repr__ is not object.__repr__
+        own = isinstance(style, str) or "__repr__" in {name for kind in type(style).__mro__[:-1] for name in vars(kind)}
         return repr(style) if own else f"{type(style).__qualname__}({vars(style)})"
 
     return "None" if plan is None else f"{{{', '.join(f'{name!r}: {style_text(s)}' for name, s in plan.items())}}}"
@@ -76,9 +76,10 @@ def check_cut(module: nn.Module, plan: Plan, size: int) -> None:
     _check_heads(module, size)
     for name, child, style in _planned(module, chosen):
         dim = _dim(style, child)
-        if dim is not None and child.weight.shape[dim] % size:
+        shape = tuple(child.get_parameter("weight").shape) if dim is not None else ()
+        if dim is not None and shape[dim] % size:
             raise BackendError(
-                f"{name} ({type(child).__name__} of {tuple(child.weight.shape)}) does not divide into {size} equal parts along "
+                f"{name} ({type(child).__name__} of {shape}) does not divide into {size} equal parts along "
                 f"dim {dim}: leave it out of the plan, or choose another size"
             )
         if dim is None and _kind(style) in ("ColwiseParallel", "RowwiseParallel"):
@@ -113,7 +114,7 @@ def cut(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> contextlib.ExitStack
         parallelize_module(child, mesh, _style(style), src_data_rank=None)
         for key, parameter in were.items():
             if parameter is not None and child._parameters[key] is not parameter:
-                child._parameters[key] = made.setdefault(id(parameter), child._parameters[key])  # tied ones stay tied
+                child._parameters[key] = made.setdefault(id(parameter), child.get_parameter(key))  # tied ones stay tied
     for child, known in before.items():
         added = [(table, key) for table, keys in zip(_tables(child), known, strict=True) for key in table.keys() - keys]
         undo.callback(_remove, child, added)

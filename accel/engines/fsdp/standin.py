@@ -91,9 +91,9 @@ class _Freezing:
         return self
 
 
-class Gathered(_Freezing, nn.Parameter):  # type: ignore[misc]
+class Gathered(_Freezing, nn.Parameter):
     """One that every rank has whole then."""
 
 
-class GatheredPart(_Freezing, DTensor):  # type: ignore[misc]
+class GatheredPart(_Freezing, DTensor):
     """One that tensor parallelism has cut before."""

@@ -90,7 +90,7 @@ def llama(**settings: Any) -> Any:
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, **settings))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(sizes | heads | settings)))
 
 
 def tokens(place: int, places: int) -> torch.Tensor:
@@ -135,8 +135,8 @@ def llama_on_a_mesh(directory: str, tied: bool) -> None:
     for name, value in plain.state_dict().items():
         assert torch.allclose(full[name], value, atol=1e-5), name
     accel.save({"model": model, "optimizer": optimizer}, directory)
+    accel.export(directory, f"{directory}-out")
     if accel.is_main():
-        accel.export(directory, f"{directory}-out")
         raw.config.save_pretrained(f"{directory}-out")
         opened = transformers.LlamaForCausalLM.from_pretrained(f"{directory}-out")
         assert all(torch.equal(full[name], value) for name, value in opened.state_dict().items())
@@ -220,37 +220,32 @@ def setup(module: Any, backend: Any) -> None:
     accel.setup(module(), backend=backend)
 
 
+def tied() -> nn.Module:
+    model = mlp(8, 8, 8)
+    model[2].weight = model[0].weight
+    return model
+
+
+REFUSALS = {
+    "the plan's '7' names no module of this Sequential": (functools.partial(mlp, 8, 8, 4), {"7": ColwiseParallel()}),
+    r"0 \(Linear of \(7, 8\)\) does not divide into 2 equal": (
+        functools.partial(mlp, 8, 7, 4),
+        {"0": ColwiseParallel()},
+    ),
+    "1 is a Tanh, and ColwiseParallel cuts a Linear": (functools.partial(mlp, 8, 8, 4), {"1": ColwiseParallel()}),
+    "needs a plan, and this Sequential has none of its own": (functools.partial(mlp, 8, 8, 4), None),
+    "is tied to .*, and the plan cuts them differently": (tied, {"0": ColwiseParallel()}),
+    "num_attention_heads=3, which do not": (functools.partial(llama, num_attention_heads=3, head_dim=8), None),
+}
+
+
 def test_what_cannot_be_cut_is_refused() -> None:
     """On every rank, and before anything changes."""
-    for module, options, message in (
-        (
-            functools.partial(mlp, 8, 8, 4),
-            {"plan": {"7": ColwiseParallel()}},
-            "the plan's '7' names no module of this Sequential",
-        ),
-        (
-            functools.partial(mlp, 8, 7, 4),
-            {"plan": {"0": ColwiseParallel()}},
-            r"0 \(Linear of \(7, 8\)\) does not divide into 2 equal",
-        ),
-        (
-            functools.partial(mlp, 8, 8, 4),
-            {"plan": {"1": ColwiseParallel()}},
-            "1 is a Tanh, and ColwiseParallel cuts a Linear",
-        ),
-        (functools.partial(mlp, 8, 8, 4), {}, "needs a plan, and this Sequential has none of its own"),
-        (tied, {"plan": {"0": ColwiseParallel()}}, "is tied to .*, and the plan cuts them differently"),
-        (
-            functools.partial(llama, num_attention_heads=3, num_key_value_heads=3, head_dim=8),
-            {},
-            "num_attention_heads=3, which do not",
-        ),
-    ):
-        for text in refusals(2, setup, module, accel.FSDP(tensor_parallel=2, **options), error="BackendError"):
+    for message, (module, plan) in REFUSALS.items():
+        for text in refusals(2, setup, module, accel.FSDP(tensor_parallel=2, plan=plan), error="BackendError"):
             assert re.search(message, text), text
-    for text in refusals(
-        2, setup, functools.partial(mlp, 8, 8, 4), accel.FSDP(tensor_parallel=3, plan=MLP), error="BackendError"
-    ):
+    three = accel.FSDP(tensor_parallel=3, plan=MLP)
+    for text in refusals(2, setup, functools.partial(mlp, 8, 8, 4), three, error="BackendError"):
         assert "2 processes do not divide into 1 copies of the model, each of 3 ranks or a multiple" in text
     for wrong, message in (
         ({"tensor_parallel": 0}, "expected a number of ranks"),
@@ -261,12 +256,6 @@ def test_what_cannot_be_cut_is_refused() -> None:
     ):
         with pytest.raises(accel.BackendError, match=message):
             accel.FSDP(**wrong)
-
-
-def tied() -> nn.Module:
-    model = mlp(8, 8, 8)
-    model[2].weight = model[0].weight
-    return model
 
 
 def a_notebook_cell_run_twice() -> None:
