@@ -353,6 +353,8 @@ class FSDPEngine(Engine):
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
         """Everything cut along the first dimension, over the ranks of one copy of the model; layers of a plan before that."""
         sizes = axes_of(options, world_size)
+        if sizes["tensor"] > 1 and not (options.plan or footprint.plan):
+            return ()
         uses = even_shards(shrunk(footprint, options.plan, sizes["tensor"]), sizes["shard"])
         return tuple(use for use in uses for _ in range(sizes["tensor"])) * sizes["replicate"]
 

@@ -235,7 +235,7 @@ REFUSALS = {
     "1 is a Tanh, and ColwiseParallel cuts a Linear": (functools.partial(mlp, 8, 8, 4), {"1": ColwiseParallel()}),
     "needs a plan, and this Sequential has none of its own": (functools.partial(mlp, 8, 8, 4), None),
     "is tied to .*, and the plan cuts them differently": (tied, {"0": ColwiseParallel()}),
-    "num_attention_heads=3, which do not": (functools.partial(llama, num_attention_heads=3, head_dim=8), None),
+    "num_key_value_heads=1, which do not": (functools.partial(llama, num_key_value_heads=1), None),
 }
 
 
