@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, final
@@ -244,7 +244,8 @@ def memory_report(
         for backend in ENGINES.values()
         # Without synchronisation there is no training on several ranks.
         if world == 1 or backend.synchronizes
-        for options in (backend.options_type(), *backend.options_type.variants)
+        for kind in [backend.options_type]
+        for options in (kind(), *kind.variants, *(kind.shown if world > 1 else ()))
         for uses in [backend.predict(footprint, options, world)]
         if uses
     ]
@@ -261,6 +262,7 @@ def label(options: Options) -> str:
     name = engine_of(options).name
     usual = type(options)()
     fields = [f.name for f in dataclasses.fields(options) if getattr(options, f.name) != getattr(usual, f.name)]
+    fields = [name for name in fields if not isinstance(getattr(options, name), Mapping)]  # too long for a table
     return f"{name}({', '.join(f'{f}={getattr(options, f)!r}' for f in fields)})" if fields else name
 
 

@@ -48,6 +48,8 @@ class Options:
 
     #: Options with which the engine works in another way than with the default ones; the contract's tests run them too.
     variants: ClassVar[tuple[Options, ...]] = ()
+    #: Options of several ranks that a prediction of memory shows beside these.
+    shown: ClassVar[tuple[Options, ...]] = ()
     #: The option that a value without a name is for, as in ``ACCEL_BACKEND=deepspeed:3``; none where this is empty.
     leading: ClassVar[str] = ""
 

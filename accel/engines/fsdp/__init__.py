@@ -223,6 +223,9 @@ class FSDP(Options):
         return hash(repr(self))
 
 
+FSDP.shown = FSDP(replicas=2), FSDP(tensor_parallel=8)
+
+
 @final
 class FSDPGradients(Gradients):
     """FSDP2 reduces in its hooks while backward runs; ``settle`` reduces what it left unreduced."""
@@ -352,7 +355,10 @@ class FSDPEngine(Engine):
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
         """Everything cut along the first dimension, over the ranks of one copy of the model; layers of a plan before that."""
-        sizes = axes_of(options, world_size)
+        try:
+            sizes = axes_of(options, world_size)
+        except BackendError:  # so many processes do not divide so
+            return ()
         if sizes["tensor"] > 1 and not (options.plan or footprint.plan):
             return ()
         uses = even_shards(shrunk(footprint, options.plan, sizes["tensor"]), sizes["shard"])
