@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
-from accel.boxes import Box, shape_of, slices
+from accel.boxes import Box
 from accel.checkpoint import folder
 from accel.checkpoint.objects import LocalRange, StateObject
 from accel.checkpoint.save import Writer, contents_of
@@ -65,6 +64,11 @@ def save_as_ranks(held: Sequence[Sequence[Shard]], directory: str, *, equal: boo
         folder.begin(directory, resources)
         writers = [Writer(directory, one, messages, rank, None, False) for rank, one in enumerate(contents)]
         writers[0].commit([writer.write() for writer in writers])
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """What indexes a box in its tensor."""
+    return tuple(slice(begin, end) for begin, end in box)
 
 
 def split(number: int, places: Sequence[int]) -> list[tuple[int, int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import accel
-from accel.boxes import Box, Grid, shape_of
+from accel.boxes import Box, shape_of
 from accel.checkpoint import reader, record
-from accel.errors import CheckpointError
 from accel.shard import Shard
-from tests.checkpoint.crafting import body_of, rewrite
 from tests.checkpoint.helpers import fresh
 from tests.checkpoint.parts import Parts, blank, expected, part_of, save_as_ranks, split, values
 
@@ -60,14 +57,13 @@ def test_any_cut_into_any_other(tmp_path: Path) -> None:
     """Also through a buffer of few bytes, into memory of any order, and whole."""
     directory = str(tmp_path / "c")
 
-    @given(cases(), st.sampled_from([(1, 0), (64, 0), (64, 1 << 20), (1 << 24, 1 << 20)]), st.booleans())
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-    def check(case: Any, sizes: tuple[int, int], turned: bool) -> None:
+    @given(cases(), st.sampled_from([16, 64, 1 << 24]), st.booleans())
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    def check(case: Any, room: int, turned: bool) -> None:
         wholes, before, after = case
         save_as_ranks(before, fresh(Path(directory)))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reader, "_STAGE", max(sizes[0], 16))
-            patch.setattr(reader, "_GAP", sizes[1])
+            patch.setattr(reader, "_STAGE", room)
             for shards in after:
                 wanted = [blank(one) for one in shards]
                 if turned:  # every other element of something larger
