@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from .boxes import Box, range_of, shape_of, slices
+from .boxes import Box
 from .errors import CheckpointError
 from .trees import map_tensors
 
@@ -43,18 +43,16 @@ class Shard:
     box: Box = ()
 
     def __post_init__(self) -> None:
-        if self.box and (first := range_of(self.box, self.shape)) is not None:
-            object.__setattr__(self, "start", self.start + first)
+        # By the dimensions that are cut, so that all boxes of a grid become ranges, or none.
+        rows = next((d for d, n in enumerate(self.shape) if n != 1), 0)
+        sides = enumerate(zip(self.box, self.shape, strict=False))
+        if self.box and all(side == (0, n) for d, (side, n) in sides if d != rows):
+            object.__setattr__(self, "start", self.start + self.box[rows][0] * math.prod(self.shape[rows + 1 :]))
             object.__setattr__(self, "box", ())
-
-    @property
-    def numel(self) -> int:
-        """The number of elements of the box."""
-        return math.prod(shape_of(self.box) if self.box else self.shape)
 
     def fill(self, whole: torch.Tensor) -> None:
         """Take the range from the whole tensor."""
-        box = whole.detach()[slices(self.box)]
+        box = whole.detach()[tuple(slice(*side) for side in self.box)]
         own = box.reshape(-1)[self.start : self.start + self.tensor.numel()]
         self.tensor.copy_(own.view(self.tensor.shape))
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import torch
 
-from ..boxes import Box, Cuts, Grid, label, shape_of
+from ..boxes import Box, Cuts, Grid, shape_of
 from ..errors import CheckpointError
 from .objects import LocalRange
 from .safetensors import ITEM_BYTES, NAMES, Entry, from_bytes, memory
@@ -292,8 +292,8 @@ def make_inventory(ranges: Sequence[LocalRange], compare: bool) -> Inventory:
         s = one.shard
         if _SURROGATE.search(s.name):
             raise CheckpointError(f"the tensor {s.name!r} of the state has a name that is no valid Unicode")
-        row, numel = (s.name, NAMES[s.tensor.dtype], s.shape, s.box), s.numel
-        inside = all(0 <= begin <= end <= n for (begin, end), n in zip(s.box, s.shape, strict=False))
+        row, numel = (s.name, NAMES[s.tensor.dtype], s.shape, s.box), math.prod(shape_of(s.box) if s.box else s.shape)
+        inside = not s.box or all(0 <= a <= b <= n for (a, b), n in zip(s.box, s.shape, strict=True))
         if table.setdefault((s.name, s.box), row) != row or s.start + s.tensor.numel() > numel or not inside:
             raise CheckpointError(
                 f"two tensors of the state have the name {s.name!r}, or a range is outside of its tensor"
@@ -357,24 +357,16 @@ def _whole(rows: list[Row], ranges: Ranges) -> tuple[Sequence[tuple[str, str, tu
     """The tensors of which the rows are boxes, and the ranges on their lines."""
     if not any(row[3] for row in rows):
         return rows, ranges
-    boxes: dict[str, list[Box]] = {}
-    numbers: dict[tuple[str, Box], tuple[int, Row]] = {}
-    number = _number([(*row[:3], ()) for row in rows], numbers, "another")
+    tensors: dict[tuple[str, Box], tuple[int, Row]] = {}
+    number = _number([(*row[:3], ()) for row in rows], tensors, "another")
+    boxes: dict[str, list[Box]] = {name: [] for name, _ in tensors}
     for name, _, shape, box in rows:
-        # What has no elements is no part of a grid.
-        boxes.setdefault(name, []).extend([box] if math.prod(shape_of(box) if box else shape) else ())
-    grids = [_grid(name, shape, boxes[name]) for _, (name, _, shape, _) in numbers.values()]
+        if 0 not in (shape_of(box) if box else shape):  # what has no elements is no part of a grid
+            boxes[name].append(box)
+    grids = [Grid.of(name, row[2], boxes[name]) for (name, _), (_, row) in tensors.items()]
     first = vector([grids[i].first(row[3]) for i, row in zip(number.tolist(), rows, strict=True)])
-    table = [(*row[:3], grid.cuts) for (_, row), grid in zip(numbers.values(), grids, strict=True)]
+    table = [(*row[:3], grid.cuts) for (_, row), grid in zip(tensors.values(), grids, strict=True)]
     return table, Ranges(number[ranges.tensor], ranges.start + first[ranges.tensor], ranges.count, ranges.rank)
-
-
-def _grid(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> Grid:
-    """That of the boxes of a tensor."""
-    try:
-        return Grid.of(shape, boxes) if any(boxes) else Grid(shape)
-    except ValueError as error:
-        raise CheckpointError(f"{name} {list(shape)} cannot be saved: {error}") from error
 
 
 def _merge(inventories: Sequence[Inventory]) -> tuple[list[Row], torch.Tensor]:
@@ -427,8 +419,8 @@ def write_items(rank: int, layout: Layout, ranges: Sequence[LocalRange]) -> list
     places: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for s in (one.shard for one in ranges):
         if s.tensor.numel():
-            first = grids[s.name].first(s.box) if s.box else 0
-            places.setdefault(s.name, []).append((first + s.start, s.tensor))
+            first = s.start + (grids[s.name].first(s.box) if s.box else 0)
+            places.setdefault(s.name, []).append((first, s.tensor))
     for held in places.values():
         held.sort(key=_START)
     found = []
@@ -443,5 +435,6 @@ def write_items(rank: int, layout: Layout, ranges: Sequence[LocalRange]) -> list
 
 def entry_of(line: Entry, grid: Grid) -> Entry:
     """How a file has elements of the line of a grid: as those of a block, of which accel lets none go over its end."""
-    first, block = grid.block(line.start)
-    return Entry(f"{line.name}{label(block)}", line.dtype, shape_of(block), line.start - first, line.count)
+    block = grid.block(line.start)
+    name = f"{line.name}[{','.join(f'{begin}:{end}' for begin, end in block)}]"
+    return Entry(name, line.dtype, shape_of(block), line.start - grid.first(block), line.count)

@@ -33,7 +33,7 @@ from .safetensors import BY_NAME
 from .source import Checkpoint, is_weights_alone, open_checkpoint
 from .state import OF_VALUES, State
 from .values import Decoder, Json
-from .verify import Need, verify_needed
+from .verify import verify_needed
 
 logger = logging.getLogger("accel")
 
@@ -230,10 +230,12 @@ class Loading:
         objects = [one for one, _ in self._match.objects]
         return digest([(one.name, one.kind) for one in objects]), engines_of(objects)
 
-    def needs(self) -> list[Need]:
-        """The elements of tensors that this rank reads."""
-        needs: list[Need] = [(one.name, one.start, one.tensor.numel(), one.box) for one in self._wanted]
-        return needs + [(name, 0, self.found.tensors[name].numel, ()) for name in self._in_values()]
+    def needs(self) -> list[Shard]:
+        """What this rank reads."""
+        found = [(name, self.found.tensors[name]) for name in self._in_values()]
+        return self._wanted + [
+            Shard(n, t.shape, 0, torch.empty(t.numel, dtype=torch.uint8, device="meta")) for n, t in found
+        ]
 
     def _in_values(self) -> list[str]:
         """The tensors that values consist of."""

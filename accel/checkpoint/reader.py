@@ -1,8 +1,4 @@
-"""Reading parts of tensors out of shard files, with or without comparing their checksums on the way.
-
-Where a tensor lies in other boxes than it is wanted in, ranges of a block that cover what is wanted are read into memory of a
-bounded size, and copied from there.
-"""
+"""Reading parts of tensors out of shard files, with or without comparing their checksums on the way."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from typing import Any, Final, TypeVar, final
 
 import torch
 
-from ..boxes import Box, Grid, divided, offset_in, overlap, shape_of, span_in, strides_of, strips, whole_box
+from ..boxes import Grid, divided, in_box, shape_of
 from ..errors import CheckpointError
 from ..process import running
 from ..shard import Shard
@@ -105,29 +101,9 @@ class _Piece:
     dtype: torch.dtype
 
 
-@dataclass(slots=True)
-class _Strip:
-    """A part of a wanted box, and the elements of its tensor's line that cover it.
-
-    Args:
-        first: of these elements.
-        span: how many.
-        sizes: of the part.
-        strides: of the part among them.
-        into: its first element in what is wanted.
-        into_strides: its strides there.
-    """
-
-    first: int
-    span: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    into: int
-    into_strides: tuple[int, ...]
-
-
+#: Elements of a tensor's line, the first and how many; how what is wanted lies among them (None: it is all), where it belongs.
+_Strip = tuple[int, int, torch.Tensor | None, torch.Tensor]
 _STAGE: Final = 16 << 20  # bytes of a buffer on the way to what is no plain memory
-_GAP: Final = 1 << 20  # bytes that are rather read than left out
 _ALIGN: Final = 64
 
 
@@ -232,43 +208,30 @@ class Reader:
             low, high = max(start, first), min(stop, first + count)
             yield file, begin + (low - first) * size, low, high - low
 
-    def _strips(self, name: str, start: int, count: int, box: Box) -> Iterator[_Strip]:
-        """The elements of a box in parts."""
-        stored = self._record.tensors[name]
-        size, grid = ITEM_BYTES[stored.dtype], Grid(stored.shape, stored.cuts)
-        for at, wanted in divided(box or whole_box(stored.shape), start, start + count):
-            for first, block in grid.blocks(wanted):
-                for part in strips(overlap(wanted, block), block, _STAGE // size, _GAP // size):
-                    yield _Strip(
-                        first + offset_in(part, block),
-                        span_in(part, block),
-                        shape_of(part),
-                        strides_of(block),
-                        at + offset_in(part, wanted),
-                        strides_of(wanted),
-                    )
+    def _strips(self, wanted: Shard) -> Iterator[_Strip]:
+        """What is read for a part of a tensor: itself, or where that is in rows, what covers some of them."""
+        stored, tensor = self._record.tensors[wanted.name], wanted.tensor
+        if not stored.cuts and not wanted.box:
+            yield wanted.start, tensor.numel(), None, tensor
+            return
+        grid, most = Grid(stored.shape, stored.cuts), _STAGE // ITEM_BYTES[stored.dtype]
+        flat = (
+            tensor.view(-1) if tensor.is_contiguous() else torch.empty(tensor.numel(), dtype=torch.uint8, device="meta")
+        )
+        for own in divided(wanted.box or grid.whole, wanted.start, wanted.start + len(flat)):
+            sizes = shape_of(own)
+            place, flat = flat[: math.prod(sizes)].view(sizes), flat[math.prod(sizes) :]
+            for block in grid.blocks(own):
+                lying = torch.empty(shape_of(block), dtype=torch.uint8, device="meta")[in_box(own, block)]
+                yield from _halved(lying, place[in_box(block, own)], most, grid.first(block))
 
-    def _first(self, name: str, start: int, box: Box) -> int | None:
-        """The element of a tensor's line from which on the elements of a box follow as they are wanted; None if they do not."""
-        stored = self._record.tensors[name]
-        if not stored.cuts:
-            return None if box else start
-        first, block = next(Grid(stored.shape, stored.cuts).blocks(box), (0, ())) if box else (0, ())
-        return first + start if block and block == box else None
-
-    def _ranges(self, name: str, start: int, count: int, box: Box) -> Iterable[tuple[int, int]]:
-        """What is read of a tensor's line for elements of a box: (first element, after the last)."""
-        if (first := self._first(name, start, box)) is not None:
-            return [(first, first + count)]
-        return ((strip.first, strip.first + strip.span) for strip in self._strips(name, start, count, box))
-
-    def chunks(self, name: str, start: int, count: int, box: Box) -> Iterator[tuple[int, int, int]]:
-        """The chunks that are read for elements of a box: (file, first chunk, chunk after the last)."""
-        size = ITEM_BYTES[self._record.tensors[name].dtype]
-        for low, high in self._ranges(name, start, count, box):
-            for file, offset, _, number in self.locate(name, low, high):
+    def chunks(self, wanted: Shard) -> Iterator[tuple[int, int, int]]:
+        """The chunks that a part of a tensor is read from: (file, first chunk, chunk after the last)."""
+        size = ITEM_BYTES[self._record.tensors[wanted.name].dtype]
+        for first, span, *_ in self._strips(wanted):
+            for file, offset, _, count in self.locate(wanted.name, first, first + span):
                 begin = offset - self.header(file).size
-                yield file, begin // CHUNK, chunks_of(begin + number * size)
+                yield file, begin // CHUNK, chunks_of(begin + count * size)
 
     def verify(self, file: int, chunks: Sequence[int]) -> None:
         """Compare the checksums of chunks of a file; raises for the first that is damaged, with a tensor that is in it."""
@@ -318,54 +281,36 @@ class Reader:
             self._read_chunk(fd, file, chunk, twice)
 
     def fill(self, wanted: Iterable[Shard]) -> None:
-        """Read parts of tensors, named as in the record, into tensors of any device, layout and dtype.
+        """Read parts of tensors, under their names in the record, into memory of any device, layout and dtype.
 
-        Each chunk once, but for those of tensors that lie in other boxes.
+        Each chunk once, but for what lies in other boxes: that comes through memory of a bounded size.
         """
         files: dict[int, dict[int, list[_Piece]]] = {}
-        others = []
-        for one in wanted:
-            if (first := self._first(one.name, one.start, one.box)) is None:
-                others.append(one)
-            else:
-                self._plan(one.name, first, one.tensor, files)
-        self._read_files(files)
-        plain = [one.tensor.is_contiguous() and not is_lazy(one.tensor) for one in others]
-        self._fill_strips(one for one, direct in zip(others, plain, strict=True) if direct)
-        for one in (one for one, direct in zip(others, plain, strict=True) if not direct):
-            flat = torch.empty(one.tensor.numel(), dtype=one.tensor.dtype, device=one.tensor.device)
-            self._fill_strips([replace(one, tensor=flat)])
-            one.tensor.copy_(flat.view(one.tensor.shape))
-        self._staging.finish()
-
-    def _read_files(self, files: Mapping[int, dict[int, list[_Piece]]]) -> None:
-        for file in sorted(files):
-            self._read_chunks(file, files[file])
-
-    def _fill_strips(self, wanted: Iterable[Shard]) -> None:
-        """Fill contiguous tensors with what lies in other boxes: read what covers it, as much as fits together, and copy it."""
-        batch: list[tuple[str, _Strip, torch.Tensor, torch.Tensor]] = []
+        rooms: list[tuple[torch.Tensor, ...]] = []
         size = 0
         for one in wanted:
-            dtype = BY_NAME[self._record.tensors[one.name].dtype]
-            for strip in self._strips(one.name, one.start, one.tensor.numel(), one.box):
-                if size + strip.span * dtype.itemsize > _STAGE:
-                    self._copy(batch)
-                    batch, size = [], 0
-                room = torch.empty(strip.span, dtype=dtype, device=one.tensor.device)
-                batch.append((one.name, strip, room, one.tensor))
-                size += room.nbytes
-        self._copy(batch)
+            stored, own = self._record.tensors[one.name], one.tensor
+            if (one.box or stored.cuts) and not own.is_contiguous():
+                one = replace(one, tensor=torch.empty(own.shape, dtype=own.dtype, device=own.device))
+            for first, span, strip, into in self._strips(one):
+                if strip is not None:
+                    if size + span * ITEM_BYTES[stored.dtype] > _STAGE:
+                        self._take(files, rooms)
+                        files, rooms, size = {}, [], 0
+                    rooms.append((torch.empty(span, dtype=BY_NAME[stored.dtype], device=own.device), strip, into))
+                    size += (into := rooms[-1][0]).nbytes
+                self._plan(one.name, first, into, files)
+            if one.tensor is not own:
+                rooms.append((one.tensor, one.tensor, own))
+        self._take(files, rooms)
+        self._staging.finish()
 
-    def _copy(self, batch: Sequence[tuple[str, _Strip, torch.Tensor, torch.Tensor]]) -> None:
-        """Read what covers strips, each into its room, and copy them to where they belong."""
-        files: dict[int, dict[int, list[_Piece]]] = {}
-        for name, strip, room, _ in batch:
-            self._plan(name, strip.first, room, files)
-        self._read_files(files)
-        for _, strip, room, tensor in batch:
-            place = tensor.view(-1)[strip.into :].as_strided(strip.sizes, strip.into_strides)
-            place.copy_(room.as_strided(strip.sizes, strip.strides))
+    def _take(self, files: dict[int, dict[int, list[_Piece]]], rooms: Iterable[tuple[torch.Tensor, ...]]) -> None:
+        """Read what was planned, and copy what is wanted of the rooms that it went into."""
+        for file in sorted(files):
+            self._read_chunks(file, files[file])
+        for room, strip, into in rooms:
+            into.copy_(room.as_strided(strip.shape, strip.stride()))
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Whole tensors, new and on the CPU."""
@@ -391,10 +336,12 @@ class Reader:
         yield from self._filled(batch)
 
     def _room(self, name: str, start: int, count: int, dtype: torch.dtype) -> Shard:
-        for first, last in self._ranges(name, start, count, ()):
-            for _ in self.locate(name, first, last):
-                pass  # all of it is in the files: so much memory may be taken
-        return Shard(name, self._record.tensors[name].shape, start, torch.empty(count, dtype=dtype, device="cpu"))
+        blank = Shard(
+            name, self._record.tensors[name].shape, start, torch.empty(count, dtype=torch.uint8, device="meta")
+        )
+        for _ in self.chunks(blank):
+            pass  # all of it is in the files: so much memory may be taken
+        return replace(blank, tensor=torch.empty(count, dtype=dtype, device="cpu"))
 
     def _filled(self, wanted: Sequence[Shard]) -> Iterator[torch.Tensor]:
         self.fill(wanted)
@@ -426,6 +373,18 @@ class Reader:
                 place = None if view is None else view[at * item : (at + n) * item]
                 chunks.setdefault(number, []).append(_Piece(offset, n * item, place, tensor, at, dtype))
                 offset, at, count = offset + n * item, at + n, count - n
+
+
+def _halved(lying: torch.Tensor, into: torch.Tensor, most: int, base: int) -> Iterator[_Strip]:
+    """Views of elements where they lie and where they belong, in parts that span at most so many, or are read as they are."""
+    span = 1 + sum((n - 1) * stride for n, stride in zip(lying.shape, lying.stride(), strict=True))
+    alike = span == lying.numel() and into.is_contiguous()
+    if alike or span <= most:
+        yield base + int(lying.storage_offset()), span, None if alike else lying, into
+        return
+    wide = next(d for d, n in enumerate(lying.shape) if n > 1)
+    for halves in zip(lying.chunk(2, wide), into.chunk(2, wide), strict=True):
+        yield from _halved(*halves, most, base)
 
 
 def _windows(chunks: Mapping[int, list[_Piece]]) -> Iterator[list[int]]:

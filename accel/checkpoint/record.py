@@ -227,7 +227,7 @@ def _build(body: dict[str, Any]) -> Record:
         files.append(Written(file["name"], _number(file["size"]), tuple(_digits(d) for d in file["header"])))
     if len({file.name for file in files}) != len(files):
         raise ValueError("a file is named twice")
-    sizes = [0, *accumulate(file.size for file in files)]
+    sizes = [_number(size) for size in accumulate((file.size for file in files), initial=0)]
     tensors = {name: _stored(name, value, sizes) for name, value in body["tensors"].items()}
     if body["version"] != VERSIONS[1] and any(tensor.cuts for tensor in tensors.values()):
         raise ValueError("a tensor is cut into boxes, which its version has not")
@@ -269,16 +269,11 @@ def _stored(name: str, value: dict[str, Any], sizes: Sequence[int]) -> Stored:
     if at != numel:
         raise ValueError(f"tensor {name!r} has {numel} elements, and its parts have {at}")
     cuts = tuple(tuple(_number(place) for place in places) for places in value.get("cuts", ()))
-    if cuts and not _fit(cuts, shape, sum(part[3] for part in parts)):
+    edges = [(0, *places, n) if places else () for places, n in zip(cuts, shape if cuts else (), strict=True)]
+    blocks, entries = math.prod(len(places) + 1 for places in cuts), sum(part[3] for part in parts)
+    if any(a >= b for places in edges for a, b in pairwise(places)) or (cuts and blocks > entries):
         raise ValueError(f"tensor {name!r} cannot be cut at {str(cuts)[:60]}")
     return Stored(dtype, shape, tuple(parts), cuts)
-
-
-def _fit(cuts: Cuts, shape: tuple[int, ...], entries: int) -> bool:
-    """Whether a tensor can be cut so, into no more blocks than it has entries in files."""
-    if len(cuts) != len(shape) or not any(cuts) or math.prod(len(places) + 1 for places in cuts) > entries:
-        return False
-    return all(a < b for places, n in zip(cuts, shape, strict=True) for a, b in pairwise((0, *places, n)) if places)
 
 
 def _number(value: Any) -> int:

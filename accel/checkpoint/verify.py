@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import torch
 
-from ..boxes import Box
 from ..process.control import locked
 from ..process.environments import Place
+from ..shard import Shard
 from . import folder, record
 from .failures import exchange, on_every_rank, on_running_ranks, parsing
 from .match import children_of, objects_in
@@ -27,11 +27,7 @@ from .values import DEPTH, TAG, Decoder, Json
 _BATCH: Final = 64  # chunks between two words of progress
 
 
-#: Elements of a tensor, or of a box in it: the tensor's name, the first of them, how many, and the box.
-Need = tuple[str, int, int, Box]
-
-
-def verify_needed(reader: Reader, found: Record, needs: Sequence[Need], place: Place) -> None:
+def verify_needed(reader: Reader, found: Record, needs: Sequence[Shard], place: Place) -> None:
     """Compare the checksums of all chunks that some rank needs, each on one rank of each host. Collective."""
     sizes = torch.tensor([chunks_of(file.size) for file in found.files], dtype=torch.int64, device="cpu")
     bases = (sizes.cumsum(0) - sizes).tolist()
@@ -40,7 +36,7 @@ def verify_needed(reader: Reader, found: Record, needs: Sequence[Need], place: P
         # Where nothing is read, nobody has compared the sizes with those of the files.
         needed = torch.zeros(int(sizes.sum()) if needs else 0, dtype=torch.bool, device="cpu")
         for need in needs:
-            for file, first, last in reader.chunks(*need):
+            for file, first, last in reader.chunks(need):
                 needed[bases[file] + first : bases[file] + last] = True
         return needed, (socket.gethostname(), zlib.compress(memory(needed), 1))
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from accel.boxes import Box, shape_of, slices
+import accel
+from accel.boxes import Box, shape_of
 from accel.checkpoint import folder
-from accel.checkpoint.objects import LocalRange, StateObject
+from accel.checkpoint.objects import LocalRange, ModuleObject, OptimizerObject, StateObject
 from accel.checkpoint.save import Writer, contents_of
 from accel.checkpoint.values import Encoder, Json
-from accel.shard import Manifest, Shard
+from accel.shard import Manifest, Raw, Shard, StateEntry, whole
 
 Shape = tuple[int, ...]
 
@@ -38,10 +40,10 @@ class Parts(StateObject):
         return [(one.name, one) for one in self.shards]
 
 
-def part_of(name: str, whole: torch.Tensor, box: Box, start: int = 0, stop: int | None = None) -> Shard:
+def part_of(name: str, full: torch.Tensor, box: Box, start: int = 0, stop: int | None = None) -> Shard:
     """A range of a box of a tensor, in memory of its own."""
-    values = whole[slices(box)].reshape(-1)[start:stop].clone()
-    return Shard(name, tuple(whole.shape), start, values, box)
+    held = full[slices(box)].reshape(-1)[start:stop].clone()
+    return Shard(name, tuple(full.shape), start, held, box)
 
 
 def blank(shard: Shard, dtype: torch.dtype | None = None) -> Shard:
@@ -50,9 +52,9 @@ def blank(shard: Shard, dtype: torch.dtype | None = None) -> Shard:
     return Shard(shard.name, shard.shape, shard.start, tensor, shard.box)
 
 
-def expected(shard: Shard, whole: torch.Tensor) -> torch.Tensor:
+def expected(shard: Shard, full: torch.Tensor) -> torch.Tensor:
     """What a shard must hold."""
-    box = whole[slices(shard.box)] if shard.box else whole
+    box = full[slices(shard.box)] if shard.box else full
     return box.reshape(-1)[shard.start : shard.start + shard.tensor.numel()].view(shard.tensor.shape)
 
 
@@ -67,6 +69,11 @@ def save_as_ranks(held: Sequence[Sequence[Shard]], directory: str, *, equal: boo
         writers[0].commit([writer.write() for writer in writers])
 
 
+def slices(box: Box) -> tuple[slice, ...]:
+    """What indexes a box in its tensor."""
+    return tuple(slice(begin, end) for begin, end in box)
+
+
 def split(number: int, places: Sequence[int]) -> list[tuple[int, int]]:
     """0 to ``number``, cut at places."""
     edges = [0, *places, number]
@@ -76,3 +83,129 @@ def split(number: int, places: Sequence[int]) -> list[tuple[int, int]]:
 def values(shape: Shape, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Other numbers at each place, as far as the dtype has so many."""
     return (torch.arange(math.prod(shape)) * 7 + seed).view(shape).to(dtype)
+
+
+# -- a model and its optimizer in parts, as an engine would hold them --------------------------------------------------
+
+
+def side(number: int, parts: int, place: int) -> tuple[int, int]:
+    """What falls to one of several places, as ``torch.chunk`` has it: the last ones may have less, or nothing."""
+    each = -(-number // parts)
+    return min(number, place * each), min(number, (place + 1) * each)
+
+
+def columns(shape: Shape, world: int, rank: int) -> tuple[Box, int, Shape]:
+    """The last dimension, cut over all ranks. A part: its box, its first element in it, and its shape."""
+    box = (*((0, n) for n in shape[:-1]), side(shape[-1], world, rank))
+    return box, 0, shape_of(box)
+
+
+def rows_and_columns(shape: Shape, world: int, rank: int) -> tuple[Box, int, Shape]:
+    """Columns over pairs of ranks, and over the pairs the rows, as ranges of the columns."""
+    box, _, (_, *inner) = columns(shape, 2, rank % 2)
+    begin, end = side(shape[0], world // 2, rank // 2)
+    return box, begin * math.prod(inner), (end - begin, *inner)
+
+
+def replicas(shape: Shape, world: int, rank: int) -> tuple[Box, int, Shape]:
+    """Columns over pairs of ranks; all pairs have the same."""
+    return columns(shape, 2, rank % 2)
+
+
+def both_ends(shape: Shape, world: int, rank: int) -> tuple[Box, int, Shape]:
+    """The first and the last dimension."""
+    box = (side(shape[0], world // 2, rank // 2), *((0, n) for n in shape[1:-1]), side(shape[-1], 2, rank % 2))
+    return box, 0, shape_of(box)
+
+
+MESHES: dict[str, Callable[[Shape, int, int], tuple[Box, int, Shape]]] = {
+    f.__name__: f for f in (columns, rows_and_columns, replicas, both_ends)
+}
+
+
+class Net(nn.Module):
+    """A matrix, three dimensions, what is not cut, and a buffer of few columns of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.zeros(7, 10))
+        self.deep = nn.Parameter(torch.zeros(4, 5, 6))
+        self.bias = nn.Parameter(torch.zeros(9))
+        self.register_buffer("narrow", torch.zeros(5, 3, dtype=torch.bfloat16))
+
+
+class Cut(Raw):
+    """What lies on this rank of a ``Net`` whose parameters and buffers of several dimensions are cut."""
+
+    def __init__(self, module: nn.Module, shapes: Mapping[str, Shape], mesh: str) -> None:
+        super().__init__(module, {id(p): name for name, p in module.named_parameters()})
+        self._shapes, self._mesh = shapes, mesh
+
+    def _place(self, name: str) -> tuple[Box, int, Shape]:
+        return MESHES[self._mesh](self._shapes[name], accel.world_size(), accel.rank())
+
+    def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard:
+        full = f"{name}/{key}" if key else name
+        if len(self._shapes[name]) == 1:
+            return whole(full, tensor)
+        box, start, _ = self._place(name)
+        return Shard(full, self._shapes[name], start, tensor.detach(), box)
+
+    def new_state(self, entry: StateEntry, key: str, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_like(entry.parameter, dtype=dtype)
+
+
+class Divided:
+    """A ``Net`` of which each rank has its parts, and an optimizer of these, once stepped."""
+
+    def __init__(self, mesh: str) -> None:
+        self.net = Net()
+        shapes = {name: tuple(t.shape) for name, t in self.net.state_dict().items()}
+        self.holdings = Cut(self.net, shapes, mesh)
+        for name, tensor in [*self.net.named_parameters(), *self.net.named_buffers()]:
+            if tensor.dim() > 1:
+                tensor.data = torch.zeros(self.holdings._place(name)[2], dtype=tensor.dtype)
+        self.optimizer = stepped(self.net)
+        names = self.holdings.parameter_names
+        model = ModuleObject("", "", self.net, None, "")
+        optimizer = OptimizerObject("", "", self.optimizer, None, names)
+        model._holdings = optimizer._holdings = self.holdings
+        self.state = {"model": model, "optimizer": optimizer}
+
+    def shards(self) -> list[Shard]:
+        return [*self.holdings.shards(None), *self.holdings.shards(self.optimizer)]
+
+    def fill(self) -> None:
+        """Give each part its values of those that the whole has."""
+        for one in self.shards():
+            one.fill(whole_value(one.name, one.shape, one.tensor.dtype))
+
+    def wrong(self) -> list[str]:
+        """Which parts have not the values that they should have; the count of steps too."""
+        bad = [
+            s.name
+            for s in self.shards()
+            if not equal(s.tensor, expected(s, whole_value(s.name, s.shape, s.tensor.dtype)))
+        ]
+        return bad + [str(s["step"]) for s in self.optimizer.state.values() if float(s["step"]) != 3]
+
+
+def stepped(net: nn.Module) -> torch.optim.AdamW:
+    """An optimizer that has state of all parameters, and counts three steps."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(3):
+        optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def whole_value(name: str, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """What a tensor holds, of a model or of its optimizer; of all with one name the same."""
+    return values(shape, dtype, sum(name.encode()) % 50)
+
+
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """The same values and dtype."""
+    return one.dtype is other.dtype and torch.equal(one, other)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,36 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import accel
-from accel.boxes import Box, Grid, shape_of
+from accel.__main__ import main
+from accel.boxes import Box, shape_of
 from accel.checkpoint import reader, record
+from accel.engines.base import gather as gathering
 from accel.errors import CheckpointError
+from accel.process import current
 from accel.shard import Shard
 from tests.checkpoint.crafting import body_of, rewrite
 from tests.checkpoint.helpers import fresh
-from tests.checkpoint.parts import Parts, blank, expected, part_of, save_as_ranks, split, values
+from tests.checkpoint.parts import (
+    MESHES,
+    Divided,
+    Net,
+    Parts,
+    blank,
+    equal,
+    expected,
+    part_of,
+    save_as_ranks,
+    slices,
+    split,
+    stepped,
+    values,
+    whole_value,
+)
+from tests.checkpoint.test_reads import Reads
+from tests.distributed import run
 
 SIZES = [0, 1, 2, 3, 5, 8]
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool]
@@ -60,14 +83,13 @@ def test_any_cut_into_any_other(tmp_path: Path) -> None:
     """Also through a buffer of few bytes, into memory of any order, and whole."""
     directory = str(tmp_path / "c")
 
-    @given(cases(), st.sampled_from([(1, 0), (64, 0), (64, 1 << 20), (1 << 24, 1 << 20)]), st.booleans())
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-    def check(case: Any, sizes: tuple[int, int], turned: bool) -> None:
+    @given(cases(), st.sampled_from([16, 64, 1 << 24]), st.booleans())
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    def check(case: Any, room: int, turned: bool) -> None:
         wholes, before, after = case
         save_as_ranks(before, fresh(Path(directory)))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reader, "_STAGE", max(sizes[0], 16))
-            patch.setattr(reader, "_GAP", sizes[1])
+            patch.setattr(reader, "_STAGE", room)
             for shards in after:
                 wanted = [blank(one) for one in shards]
                 if turned:  # every other element of something larger
@@ -85,3 +107,228 @@ def test_any_cut_into_any_other(tmp_path: Path) -> None:
         accel.verify(directory)
 
     check()
+
+
+# -- real ranks: a model and its optimizer, cut ------------------------------------------------------------------------
+
+
+def save_divided(mesh: str, directory: str) -> None:
+    divided = Divided(mesh)
+    divided.fill()
+    accel.save(divided.state, directory)
+
+
+def load_divided(mesh: str, directory: str, check: Any) -> list[str]:
+    divided = Divided(mesh)
+    accel.load(directory, divided.state, check=check)
+    return divided.wrong()
+
+
+def load_whole(backend: str, directory: str, again: str) -> list[str]:
+    """Into a backend, and from there into another checkpoint."""
+    net = Net()
+    model, optimizer, _ = accel.setup(net, stepped(net), backend=backend)
+    accel.load(directory, {"model": model, "optimizer": optimizer})
+    accel.save({"model": model, "optimizer": optimizer}, again)
+    state = accel.full_state_dict(optimizer)["state"].values()
+    found = dict(accel.full_state_dict(model).items())
+    found |= {f"{n}/{k}": t for (n, _), s in zip(net.named_parameters(), state, strict=True) for k, t in s.items()}
+    steps = [found.pop(name) for name in list(found) if name.endswith("/step")]
+    assert [float(step) for step in steps] == [3.0] * 3
+    accel.teardown()
+    return [n for n, t in found.items() if not equal(t.cpu(), whole_value(n, tuple(t.shape), t.dtype))]
+
+
+def put_together(mesh: str) -> list[str]:
+    """Whole values of all parts, through batches of a few bytes, on ranks that keep them and on ranks that do not."""
+    divided, process = Divided(mesh), current()
+    divided.fill()
+    held = [(n, "", t) for n, t in divided.net.state_dict(keep_vars=True).items()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering, "_BATCH_BYTES", 40)
+        found = gathering.gather(
+            "values", held, divided.holdings.part, process, device=None, keep=process.place.rank > 0
+        )
+    assert len(found) == (len(held) if process.place.rank else 0)
+    return [n for (n, _), t in found.items() if not equal(t, whole_value(n, tuple(t.shape), t.dtype))]
+
+
+def from_each_to_each(directory: str, backends: list[str]) -> list[str]:
+    """All meshes of this world into others and into a backend, and that into a mesh."""
+    wrong = []
+    for i, mesh in enumerate(MESHES):
+        wrong += put_together(mesh)
+        save_divided(mesh, f"{directory}/{mesh}")
+        for other, check in zip((mesh, [*MESHES][i - 1]), CHECKS, strict=True):
+            wrong += [f"{mesh} to {other}: {n}" for n in load_divided(other, f"{directory}/{mesh}", check)]
+    for mesh, backend in zip(MESHES, backends, strict=False):
+        wrong += [
+            f"{mesh} to {backend}: {n}" for n in load_whole(backend, f"{directory}/{mesh}", f"{directory}/{backend}")
+        ]
+        wrong += [f"{backend} to {mesh}: {n}" for n in load_divided(mesh, f"{directory}/{backend}", "first")]
+    return wrong
+
+
+CHECKS = ["first", "stream"]
+
+
+def test_models_and_optimizers_from_every_mesh_to_others(tmp_path: Path) -> None:
+    """Uneven parts, and none: of 3 columns over 4 ranks; from 4 ranks to 2 and 1."""
+    directory = str(tmp_path)
+    assert run(4, from_each_to_each, directory, ["ddp", "fsdp"], timeout=240) == [[]] * 4
+    versions = {mesh: body_of(tmp_path / mesh)["version"] for mesh in (*MESHES, "ddp", "fsdp")}
+    assert versions == {**dict.fromkeys(MESHES, 2), "ddp": 1, "fsdp": 1}
+    for mesh in MESHES:
+        accel.verify(tmp_path / mesh)
+        assert not load_whole("single", str(tmp_path / mesh), str(tmp_path / "single"))
+    assert run(2, load_divided, "columns", str(tmp_path / "both_ends"), "stream") == [[], []]
+    assert run(2, load_divided, "both_ends", str(tmp_path / "single"), "first") == [[], []]
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+LEFT, RIGHT = ((0, 8), (0, 3)), ((0, 8), (3, 6))
+TOP = ((0, 5), (0, 3))
+BAD: dict[str, list[list[tuple[Box, int, int]]]] = {
+    "a hole": [[(LEFT, 0, 24)], []],
+    "an overlap": [[(LEFT, 0, 24)], [(((0, 8), (2, 6)), 0, 32)]],
+    "a part and the whole": [[(LEFT, 0, 24)], [((), 0, 48)]],
+    "no grid": [[(TOP, 0, 15), (((5, 8), (0, 2)), 0, 6)], [(((5, 8), (2, 3)), 0, 3), (RIGHT, 0, 24)]],
+    "a hole in a box": [[(LEFT, 0, 20)], [(RIGHT, 0, 24)]],
+    "outside": [[(LEFT, 0, 24)], [(((0, 8), (3, 7)), 0, 32)]],
+    "more than the box": [[(LEFT, 0, 24)], [(RIGHT, 3, 24)]],
+}
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_boxes_that_are_not_the_tensor(how: str, tmp_path: Path) -> None:
+    ranks = [[Shard("w", (8, 6), start, torch.zeros(count), box) for box, start, count in those] for those in BAD[how]]
+    with pytest.raises(CheckpointError, match=r"model/w"):
+        save_as_ranks(ranks, str(tmp_path / "c"))
+    assert not list(tmp_path.glob("*/accel*.json"))
+
+
+def test_parts_of_other_tensors_of_one_name(tmp_path: Path) -> None:
+    left = Shard("w", (8, 6), 0, torch.zeros(24), LEFT)
+    for other in (torch.zeros(24, dtype=torch.int32), torch.zeros(32)):
+        right = Shard("w", (8, 6 if len(other) == 24 else 7), 0, other, RIGHT if len(other) == 24 else ((0, 8), (3, 7)))
+        for ranks in ([[left], [right]], [[left, right]]):
+            with pytest.raises(CheckpointError, match=r"model/w is F32 \[8, 6\]"):
+                save_as_ranks(ranks, str(tmp_path / "c"))
+
+
+def stored(body: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = body["tensors"]["model/w"]
+    return found
+
+
+CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "not in order": lambda b: stored(b).update(cuts=[[5], [3, 3]]),
+    "at the end": lambda b: stored(b).update(cuts=[[5], [6]]),
+    "at the beginning": lambda b: stored(b).update(cuts=[[5], [0]]),
+    "beyond": lambda b: stored(b).update(cuts=[[5], [60]]),
+    "no number": lambda b: stored(b).update(cuts=[[5], ["3"]]),
+    "too few dimensions": lambda b: stored(b).update(cuts=[[5]]),
+    "more blocks than entries": lambda b: stored(b).update(cuts=[[1, 2, 3, 4, 5, 6, 7], [3]]),
+    "elsewhere": lambda b: stored(b).update(cuts=[[4], [3]]),
+    "not cut": lambda b: (stored(b).pop("cuts"), b.update(version=1)),
+    "in the first version": lambda b: b.update(version=1),
+    "over the end of a block": lambda b: stored(b).update(parts=[[0, 0, 30, 1], *[[0, 30 + i, 1, 1] for i in range(18)]]),
+    "very many blocks": lambda b: stored(b).update(
+        shape=[2**30, 2**20], cuts=[[5], list(range(1, 10**5))], parts=[[0, 0, 2**50, 1]]
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def cut_checkpoint(tmp_path: Path) -> Path:
+    """Of one file with four blocks."""
+    wholes, boxes = values((8, 6), torch.float32), itertools.product(split(8, [5]), split(6, [3]))
+    save_as_ranks([[part_of("w", wholes, box) for box in boxes]], str(tmp_path / "c"))
+    return tmp_path / "c"
+
+
+@pytest.mark.parametrize("how", CRAFTED)
+def test_crafted_records(how: str, cut_checkpoint: Path) -> None:
+    accel.verify(cut_checkpoint)
+    rewrite(cut_checkpoint, CRAFTED[how])
+    for read in (
+        lambda: accel.load(cut_checkpoint, {"model": Parts([Shard("w", (8, 6), 0, torch.zeros(8, 6))])}),
+        lambda: accel.verify(cut_checkpoint),
+        lambda: accel.export(cut_checkpoint, cut_checkpoint / "out"),
+    ):
+        with pytest.raises(CheckpointError, match=r"accel\.json|safetensors"):
+            read()
+
+
+def test_a_cut_at_rows_is_no_box(tmp_path: Path) -> None:
+    """Then the record is what older versions read."""
+    whole = values((8, 6), torch.float32)
+    save_as_ranks([[part_of("w", whole, ((0, 5), (0, 6)))], [part_of("w", whole, ((5, 8), (0, 6)))]], str(tmp_path))
+    body = body_of(tmp_path)
+    assert body["version"] == 1
+    assert stored(body) == {"dtype": "F32", "shape": [8, 6], "parts": [[0, 0, 30, 1], [1, 30, 18, 1]]}
+
+
+def test_of_replicas_that_differ_the_lowest_rank_s_are_saved(tmp_path: Path) -> None:
+    """Block by block, as of tensors."""
+    whole = values((8, 6), torch.float32)
+    ranks = [[part_of("w", whole + add, box)] for add, box in ((0, LEFT), (0, RIGHT), (1, LEFT), (1, RIGHT))]
+    save_as_ranks(ranks, str(tmp_path), equal=False)
+    found = torch.zeros(8, 6)
+    accel.load(tmp_path, {"model": Parts([Shard("w", (8, 6), 0, found)])})
+    assert torch.equal(found, whole)
+    assert len(stored(body_of(tmp_path))["parts"]) == 1  # equal ones in consecutive files
+
+
+# -- what is read, and through how much memory -------------------------------------------------------------------------
+
+
+def test_only_what_is_wanted_of_large_tensors_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block where it is wanted as it lies; of others the rows that cover it, a little at a time; in any order of memory."""
+    reads = Reads()
+    monkeypatch.setattr(os, "preadv", reads.preadv)
+    monkeypatch.setattr(reader, "_STAGE", 1 << 18)
+    whole = values((6, 300, 1200), torch.float32)
+    boxes = [((0, 6), (0, 300), (a, b)) for a, b in split(1200, [400])]
+    save_as_ranks([[part_of("w", whole, box)] for box in boxes], str(tmp_path / "c"))
+    most, take = [], reader.Reader._take
+
+    def noted(self: Any, files: Any, rooms: Any) -> None:
+        most.append(sum(room.nbytes for room, *_ in rooms))
+        take(self, files, rooms)
+
+    monkeypatch.setattr(reader.Reader, "_take", noted)
+    for box, share in ((boxes[0], 1 / 3), (((2, 4), (0, 300), (100, 900)), 1 / 3), (((0, 6), (0, 30), (0, 1200)), 0.1)):
+        wanted = blank(part_of("w", whole, box))
+        turned = torch.zeros(shape_of(box)[::-1]).permute(2, 1, 0)
+        one = reader.Reader(str(tmp_path / "c"), record.read(str(tmp_path / "c"))[0], stream=False)
+        spent = reads.of(lambda: one.fill([Shard("model/w", wanted.shape, wanted.start, wanted.tensor, wanted.box)]))  # noqa: B023
+        assert spent < 1.1 * share * whole.nbytes + 2**16
+        assert torch.equal(wanted.tensor, expected(wanted, whole))
+        assert max(most) <= 1 << 18
+        accel.load(tmp_path / "c", {"model": Parts([Shard("w", wanted.shape, 0, turned, box)])})
+        assert torch.equal(turned, whole[slices(box)])
+        most.clear()
+
+
+def test_export_comparison_and_inspection(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a checkpoint in boxes, as of one that is whole; in pieces that end anywhere in a row."""
+    whole = {"w": values((70, 60), torch.float32), "v": values((3, 4, 5), torch.bfloat16)}
+    boxes = {"w": itertools.product(split(70, [41]), split(60, [7])), "v": [((0, 3), (0, 4), s) for s in split(5, [2])]}
+    ranks = [[part_of(name, whole[name], box)] for name in whole for box in boxes[name]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["accel.checkpoint.export"], "_PIECE", 1000)
+        save_as_ranks(ranks, str(tmp_path / "a"))
+        accel.export(tmp_path / "a", tmp_path / "out")
+    found = nn.ParameterDict({name: torch.zeros_like(t) for name, t in whole.items()})
+    accel.load(tmp_path / "out", {"model": found})
+    assert all(torch.equal(found[name], t) for name, t in whole.items())
+    with torch.no_grad():
+        found["v"][1, 2, 3] -= 64
+    accel.save({"model": found}, tmp_path / "b")
+    capsys.readouterr()
+    main(["diff", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert capsys.readouterr().out == "model/v: 1 of 60 elements differ, by at most 64\n1 differences\n"
+    main(["inspect", str(tmp_path / "a")])
+    assert "model/w  F32   [70, 60] in 4 parts" in capsys.readouterr().out

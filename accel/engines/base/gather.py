@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, count
+from itertools import count
 from typing import Any, Final, final
 
 import torch
@@ -147,10 +147,13 @@ def _assemble(
 ) -> dict[Any, torch.Tensor]:
     """Whole tensors from the parts that the ranks have told of. Collective."""
     kinds: dict[Any, tuple[tuple[int, ...], torch.dtype, bool]] = {}
-    for key, shape, dtype, on_device, *_ in chain.from_iterable(told):
-        kinds.setdefault(key, (shape, dtype, on_device))
-    grids = _grids(told, kinds)
-    covers = _covers(told, kinds, grids)
+    held: dict[Any, list[tuple[int, int, int, Box]]] = {}
+    for holder, rows in enumerate(told):
+        for key, shape, dtype, on_device, start, numel, box in rows:
+            kinds.setdefault(key, (shape, dtype, on_device))
+            held.setdefault(key, []).extend([(start, holder, numel, box)] if numel else ())
+    grids = {key: Grid.of(key, kinds[key][0], {box for *_, box in those}) for key, those in held.items()}
+    covers = {key: list(_cover(key, those, grids[key])) for key, those in held.items()}
     flat: dict[Any, torch.Tensor] = {}
     for batch in _batches(kinds):
         places: list[tuple[_Range, torch.Tensor]] = []
@@ -159,52 +162,16 @@ def _assemble(
             if keep and key not in flat:
                 place = process.device if on_device else torch.device("cpu")
                 flat[key] = torch.empty(torch.Size(shape).numel(), dtype=dtype, device=place)
-            there = keep and flat[key].device == process.carrier and key not in grids
+            there = keep and flat[key].device == process.carrier and not grids[key].cuts
             travels = flat[key][first:last] if there else torch.empty(last - first, dtype=dtype, device=process.carrier)
             places.append(((key, first, last), travels))
         _exchange(places, covers, mine, grids, process)
         for (key, first, last), travels in places if keep else ():
-            if key in grids:
+            if grids[key].cuts:
                 grids[key].put(travels, first, flat[key].view(kinds[key][0]))
             elif flat[key].device != process.carrier:
                 flat[key][first:last].copy_(travels)
     return {key: tensor.view(kinds[key][0]) for key, tensor in flat.items()}
-
-
-def _grids(told: Sequence[Sequence[Any]], kinds: Mapping[Any, tuple[tuple[int, ...], Any, Any]]) -> dict[Any, Grid]:
-    """Those of the tensors that are cut into boxes.
-
-    Raises:
-        AccelError: the boxes of a tensor are not all of it.
-    """
-    boxes: dict[Any, set[Box]] = {}
-    for key, *_, numel, box in chain.from_iterable(told):
-        boxes.setdefault(key, set()).update([box] if numel else ())
-    grids: dict[Any, Grid] = {}
-    for key, found in boxes.items():
-        try:
-            grids |= {key: Grid.of(kinds[key][0], found)} if any(found) else {}
-        except ValueError as error:
-            raise AccelError(f"{key} cannot be put together: {error}") from error
-    return grids
-
-
-def _covers(
-    told: Sequence[Sequence[Any]],
-    kinds: Mapping[Any, tuple[tuple[int, ...], Any, Any]],
-    grids: Mapping[Any, Grid],
-) -> dict[Any, list[tuple[int, int, int]]]:
-    """Which rank gives what of the line of each tensor, as ``_cover`` says."""
-    ranges: dict[Any, list[tuple[int, int, int]]] = {key: [] for key in kinds}
-    for holder, rows in enumerate(told):
-        for key, *_, start, numel, box in rows:
-            ranges[key] += [(_first(key, start, box, grids), holder, numel)] if numel else ()
-    return {key: list(_cover(key, ranges[key], torch.Size(shape).numel())) for key, (shape, *_) in kinds.items()}
-
-
-def _first(key: Any, start: int, box: Box, grids: Mapping[Any, Grid]) -> int:
-    """An element of a box on the line of its tensor."""
-    return start + grids[key].first(box) if box else start
 
 
 def _exchange(
@@ -224,7 +191,7 @@ def _exchange(
             by_rank.setdefault(holder, []).append(travels[start - first : end - first])
             if holder == process.place.rank:
                 part = mine[key]
-                begin = _first(key, part.start, part.box, grids)
+                begin = grids[key].first(part.box) + part.start
                 by_rank[holder][-1].copy_(part.tensor.reshape(-1)[start - begin : end - begin])
     for holder in sorted(by_rank):
         broadcast_(by_rank[holder], process.group, holder)
@@ -247,14 +214,14 @@ def _batches(kinds: Mapping[Any, tuple[tuple[int, ...], torch.dtype, bool]]) -> 
     yield batch
 
 
-def _cover(key: Any, ranges: list[tuple[int, int, int]], numel: int) -> Iterator[tuple[int, int, int]]:
-    """Which rank gives what: (rank, first element, after the last), each element once, in order.
+def _cover(key: Any, held: list[tuple[int, int, int, Box]], grid: Grid) -> Iterator[tuple[int, int, int]]:
+    """Which rank gives what: (rank, first element, after the last), each element of the line once, in order.
 
     Raises:
         AccelError: no rank has some of them.
     """
-    at = 0
-    for start, holder, length in sorted(ranges):
+    at, numel = 0, torch.Size(grid.shape).numel()
+    for start, holder, length in sorted((grid.first(box) + start, *rest) for start, *rest, box in held):
         if start > at:
             break
         if start + length > at:
