@@ -21,7 +21,7 @@ from .engines import Context, Engine
 from .errors import AccelError, LoaderError, PrecisionError, RankMismatchError
 from .handles import Handles, HiddenAttribute, ModelHandle, engine_behind, raw
 from .planning import Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
-from .precision import convert_module, convert_optimizer
+from .precision import convert_linears, convert_module, convert_optimizer
 from .process import Process, current, ended, running
 from .process.control import Waiting, agree, locked, raise_together
 from .registry import registry, resolve_module
@@ -56,7 +56,7 @@ def setup(
         dataloaders: a ``DataLoader``, or a list, tuple or dict of them.
         backend: a backend's name or options (``accel.DDP(...)``); "auto" is the live engine's, else ``ACCEL_BACKEND``,
             else "ddp" at world size > 1, "dp" in a notebook with several accelerators, "single" otherwise.
-        precision: "32-true", "bf16-mixed", "16-mixed" or "bf16-true"; "auto" is the live engine's, else
+        precision: "32-true", "bf16-mixed", "16-mixed", "fp8-mixed", "bf16-true" or "16-true"; "auto" is the live engine's, else
             ``ACCEL_PRECISION``, else "32-true".
         devices: as in the page on environments and devices; "auto" is ``ACCEL_DEVICES``, else all accelerators, else the CPU.
         loader_options: how these dataloaders are distributed; None is ``LoaderOptions()``, or what a known loader has.
@@ -368,10 +368,12 @@ def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
         if process.place.world_size == 1 or not plan.engine_type.materializes:
             materialize(plan.module, process.device, undo)
         dtypes = convert_module(plan.module, process.device, plan.precision.storage, undo)
+        linears = convert_linears(plan.module, process.device) if plan.precision.float8 else contextlib.ExitStack()
+        undo.push(linears)
         context = Context(process, plan.precision, registry.loss_scale, plan.options, plan.serial)
         engine = plan.engine_type(plan.module, plan.entry, context)
         undo.callback(engine.teardown)
-        engine.dtypes = dtypes
+        engine.dtypes, engine.linears = dtypes, linears
         engine.wrap()
     for optimizer in plan.new_optimizers:
         convert_optimizer(optimizer, undo)

@@ -18,7 +18,7 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     #: As models of transformers say how their layers are cut for tensor parallelism.
-    tp_plan = {  # noqa: RUF012
+    tp_plan = {
         **dict.fromkeys([f"blocks.*.{name}" for name in ("query", "key", "value", "gate", "up")], "colwise"),
         **dict.fromkeys([f"blocks.*.{name}" for name in ("out", "down")], "rowwise"),
         "tokens": "embedding_rowwise",

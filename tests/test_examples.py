@@ -82,3 +82,13 @@ def test_gpt(tmp_path: Path, world: int) -> None:
     sample = out[out.rindex("loss") : out.rindex("curve:")]
     assert len(sample) > 300
     assert is_png(picture)
+
+
+def test_a_mesh() -> None:
+    """Layers cut, their parts divided."""
+    four = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    out = train(four, "llama_mesh.py", "--chars", "20000")
+    assert "mesh: DeviceMesh((shard=2, tensor=2)" in out
+    assert "down: (64, 128), of which a process has (32, 64)" in out
+    ((first, last),) = re.findall(r"loss ([0-9.]+) to ([0-9.]+)", out)
+    assert float(last) < float(first) - 0.5

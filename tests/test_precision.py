@@ -106,6 +106,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
         ("bf16-mixed", torch.bfloat16, torch.float32),
         ("16-mixed", torch.float16, torch.float32),
         ("bf16-true", torch.bfloat16, torch.bfloat16),
+        ("16-true", torch.float16, torch.float16),
     ],
 )
 def test_what_is_computed_stored_and_returned(precision: str, inside: torch.dtype, stored: torch.dtype) -> None:
@@ -481,3 +482,66 @@ def test_lbfgs_state_changes_precision_too() -> None:
     for precision in ("32-true", "bf16-true", "32-true"):
         train(precision)
     assert {p.dtype for p in raw.parameters()} == {torch.float32}
+
+
+# -- 8 bits --------------------------------------------------------------------------------------------------------------
+
+
+def wide() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.Linear(16, 3))
+
+
+def parts_of(step: int, places: int) -> tuple[torch.Tensor, ...]:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).chunk(places)
+
+
+def in_eight_bits(backend: Any) -> None:
+    """The weights of one process that converts the model by torchao itself, and takes the ranks' batches one by one."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    raw, plain = wide(), wide()
+    optimizer, reference = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (raw, plain))
+    emulated = Float8LinearConfig(emulate=True)
+    convert_to_float8_training(plain, config=emulated, module_filter_fn=lambda m, _: m.out_features % 16 == 0)
+    unlike = wide()
+    heard: list[str] = []
+    raw[0].register_forward_hook(lambda module, *_: heard.append(type(module).__name__))
+    model, optimizer, _ = accel.setup(raw, optimizer, backend=backend, precision="fp8-mixed")
+    place = accel.data_parallel_place(model)
+    for step in range(3):
+        model(parts_of(step, place.world_size)[place.rank]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for x in parts_of(step, place.world_size):
+            with torch.autocast("cpu", torch.bfloat16):
+                y, other = plain(x), unlike(x)
+            (y.float().square().mean() / place.world_size).backward()
+            assert not torch.equal(y, other)  # 8 bits are not 16
+        reference.step()
+        reference.zero_grad()
+    accel.teardown(model)
+    assert heard[0] == "Float8Linear"
+    assert [type(child) for child in raw] == [nn.Linear, nn.GELU, nn.Linear, nn.Linear]
+    assert vars(raw[0]).keys() == vars(nn.Linear(1, 1)).keys()
+    assert max(float((p - q).abs().max()) for p, q in zip(raw.parameters(), plain.parameters(), strict=True)) < 1e-6
+
+
+def in_eight_bits_by_all() -> None:
+    for backend in ("ddp", "fsdp", "sharded", accel.DeepSpeed(stage=2), accel.DeepSpeed(stage=3)):
+        in_eight_bits(backend)
+
+
+def test_eight_bits() -> None:
+    pytest.importorskip("torchao")
+    run(1, in_eight_bits, "single")
+    run(2, in_eight_bits_by_all, timeout=240)
+
+
+def test_what_cannot_be_in_eight_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchao")
+    with pytest.raises(accel.PrecisionError, match="multiples of 16, and this Linear has none"):
+        accel.setup(nn.Linear(8, 8), precision="fp8-mixed")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
+    with pytest.raises(accel.PrecisionError, match="needs torchao, which is not installed: pip install 'torchao"):
+        accel.setup(nn.Linear(16, 16), precision="fp8-mixed")

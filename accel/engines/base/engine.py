@@ -145,6 +145,8 @@ class Engine(ABC):
         #: The raw ones, in the order in which they were added.
         self.optimizers: list[Optimizer] = []
         self.dtypes: Dtypes = []
+        #: Ends the 8 bits of Linears.
+        self.linears = contextlib.ExitStack()
         self.gradients = self.gradients_type(self)
         self._read_parameters()
         self.holdings = self.holdings_type(self)
@@ -249,6 +251,7 @@ class Engine(ABC):
             self._finish_gradients()
             optimizers = list(self.optimizers)
             last.callback(restore_dtypes, self.dtypes, optimizers)
+            last.callback(self.linears.close)
             for optimizer in optimizers:
                 self.detach(optimizer)
             self.gradients.close()

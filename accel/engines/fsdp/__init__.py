@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import AccelError, BackendError, OptimizerError
+from ...errors import AccelError, BackendError, OptimizerError, PrecisionError
 from ...gradients.clip import clip_
 from ...gradients.patches import muon_patch
 from ...precision import here
@@ -366,6 +366,10 @@ class FSDPEngine(Engine):
 
     def wrap(self) -> None:
         """Checkpoint activations; shards come with ``start``, since they need rank 0's weights."""
+        if self.precision.float8 and axes_of(self.options, self.process.place.world_size)["tensor"] > 1:
+            raise PrecisionError(
+                "precision 'fp8-mixed' with tensor parallelism would scale each part of a layer by itself: ask for 'bf16-mixed'"
+            )
         if self.options.activation_checkpointing:
             self._checkpointed = wrap.checkpointed(m for _, m in wrap.blocks(self.module, self.options.wrap))
 
