@@ -91,9 +91,8 @@ def main(args):
 
     accel.print(f"mesh: {accel.mesh(model)}; places with batches of their own: {places}")
     weight = model.blocks[0].down.weight
-    accel.print(
-        f"down: {tuple(weight.shape)}, of which a process has {tuple(getattr(weight, 'to_local', lambda: weight)().shape)}"
-    )
+    here = weight.to_local() if hasattr(weight, "to_local") else weight
+    accel.print(f"down: {tuple(weight.shape)}, of which a process has {tuple(here.shape)}")
     for epoch in range(args.epochs):
         losses = []
         for batch in loader:
