@@ -351,14 +351,15 @@ def execute(plan: Plan) -> Handles:
 
 
 def _tell(plan: Plan, engine: Engine, process: Process) -> None:
-    world = process.place.world_size
+    world, places = process.place.world_size, place_of(engine).world
     if plan.engine is None:
         kind, precision = type(engine.module).__name__, engine.precision.name
         logger.info("%s: backend %s, %s, %d x %s", kind, engine.name, precision, world, process.device.type)
+    what = "ranks" if places == world else "data-parallel places"
     for loader in plan.new_loaders:
         with contextlib.suppress(LoaderError):
-            size = data.effective_batch_size(loader)
-            logger.info("effective batch size: %d x %d ranks = %d", size // world, world, size)
+            size = data.effective_batch_size(loader) // world
+            logger.info("effective batch size: %d x %d %s = %d", size, places, what, size * places)
 
 
 def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:

@@ -61,8 +61,10 @@ def axes_of(options: Any, world_size: int) -> dict[str, int]:
     if options.mesh is not None:
         sizes = dict(zip(options.mesh.mesh_dim_names, options.mesh.shape, strict=True))
         found = {role: math.prod(sizes.get(name, 1) for name in known) for role, known in AXES.items()}
-        if math.prod(found.values()) != world_size:
-            raise BackendError(f"mesh of {options.mesh.shape}: there are {world_size} processes")
+        if options.mesh.mesh.flatten().tolist() != list(range(world_size)):
+            raise BackendError(
+                f"{options.mesh!r}: expected one of the ranks 0 to {world_size - 1}, in this order, as init_device_mesh makes it"
+            )
         return found
     return options.axes(world_size)  # type: ignore[no-any-return]
 
@@ -70,11 +72,7 @@ def axes_of(options: Any, world_size: int) -> dict[str, int]:
 def data_place(options: Any, process: Process) -> tuple[int, int]:
     """This rank's place among those that have batches of their own, and how many these are. Local."""
     sizes = axes_of(options, process.place.world_size)
-    if process.place.world_size == 1 or options.mesh is None:
-        return process.place.rank // sizes["tensor"], sizes["replicate"] * sizes["shard"]
-    place = dict(zip(options.mesh.mesh_dim_names, options.mesh.get_coordinate(), strict=True))
-    copy, shard = (next((place[n] for n in AXES[role] if n in place), 0) for role in ("replicate", "shard"))
-    return copy * sizes["shard"] + shard, sizes["replicate"] * sizes["shard"]
+    return process.place.rank // sizes["tensor"], sizes["replicate"] * sizes["shard"]
 
 
 @final

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -297,9 +297,12 @@ def own_mesh() -> None:
         reference.zero_grad()
     accel.teardown(model)
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(raw.parameters(), plain.parameters(), strict=True))
-    for names, message in ((("dp", "ep"), "expected, in this order"), (("tp", "dp"), "expected, in this order")):
-        with pytest.raises(accel.BackendError, match=message):
+    for names in (("dp", "ep"), ("tp", "dp")):
+        with pytest.raises(accel.BackendError, match="expected, in this order"):
             accel.FSDP(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=names), plan=MLP)
+    other = DeviceMesh("cpu", torch.tensor([[3, 2], [1, 0]]), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(accel.BackendError, match="expected one of the ranks 0 to 3, in this order"):
+        accel.setup(mlp(8, 8, 4), backend=accel.FSDP(mesh=other, plan=MLP))
 
 
 def test_a_mesh_of_the_users() -> None:
