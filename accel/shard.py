@@ -43,10 +43,12 @@ class Shard:
     box: Box = ()
 
     def __post_init__(self) -> None:
+        if not self.box:
+            return
         # By the dimensions that are cut, so that all boxes of a grid become ranges, or none.
         rows = next((d for d, n in enumerate(self.shape) if n != 1), 0)
-        sides = enumerate(zip(self.box, self.shape, strict=False))
-        if self.box and all(side == (0, n) for d, (side, n) in sides if d != rows):
+        sides = enumerate(zip(self.box, self.shape, strict=True))
+        if all(side == (0, n) for d, (side, n) in sides if d != rows):
             object.__setattr__(self, "start", self.start + self.box[rows][0] * math.prod(self.shape[rows + 1 :]))
             object.__setattr__(self, "box", ())
 

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any, Literal, final
 from urllib.parse import unquote
 
@@ -193,7 +192,8 @@ class Loading:
             elif problem := unfit(stored, slot, convert, planned):
                 self.differences.unfit.append(f"{here}: {problem}")
             else:
-                self._wanted.append(replace(slot, name=f"{own}{stored_as.get(name, name)}"))
+                full = f"{own}{stored_as.get(name, name)}"
+                self._wanted.append(Shard(full, slot.shape, slot.start, slot.tensor, slot.box))
         if not isinstance(one, TensorObject):
             self.differences.untouched.update(f"{one.path}, {name}" for name in tensors.keys() - touched)
 

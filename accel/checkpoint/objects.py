@@ -106,7 +106,7 @@ class StateObject:
 
     def local_range(self, own: Shard, equal: bool, kind: str = "") -> LocalRange:
         """Of one of its shards, which gets the name that it has in the checkpoint."""
-        return LocalRange(replace(own, name=f"{self.name}/{own.name}"), equal, kind)
+        return LocalRange(Shard(f"{self.name}/{own.name}", own.shape, own.start, own.tensor, own.box), equal, kind)
 
 
 def engines_of(objects: Iterable[StateObject]) -> dict[str, str]:
@@ -211,6 +211,8 @@ class ModuleObject(StateObject):
 
     def _shards(self) -> list[Shard]:
         shards = self._holdings.shards(None)
+        if not self._prefix:
+            return shards
         return [replace(s, name=own) for s in shards if (own := self._own(s.name)) is not None]
 
     def ranges(self) -> Iterator[LocalRange]:

@@ -268,12 +268,17 @@ def _stored(name: str, value: dict[str, Any], sizes: Sequence[int]) -> Stored:
         parts.append((file, start, count, repeat))
     if at != numel:
         raise ValueError(f"tensor {name!r} has {numel} elements, and its parts have {at}")
-    cuts = tuple(tuple(_number(place) for place in places) for places in value.get("cuts", ()))
-    edges = [(0, *places, n) if places else () for places, n in zip(cuts, shape if cuts else (), strict=True)]
-    blocks, entries = math.prod(len(places) + 1 for places in cuts), sum(part[3] for part in parts)
-    if any(a >= b for places in edges for a, b in pairwise(places)) or (cuts and blocks > entries):
+    return Stored(dtype, shape, tuple(parts), _cuts(name, value["cuts"], shape, parts) if "cuts" in value else ())
+
+
+def _cuts(name: str, value: Any, shape: tuple[int, ...], parts: Sequence[Part]) -> Cuts:
+    """Where a tensor is cut, into no more blocks than it has entries in files."""
+    cuts = tuple(tuple(_number(place) for place in places) for places in value)
+    edges = [(0, *places, n) if places else () for places, n in zip(cuts, shape, strict=True)]
+    blocks = math.prod(len(places) + 1 for places in cuts)
+    if blocks > sum(part[3] for part in parts) or any(a >= b for places in edges for a, b in pairwise(places)):
         raise ValueError(f"tensor {name!r} cannot be cut at {str(cuts)[:60]}")
-    return Stored(dtype, shape, tuple(parts), cuts)
+    return cuts
 
 
 def _number(value: Any) -> int:
