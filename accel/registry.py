@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
@@ -21,14 +22,17 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .engines import FOREIGN, Engine, Holdings
+from .engines.base.gradients import Gradients
 from .engines.base.step import prepare
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError
 from .gradients.clip import total_norm
 from .gradients.log import remove_hooks
-from .gradients.patches import Patch, backward_patch, clip_patches, data_patch
+from .gradients.patches import Patch, clip_patches, data_patch, leaf_patch, run_patches
 from .handles import HiddenAttribute, ModelHandle, OptimizerHandle, raw
 from .precision import LossScale, all_finite
 from .process.control import agree
+
+_SERIAL: Final = operator.attrgetter("serial")
 
 
 @final
@@ -46,16 +50,20 @@ class Registry:
         #: whatever was garbage-collected here.
         self.divided: set[int] = set()
         self._owners: Any = WeakIdKeyDictionary()
+        #: The engines that hear of backwards, in order.
+        self._reducing: tuple[weakref.ref[Engine], ...] = ()
         self._hooks: list[RemovableHandle] = []
         self._watched: list[RemovableHandle] = []
         self._clipping = clip_patches(self)
-        self._backward = backward_patch(self._leaf, self._before_backward)
+        self._runs = run_patches(self._before_backward, self._after_backward)
+        self._leaves = leaf_patch(self._leaf)
         self._data = data_patch(self._data_used, self._data_set)
 
     def add(self, engine: Engine) -> None:
         """Make ``engine`` the one engine of its module."""
         HiddenAttribute.put(engine.module, engine)
         self.engines.add(engine)
+        self._find_reducing()
         if engine.distributed and engine.gradients.partial:
             self.divided.add(engine.serial)
         reference = weakref.ref(engine)
@@ -78,7 +86,9 @@ class Registry:
         """What this engine needs to hear of."""
         needed = list(self._clipping) if engine.gradients.watched else []
         if engine.gradients.watched and engine.distributed:
-            needed.append(self._backward)
+            needed += self._runs
+        if engine.distributed and type(engine.gradients).leaf is not Gradients.leaf:
+            needed.append(self._leaves)
         if engine.drift.watching or (engine.distributed and type(engine.holdings).set_data is not Holdings.set_data):
             needed.append(self._data)
         return needed
@@ -91,12 +101,19 @@ class Registry:
         self.divided.discard(engine.serial)
         for module in engine.module.modules():
             self._owners.pop(module, None)
-        for patch in (*self._clipping, self._backward, self._data):
+        for patch in (*self._clipping, *self._runs, self._leaves, self._data):
             patch.drop(engine)
         self._prune()
 
+    def _find_reducing(self) -> None:
+        kind = Gradients.after_backward
+        self._reducing = tuple(
+            weakref.ref(e) for e in self.in_order() if e.distributed and type(e.gradients).after_backward is not kind
+        )
+
     def _prune(self) -> None:
         engines = list(self.engines)
+        self._find_reducing()
         if not engines:
             remove_hooks(self._hooks)
             self.loss_scale = LossScale()
@@ -108,7 +125,7 @@ class Registry:
 
         One that nobody holds any more is among them until the garbage collector comes, on each rank in its own time.
         """
-        return sorted(self.engines, key=lambda engine: engine.serial)
+        return sorted(self.engines, key=_SERIAL)
 
     def sweep(self, but: Engine | None = None) -> None:
         """Let engines go that nobody holds, so that what follows does not depend on when the collector would have come.
@@ -237,9 +254,15 @@ class Registry:
                     f"{engine.name!r}, which keeps them elsewhere: use accel.clip_grad_norm_(model, max_norm)"
                 )
 
-    def _before_backward(self) -> None:
-        for engine in self.in_order():
-            engine.gradients.before_backward()
+    def _before_backward(self, run: object) -> None:
+        for reference in self._reducing:
+            if (engine := reference()) is not None:
+                engine.gradients.before_backward(run)
+
+    def _after_backward(self, run: object) -> None:
+        for reference in self._reducing:
+            if (engine := reference()) is not None:
+                engine.gradients.after_backward(run)
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in the graph that a parameter of a live engine stands for."""

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from ..errors import BackendError
 from ..gradients.average import average_gradients_
-from ..gradients.log import Reduction, at_end_of_backward
+from ..gradients.log import at_end_of_backward
+from ..gradients.reduction import Reduction
 from ..precision import Replaced, convert_batchnorms, restore_batchnorms
 from ..process import Process
 from ..process.control import agree
@@ -75,7 +76,7 @@ class DDP(Options):
 class DDPGradients(Gradients):
     """Final by the reducer's hooks while backward runs, and by ``settle`` whatever these missed."""
 
-    reduced = logged = True
+    reduced = True
     engine: DDPEngine
 
     ddp: DistributedDataParallel | None = None
@@ -87,19 +88,19 @@ class DDPGradients(Gradients):
     _incomplete = False
 
     def follow(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Read from the log what was reduced."""
-        super().follow(parameters)
-        # Where the parameters of a step are not known beforehand, the last bucket's reduction is noted in the log.
+        """See in whole backwards what came."""
+        super().follow(() if self.engine.distributed else parameters)
+        # Where the parameters of a step are not known beforehand, the last bucket's reduction is noted.
         options = self.engine.options
         noted = options.find_unused_parameters or options.static_graph or options.comm_hook is not None
-        self.reduction = Reduction(self.log, noted)
+        self.reduction = Reduction(parameters, self.log, noted)
 
     def build(self, core: nn.Module) -> None:
         """A new reducer of the parameters that are trainable now, around what a forward calls."""
-        self.ddp = self.hook_state = None
+        self.let_go()
         self._incomplete = False
         trainable = [i for i, p in enumerate(self.engine.parameters) if p.requires_grad]
-        self.reduction.reset(trainable)
+        self.reduction.reset(None, trainable)
         if not trainable:
             return
         options = self.engine.options
@@ -107,9 +108,10 @@ class DDPGradients(Gradients):
         self.ddp = DistributedDataParallel(
             core, process_group=self.process.group, init_sync=False, **_NO_BUFFERS, **given
         )
+        self.reduction.reset(self.ddp.reducer, trainable)
         if self.reduction.noted:
             hook, rank = options.comm_hook, options.powersgd_rank
-            self.hook_state = _compress(self.ddp, hook, self.process.group, rank, self.log.entries)
+            self.hook_state = _compress(self.ddp, hook, self.process.group, rank, self.reduction.marks)
 
     def accumulate(self, accumulating: bool) -> None:
         """Leave the reducer unarmed in the forwards inside."""
@@ -121,64 +123,78 @@ class DDPGradients(Gradients):
         """Whether local gradients exist; those too that neither a backward nor an earlier ``settle`` explains."""
         if not self.engine.distributed:
             return False
-        explained = self.reduction.settled or self.log.entries
+        reduction = self.reduction
+        reduction.look()
+        explained = reduction.settled or self.log.entries
         assigned = not explained and any(p.grad is not None for p in self.engine.parameters)
-        return assigned or self.reduction.local()
+        return assigned or reduction.local or reduction.unfinished or bool(reduction.changed)
 
-    def complete(self) -> bool:
-        """Whether the armed backward came to its end: every gradient, and the reducer's own last act."""
-        return (self.ddp is None or _finalized(self.ddp)) and self.reduction.complete()
-
-    def before_backward(self) -> None:
+    def before_backward(self, run: object) -> None:
         """End a reduction before another backward comes by the same parameters, as with a trunk's two heads and losses."""
         reduction = self.reduction
-        if not reduction.started() or reduction.complete() or self.ddp is None:
-            return
+        if reduction.unfinished and not reduction.running and (missing := reduction.missing()):
+            self._end_without(missing)
+        reduction.begin(run)
+
+    def after_backward(self, run: object) -> None:
+        """Take in what it brought."""
+        self.reduction.end(run)
+
+    def _end_without(self, missing: Sequence[int]) -> None:
         if self.engine.options.static_graph or self.joining:
             setting = "accel.join" if self.joining else "static_graph=True"
             raise BackendError(
                 f"a second backward begins before every parameter of this {type(self.engine.module).__name__} got its gradient "
                 f"from the first one, which cannot be reduced with {setting}: add the losses up and call backward() once"
             )
-        missing = reduction.missing()
         self.engine.compare("a second backward of one forward", missing)
         self._refuse_changed()
-        _end_without(self.ddp, self.engine.parameters, missing)
-        reduction.ended_without()
+        self.reduction.end_without(missing)
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
         """A look at the log, where the reducer saw all; else average once more, on all ranks. Then rank 0's buffers."""
         if not self.engine.distributed:
             super().settle()
             return
+        reduction = self.reduction
+        if reduction.running:
+            reduction.look()
         came = bool(self.log.entries)
-        if not (self.reduction.exact() and (self.ddp is None or _finalized(self.ddp))):
+        if not came or reduction.armed or reduction.local or reduction.changed or reduction.awaited:
+            if reduction.armed and torch._C._current_graph_task_id() != -1:
+                raise BackendError(
+                    "an optimizer steps inside a backward, before its gradients are reduced: call step() after backward(), or "
+                    "run the forward under accel.no_sync"
+                )
             if optimizer is not None and self.log.repeats(optimizer):
-                self.reduction.settled = False
-            if self.reduction.unfinished():
-                self._refuse_changed()
-                if not self.complete():
-                    self._raise_missing()
+                reduction.settled = False
+            self._refuse_broken()
             if self.pending():
                 self._average()
-        self.reduction.finish(optimizer)
+        reduction.finish(optimizer)
         if (self.buffers.stale or (came and self.buffers.wanted)) and not self.joining:
             self.buffers.synchronize()
 
     def end_backward(self, indices: Sequence[int]) -> None:
         """What came past the reducer; all of it, since no step may come that would average the rest."""
         self._incomplete = False
-        if not self.reduction.exact() and not self.joining:
+        if not self.joining:
             at_end_of_backward(self._average_missed)  # the reducer ends first
 
     def _average_missed(self) -> None:
-        self._incomplete = self.reduction.started() and not self.complete()
-        if not self._incomplete and self.reduction.local():
+        self.reduction.look()
+        self._incomplete = self.reduction.unfinished
+        if not self._incomplete and self.reduction.local:
             self._average()
             self.reduction.finish()
 
+    def _refuse_broken(self) -> None:
+        self._refuse_changed()
+        if self.reduction.unfinished or self.reduction.awaited:
+            self._raise_missing()
+
     def _refuse_changed(self) -> None:
-        if changed := self.reduction.changed():
+        if changed := self.reduction.changed:
             raise BackendError(
                 f"{', '.join(self.engine.names[i] for i in changed[:5])} was frozen or got another dtype between a forward and "
                 "its backward, where the reducer waits for its gradient: change requires_grad before the forward, and a dtype "
@@ -218,14 +234,15 @@ class DDPGradients(Gradients):
         """Start afresh after a backward that ended half-way, once its gradients are dropped. Collective."""
         # After a backward that came to its end, a loop may have used its gradients.
         if self._incomplete or any(p.grad is not None and bool(p.grad.any()) for p in self.engine.parameters):
-            self._raise_missing()
+            self._refuse_broken()
         self.engine.compare("a new start after an unfinished backward")
-        self.log.fold()
+        self.reduction.finish()
         self.engine.rebuild()
 
     def let_go(self) -> None:
         """Free the reducer and its buckets, which ``p.grad`` may lie in."""
         self.ddp = self.hook_state = None
+        self.reduction.release()
 
 
 @final
@@ -315,9 +332,9 @@ class DDPEngine(Engine):
         grad, gradients = torch.is_grad_enabled(), self.gradients
         sync, reduction, buffers = not gradients.accumulating, gradients.reduction, gradients.buffers
         # `settle` has done it, but after a backward without a step. Not while a graph may hold the buffers, before its backward.
-        if grad and buffers.stale and sync and not gradients.joining and not reduction.graph_open:
+        if buffers.stale and grad and sync and not gradients.joining and not reduction.graph_open:
             buffers.synchronize()
-        if reduction.started() and not gradients.complete():
+        if reduction.unfinished or reduction.changed:
             gradients.recover()
         ddp = gradients.ddp
         if ddp is None:
@@ -327,11 +344,9 @@ class DDPEngine(Engine):
                 ddp.require_backward_grad_sync = sync
             gradients.num_joined += 1
             out = ddp(*args, **kwargs)
-            if grad and sync:
-                reduction.arm()
-        reduction.opened(grad)
+        reduction.forward(grad, grad and sync and ddp is not None)
         if grad:  # forwards without a graph may be one rank's alone: their changes wait for the next step
-            buffers.touch()
+            buffers.stale = buffers.wanted
         return out
 
     @contextlib.contextmanager
@@ -367,9 +382,9 @@ def _compress(
     name: str | None,
     group: dist.ProcessGroup | None,
     rank: int,
-    entries: list[int | None],
+    marks: list[None],
 ) -> Any:
-    """Let a compression reduce the buckets, which adds None to ``entries`` at the last of them; returns its state.
+    """Let a compression reduce the buckets, which adds None to ``marks`` at the last of them; returns its state.
 
     None is the plain mean; ``rank`` is that of PowerSGD's approximation.
     """
@@ -386,7 +401,7 @@ def _compress(
     def noting(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
         if bucket.is_last():
-            entries.append(None)
+            marks.append(None)
         return future
 
     noting.__annotations__.clear()  # of which torch accepts only its own
@@ -414,43 +429,3 @@ def _predict_kept(name: str | None, rank: int, parameters: Iterable[ParameterSiz
         if rows > 1 and 2 * factors < parameter.numel:
             total += factors * parameter.itemsize
     return total
-
-
-# -- the reducer itself -----------------------------------------------------------------------------------------------
-
-
-def _end_without(ddp: DistributedDataParallel, parameters: Sequence[nn.Parameter], missing: Iterable[int]) -> None:
-    """Let the reducer end a reduction for which these parameters got no gradient yet, and leave them without. Collective."""
-    numbers = {id(p): n for n, p in enumerate(p for p in ddp.module.parameters() if p.requires_grad)}
-    reducer: Any = ddp.reducer
-    absent = [parameters[i] for i in missing]
-    empty = [p for p in absent if p.grad is None]
-
-    def take(_: torch.Tensor) -> None:
-        for parameter in absent:
-            before = parameter.grad
-            parameter.grad = torch.zeros_like(parameter) if before is None else before
-            try:
-                reducer._autograd_hook(numbers[id(parameter)])
-            except RuntimeError as error:
-                # With find_unused_parameters it may know already that no gradient will come, and then wants none.
-                if "ready only once" not in str(error):
-                    raise
-                parameter.grad = before
-
-    # The reducer waits for its buckets in a callback of autograd's, which only a backward has.
-    start = torch.zeros((), requires_grad=True, device="cpu")
-    end = start.clone()
-    end.register_hook(take)
-    torch.autograd.grad(end, start)
-    for parameter in empty:
-        parameter.grad = None
-
-
-def _finalized(ddp: DistributedDataParallel) -> bool:
-    """Whether the reducer has come to its own last act in the backward that it was armed for."""
-    try:
-        ddp.reducer._check_reducer_finalized()
-    except RuntimeError:
-        return False
-    return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,13 +19,11 @@ class GradientLog:
     Numbers, not parameters: a parameter whose hook reaches a list that holds it would never be freed.
 
     Attributes:
-        entries: what was noted since the last ``fold``; an engine may add None where a reduction ended.
-        unreduced: gradients noted before the last ``fold`` have not been reduced since.
+        entries: what was noted since the last ``fold``; an engine may add None for a backward.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.entries: list[int | None] = []
-        self.unreduced = False
         self._plain = False
         self._accepted = 0
         #: The optimizers that have stepped with the gradients that are there.
@@ -34,9 +32,8 @@ class GradientLog:
         for index, parameter in enumerate(parameters):
             self._hooks += _after_accumulation(parameter, _noting(self.entries, index, parameter.dtype))
 
-    def fold(self, *, unreduced: bool = False, stepping: Optimizer | None = None) -> None:
-        """Forget the entries; remember whether something is unreduced or came from a plain backward, and who steps with it."""
-        self.unreduced = unreduced
+    def fold(self, *, stepping: Optimizer | None = None) -> None:
+        """Forget the entries; remember whether something came from a plain backward, and who steps with it."""
         if self.entries:
             self._plain = self._plain or len(self.entries) > self._accepted
             self._accepted = 0
@@ -154,7 +151,8 @@ class TrainableMask:
 
     def changed(self) -> bool:
         """Whether it differs from what the engine knows."""
-        return self.now() != self.known
+        with torch._C.DisableTorchFunctionSubclass():
+            return list(map(_requires_grad, self._parameters)) != self.known
 
 
 def explain(masks: Sequence[Sequence[bool]], names: Sequence[str]) -> str:
@@ -164,106 +162,3 @@ def explain(masks: Sequence[Sequence[bool]], names: Sequence[str]) -> str:
             ranks = [rank for rank, trainable in enumerate(flags) if trainable]
             return f"{name} is trainable on ranks {ranks} and frozen on the others"
     return "they agree"
-
-
-# -- what the gradient log says about a reducer that averages once for each armed backward ---------------------------
-
-
-@final
-class Reduction:
-    """Tells reduced gradients from local ones.
-
-    A forward *arms* the reducer. The next gradient of each expected parameter then completes one reduction; whatever
-    comes before, after or without it is local until something averages it. Averaging again is harmless: what is
-    already equal on all ranks stays as it is.
-    """
-
-    def __init__(self, log: GradientLog, noted: bool) -> None:
-        self.log = log
-        #: The end of a reduction is noted in the log (as None) instead of being told by counting.
-        self.noted = noted
-        self.armed = False
-        #: All existing gradients are known to be final.
-        self.settled = False
-        self._expected: frozenset[int] = frozenset()
-        self._open_since = -1
-        #: Had no gradient when the reduction was completed without them: a later backward must bring one.
-        self._awaited: frozenset[int] = frozenset()
-
-    def reset(self, expected: Iterable[int]) -> None:
-        """A new reducer, of these parameters."""
-        self.armed = False
-        self._expected, self._awaited = frozenset(expected), frozenset()
-
-    def arm(self) -> None:
-        """A synchronised forward: the next backward will be reduced, with all that was accumulated before it."""
-        self.settled = False
-        self._awaited = frozenset()
-        if self.log.entries or self.log.unreduced:
-            local = self.local()
-            self.settled = bool(self.log.entries) and not local
-            self.log.fold(unreduced=local)
-        self.armed = True
-
-    def opened(self, graph: bool) -> None:
-        """Note a forward, and whether it made a graph."""
-        self._open_since = len(self.log.entries) if graph else -1
-
-    @property
-    def graph_open(self) -> bool:
-        """Whether a graph still waits for its backward, as far as is known."""
-        return len(self.log.entries) == self._open_since
-
-    def started(self) -> bool:
-        """Whether the armed backward has begun."""
-        return self.armed and bool(self.log.entries)
-
-    def complete(self) -> bool:
-        """Whether the armed reduction has run."""
-        entries = self.log.entries
-        return None in entries if self.noted else (self._awaited or self._expected).issubset(entries)
-
-    def exact(self) -> bool:
-        """Whether each expected gradient came once after the reducer was armed, and nothing else: the usual step."""
-        entries = self.log.entries
-        return (
-            self.armed
-            and not self.noted
-            and len(entries) == len(self._expected)
-            and self._expected.issuperset(entries)
-            and bool(entries)
-        )
-
-    def local(self) -> bool:
-        """Whether a gradient came that no reduction since has covered."""
-        entries = self.log.entries
-        if not self.armed or not entries:
-            return bool(entries) or self.log.unreduced
-        if self.noted:
-            return entries[-1] is not None
-        return len(entries) != len(self._expected) or not self.complete()
-
-    def missing(self) -> list[int]:
-        """The expected parameters that got no gradient."""
-        return sorted((self._awaited or self._expected).difference(self.log.entries))
-
-    def unfinished(self) -> bool:
-        """Whether a reduction began that is not known to have all its gradients, of its own backward or of a later one."""
-        return self.started() or bool(self._awaited)
-
-    def ended_without(self) -> None:
-        """The armed reduction was completed without the missing gradients: all others are final."""
-        self._awaited = frozenset() if self.noted else self._expected.difference(self.log.entries)
-        self.armed, self.settled = False, True
-        self.log.fold()
-
-    def changed(self) -> list[int]:
-        """The parameters that were frozen, or got another dtype, between their forward and backward."""
-        return [~i for i in self.log.entries if i is not None and i < 0]
-
-    def finish(self, stepping: Optimizer | None = None) -> None:
-        """Every gradient is final now, and an optimizer may be about to step with them."""
-        self.armed = self.armed and not self.log.entries
-        self._awaited = frozenset()
-        self.log.fold(stepping=stepping)
-        self.settled = True

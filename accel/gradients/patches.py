@@ -161,8 +161,7 @@ class _Attributes:
         delattr(self._owner, name)
 
 
-# -- backwards ---------------------------------------------------------------------------------------------------------
-# Tells the engines of a backward, makes ``inputs=...`` find the parameters in its graph, and a lost rank raise accel's error.
+# -- Makes `backward(inputs=...)` find the parameters in its graph ------------------------------------------------------
 # An engine may have put other tensors in the parameters' places: autograd finds no way to those, and leaves their gradients
 # alone without a word. ``Tensor.backward`` looks ``torch.autograd.backward`` up in its module: replacing it there reaches
 # every loop.
@@ -170,25 +169,47 @@ class _Attributes:
 _INPUTS: Final = 5  # its place among the arguments
 
 
-def backward_patch(leaf: Callable[[torch.Tensor], torch.Tensor], before: Callable[[], None]) -> Patch:
-    """The replaced function; ``leaf`` gives the tensor in the graph that a given one stands for, ``before`` hears of each."""
+def leaf_patch(leaf: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
+    """The replaced function; ``leaf`` gives the tensor in the graph that a given one stands for."""
 
     def leaves(inputs: Any) -> Any:
         some = [inputs] if isinstance(inputs, torch.Tensor | torch.autograd.graph.GradientEdge) else inputs
         return [leaf(i) if isinstance(i, torch.Tensor) else i for i in some]
 
     def backward(original: Callable[..., None], *args: Any, inputs: Any = None, **kwargs: Any) -> None:
-        if torch._C._current_graph_task_id() == -1:  # not the part of one that checkpointing computes again
-            before()
         if len(args) > _INPUTS:
             args, inputs = args[:_INPUTS], args[_INPUTS]
-        try:
-            original(*args, inputs=None if inputs is None else leaves(inputs), **kwargs)
-        except RuntimeError as error:
-            raise_lost("a backward", error)
-            raise
+        original(*args, inputs=None if inputs is None else leaves(inputs), **kwargs)
 
     return around(vars(torch.autograd), "backward", backward)
+
+
+# -- Tells of the begin and the end of each backward; a lost rank there raises accel's error ---------------------------
+# What ``torch.autograd.backward`` calls, however a loop imported that, and the checkpointing that computes a part again. It is
+# replaced in both modules that have it: torch's tracer puts the one that it finds in the second into the first.
+
+
+def run_patches(before: Callable[[object], None], after: Callable[[object], None]) -> tuple[Patch, ...]:
+    """The replaced functions; ``before`` and ``after`` are given the same object for one backward."""
+
+    def make(found: Callable[..., Any], needed: Callable[[], bool]) -> Callable[..., Any]:
+        @functools.wraps(found)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            if not kwargs.get("accumulate_grad", True) or not needed():  # torch.autograd.grad leaves no gradients
+                return found(*args, **kwargs)
+            run = object()
+            try:
+                before(run)
+                return found(*args, **kwargs)
+            except RuntimeError as error:
+                raise_lost("a backward", error)
+                raise
+            finally:
+                after(run)
+
+        return patched
+
+    return tuple(Patch(vars(module), "_engine_run_backward", make) for module in (torch.autograd, torch.autograd.graph))
 
 
 # -- Makes torch's own clipping functions see final gradients ----------------------------------------------------------

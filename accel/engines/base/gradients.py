@@ -111,8 +111,12 @@ class Gradients:
 
     # -- making them final ----------------------------------------------------------------------------------------
 
-    def before_backward(self) -> None:
-        """Hear that a backward is about to begin, of whatever graph."""
+    def before_backward(self, run: object) -> None:
+        """Hear that a backward is about to begin, of whatever graph, maybe inside of another; ``run`` stands for it."""
+        return
+
+    def after_backward(self, run: object) -> None:
+        """Hear that a backward has ended, well or not. Local."""
         return
 
     def end_backward(self, indices: Sequence[int]) -> None:

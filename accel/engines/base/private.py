@@ -25,6 +25,7 @@ _COMMON: Final[Names] = (
     ("torch.distributed.distributed_c10d:", "_get_default_store", "what ranks tell each other outside of collectives"),
     ("torch.distributed:ProcessGroup.", "_get_sequence_number_for_group", "which rank is behind"),
     ("torch.autograd:Variable.", "_execution_engine.queue_callback", "the end of a backward"),
+    ("torch.autograd:", "_engine_run_backward graph._engine_run_backward", "the begin and the end of each backward"),
     ("torch._C:", "_current_graph_task_id", "whether a backward runs, and which"),
     ("torch._C:", "DisableTorchFunctionSubclass", "parameters whose class looks at their uses"),
     ("torch._C:TensorBase.", "_version", "writes in place"),
@@ -43,7 +44,11 @@ _COMMON: Final[Names] = (
 )
 _REDUCER: Final[Names] = (
     ("torch.distributed:Reducer.", "_autograd_hook", "parameters that get no gradient"),
-    ("torch.distributed:Reducer.", "_check_reducer_finalized", "whether a reduction came to its end"),
+    (
+        "torch.distributed:Reducer.",
+        "_check_reducer_finalized",
+        "whether a reduction came to its end, and what it waits for",
+    ),
     ("torch.nn.parallel:DistributedDataParallel.", "_get_ddp_logging_data", "the memory of its buckets"),
 )
 _STATE: Final = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState."

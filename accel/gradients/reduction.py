@@ -1,0 +1,198 @@
+"""What torch's reducer has reduced, and what came without it."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .log import GradientLog, TrainableMask
+
+_dtype = operator.attrgetter("dtype")
+#: Parameters and their gradients, with the numbers of writes to these.
+_Look: TypeAlias = tuple[Sequence[nn.Parameter], list[tuple[torch.Tensor | None, int]]]
+_NOTHING: Final[_Look] = ((), [])
+#: Where the reducer says which parameters it waits for, by their numbers among its own.
+_MISSING: Final = re.compile(r"indices which did not receive grad for rank \d+: ([\d ]+)")
+
+
+@final
+class Reduction:
+    """Tells reduced gradients from local ones: by the reducer's own account, and by what a backward leaves in ``p.grad``.
+
+    A forward *arms* the reducer. The next backward that reaches its parameters brings each of them one gradient, and then the
+    reducer ends; what any other backward brings is local until something averages it. Averaging again is harmless: what is
+    already equal on all ranks stays as it is. Nothing runs for a single gradient: a backward of an armed reducer is
+    judged by what that says and by one parameter, any other by all parameters before and after it.
+
+    Args:
+        parameters: all of the module.
+        log: gets an entry for each backward that brought something.
+        noted: parameters may go without a gradient, so that the end of a reduction is noted in ``marks``.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], log: GradientLog, noted: bool) -> None:
+        self._parameters = parameters
+        self.log = log
+        self.noted = noted
+        self.marks: list[None] = []
+        #: All existing gradients are known to be final; some came that no reduction since has covered.
+        self.settled = self.local = False
+        self._graph_since = -1
+        #: The backwards that run; what is watched in them, and its gradients before.
+        self.running: set[object] = set()
+        self._before = _NOTHING
+        self.reset(None, ())
+
+    def reset(self, reducer: Any, expected: Sequence[int]) -> None:
+        """A new reducer, of these parameters; None where there are none."""
+        self._reducer, self._expected = reducer, expected
+        self._trained = [self._parameters[i] for i in expected]
+        self._mask, self._dtypes = TrainableMask(self._parameters), list(map(_dtype, self._trained))
+        #: The next backward will be reduced; one has begun to be, and did not come to its end.
+        self.armed = self.unfinished = False
+        #: Those that were frozen, or got another dtype, between their forward and backward.
+        self.changed: list[int] = []
+        #: Had no gradient when the reduction was ended without them: a later backward must bring one.
+        self.awaited: set[int] = set()
+
+    def release(self) -> None:
+        """Let go of the reducer."""
+        self._reducer = None
+
+    def forward(self, graph: bool, armed: bool) -> None:
+        """There was one; whether it made a graph, and the next backward will be reduced, with all that came before it."""
+        log = self.log
+        if armed:
+            if self.running:
+                self.look()
+            self.settled = bool(log.entries) and not self.local
+            if log.entries:
+                log.fold()
+            self.armed = True
+            if self.noted or self.awaited or self.running:
+                self.awaited.clear()
+                self.marks.clear()
+                self._remember()
+        self._graph_since = len(log.entries) if graph else -1
+
+    @property
+    def graph_open(self) -> bool:
+        """Whether a graph still waits for its backward, as far as is known."""
+        return len(self.log.entries) == self._graph_since
+
+    # -- backwards ------------------------------------------------------------------------------------------------
+
+    def begin(self, run: object) -> None:
+        """A backward begins, maybe inside of another one."""
+        self.running.add(run)
+        if not self._before[1]:
+            self._remember()
+
+    def end(self, run: object) -> None:
+        """It has ended, well or not."""
+        self.running.discard(run)
+        if self.armed or not self.running:
+            self.look()
+            if self.running:
+                self._remember()
+            else:
+                self._before = _NOTHING
+
+    def look(self) -> None:
+        """Take in what the backward that runs has brought by now."""
+        watched, before_it = self._before
+        if not before_it:
+            return
+        pairs = enumerate(zip(_gradients(watched), before_it, strict=True))
+        came = [i for i, (now, before) in pairs if now[0] is not before[0] or now[1] != before[1]]
+        known = self.unfinished
+        if self.armed:
+            self.unfinished = bool(self._complaint()) or (bool(came) and self.noted and not self.marks)
+            if came and not self.unfinished:
+                self.armed = self.local = False
+            if self._mask.changed() or list(map(_dtype, self._trained)) != self._dtypes:
+                self._look_for_changes(bool(came) or self.unfinished)
+        elif came:
+            self.local = True
+            self.awaited.difference_update(came)
+        if came or self.unfinished is not known:
+            self.log.entries.append(None)
+
+    def _remember(self) -> None:
+        watched: Sequence[nn.Parameter] = self._parameters if self.running else ()
+        if self.running and self.armed:
+            watched = self._trained if self.noted else self._trained[:1]
+        self._before = watched, _gradients(watched)
+
+    def _look_for_changes(self, began: bool) -> None:
+        flags = zip(self._parameters, self._mask.known, strict=True)
+        self.local = self.local or any(p.requires_grad and not known and p.grad is not None for p, known in flags)
+        if began:
+            missing = set(self.missing())
+            expected = zip(self._expected, self._trained, self._dtypes, strict=True)
+            changed = [i for i, p, dtype in expected if not (p.requires_grad and p.dtype is dtype)]
+            self.changed = [i for i in changed if i not in missing]
+
+    def _complaint(self) -> str:
+        """What the reducer says where it has begun, and not come to its own last act."""
+        try:
+            if self._reducer is not None:
+                self._reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    # -- what is known --------------------------------------------------------------------------------------------
+
+    def missing(self) -> list[int]:
+        """The expected parameters that got no gradient."""
+        found = _MISSING.search(self._complaint())
+        return [self._expected[int(number)] for number in found[1].split()] if found else sorted(self.awaited)
+
+    def finish(self, stepping: Optimizer | None = None) -> None:
+        """Every gradient is final now, and an optimizer may be about to step with them."""
+        self.settled, self.local = True, False
+        self.awaited.clear()
+        self.log.fold(stepping=stepping)
+        if self.running:
+            self._remember()
+
+    def end_without(self, missing: Sequence[int]) -> None:
+        """Let the reducer end a reduction for which these got no gradient yet, and leave them without. Collective."""
+        absent = [(self._expected.index(i), self._parameters[i]) for i in missing]
+        empty = [p for _, p in absent if p.grad is None]
+
+        def take(_: torch.Tensor) -> None:
+            for number, parameter in absent:
+                before = parameter.grad
+                parameter.grad = torch.zeros_like(parameter) if before is None else before
+                try:
+                    self._reducer._autograd_hook(number)
+                except RuntimeError as error:
+                    # With find_unused_parameters it may know already that no gradient will come, and then wants none.
+                    if "ready only once" not in str(error):
+                        raise
+                    parameter.grad = before
+
+        # The reducer waits for its buckets in a callback of autograd's, which only a backward has.
+        start = torch.zeros((), requires_grad=True, device="cpu")
+        end = start.clone()
+        end.register_hook(take)
+        torch.autograd.grad(end, start)
+        for parameter in empty:
+            parameter.grad = None
+        self.armed = self.unfinished = False
+        self.finish()
+        self.awaited.update(() if self.noted else missing)
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[tuple[torch.Tensor | None, int]]:
+    """The gradients, which torch either replaces or, where it adds to them in place, counts up."""
+    with torch._C.DisableTorchFunctionSubclass():  # a parameter's class may watch its uses
+        return [(grad, 0 if grad is None else grad._version) for grad in [p.grad for p in parameters]]
