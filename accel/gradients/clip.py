@@ -75,8 +75,26 @@ def clip_(
     """Clip all ranks' gradients by their norm together, in place; returns the norm before. Collective.
 
     Args:
-        mine: this rank's part.
+        mine: as in ``norm_over_ranks``, as all that follow.
         max_norm: the norm that they get at most.
+    """
+    norm = norm_over_ranks(mine, norm_type, process, common, counted=counted)
+    scale_([*mine, *common], max_norm, norm)
+    return norm
+
+
+def norm_over_ranks(
+    mine: Sequence[torch.Tensor],
+    norm_type: float,
+    process: Process,
+    common: Sequence[torch.Tensor] = (),
+    *,
+    counted: bool = True,
+) -> torch.Tensor:
+    """The norm of all ranks' gradients together. Collective.
+
+    Args:
+        mine: this rank's part.
         norm_type: as in ``total_norm``.
         process: of this rank.
         common: what all ranks have.
@@ -84,8 +102,6 @@ def clip_(
     """
     # So that all ranks clip alike, whatever they were assigned.
     own = [*(mine if counted else ()), *(() if process.place.rank else common)]
-    norm = total_norm(
+    return total_norm(
         own, norm_type, process.device, lambda total, op: dist.all_reduce(total, op, group=process.group)
     ).float()
-    scale_([*mine, *common], max_norm, norm)
-    return norm

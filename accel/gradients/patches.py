@@ -19,7 +19,9 @@ import torch
 from torch.nn.utils import clip_grad
 
 from ..errors import BackendError
+from ..precision import here
 from ..process.control import raise_lost
+from .clip import scale_
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -227,6 +229,8 @@ class _Clip:
     def __init__(self, listener: ClipListener) -> None:
         self._listener = listener
         self._inside = False
+        #: The norm that was given last, until gradients are multiplied by it.
+        self._norm: torch.Tensor | None = None
 
     def group(self, original: Callable[..., Any], tensors: Sequence[Sequence[torch.Tensor]], *args: Any) -> Any:
         if not self._inside and sys._getframe(2).f_code.co_name == _NORM:  # who has called the patch
@@ -250,16 +254,29 @@ class _Clip:
                 return original(gradients, norm_type, error_if_nonfinite, foreach)
         finally:
             self._inside = False
+        self._norm = total
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
                 f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped"
             )
         return total
 
-    def multiply(self, original: Callable[..., None], parameters: Any, *args: Any, **kwargs: Any) -> None:
+    def multiply(
+        self,
+        original: Callable[..., None],
+        parameters: Any,
+        max_norm: float,
+        total_norm: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._listener.before_multiplying(parameters)
-        original(parameters, *args, **kwargs)
+        ours, self._norm = total_norm is self._norm, None
+        if not ours:
+            original(parameters, max_norm, total_norm, *args, **kwargs)
+            return
+        scale_([here(p.grad) for p in parameters if p.grad is not None], max_norm, here(total_norm))
 
 
 def _clipped(caller: FrameType) -> list[torch.Tensor]:

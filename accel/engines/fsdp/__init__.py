@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
@@ -13,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import AccelError, BackendError, OptimizerError
-from ...gradients.clip import clip_
+from ...gradients.clip import clip_, norm_over_ranks
 from ...gradients.patches import muon_patch
 from ...precision import here
 from ...process import Process, reason_of
@@ -22,6 +23,7 @@ from ...shard import Shard, StateEntry
 from ..base.engine import Context, Engine, Options, lost_weights
 from ..base.gradients import Gradients, refuse_sparse
 from ..base.holdings import Holdings
+from ..base.local import LocalSteps, elementwise
 from ..base.memory import Footprint, MemoryUse, even_shards
 from ..base.step import refuse_steps
 from . import wrap
@@ -178,12 +180,27 @@ class FSDP(Options):
         return f"FSDP(wrap={names}, {', '.join(f'{n}={v}' for n, v in rest.items())})"
 
 
+def steps_locally(optimizer: Optimizer) -> type[Optimizer] | None:
+    """The class of torch whose step an optimizer makes on this rank's rows; None where it computes with DTensors."""
+    if any(group.get("differentiable") or "DTensor" in map(_kind, group.values()) for group in optimizer.param_groups):
+        return None
+    return elementwise(optimizer)
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
 @final
 class FSDPGradients(Gradients):
     """FSDP2 reduces in its hooks while backward runs; ``settle`` reduces what it left unreduced."""
 
     reduced = partial = before_any_step = True
     engine: FSDPEngine
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.local_steps: weakref.WeakKeyDictionary[Optimizer, LocalSteps] = weakref.WeakKeyDictionary()
 
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
         """The shard that a gathered or replaced parameter stands for."""
@@ -254,14 +271,51 @@ class FSDPGradients(Gradients):
         engine.announce("accel.clip_grad_norm_")
         self.settle()
         with Waiting(self.process, "accel.clip_grad_norm_"):
-            mine, common = parts.gradients()
+            mine, common = parts.gradients(self.engine.parameters)
             return clip_(mine, max_norm, norm_type, self.process, common, counted=not parts.sharded.copy)
+
+    def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        """As a DTensor, as torch gives it; all ranks have all of it."""
+        engine, parts, what = self.engine, self.engine.parts, "torch.nn.utils.clip_grad_norm_"
+        if parts is None or not norm_type > 0:
+            return None
+        engine.announce(what)
+        self.settle()
+        with Waiting(self.process, what):
+            mine, common = parts.gradients(parameters)
+            return parts.whole(norm_over_ranks(mine, norm_type, self.process, common, counted=not parts.sharded.copy))
+
+    def settle_clipped(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Also where those that torch has seen stood for what is in other tensors now."""
+        missing = super().settle_clipped(gradients)
+        final = {id(p.grad) for p in self.engine.parameters}
+        return missing or any(id(g) not in final for g in gradients)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Make a backward from an earlier forward an error, as a step in place does in one process."""
         if self.engine.parts is not None:
             self.announce_step(optimizer)
-            self.engine.parts.age(optimizer)
+            if steps_locally(optimizer) is None:
+                self.engine.parts.age(p for g in optimizer.param_groups for p in g["params"] if p.grad is not None)
+
+    def stepped_as(self, optimizer: Optimizer) -> Optimizer:
+        """Elementwise ones compute with this rank's rows."""
+        parts, kind = self.engine.parts, steps_locally(optimizer)
+        if parts is None or kind is None:
+            return optimizer
+        if optimizer not in self.local_steps:
+            self.local_steps[optimizer] = LocalSteps(parts)
+        return self.local_steps[optimizer].view(optimizer, kind)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Let go of the gradients."""
+        if optimizer in self.local_steps:
+            self.local_steps[optimizer].end()
+
+    def break_step(self) -> None:
+        """The same."""
+        for steps in self.local_steps.values():
+            steps.end()
 
     def outside_step(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
         """What was gathered before is old then."""
@@ -318,11 +372,14 @@ class FSDPEngine(Engine):
             return
         kind, why = type(optimizer).__name__, ""
         packages = {c.__module__.partition(".")[0] for c in type(optimizer).__mro__}
-        if kind in _REFUSED:
+        local = steps_locally(optimizer) is not None
+        if kind in _REFUSED and not local:
             why = "it needs whole tensors; use an elementwise optimizer such as AdamW or SGD, or backend='ddp'"
         elif theirs := packages & _OWN_KERNELS:
             why = f"the kernels of {theirs.pop()} take whole tensors; use an optimizer of torch or torchao, or backend='ddp'"
-        elif kind not in ("Adam", "AdamW") and any(group.get("fused") for group in optimizer.param_groups):
+        elif (
+            not local and kind not in ("Adam", "AdamW") and any(group.get("fused") for group in optimizer.param_groups)
+        ):
             kind, why = f"{kind}(fused=True)", "leave fused out"
         if why:
             raise OptimizerError(f"{kind} cannot train sharded parameters (backend {self.name!r}): {why}")
@@ -335,6 +392,7 @@ class FSDPEngine(Engine):
         """Give the optimizer back to its user."""
         if self.distributed and isinstance(optimizer, _WHOLE_MATRICES):
             muon_patch().drop(optimizer)
+        self.gradients.local_steps.pop(optimizer, None)
         super().detach(optimizer)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
@@ -399,6 +457,7 @@ class FSDPEngine(Engine):
             self.holdings.restore(self.parts, optimizers)
             lost = self.ended and self.parts.replaced
             self.parts = None
+            self.gradients.local_steps.clear()
             self._read_parameters()
             self.gradients.close()
             if lost:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from ...deferred import borrowing, refuse_without_values, reset_own, resetting, weights_of, without_values
@@ -148,6 +148,7 @@ class Conversion:
         self.backwards = Backwards(self, names, log)
         self.sharded.begin(self.process, self.label, self.backwards.begin, self.backwards.end)
         self.known.update((id(whole), shard) for whole, shard in self.sharded.gathered())
+        self._gathered = {id(shard): whole for whole, shard in self.sharded.gathered()}
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -163,22 +164,54 @@ class Conversion:
             drop(param)
         self.scalar_log.fold()
 
-    def age(self, optimizer: Optimizer) -> None:
-        """Mark gathered parameters as changed where the optimizer will change their shards."""
-        stepped = {id(p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None}
-        aged = [whole for whole, shard in self.sharded.gathered() if id(shard) in stepped]
-        if aged:
-            torch.autograd.graph.increment_version(aged)
+    def age(self, shards: Iterable[torch.Tensor]) -> None:
+        """Mark gathered parameters as changed whose shards will be changed."""
+        torch.autograd.graph.increment_version([self._gathered[id(s)] for s in shards if id(s) in self._gathered])
 
-    def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What lies on this rank of the final gradients, and those of scalars, which every rank has."""
-        scalars = set(map(id, self._scalars.values()))
-        found = [(id(p) in scalars, here(p.grad)) for p in self.known_shards() if p.grad is not None]
-        return [g for common, g in found if not common], [g for common, g in found if common]
+    def gradients(self, parameters: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What lies on this rank of the final gradients of these, and of scalars those that every rank has."""
+        grads = [p.grad for p in parameters if p.grad is not None]
+        return self.parts(g for g in grads if type(g) is DTensor), [g for g in grads if type(g) is not DTensor]
+
+    def whole(self, value: torch.Tensor) -> DTensor:
+        """A DTensor that every rank has all of."""
+        mesh = self.sharded.mesh
+        return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
     def known_shards(self) -> Iterable[nn.Parameter]:
         """Every parameter of the module as it is between steps."""
         return {id(p): p for p in self.known.values()}.values()
+
+    # -- steps on this rank's rows, as ``Division`` says ---------------------------------------------------------------
+
+    @staticmethod
+    def parts(tensors: Iterable[Any]) -> list[torch.Tensor]:
+        """Its rows, the very tensors."""
+        return [t._local_tensor if type(t) is DTensor else t for t in tensors]
+
+    @staticmethod
+    def parts_of_state(state: dict[str, Any]) -> dict[str, Any]:
+        """The same of a parameter's state."""
+        return {key: v._local_tensor if type(v) is DTensor else v for key, v in state.items()}
+
+    @staticmethod
+    def parts_of_gradients(parameters: Iterable[Any]) -> list[torch.Tensor | None]:
+        """The same of gradients; also of those that were assigned by hand, divided otherwise."""
+        grads = [(p, p.grad) for p in parameters]
+        return [
+            g._local_tensor if type(g) is DTensor and g._spec is p._spec else _rows(p, g) if type(p) is DTensor else g
+            for p, g in grads
+        ]
+
+    @staticmethod
+    def divided(part: torch.Tensor, parameter: Any) -> torch.Tensor:
+        """A DTensor cut as the parameter, of the same memory."""
+        return DTensor(part, parameter._spec, requires_grad=False)
+
+    def stepping(self, parameters: Sequence[torch.Tensor]) -> None:
+        """As operations on the shards would, count a write to each."""
+        torch.autograd.graph.increment_version(parameters)
+        self.age(parameters)
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -222,3 +255,17 @@ class Conversion:
                 group["params"][:] = [back.get(id(p), p) for p in group["params"]]
             for held in [key for key in optimizer.state if id(key) in back]:
                 del optimizer.state[held]
+
+
+def _rows(parameter: DTensor, gradient: Any) -> torch.Tensor | None:
+    """This rank's of a gradient that was assigned by hand."""
+    if gradient is None:
+        return None
+    if type(gradient) is not DTensor:
+        raise BackendError(
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} that is divided over the ranks is a plain tensor: "
+            "assign a DTensor of the same placements, as p.grad.clone() is"
+        )
+    if gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    return gradient._local_tensor

@@ -1,0 +1,164 @@
+"""Steps on what of divided tensors lies on this rank, where an optimizer treats each element by itself.
+
+An operation on a library's own kind of divided tensor can cost many times what it costs on the part that is here. So torch's
+own step runs on a view of the optimizer, which shares all of its attributes but the groups' parameters and the state: these
+are parts there, made when the step asks for them, after its closure and after every hook. The optimizer itself is never changed:
+whoever looks at it, also while it steps or after a step that failed, finds what is always there.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Protocol, final
+
+import torch
+from torch.optim import Optimizer
+
+#: Optimizers that treat each element by itself, so that a part of a parameter is stepped as in the whole.
+ELEMENTWISE: Final = frozenset(
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
+)
+#: What a subclass may change of them without changing what ``step`` computes; of ``step`` itself see ``_by_torch``.
+_OUTSIDE: Final = {"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"}
+
+
+def elementwise(optimizer: Optimizer) -> type[Optimizer] | None:
+    """The class of torch whose elementwise step an optimizer makes; None where it may make another."""
+    kind = type(optimizer)
+    classes = kind.__mro__
+    at = next((i for i, c in enumerate(classes) if c in ELEMENTWISE), None)
+    if at is None or not _by_torch(kind.step) or "_init_group" in vars(optimizer):
+        return None
+    changed = (n for c in classes[:at] for n in vars(c) if not n.startswith("__") and n not in _OUTSIDE)
+    return None if any(hasattr(classes[at], n) for n in changed) else classes[at]
+
+
+def _by_torch(function: Any) -> bool:
+    """Whether a function, and every one that it stands around, is of ``torch.optim``."""
+    while function is not None:
+        if not function.__globals__["__name__"].startswith("torch.optim."):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+class Division(Protocol):
+    """How a backend divides tensors."""
+
+    def parts(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """What of each lies here; itself where it is whole."""
+
+    def parts_of_gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """What of their gradients lies here."""
+
+    def parts_of_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What of the values in a parameter's state lies here."""
+
+    def divided(self, part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """A tensor of which ``part`` lies here, divided as ``parameter``."""
+
+    def stepping(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Hear that these divided parameters are about to be written to."""
+
+
+@final
+class LocalSteps:
+    """The steps of one optimizer. What they need of its state is kept for the next one, and looked at anew in each."""
+
+    def __init__(self, division: Division) -> None:
+        self._division = division
+        #: By the identity of parts.
+        self._states: dict[int, _State] = {}
+        #: Of the step that runs: the optimizer's state, the parts with gradients, by identity, each with its parameter.
+        self._own: dict[torch.Tensor, Any] = {}
+        self._stepped: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def view(self, optimizer: Optimizer, kind: type[Optimizer]) -> Optimizer:
+        """What ``kind``'s own step is called with in the place of ``optimizer``."""
+        self.end()
+        self._own = optimizer.state
+        view: Any = object.__new__(_viewing(kind))
+        view.__dict__ = vars(optimizer)
+        view.state = self
+        view.param_groups = [_Group(group, self._parts) for group in optimizer.param_groups]
+        seen: Optimizer = view
+        return seen
+
+    def end(self) -> None:
+        """Let go of the gradients, and of what was not stepped."""
+        for part, _ in self._stepped.values():
+            part.grad = None
+        if len(self._states) > len(self._stepped) > 0:
+            self._states = {key: state for key, state in self._states.items() if key in self._stepped}
+        self._stepped.clear()
+
+    def _parts(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What of them lies here, with the gradients."""
+        division, stepped, written = self._division, self._stepped, []
+        parts, gradients = division.parts(parameters), division.parts_of_gradients(parameters)
+        for parameter, part, gradient in zip(parameters, parts, gradients, strict=True):
+            if part is not parameter:
+                part.grad = gradient
+                if gradient is not None:
+                    stepped[id(part)] = part, parameter
+                    written.append(parameter)
+        division.stepping(written)
+        return parts
+
+    def __getitem__(self, part: torch.Tensor) -> Any:
+        """The state of a part, as a step asks for it: some optimizers have none."""
+        key = id(part)
+        if key not in self._stepped:
+            return self._own[part]
+        _, parameter = self._stepped[key]
+        own, state = self._own[parameter], self._states.get(key)
+        if state is None or not state.fits(own):
+            state = self._states[key] = _State(own, part, parameter, self._division)
+        return state
+
+
+@functools.cache
+def _viewing(kind: type[Optimizer]) -> type[Optimizer]:
+    """``kind`` with two attributes of its own, however the others are shared."""
+    return type(kind.__name__, (kind,), {"__slots__": ("param_groups", "state")})
+
+
+@final
+class _Group(dict[str, Any]):
+    """A group whose parameters are made when they are asked for."""
+
+    def __init__(self, group: dict[str, Any], parts: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
+        super().__init__(group)
+        self._parameters, self._parts = self.pop("params"), parts
+
+    def __missing__(self, key: str) -> list[torch.Tensor]:
+        if key != "params":
+            raise KeyError(key)
+        return self._parts(self._parameters)
+
+
+@final
+class _State(dict[str, Any]):
+    """The state of one parameter on this rank; what is put there becomes a part of a divided tensor in the optimizer's."""
+
+    __slots__ = ("_division", "_given", "_own", "_part", "_whole")
+
+    def __init__(self, own: dict[str, Any], part: torch.Tensor, whole: torch.Tensor, division: Division) -> None:
+        super().__init__(division.parts_of_state(own))
+        self._own, self._part, self._whole, self._division = own, part, whole, division
+        self._given = [*own.values()]
+
+    def fits(self, own: dict[str, Any]) -> bool:
+        """Whether it is still of the optimizer's state of this parameter."""
+        return own is self._own and len(own) == len(self._given) and all(map(operator.is_, own.values(), self._given))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if self.get(key) is value:
+            return
+        super().__setitem__(key, value)
+        alike = isinstance(value, torch.Tensor) and value.shape == self._part.shape
+        self._own[key] = self._division.divided(value, self._whole) if alike else value
+        self._given = [*self._own.values()]
