@@ -268,8 +268,9 @@ class Registry:
         spread = [e for e in self._spread() if not parameters or any(id(p) in e.known for p in parameters)]
         if not spread:
             owner = next((e for e in self.engines if parameters and id(parameters[0]) in e.known), None)
-            alone = owner is not None and all(id(p) in owner.known for p in parameters)
-            return owner.gradients.norm(parameters, norm_type) if alone else None
+            if owner is None or any(id(p) not in owner.known for p in parameters):
+                return None
+            return owner.gradients.norm(parameters, norm_type)
         own = {id(p.grad) for e in spread for p in e.parameters if p.grad is not None}
         labels = ", ".join(engine.label for engine in spread)
 

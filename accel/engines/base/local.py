@@ -8,7 +8,6 @@ whoever looks at it, also while it steps or after a step that failed, finds what
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol, final
@@ -21,6 +20,8 @@ ELEMENTWISE: Final = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
 )
+#: Of each a class with two attributes of its own, however the others are shared.
+_VIEWS: Final = {k: type(k.__name__, (k,), {"__slots__": ("param_groups", "state")}) for k in ELEMENTWISE}
 #: What a subclass may change of them without changing what ``step`` computes; of ``step`` itself see ``_by_torch``.
 _OUTSIDE: Final = {"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"}
 
@@ -80,7 +81,7 @@ class LocalSteps:
         """What ``kind``'s own step is called with in the place of ``optimizer``."""
         self.end()
         self._own = optimizer.state
-        view: Any = object.__new__(_viewing(kind))
+        view: Any = object.__new__(_VIEWS[kind])
         view.__dict__ = vars(optimizer)
         view.state = self
         view.param_groups = [_Group(group, self._parts) for group in optimizer.param_groups]
@@ -118,12 +119,6 @@ class LocalSteps:
         if state is None or not state.fits(own):
             state = self._states[key] = _State(own, part, parameter, self._division)
         return state
-
-
-@functools.cache
-def _viewing(kind: type[Optimizer]) -> type[Optimizer]:
-    """``kind`` with two attributes of its own, however the others are shared."""
-    return type(kind.__name__, (kind,), {"__slots__": ("param_groups", "state")})
 
 
 @final

@@ -454,10 +454,10 @@ class FSDPEngine(Engine):
         self._checkpointed.close()
         self.holdings.guard.release_modules()
         if self.parts is not None:
+            self.gradients.local_steps.clear()
             self.holdings.restore(self.parts, optimizers)
             lost = self.ended and self.parts.replaced
             self.parts = None
-            self.gradients.local_steps.clear()
             self._read_parameters()
             self.gradients.close()
             if lost:

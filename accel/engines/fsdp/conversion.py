@@ -268,4 +268,4 @@ def _rows(parameter: DTensor, gradient: Any) -> torch.Tensor | None:
         )
     if gradient.placements != parameter.placements:
         gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
-    return gradient._local_tensor
+    return here(gradient)
