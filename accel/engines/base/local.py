@@ -71,11 +71,13 @@ class LocalSteps:
 
     def __init__(self, division: Division) -> None:
         self._division = division
-        #: By the identity of parts.
+        #: By the identity of parts; and the optimizer's own state of each parameter as it was then.
         self._states: dict[int, _State] = {}
-        #: Of the step that runs: the optimizer's state, the parts with gradients, by identity, each with its parameter.
+        self._known: list[dict[str, Any]] = []
+        #: Of the step that runs: the optimizer's state, the parts with gradients, and their parameters by the parts' identity.
         self._own: dict[torch.Tensor, Any] = {}
-        self._stepped: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._stepped: list[torch.Tensor] = []
+        self._whole: dict[int, torch.Tensor] = {}
 
     def view(self, optimizer: Optimizer, kind: type[Optimizer]) -> Optimizer:
         """What ``kind``'s own step is called with in the place of ``optimizer``."""
@@ -90,35 +92,47 @@ class LocalSteps:
 
     def end(self) -> None:
         """Let go of the gradients, and of what was not stepped."""
-        for part, _ in self._stepped.values():
+        if not self._stepped:
+            return
+        for part in self._stepped:
             part.grad = None
-        if len(self._states) > len(self._stepped) > 0:
-            self._states = {key: state for key, state in self._states.items() if key in self._stepped}
+        if len(self._states) > len(self._stepped):
+            self._states = {key: state for key, state in self._states.items() if key in self._whole}
+        self._known = [*self._own.values()]
         self._stepped.clear()
+        self._whole.clear()
 
     def _parts(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What of them lies here, with the gradients."""
-        division, stepped, written = self._division, self._stepped, []
+        if not self._stepped and not _same(self._known, self._own):
+            self._states.clear()
+        division, stepped, whole, written = self._division, self._stepped, self._whole, []
         parts, gradients = division.parts(parameters), division.parts_of_gradients(parameters)
         for parameter, part, gradient in zip(parameters, parts, gradients, strict=True):
             if part is not parameter:
                 part.grad = gradient
                 if gradient is not None:
-                    stepped[id(part)] = part, parameter
+                    whole[id(part)] = parameter
+                    stepped.append(part)
                     written.append(parameter)
         division.stepping(written)
         return parts
 
     def __getitem__(self, part: torch.Tensor) -> Any:
         """The state of a part, as a step asks for it: some optimizers have none."""
-        key = id(part)
-        if key not in self._stepped:
+        state = self._states.get(id(part))
+        if state is not None and _same(state.given, state.own):
+            return state
+        parameter = self._whole.get(id(part))
+        if parameter is None:
             return self._own[part]
-        _, parameter = self._stepped[key]
-        own, state = self._own[parameter], self._states.get(key)
-        if state is None or not state.fits(own):
-            state = self._states[key] = _State(own, part, parameter, self._division)
+        state = self._states[id(part)] = _State(self._own[parameter], part, parameter, self._division)
         return state
+
+
+def _same(values: list[Any], state: dict[Any, Any]) -> bool:
+    """Whether these very objects are the values of ``state``."""
+    return len(values) == len(state) and all(map(operator.is_, values, state.values()))
 
 
 @final
@@ -139,21 +153,17 @@ class _Group(dict[str, Any]):
 class _State(dict[str, Any]):
     """The state of one parameter on this rank; what is put there becomes a part of a divided tensor in the optimizer's."""
 
-    __slots__ = ("_division", "_given", "_own", "_part", "_whole")
+    __slots__ = ("_division", "_part", "_whole", "given", "own")
 
     def __init__(self, own: dict[str, Any], part: torch.Tensor, whole: torch.Tensor, division: Division) -> None:
         super().__init__(division.parts_of_state(own))
-        self._own, self._part, self._whole, self._division = own, part, whole, division
-        self._given = [*own.values()]
-
-    def fits(self, own: dict[str, Any]) -> bool:
-        """Whether it is still of the optimizer's state of this parameter."""
-        return own is self._own and len(own) == len(self._given) and all(map(operator.is_, own.values(), self._given))
+        self.own, self.given = own, [*own.values()]
+        self._part, self._whole, self._division = part, whole, division
 
     def __setitem__(self, key: str, value: Any) -> None:
         if self.get(key) is value:
             return
         super().__setitem__(key, value)
         alike = isinstance(value, torch.Tensor) and value.shape == self._part.shape
-        self._own[key] = self._division.divided(value, self._whole) if alike else value
-        self._given = [*self._own.values()]
+        self.own[key] = self._division.divided(value, self._whole) if alike else value
+        self.given = [*self.own.values()]

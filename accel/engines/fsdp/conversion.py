@@ -195,12 +195,12 @@ class Conversion:
         return {key: v._local_tensor if type(v) is DTensor else v for key, v in state.items()}
 
     @staticmethod
-    def parts_of_gradients(parameters: Iterable[Any]) -> list[torch.Tensor | None]:
+    def parts_of_gradients(parameters: Sequence[Any]) -> list[torch.Tensor | None]:
         """The same of gradients; also of those that were assigned by hand, divided otherwise."""
-        grads = [(p, p.grad) for p in parameters]
+        grads = [p.grad for p in parameters]
         return [
             g._local_tensor if type(g) is DTensor and g._spec is p._spec else _rows(p, g) if type(p) is DTensor else g
-            for p, g in grads
+            for p, g in zip(parameters, grads, strict=True)
         ]
 
     @staticmethod
