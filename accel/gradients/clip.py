@@ -72,12 +72,7 @@ def clip_(
     *,
     counted: bool = True,
 ) -> torch.Tensor:
-    """Clip all ranks' gradients by their norm together, in place; returns the norm before. Collective.
-
-    Args:
-        mine: as in ``norm_over_ranks``, as all that follow.
-        max_norm: the norm that they get at most.
-    """
+    """Clip gradients by ``norm_over_ranks``, whose arguments it takes, to ``max_norm``, in place; returns the norm before."""
     norm = norm_over_ranks(mine, norm_type, process, common, counted=counted)
     scale_([*mine, *common], max_norm, norm)
     return norm

@@ -261,22 +261,14 @@ class _Clip:
             )
         return total
 
-    def multiply(
-        self,
-        original: Callable[..., None],
-        parameters: Any,
-        max_norm: float,
-        total_norm: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    def multiply(self, original: Callable[..., None], parameters: Any, *args: Any, **kwargs: Any) -> None:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._listener.before_multiplying(parameters)
-        ours, self._norm = total_norm is self._norm, None
-        if not ours:
-            original(parameters, max_norm, total_norm, *args, **kwargs)
-            return
-        scale_([here(p.grad) for p in parameters if p.grad is not None], max_norm, here(total_norm))
+        norm, self._norm = self._norm, None
+        if norm is None or len(args) < 2 or args[1] is not norm:
+            original(parameters, *args, **kwargs)
+        else:
+            scale_([here(p.grad) for p in parameters if p.grad is not None], args[0], here(norm))
 
 
 def _clipped(caller: FrameType) -> list[torch.Tensor]:

@@ -9,11 +9,13 @@ whoever looks at it, also while it steps or after a step that failed, finds what
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Protocol, final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
 
 import torch
 from torch.optim import Optimizer
+
+from ...precision import here
 
 #: Optimizers that treat each element by itself, so that a part of a parameter is stepped as in the whole.
 ELEMENTWISE: Final = frozenset(
@@ -27,14 +29,15 @@ _OUTSIDE: Final = {"step", "zero_grad", "add_param_group", "state_dict", "load_s
 
 
 def elementwise(optimizer: Optimizer) -> type[Optimizer] | None:
-    """The class of torch whose elementwise step an optimizer makes; None where it may make another."""
-    kind = type(optimizer)
-    classes = kind.__mro__
-    at = next((i for i, c in enumerate(classes) if c in ELEMENTWISE), None)
+    """The class of torch whose elementwise step an optimizer makes on local tensors; None where it needs DTensors."""
+    kind, groups = type(optimizer), optimizer.param_groups
+    at = next((i for i, c in enumerate(kind.__mro__) if c in ELEMENTWISE), None)
     if at is None or not _by_torch(kind.step) or "_init_group" in vars(optimizer):
         return None
-    changed = (n for c in classes[:at] for n in vars(c) if not n.startswith("__") and n not in _OUTSIDE)
-    return None if any(hasattr(classes[at], n) for n in changed) else classes[at]
+    own: Any = kind.__mro__[at]
+    changed = (n for c in kind.__mro__[:at] for n in vars(c) if not n.startswith("__") and n not in _OUTSIDE)
+    divided = (g.get("differentiable") or any(hasattr(v, "_local_tensor") for v in g.values()) for g in groups)
+    return None if any(hasattr(own, n) for n in changed) or any(divided) else own
 
 
 def _by_torch(function: Any) -> bool:
@@ -46,32 +49,17 @@ def _by_torch(function: Any) -> bool:
     return True
 
 
-class Division(Protocol):
-    """How a backend divides tensors."""
-
-    def parts(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """What of each lies here; itself where it is whole."""
-
-    def parts_of_gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """What of their gradients lies here."""
-
-    def parts_of_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What of the values in a parameter's state lies here."""
-
-    def divided(self, part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """A tensor of which ``part`` lies here, divided as ``parameter``."""
-
-    def stepping(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Hear that these divided parameters are about to be written to."""
-
-
 @final
 class LocalSteps:
-    """The steps of one optimizer. What they need of its state is kept for the next one, and looked at anew in each."""
+    """The steps of one optimizer. What they need of its state is kept for the next one, and looked at anew in each.
 
-    def __init__(self, division: Division) -> None:
-        self._division = division
-        #: By the identity of parts; and the optimizer's own state of each parameter as it was then.
+    Args:
+        stepping: hears which divided parameters are about to be written to.
+    """
+
+    def __init__(self, stepping: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        self._stepping = stepping
+        #: By the identity of parameters, which they hold; and the optimizer's own state of each as it was then.
         self._states: dict[int, _State] = {}
         self._known: list[dict[str, Any]] = []
         #: Of the step that runs: the optimizer's state, the parts with gradients, and their parameters by the parts' identity.
@@ -91,13 +79,11 @@ class LocalSteps:
         return seen
 
     def end(self) -> None:
-        """Let go of the gradients, and of what was not stepped."""
+        """Let go of the gradients."""
         if not self._stepped:
             return
         for part in self._stepped:
             part.grad = None
-        if len(self._states) > len(self._stepped):
-            self._states = {key: state for key, state in self._states.items() if key in self._whole}
         self._known = [*self._own.values()]
         self._stepped.clear()
         self._whole.clear()
@@ -106,28 +92,40 @@ class LocalSteps:
         """What of them lies here, with the gradients."""
         if not self._stepped and not _same(self._known, self._own):
             self._states.clear()
-        division, stepped, whole, written = self._division, self._stepped, self._whole, []
-        parts, gradients = division.parts(parameters), division.parts_of_gradients(parameters)
-        for parameter, part, gradient in zip(parameters, parts, gradients, strict=True):
+        parts, written = list(map(_local, parameters)), []
+        for parameter, part in zip(parameters, parts, strict=True):
             if part is not parameter:
-                part.grad = gradient
+                part.grad = gradient = _local_gradient(parameter)
                 if gradient is not None:
-                    whole[id(part)] = parameter
-                    stepped.append(part)
+                    self._whole[id(part)] = parameter
+                    self._stepped.append(part)
                     written.append(parameter)
-        division.stepping(written)
+        self._stepping(written)
         return parts
 
     def __getitem__(self, part: torch.Tensor) -> Any:
         """The state of a part, as a step asks for it: some optimizers have none."""
-        state = self._states.get(id(part))
-        if state is not None and _same(state.given, state.own):
-            return state
         parameter = self._whole.get(id(part))
         if parameter is None:
             return self._own[part]
-        state = self._states[id(part)] = _State(self._own[parameter], part, parameter, self._division)
+        state = self._states.get(id(parameter))
+        if state is None or not _same(state.given, state.own):
+            state = self._states[id(parameter)] = _State(self._own[parameter], parameter)
         return state
+
+
+def _local(value: Any) -> Any:
+    """What of a DTensor lies here, the very tensor; any other value as it is."""
+    return getattr(value, "_local_tensor", value)
+
+
+def _local_gradient(parameter: Any) -> torch.Tensor | None:
+    """What of the gradient of a DTensor lies here, as the parameter is divided: one assigned by hand may not be."""
+    gradient: Any = parameter.grad
+    if gradient is None or getattr(gradient, "_spec", None) is parameter._spec:
+        found: torch.Tensor | None = None if gradient is None else gradient._local_tensor
+        return found
+    return here(torch.empty_like(parameter).copy_(gradient))
 
 
 def _same(values: list[Any], state: dict[Any, Any]) -> bool:
@@ -153,17 +151,19 @@ class _Group(dict[str, Any]):
 class _State(dict[str, Any]):
     """The state of one parameter on this rank; what is put there becomes a part of a divided tensor in the optimizer's."""
 
-    __slots__ = ("_division", "_part", "_whole", "given", "own")
+    __slots__ = ("_parameter", "given", "own")
 
-    def __init__(self, own: dict[str, Any], part: torch.Tensor, whole: torch.Tensor, division: Division) -> None:
-        super().__init__(division.parts_of_state(own))
+    def __init__(self, own: dict[str, Any], parameter: torch.Tensor) -> None:
+        super().__init__((key, _local(value)) for key, value in own.items())
         self.own, self.given = own, [*own.values()]
-        self._part, self._whole, self._division = part, whole, division
+        self._parameter: Any = parameter
 
     def __setitem__(self, key: str, value: Any) -> None:
         if self.get(key) is value:
             return
         super().__setitem__(key, value)
-        alike = isinstance(value, torch.Tensor) and value.shape == self._part.shape
-        self.own[key] = self._division.divided(value, self._whole) if alike else value
+        parameter = self._parameter
+        if isinstance(value, torch.Tensor) and value.shape == parameter._local_tensor.shape:
+            value = type(parameter)(value, parameter._spec, requires_grad=False)
+        self.own[key] = value
         self.given = [*self.own.values()]

@@ -180,17 +180,6 @@ class FSDP(Options):
         return f"FSDP(wrap={names}, {', '.join(f'{n}={v}' for n, v in rest.items())})"
 
 
-def steps_locally(optimizer: Optimizer) -> type[Optimizer] | None:
-    """The class of torch whose step an optimizer makes on this rank's rows; None where it computes with DTensors."""
-    if any(group.get("differentiable") or "DTensor" in map(_kind, group.values()) for group in optimizer.param_groups):
-        return None
-    return elementwise(optimizer)
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
-
-
 @final
 class FSDPGradients(Gradients):
     """FSDP2 reduces in its hooks while backward runs; ``settle`` reduces what it left unreduced."""
@@ -295,27 +284,20 @@ class FSDPGradients(Gradients):
         """Make a backward from an earlier forward an error, as a step in place does in one process."""
         if self.engine.parts is not None:
             self.announce_step(optimizer)
-            if steps_locally(optimizer) is None:
+            if elementwise(optimizer) is None:
                 self.engine.parts.age(p for g in optimizer.param_groups for p in g["params"] if p.grad is not None)
 
     def stepped_as(self, optimizer: Optimizer) -> Optimizer:
         """Elementwise ones compute with this rank's rows."""
-        parts, kind = self.engine.parts, steps_locally(optimizer)
+        parts, kind = self.engine.parts, elementwise(optimizer)
         if parts is None or kind is None:
             return optimizer
-        if optimizer not in self.local_steps:
-            self.local_steps[optimizer] = LocalSteps(parts)
-        return self.local_steps[optimizer].view(optimizer, kind)
+        return self.local_steps.setdefault(optimizer, LocalSteps(parts.stepping)).view(optimizer, kind)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Let go of the gradients."""
         if optimizer in self.local_steps:
             self.local_steps[optimizer].end()
-
-    def break_step(self) -> None:
-        """The same."""
-        for steps in self.local_steps.values():
-            steps.end()
 
     def outside_step(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
         """What was gathered before is old then."""
@@ -372,14 +354,12 @@ class FSDPEngine(Engine):
             return
         kind, why = type(optimizer).__name__, ""
         packages = {c.__module__.partition(".")[0] for c in type(optimizer).__mro__}
-        local = steps_locally(optimizer) is not None
-        if kind in _REFUSED and not local:
+        fused = kind not in ("Adam", "AdamW") and any(group.get("fused") for group in optimizer.param_groups)
+        if kind in _REFUSED and not elementwise(optimizer):
             why = "it needs whole tensors; use an elementwise optimizer such as AdamW or SGD, or backend='ddp'"
         elif theirs := packages & _OWN_KERNELS:
             why = f"the kernels of {theirs.pop()} take whole tensors; use an optimizer of torch or torchao, or backend='ddp'"
-        elif (
-            not local and kind not in ("Adam", "AdamW") and any(group.get("fused") for group in optimizer.param_groups)
-        ):
+        elif fused and not elementwise(optimizer):
             kind, why = f"{kind}(fused=True)", "leave fused out"
         if why:
             raise OptimizerError(f"{kind} cannot train sharded parameters (backend {self.name!r}): {why}")

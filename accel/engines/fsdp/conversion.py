@@ -171,7 +171,8 @@ class Conversion:
     def gradients(self, parameters: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What lies on this rank of the final gradients of these, and of scalars those that every rank has."""
         grads = [p.grad for p in parameters if p.grad is not None]
-        return self.parts(g for g in grads if type(g) is DTensor), [g for g in grads if type(g) is not DTensor]
+        mine = [g._local_tensor for g in grads if isinstance(g, DTensor)]
+        return mine, [g for g in grads if not isinstance(g, DTensor)]
 
     def whole(self, value: torch.Tensor) -> DTensor:
         """A DTensor that every rank has all of."""
@@ -182,36 +183,10 @@ class Conversion:
         """Every parameter of the module as it is between steps."""
         return {id(p): p for p in self.known.values()}.values()
 
-    # -- steps on this rank's rows, as ``Division`` says ---------------------------------------------------------------
-
-    @staticmethod
-    def parts(tensors: Iterable[Any]) -> list[torch.Tensor]:
-        """Its rows, the very tensors."""
-        return [t._local_tensor if type(t) is DTensor else t for t in tensors]
-
-    @staticmethod
-    def parts_of_state(state: dict[str, Any]) -> dict[str, Any]:
-        """The same of a parameter's state."""
-        return {key: v._local_tensor if type(v) is DTensor else v for key, v in state.items()}
-
-    @staticmethod
-    def parts_of_gradients(parameters: Sequence[Any]) -> list[torch.Tensor | None]:
-        """The same of gradients; also of those that were assigned by hand, divided otherwise."""
-        grads = [p.grad for p in parameters]
-        return [
-            g._local_tensor if type(g) is DTensor and g._spec is p._spec else _rows(p, g) if type(p) is DTensor else g
-            for p, g in zip(parameters, grads, strict=True)
-        ]
-
-    @staticmethod
-    def divided(part: torch.Tensor, parameter: Any) -> torch.Tensor:
-        """A DTensor cut as the parameter, of the same memory."""
-        return DTensor(part, parameter._spec, requires_grad=False)
-
-    def stepping(self, parameters: Sequence[torch.Tensor]) -> None:
-        """As operations on the shards would, count a write to each."""
-        torch.autograd.graph.increment_version(parameters)
-        self.age(parameters)
+    def stepping(self, shards: Sequence[torch.Tensor]) -> None:
+        """As operations on these shards would, count a write to each."""
+        torch.autograd.graph.increment_version(shards)
+        self.age(shards)
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -255,17 +230,3 @@ class Conversion:
                 group["params"][:] = [back.get(id(p), p) for p in group["params"]]
             for held in [key for key in optimizer.state if id(key) in back]:
                 del optimizer.state[held]
-
-
-def _rows(parameter: DTensor, gradient: Any) -> torch.Tensor | None:
-    """This rank's of a gradient that was assigned by hand."""
-    if gradient is None:
-        return None
-    if type(gradient) is not DTensor:
-        raise BackendError(
-            f"the gradient of a parameter of shape {tuple(parameter.shape)} that is divided over the ranks is a plain tensor: "
-            "assign a DTensor of the same placements, as p.grad.clone() is"
-        )
-    if gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
-    return here(gradient)

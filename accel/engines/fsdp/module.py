@@ -180,10 +180,7 @@ class ShardedModule:
 
     def pending(self) -> list[Any]:
         """FSDP2's parameters with gradients that were not reduced."""
-        # As ``has_gradient``: each step asks.
-        return [
-            p for p in self.params if p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None
-        ]
+        return [p for p in self.params if has_gradient(p)]
 
     def reduce(self, synchronised: bool) -> None:
         """Reduce every gradient that is pending. Collective."""
