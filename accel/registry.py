@@ -284,13 +284,16 @@ class Registry:
     def total_norm(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], norm_type: float
     ) -> torch.Tensor | None:
-        """The norm of gradients of which some lie on one rank each; None where the parameters have no such. Collective.
+        """The norm of gradients that are divided over the ranks, or lie on one each; None where torch's own will do. Collective.
 
         The parameters tell whose gradients: an engine that nobody holds any more may live on one rank only.
         """
         spread = [e for e in self._spread() if not parameters or any(id(p) in e.known for p in parameters)]
         if not spread:
-            return None
+            owner = next((e for e in self.engines if parameters and id(parameters[0]) in e.known), None)
+            if owner is None or any(id(p) not in owner.known for p in parameters):
+                return None
+            return owner.gradients.norm(parameters, norm_type)
         own = {id(p.grad) for e in spread for p in e.parameters if p.grad is not None}
         labels = ", ".join(engine.label for engine in spread)
 

@@ -71,20 +71,31 @@ def clip_(
     common: Sequence[torch.Tensor] = (),
     copies: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """Clip all ranks' gradients by their norm together, in place; returns the norm before. Collective.
+    """Clip gradients by ``norm_over_ranks``, whose arguments it takes, to ``max_norm``, in place; returns the norm before.
+
+    ``copies`` are clipped, and counted by another rank.
+    """
+    norm = norm_over_ranks(mine, norm_type, process, common)
+    scale_([*mine, *common, *copies], max_norm, norm)
+    return norm
+
+
+def norm_over_ranks(
+    mine: Sequence[torch.Tensor],
+    norm_type: float,
+    process: Process,
+    common: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
+    """The norm of all ranks' gradients together. Collective.
 
     Args:
         mine: this rank's part.
-        max_norm: the norm that they get at most.
         norm_type: as in ``total_norm``.
         process: of this rank.
         common: what all ranks have.
-        copies: what this rank has, and another one counts.
     """
     # So that all ranks clip alike, whatever they were assigned.
     own = [*mine, *(() if process.place.rank else common)]
-    norm = total_norm(
+    return total_norm(
         own, norm_type, process.device, lambda total, op: dist.all_reduce(total, op, group=process.group)
     ).float()
-    scale_([*mine, *common, *copies], max_norm, norm)
-    return norm

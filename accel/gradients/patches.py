@@ -19,7 +19,9 @@ import torch
 from torch.nn.utils import clip_grad
 
 from ..errors import BackendError
+from ..precision import here
 from ..process.control import raise_lost
+from .clip import scale_
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -248,6 +250,8 @@ class _Clip:
     def __init__(self, listener: ClipListener) -> None:
         self._listener = listener
         self._inside = False
+        #: The norm that was given last, until gradients are multiplied by it.
+        self._norm: torch.Tensor | None = None
 
     def group(self, original: Callable[..., Any], tensors: Sequence[Sequence[torch.Tensor]], *args: Any) -> Any:
         if not self._inside and sys._getframe(2).f_code.co_name == _NORM:  # who has called the patch
@@ -271,6 +275,7 @@ class _Clip:
                 return original(gradients, norm_type, error_if_nonfinite, foreach)
         finally:
             self._inside = False
+        self._norm = total
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
                 f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped"
@@ -280,7 +285,11 @@ class _Clip:
     def multiply(self, original: Callable[..., None], parameters: Any, *args: Any, **kwargs: Any) -> None:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._listener.before_multiplying(parameters)
-        original(parameters, *args, **kwargs)
+        norm, self._norm = self._norm, None
+        if norm is None or len(args) < 2 or args[1] is not norm:
+            original(parameters, *args, **kwargs)
+        else:
+            scale_([here(p.grad) for p in parameters if p.grad is not None], args[0], here(norm))
 
 
 def _clipped(caller: FrameType) -> list[torch.Tensor]:

@@ -59,7 +59,7 @@ def patched_by_others_later() -> None:
     """Another library patches while an engine lives; after the engine's end its patch is there, and accel's does nothing."""
     originals = {(module, name): getattr(module, name) for module, name in ALL}
     net, calls = nn.Linear(3, 3), list[str]()
-    model, _, _ = accel.setup(net, torch.optim.SGD(net.parameters(), 0.1), backend="fsdp")
+    model, _, _ = accel.setup(net, torch.optim.SGD(net.parameters(), 0.1), backend="ddp")
     for (module, name), original in originals.items():
         found = getattr(module, name)
         assert found is not original
@@ -75,7 +75,7 @@ def patched_by_others_later() -> None:
     train(raw)
     assert set(calls) == {"backward", RUN, *CLIPPING}
 
-    again, _, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 0.1), backend="fsdp")  # around theirs
+    again, _, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 0.1), backend="ddp")  # around theirs
     raw.zero_grad()
     calls.clear()
     train(again, inputs=True)

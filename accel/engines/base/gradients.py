@@ -151,6 +151,10 @@ class Gradients:
         self.settle()
         return nn.utils.clip_grad_norm_(self.engine.parameters, max_norm, norm_type)
 
+    def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        """The norm of the gradients of these, of which torch clips all; None where torch's own will do. Collective."""
+        return None
+
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def check(self, optimizer: Optimizer) -> None:
@@ -162,6 +166,10 @@ class Gradients:
     def before_step(self, optimizer: Optimizer) -> None:
         """Hear that ``optimizer`` is about to step."""
         return
+
+    def stepped_as(self, optimizer: Optimizer) -> Optimizer:
+        """What torch's own step is called with in the place of ``optimizer``. Local."""
+        return optimizer
 
     def before_closure(self, optimizer: Optimizer) -> None:
         """Hear that the closure in a step of ``optimizer`` is about to run, with weights that the step may have moved."""

@@ -144,6 +144,15 @@ class Stepper:
         engine = self._engine()
         if engine is None:
             return None
+        replaced = self._make_ready(engine, optimizer, args, kwargs)
+        stepped = engine.gradients.stepped_as(optimizer)
+        if stepped is not optimizer:
+            args, kwargs = replaced or (args, kwargs)
+            replaced = (stepped, *args[1:]), kwargs
+        return replaced
+
+    def _make_ready(self, engine: Engine, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Final gradients; returns the arguments of ``step`` where a closure was replaced."""
         drift = engine.drift
         drift.steps += 1
         if drift.steps >= drift.due:

@@ -22,6 +22,7 @@ from ...process.control import Waiting
 from ..base.absent import plainly
 from ..base.engine import Context, Engine, Options, lost_weights
 from ..base.gradients import Gradients, refuse_sparse
+from ..base.local import ELEMENTWISE
 from ..base.memory import Footprint, MemoryUse
 from . import overrides
 from .config import Configuration, refuse_parameters
@@ -32,11 +33,6 @@ from .state import DeepSpeedHoldings
 
 logger = logging.getLogger("accel")
 
-#: Optimizers that treat each element by itself, so that a part of a parameter is stepped as in the whole.
-_ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
-)
 #: Said of parameters.
 _UNSEEN: Final = (
     "got gradients, but no optimizer steps them, and at stage 3 a loop cannot update them by hand: p.grad is None, and the "
@@ -290,7 +286,7 @@ class ZeROGradients(Gradients):
         """Refuse an optimizer that would see a part of a parameter as another parameter."""
         super().check(optimizer)
         engine = self.engine
-        fits = type(optimizer) in _ELEMENTWISE or engine.configuration.any_optimizer
+        fits = type(optimizer) in ELEMENTWISE or engine.configuration.any_optimizer
         if engine.stage and engine.distributed and not fits:
             raise OptimizerError(
                 f"{type(optimizer).__name__} with DeepSpeed stage {engine.stage}: each rank steps its part of each parameter as "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, final
@@ -13,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import AccelError, BackendError, OptimizerError, PrecisionError
-from ...gradients.clip import clip_
+from ...gradients.clip import clip_, norm_over_ranks
 from ...gradients.patches import muon_patch
 from ...precision import here
 from ...process import Process, reason_of
@@ -23,6 +24,7 @@ from ...shard import Shard, StateEntry
 from ..base.engine import Context, Engine, Options, lost_weights
 from ..base.gradients import Gradients, refuse_sparse
 from ..base.holdings import Holdings
+from ..base.local import LocalSteps, elementwise
 from ..base.memory import Footprint, MemoryUse, even_shards
 from ..base.prints import SameInputs
 from ..base.step import refuse_steps
@@ -233,6 +235,10 @@ class FSDPGradients(Gradients):
     reduced = partial = before_any_step = True
     engine: FSDPEngine
 
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.local_steps: weakref.WeakKeyDictionary[Optimizer, LocalSteps] = weakref.WeakKeyDictionary()
+
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
         """The shard that a gathered or replaced parameter stands for."""
         parts = self.engine.parts
@@ -302,14 +308,44 @@ class FSDPGradients(Gradients):
         engine.announce("accel.clip_grad_norm_")
         self.settle()
         with Waiting(self.process, "accel.clip_grad_norm_"):
-            mine, copies = parts.gradients()
+            mine, copies = parts.gradients(self.engine.parameters)
             return clip_(mine, max_norm, norm_type, self.process, copies=copies)
+
+    def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        """As a DTensor, as torch gives it; all ranks have all of it."""
+        engine, parts, what = self.engine, self.engine.parts, "torch.nn.utils.clip_grad_norm_"
+        if parts is None or not norm_type > 0:
+            return None
+        engine.announce(what)
+        self.settle()
+        with Waiting(self.process, what):
+            mine, _ = parts.gradients(parameters)
+            return parts.whole(norm_over_ranks(mine, norm_type, self.process))
+
+    def settle_clipped(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Also where those that torch has seen stood for what is in other tensors now."""
+        missing = super().settle_clipped(gradients)
+        final = {id(p.grad) for p in self.engine.parameters}
+        return missing or any(id(g) not in final for g in gradients)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Make a backward from an earlier forward an error, as a step in place does in one process."""
         if self.engine.parts is not None:
             self.announce_step(optimizer)
-            self.engine.parts.age(optimizer)
+            if elementwise(optimizer) is None:
+                self.engine.parts.age(p for g in optimizer.param_groups for p in g["params"] if p.grad is not None)
+
+    def stepped_as(self, optimizer: Optimizer) -> Optimizer:
+        """Elementwise ones compute with this rank's rows."""
+        parts, kind = self.engine.parts, elementwise(optimizer)
+        if parts is None or kind is None:
+            return optimizer
+        return self.local_steps.setdefault(optimizer, LocalSteps(parts.stepping)).view(optimizer, kind)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Let go of the gradients."""
+        if optimizer in self.local_steps:
+            self.local_steps[optimizer].end()
 
     def outside_step(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
         """What was gathered before is old then."""
@@ -380,11 +416,12 @@ class FSDPEngine(Engine):
             return
         kind, why = type(optimizer).__name__, ""
         packages = {c.__module__.partition(".")[0] for c in type(optimizer).__mro__}
-        if kind in _REFUSED:
+        fused = kind not in ("Adam", "AdamW") and any(group.get("fused") for group in optimizer.param_groups)
+        if kind in _REFUSED and not elementwise(optimizer):
             why = "it needs whole tensors; use an elementwise optimizer such as AdamW or SGD, or backend='ddp'"
         elif theirs := packages & _OWN_KERNELS:
             why = f"the kernels of {theirs.pop()} take whole tensors; use an optimizer of torch or torchao, or backend='ddp'"
-        elif kind not in ("Adam", "AdamW") and any(group.get("fused") for group in optimizer.param_groups):
+        elif fused and not elementwise(optimizer):
             kind, why = f"{kind}(fused=True)", "leave fused out"
         if why:
             raise OptimizerError(f"{kind} cannot train sharded parameters (backend {self.name!r}): {why}")
@@ -397,6 +434,7 @@ class FSDPEngine(Engine):
         """Give the optimizer back to its user."""
         if self.distributed and isinstance(optimizer, _WHOLE_MATRICES):
             muon_patch().drop(optimizer)
+        self.gradients.local_steps.pop(optimizer, None)
         super().detach(optimizer)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
@@ -480,6 +518,7 @@ class FSDPEngine(Engine):
         self._checkpointed.close()
         self.holdings.guard.release_modules()
         if self.parts is not None:
+            self.gradients.local_steps.clear()
             self.holdings.restore(self.parts, optimizers)
             lost = self.ended and self.parts.replaced
             self.parts = None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from ...deferred import borrowing, refuse_without_values, reset_own, resetting, weights_of, without_values
@@ -148,6 +148,9 @@ class Conversion:
         self.backwards = Backwards(self, names, log)
         self.sharded.begin(self.process, self.label, self.backwards.begin, self.backwards.end)
         self.known.update((id(whole), shard) for whole, shard in self.sharded.gathered())
+        self._gathered = {id(shard): whole for whole, shard in self.sharded.gathered()}
+        mesh = self.sharded.mesh
+        self._first = {id(p) for p in self.known_shards() if not any(mesh.place[axis] for axis in mesh.copies(p))}
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -163,25 +166,33 @@ class Conversion:
             drop(param)
         self.scalar_log.fold()
 
-    def age(self, optimizer: Optimizer) -> None:
-        """Mark gathered parameters as changed where the optimizer will change their shards."""
-        stepped = {id(p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None}
-        aged = [whole for whole, shard in self.sharded.gathered() if id(shard) in stepped]
-        if aged:
-            torch.autograd.graph.increment_version(aged)
+    def age(self, shards: Iterable[torch.Tensor]) -> None:
+        """Mark gathered parameters as changed whose shards will be changed."""
+        torch.autograd.graph.increment_version([self._gathered[id(s)] for s in shards if id(s) in self._gathered])
 
-    def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What lies here of the final gradients: what this rank is the first to have, and what an earlier one has too."""
-        place, mesh = self.sharded.mesh.place, self.sharded.mesh
+    def gradients(self, parameters: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What lies here of the final gradients of these: what this rank is the first to have, and what an earlier one has too."""
         found: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        for p in self.known_shards():
+        for p in parameters:
             if p.grad is not None:
-                found[any(place[axis] for axis in mesh.copies(p))].append(here(p.grad))
+                found[id(self.known.get(id(p), p)) not in self._first].append(getattr(p.grad, "_local_tensor", p.grad))
         return found
+
+    def whole(self, value: torch.Tensor) -> torch.Tensor:
+        """A DTensor that every rank has all of; a plain tensor where parameters lie on several meshes."""
+        mesh = self.sharded.mesh
+        if mesh.parallel:
+            return value
+        return DTensor.from_local(value, mesh.whole, [Replicate()] * mesh.whole.ndim, run_check=False)
 
     def known_shards(self) -> Iterable[nn.Parameter]:
         """Every parameter of the module as it is between steps."""
         return {id(p): p for p in self.known.values()}.values()
+
+    def stepping(self, shards: Sequence[torch.Tensor]) -> None:
+        """As operations on these shards would, count a write to each."""
+        torch.autograd.graph.increment_version(shards)
+        self.age(shards)
 
     # -- state ----------------------------------------------------------------------------------------------------
 

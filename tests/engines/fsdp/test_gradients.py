@@ -163,29 +163,6 @@ def test_a_backward_after_the_step_that_changed_its_weights_raises_as_in_one_pro
         assert "modified by an inplace operation" in message
 
 
-def other_optimizers() -> dict[str, float]:
-    found = {}
-    for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD"):
-        for kwargs in ({"foreach": False}, {"foreach": True}, {"fused": True}):
-            if "fused" in kwargs and name != "Adam":
-                continue
-            kind = getattr(torch.optim, name)
-            net, reference = build()[0], build()[0]
-            optimizer = kind(net.parameters(), lr=0.01, **kwargs)
-            ref_optimizer = kind(reference.parameters(), lr=0.01, **kwargs)
-            model, handle, _ = accel.setup(net, optimizer, backend="fsdp")
-            train(model, handle, range(3))
-            train(reference, ref_optimizer, range(3), mean_loss)
-            found[f"{name} {kwargs}"] = distance(accel.full_state_dict(model), reference.state_dict())
-            accel.teardown(model)
-    return found
-
-
-def test_torch_optimizers() -> None:
-    for found in run(2, other_optimizers):
-        assert not {k: v for k, v in found.items() if not v < 1e-4}
-
-
 # -- precision --------------------------------------------------------------------------------------------------------
 
 

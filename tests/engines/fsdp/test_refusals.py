@@ -21,14 +21,16 @@ from tests.engines.fsdp.training import Block, Net, build, local_loss, train
 def refused(kind: str) -> None:
     net, optimizer = build()
     options: Any = accel.FSDP()
-    if kind in ("Adafactor", "LBFGS", "Rprop", "SparseAdam"):
+    if kind in ("Adafactor", "LBFGS", "SparseAdam"):
         optimizer = getattr(torch.optim, kind)(net.parameters())
     elif kind == "kernels":
         optimizer = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})(
             net.parameters()
         )
-    elif kind == "Adagrad":
-        optimizer = torch.optim.Adagrad(net.parameters(), fused=True)
+    elif kind == "SGD":
+        optimizer = type("SGD", (torch.optim.SGD,), {"step": lambda self: None})(net.parameters(), lr=0.1, fused=True)
+    elif kind == "Rprop":
+        optimizer = torch.optim.Rprop(net.parameters(), differentiable=True)
     elif kind == "hook":
         net.embed.weight.register_hook(lambda g: g)
     elif kind == "dtype":
@@ -55,7 +57,7 @@ def refused(kind: str) -> None:
         ("Rprop", "OptimizerError", "Rprop cannot train sharded parameters"),
         ("SparseAdam", "OptimizerError", "SparseAdam cannot train sharded parameters"),
         ("kernels", "OptimizerError", "AdamW8bit cannot train sharded parameters"),
-        ("Adagrad", "OptimizerError", "Adagrad(fused=True) cannot train sharded parameters"),
+        ("SGD", "OptimizerError", "SGD(fused=True) cannot train sharded parameters"),
         ("hook", "BackendError", "embed.weight has gradient hooks"),
         ("dtype", "BackendError", "blocks.1.norm.weight (float32), blocks.1.up.weight (bfloat16)"),
         ("container", "BackendError", "blocks, which has no forward"),

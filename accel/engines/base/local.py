@@ -1,0 +1,169 @@
+"""Steps on what of divided tensors lies on this rank, where an optimizer treats each element by itself.
+
+An operation on a library's own kind of divided tensor can cost many times what it costs on the part that is here. So torch's
+own step runs on a view of the optimizer, which shares all of its attributes but the groups' parameters and the state: these
+are parts there, made when the step asks for them, after its closure and after every hook. The optimizer itself is never changed:
+whoever looks at it, also while it steps or after a step that failed, finds what is always there.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch.optim import Optimizer
+
+from ...precision import here
+
+#: Optimizers that treat each element by itself, so that a part of a parameter is stepped as in the whole.
+ELEMENTWISE: Final = frozenset(
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
+)
+#: Of each a class with two attributes of its own, however the others are shared.
+_VIEWS: Final = {k: type(k.__name__, (k,), {"__slots__": ("param_groups", "state")}) for k in ELEMENTWISE}
+#: What a subclass may change of them without changing what ``step`` computes; of ``step`` itself see ``_by_torch``.
+_OUTSIDE: Final = {"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"}
+
+
+def elementwise(optimizer: Optimizer) -> type[Optimizer] | None:
+    """The class of torch whose elementwise step an optimizer makes on local tensors; None where it needs DTensors."""
+    kind, groups = type(optimizer), optimizer.param_groups
+    at = next((i for i, c in enumerate(kind.__mro__) if c in ELEMENTWISE), None)
+    if at is None or not _by_torch(kind.step) or "_init_group" in vars(optimizer):
+        return None
+    own: Any = kind.__mro__[at]
+    changed = (n for c in kind.__mro__[:at] for n in vars(c) if not n.startswith("__") and n not in _OUTSIDE)
+    divided = (g.get("differentiable") or any(hasattr(v, "_local_tensor") for v in g.values()) for g in groups)
+    return None if any(hasattr(own, n) for n in changed) or any(divided) else own
+
+
+def _by_torch(function: Any) -> bool:
+    """Whether a function, and every one that it stands around, is of ``torch.optim``."""
+    while function is not None:
+        if not function.__globals__["__name__"].startswith("torch.optim."):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+@final
+class LocalSteps:
+    """The steps of one optimizer. What they need of its state is kept for the next one, and looked at anew in each.
+
+    Args:
+        stepping: hears which divided parameters are about to be written to.
+    """
+
+    def __init__(self, stepping: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        self._stepping = stepping
+        #: By the identity of parameters, which they hold; and the optimizer's own state of each as it was then.
+        self._states: dict[int, _State] = {}
+        self._known: list[dict[str, Any]] = []
+        #: Of the step that runs: the optimizer's state, the parts with gradients, and their parameters by the parts' identity.
+        self._own: dict[torch.Tensor, Any] = {}
+        self._stepped: list[torch.Tensor] = []
+        self._whole: dict[int, torch.Tensor] = {}
+
+    def view(self, optimizer: Optimizer, kind: type[Optimizer]) -> Optimizer:
+        """What ``kind``'s own step is called with in the place of ``optimizer``."""
+        self.end()
+        self._own = optimizer.state
+        view: Any = object.__new__(_VIEWS[kind])
+        view.__dict__ = vars(optimizer)
+        view.state = self
+        view.param_groups = [_Group(group, self._parts) for group in optimizer.param_groups]
+        seen: Optimizer = view
+        return seen
+
+    def end(self) -> None:
+        """Let go of the gradients."""
+        if not self._stepped:
+            return
+        for part in self._stepped:
+            part.grad = None
+        self._known = [*self._own.values()]
+        self._stepped.clear()
+        self._whole.clear()
+
+    def _parts(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What of them lies here, with the gradients."""
+        if not self._stepped and not _same(self._known, self._own):
+            self._states.clear()
+        parts, written = list(map(_local, parameters)), []
+        for parameter, part in zip(parameters, parts, strict=True):
+            if part is not parameter:
+                part.grad = gradient = _local_gradient(parameter)
+                if gradient is not None:
+                    self._whole[id(part)] = parameter
+                    self._stepped.append(part)
+                    written.append(parameter)
+        self._stepping(written)
+        return parts
+
+    def __getitem__(self, part: torch.Tensor) -> Any:
+        """The state of a part, as a step asks for it: some optimizers have none."""
+        parameter = self._whole.get(id(part))
+        if parameter is None:
+            return self._own[part]
+        state = self._states.get(id(parameter))
+        if state is None or not _same(state.given, state.own):
+            state = self._states[id(parameter)] = _State(self._own[parameter], parameter)
+        return state
+
+
+def _local(value: Any) -> Any:
+    """What of a DTensor lies here, the very tensor; any other value as it is."""
+    return getattr(value, "_local_tensor", value)
+
+
+def _local_gradient(parameter: Any) -> torch.Tensor | None:
+    """What of the gradient of a DTensor lies here, as the parameter is divided: one assigned by hand may not be."""
+    gradient: Any = parameter.grad
+    if gradient is None or getattr(gradient, "_spec", None) is parameter._spec:
+        found: torch.Tensor | None = None if gradient is None else gradient._local_tensor
+        return found
+    return here(torch.empty_like(parameter).copy_(gradient))
+
+
+def _same(values: list[Any], state: dict[Any, Any]) -> bool:
+    """Whether these very objects are the values of ``state``."""
+    return len(values) == len(state) and all(map(operator.is_, values, state.values()))
+
+
+@final
+class _Group(dict[str, Any]):
+    """A group whose parameters are made when they are asked for."""
+
+    def __init__(self, group: dict[str, Any], parts: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
+        super().__init__(group)
+        self._parameters, self._parts = self.pop("params"), parts
+
+    def __missing__(self, key: str) -> list[torch.Tensor]:
+        if key != "params":
+            raise KeyError(key)
+        return self._parts(self._parameters)
+
+
+@final
+class _State(dict[str, Any]):
+    """The state of one parameter on this rank; what is put there becomes a part of a divided tensor in the optimizer's."""
+
+    __slots__ = ("_parameter", "given", "own")
+
+    def __init__(self, own: dict[str, Any], parameter: torch.Tensor) -> None:
+        super().__init__((key, _local(value)) for key, value in own.items())
+        self.own, self.given = own, [*own.values()]
+        self._parameter: Any = parameter
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if self.get(key) is value:
+            return
+        super().__setitem__(key, value)
+        parameter = self._parameter
+        if isinstance(value, torch.Tensor) and value.shape == parameter._local_tensor.shape:
+            value = type(parameter)(value, parameter._spec, requires_grad=False)
+        self.own[key] = value
+        self.given = [*self.own.values()]

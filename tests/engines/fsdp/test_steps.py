@@ -1,0 +1,331 @@
+"""Elementwise optimizers compute with this rank's rows as plain tensors; whoever looks at them finds DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import accel
+from tests import models
+from tests.distributed import run
+from tests.engines.fsdp.training import build, distance, local_loss, mean_loss, start, train
+from tests.models import mlp
+
+NAMES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+#: With most of what each can keep, and other ways to compute it.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "Adam": {"amsgrad": True, "weight_decay": 0.1},
+    "RMSprop": {"centered": True, "momentum": 0.9},
+    "SGD": {"momentum": 0.9, "nesterov": True, "maximize": True},
+}
+FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
+
+
+class Counter(TorchDispatchMode):
+    """Operations on DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_dtensors = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.on_dtensors += any(issubclass(t, DTensor) for t in types)
+        return func(*args, **(kwargs or {}))
+
+
+def counted(step: Callable[[], Any]) -> int:
+    counter = Counter()
+    with counter:
+        step()
+    return counter.on_dtensors
+
+
+def rows(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+WAYS = [(name, "") for name in NAMES] + [(name, how) for name in FUSED for how in ("foreach", "fused")]
+
+
+class Many(nn.Module):
+    """A part for each way to step; of two ranks the second has no row of some tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(mlp(3, 1, 5, seed=number) for number in range(len(WAYS)))
+
+    def optimize(self) -> list[torch.optim.Optimizer]:
+        ways = [(n, {**SETTINGS.get(n, {}), **({how: True} if how else {"foreach": False})}) for n, how in WAYS]
+        return [
+            getattr(torch.optim, name)(part.parameters(), lr=0.01, **kwargs)
+            for part, (name, kwargs) in zip(self.parts, ways, strict=True)
+        ]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part(x).square().sum() for part in self.parts]).sum()
+
+
+def train_many(model: Any, optimizers: list[Any]) -> list[int]:
+    """The operations on DTensors in each one's steps."""
+    counts = [0] * len(optimizers)
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(torch.full((2, 3), 1.0 + step)).backward()
+        for number, optimizer in enumerate(optimizers):
+            counts[number] += counted(optimizer.step)
+    return counts
+
+
+def same(mine: dict[str, Any], other: dict[str, Any]) -> bool:
+    """In order, kind and value."""
+    alike = list(mine) == list(other) and all(type(mine[k]) is type(other[k]) for k in mine)
+    return alike and all(torch.equal(rows(mine[k]), rows(other[k])) for k in mine if isinstance(mine[k], torch.Tensor))
+
+
+def all_optimizers() -> list[str]:
+    net, raw, whole = Many(), Many(), Many()
+    model, handles, _ = accel.setup(net, ours := net.optimize(), backend="fsdp")
+    fully_shard(raw, mesh=init_device_mesh("cpu", (accel.world_size(),)))
+    wrong = [f"{WAYS[i]}: {count} operations" for i, count in enumerate(train_many(model, handles)) if count]
+    # What DTensor cannot do is compared with one process.
+    impossible = [i for i, (name, how) in enumerate(WAYS) if name == "Rprop" or (how == "fused" and name[:4] != "Adam")]
+    theirs, ones = raw.optimize(), whole.optimize()
+    train_many(raw, [optimizer for i, optimizer in enumerate(theirs) if i not in impossible])
+    train_many(whole, ones)
+    weights, full = accel.full_state_dict(model), whole.state_dict()
+    for i, way in enumerate(WAYS):
+        if i in impossible:
+            names = [name for name in full if name.startswith(f"parts.{i}.")]
+            pairs = [({n: weights[n] for n in names}, {n: full[n] for n in names})]
+            states = accel.full_state_dict(handles[i])["state"], ones[i].state_dict()["state"]
+        else:
+            pairs = [tuple(dict(n.parts[i].named_parameters()) for n in (net, raw))]
+            states = dict(enumerate(ours[i].state.values())), dict(enumerate(theirs[i].state.values()))
+        pairs += [(states[0][key], states[1][key]) for key in states[1]]
+        if len(states[0]) != len(states[1]) or not all(same(a, b) for a, b in pairs):
+            wrong.append(f"{way}: other weights or state")
+    return wrong
+
+
+def test_every_elementwise_optimizer_steps_plain_tensors_to_the_very_same_weights_and_state() -> None:
+    for wrong in run(2, all_optimizers):
+        assert not wrong
+
+
+class Clipped(torch.optim.SGD):
+    """A subclass that looks across elements in a step of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.div_(p.grad.norm())
+        return super().step(closure)
+
+
+class Counting(torch.optim.SGD):
+    """A subclass that leaves the step alone."""
+
+    def __init__(self, params: Any, **kwargs: Any) -> None:
+        super().__init__(params, **kwargs)
+        self.calls = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.calls += 1
+        super().zero_grad(set_to_none)
+
+
+class OwnGroup(torch.optim.SGD):
+    def _init_group(self, group: Any, params: Any, grads: Any, *rest: Any) -> Any:
+        found = super()._init_group(group, params, grads, *rest)
+        grads[:] = [g / g.norm() for g in grads]
+        return found
+
+
+def train_twice(model: Any, optimizer: Any) -> int:
+    count = 0
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().sum().backward()
+        count += counted(optimizer.step)
+    return count
+
+
+def subclasses() -> None:
+    for kind, local in ((Clipped, False), (OwnGroup, False), (Counting, True)):
+        net, reference = mlp(4, 4), mlp(4, 4)
+        model, handle, _ = accel.setup(net, kind(net.parameters(), lr=0.1), backend="fsdp")
+        train_twice(reference, kind(reference.parameters(), lr=0.1))
+        assert (train_twice(model, handle) == 0) is local, kind
+        assert models.distance(accel.full_state_dict(model), reference.state_dict()) < 1e-6
+        accel.teardown(model)
+
+
+def halve(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = p.grad * 0.5
+
+
+def seen_by_hooks() -> None:
+    """Hooks from before and after setup, an edit by the last one, and whole state taken inside of a step."""
+    net, raw = build()
+    reference, other = build()
+    seen: list[set[type]] = []
+    saved: list[torch.Tensor] = []
+
+    def look(optimizer: Any, args: Any, kwargs: Any) -> None:
+        values = [v for s in optimizer.state.values() for v in s.values()]
+        values += [p for g in optimizer.param_groups for p in g["params"]]
+        seen.append({type(v) for v in values if v.dim()})
+
+    raw.register_step_post_hook(look)
+    model, handle, _ = accel.setup(net, raw, backend="fsdp")
+    raw.register_step_pre_hook(look)
+    raw.register_step_post_hook(look)
+    raw.register_step_post_hook(lambda *_: saved.append(accel.full_state_dict(handle)["state"][0]["exp_avg"]))
+    for optimizer in (raw, other):
+        optimizer.register_step_pre_hook(halve)
+    train(reference, other, range(3), mean_loss)
+    train(model, handle, range(3))
+    assert distance(accel.full_state_dict(model), reference.state_dict()) < 1e-5
+    assert seen == [{DTensor}] * 9
+    assert len(saved) == 3
+    assert models.distance({"": saved[-1]}, {"": other.state_dict()["state"][0]["exp_avg"]}) < 1e-5
+    accel.teardown(model)
+
+
+def edited() -> None:
+    """What changes between steps is looked at: state and weights that were replaced, gradients by hand, a failed step."""
+    net, raw = build()
+    model, handle, _ = accel.setup(net, raw, backend="fsdp")
+    train(model, handle, range(2))
+    weights, state = accel.full_state_dict(model), accel.full_state_dict(handle)
+    train(model, handle, range(2, 4))
+    last = accel.full_state_dict(model)
+    for how in ("load", "replace"):
+        model.load_state_dict(weights)
+        handle.load_state_dict(state)
+        if how == "replace":
+            for p in model.parameters():
+                if p.dim():
+                    p.data = p.data.clone()
+            for entry in raw.state.values():
+                for key, value in entry.items():
+                    entry[key] = value.clone()
+        train(model, handle, range(2, 4))
+        assert distance(accel.full_state_dict(model), last) == 0.0, how
+    # A step that fails leaves nothing behind: neither in the optimizer nor for the next step.
+    handle.zero_grad()
+    local_loss(model, 5).backward()
+    raw.param_groups[1]["betas"] = None
+    with pytest.raises(TypeError):
+        raw.step()
+    raw.param_groups[1]["betas"] = (0.9, 0.999)
+    assert all(type(p) is DTensor for g in raw.param_groups for p in g["params"] if p.dim())
+    frozen = accel.full_state_dict(model)
+    handle.zero_grad()
+    handle.step()
+    assert distance(accel.full_state_dict(model), frozen) == 0.0
+    assert all(p._local_tensor.grad is None for p in model.parameters() if p.dim())
+    accel.teardown(model)
+
+
+def assigned() -> None:
+    torch.manual_seed(0)
+    net = mlp(4, 6)
+    raw = torch.optim.SGD(net.parameters(), lr=1.0)
+    model, handle, _ = accel.setup(net, raw, backend="fsdp")
+    before = accel.full_state_dict(model)
+    weight = next(model.parameters())
+    whole = torch.arange(24.0).view(6, 4)
+    weight.grad = DTensor.from_local(whole, weight.device_mesh, [Replicate()], run_check=False)
+    handle.step()
+    name = next(iter(before))
+    assert models.distance({name: accel.full_state_dict(model)[name]}, {name: before[name] - whole}) == 0.0
+    weight.grad = torch.ones(6, 4)
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        handle.step()
+    accel.teardown(model)
+
+
+def with_closures(model: Any, handle: Any, raw: torch.optim.Optimizer, loss_of: Any, kind: type) -> None:
+    def closure() -> Any:
+        raw.zero_grad()
+        assert {type(p) for g in raw.param_groups for p in g["params"] if p.dim()} == {kind}
+        loss = loss_of(model, 1)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        handle.step(closure)
+
+
+def closures() -> None:
+    model, handle, _, raw = start(optimizer="sgd")
+    reference, other = build(optimizer="sgd")
+    with_closures(model, handle, raw, local_loss, DTensor)
+    with_closures(reference, other, other, mean_loss, nn.Parameter)
+    assert distance(accel.full_state_dict(model), reference.state_dict()) < 1e-5
+    accel.teardown(model)
+
+
+def stale_after_a_closure() -> None:
+    """The closure's gradients are the first ones: what the step writes is known as written all the same."""
+    model, handle, _, _ = start()
+    early = local_loss(model, 0)
+    handle.step(lambda: local_loss(model, 1).backward())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        early.backward()
+
+
+def everything_else() -> None:
+    for check in (subclasses, seen_by_hooks, edited, assigned, closures, stale_after_a_closure):
+        check()
+
+
+def test_a_step_on_plain_tensors_is_seen_by_nobody() -> None:
+    run(2, everything_else)
+
+
+def clips() -> None:
+    """Torch's own function, of what still waits unreduced too: the whole norm on every rank, and no operation on gradients."""
+    for order in (1.0, 2.0, float("inf")):
+        net, reference = mlp(3, 1, 5), mlp(3, 1, 5)
+        model, handle, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), backend="fsdp")
+        batch = torch.full((2, 3), 2.0)
+        with accel.no_sync(model):
+            for _ in range(2):
+                model(batch).square().sum().backward()
+        for _ in range(2):
+            reference(batch).square().sum().backward()
+        for scale in (1e-2, 1.0):  # what waits first, then what is there
+            expected = nn.utils.clip_grad_norm_(reference.parameters(), scale, order)
+            norms = []
+            work = counted(lambda: norms.append(nn.utils.clip_grad_norm_(model.parameters(), scale, order)))  # noqa: B023
+            assert torch.allclose(norms[0].full_tensor(), expected)
+            assert float(norms[0]) == float(norms[0].full_tensor())
+            assert work < 10 or scale < 1.0
+        handle.step()
+        other = torch.optim.SGD(reference.parameters(), lr=0.1)
+        other.step()
+        assert models.distance(accel.full_state_dict(model), reference.state_dict()) < 1e-6
+        # What is seen once, and is not final, is refused where torch cannot be given the rest.
+        handle.zero_grad()
+        with accel.no_sync(model):
+            model(batch).square().sum().backward()
+        with pytest.raises(accel.BackendError, match="gradients were missing"):
+            nn.utils.clip_grad_value_(model.parameters(), 0.1)
+        accel.teardown(model)
+
+
+def test_torchs_clipping_takes_local_norms() -> None:
+    run(2, clips)
