@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel.engines.sharded import Owners
+from accel.engines.sharded.owners import Owners
 from accel.process.packing import broadcast_from_owners
 
 from .contenders import by_accel, plain_step, raw_ddp
