@@ -68,24 +68,27 @@ def knowledge(gradient: torch.Tensor | None, touched: bool) -> int:
         return NONE
     if gradient.is_sparse:
         return SPARSE
-    noted: int | None = None if touched else HiddenAttribute.get(gradient)
+    if touched or HiddenAttribute.KEY not in gradient.__dict__:
+        return LOCAL
+    noted: int | None = HiddenAttribute.get(gradient)
     return LOCAL if noted is None else noted
 
 
-def complete(parameters: Iterable[nn.Parameter], world: int) -> list[torch.Tensor]:
+def complete(parameters: Sequence[nn.Parameter], world: int) -> list[torch.Tensor]:
     """Make this rank's gradients ones whose means with the other ranks' are the final ones, each in memory of its own."""
-    gradients = []
-    places: set[int] = set()
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        elif HiddenAttribute.get(parameter.grad) == OWNED:
-            spread(parameter.grad, world)
-        # A loop may assign one to several parameters, and it is changed in place.
-        if parameter.grad.data_ptr() in places:
-            parameter.grad = parameter.grad.clone()
-        places.add(parameter.grad.data_ptr())
-        gradients.append(parameter.grad)
+    gradients: list[Any] = [p.grad for p in parameters]
+    for n, gradient in enumerate(gradients):
+        if gradient is None:
+            gradients[n] = parameters[n].grad = torch.zeros_like(parameters[n])
+        elif HiddenAttribute.KEY in gradient.__dict__ and HiddenAttribute.get(gradient) == OWNED:
+            spread(gradient, world)
+    if len({g.data_ptr() for g in gradients}) < len(gradients):
+        places: set[int] = set()
+        for n, gradient in enumerate(gradients):
+            # A loop may assign one to several parameters, and it is changed in place.
+            if gradient.data_ptr() in places:
+                gradients[n] = parameters[n].grad = gradient.clone()
+            places.add(gradients[n].data_ptr())
     return gradients
 
 
@@ -275,12 +278,13 @@ class ShardedGradients(Gradients):
 
     def _agree(self, what: str, indices: Sequence[int]) -> bytes:
         """What is known of each gradient on all ranks together; brings stale buffers up to date."""
+        parameters = self.engine.parameters
         touched = {i if i >= 0 else ~i for i in self.log.entries if i is not None}
         # Those that are not looked at now must not pass for final later.
         for i in touched.difference(indices):
-            if (grad := self.engine.parameters[i].grad) is not None:
+            if (grad := parameters[i].grad) is not None:
                 HiddenAttribute.clear(grad)
-        mine = bytes([knowledge(self.engine.parameters[i].grad, i in touched) for i in indices])
+        mine = bytes([knowledge(parameters[i].grad, i in touched) for i in indices])
         if touched:
             self.buffers.touch()
         what = f"{what} of {self.engine.label}"
@@ -294,12 +298,12 @@ class ShardedGradients(Gradients):
 
     def _leave_to_owners(self, live: Sequence[int]) -> None:
         """Drop final gradients that are not this rank's: an optimizer skips what has none, and makes no state for it."""
-        rank_of, rank = self.owners.rank_of, self._rank
-        for parameter in (self.engine.parameters[i] for i in live):
+        rank_of, rank, parameters = self.owners.rank_of, self._rank, self.engine.parameters
+        for parameter in [parameters[i] for i in live]:
             if rank_of[id(parameter)] != rank:
                 parameter.grad = None
-            elif parameter.grad is not None:
-                HiddenAttribute.put(parameter.grad, OWNED)
+            elif (gradient := parameter.grad) is not None:
+                HiddenAttribute.put(gradient, OWNED)
                 self._left.append(parameter)
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:

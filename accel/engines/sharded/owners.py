@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -39,7 +39,7 @@ class Bucket:
 
     def __init__(self, owner: int, parameters: Sequence[nn.Parameter]) -> None:
         self.owner, self.parameters = owner, parameters
-        self.keys = list(map(id, parameters))
+        self.keys = dict.fromkeys(map(id, parameters))
         first = parameters[0]
         unit = max(1, _ALIGNMENT // first.element_size())
         self.starts = [0, *itertools.accumulate(-(-p.numel() // unit) * unit for p in parameters)]
@@ -50,8 +50,10 @@ class Bucket:
         self.buffer: torch.Tensor = bucket.buffer
         self._pointers = [p.data_ptr() for p in parameters]
 
-    def runs(self, wanted: Collection[int]) -> list[range]:
+    def runs(self, wanted: KeysView[int]) -> list[range]:
         """The places of the parameters whose identity is wanted, as ranges; none where these would be too many."""
+        if self.keys.keys() <= wanted:
+            return [range(len(self.keys))]
         places = [n for n, key in enumerate(self.keys) if key in wanted]
         cuts = [n for n in range(1, len(places)) if places[n] != places[n - 1] + 1]
         if not places or len(cuts) > len(places) // _LEAST:
@@ -65,6 +67,8 @@ class Bucket:
 
     def elsewhere(self, run: range) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Those of them that do not lie here, each with its place."""
+        if list(map(torch.Tensor.data_ptr, self.parameters)) == self._pointers:
+            return
         for n in run:
             parameter = self.parameters[n]
             if parameter.data_ptr() != self._pointers[n]:
@@ -121,9 +125,11 @@ class Owners:
         self._order |= trained
         # Trainable ones first: these have gradients and state. From large to small, which balances best.
         group = {"params": sorted(trained.values(), key=lambda p: (not p.requires_grad, -p.numel()))}
-        self.digest = zlib.crc32(str([self.digest, *(p.shape for p in group["params"])]).encode())
-        if not trained:
-            return
+        if trained:
+            self._deal(group)
+        self.digest = zlib.crc32(str([self.digest, *((p.shape, self.rank_of[key]) for key, p in trained.items())]).encode())
+
+    def _deal(self, group: dict[str, Any]) -> None:
         frozen = [p for p in self._order.values() if not p.requires_grad]
         for parameter in frozen:  # these would count as one element, and may be trained later
             parameter.requires_grad_(True)
@@ -133,7 +139,10 @@ class Owners:
                 self._oss.group = None  # it is not to keep a process group from its end
             else:
                 self._oss.add_param_group(group)
-            self.rank_of.update((id(p), rank) for p, rank in self._oss._param_to_rank.items())
+            dealt = sorted(self._oss._param_to_rank.items(), key=lambda item: id(item[0]) not in self.rank_of)
+            owner_at: dict[int, int] = {}
+            for p, rank in dealt:  # parameters with the same memory are stepped in one place, one after the other
+                self.rank_of[id(p)] = owner_at.setdefault(p.data_ptr(), self.rank_of.get(id(p), rank))
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(False)
@@ -167,7 +176,7 @@ class Owners:
         rest = {id(p): p for p in parameters}
         sent = []
         for bucket in self._buckets:
-            for run in bucket.runs(rest):
+            for run in bucket.runs(rest.keys()):
                 elsewhere = list(bucket.elsewhere(run))
                 if bucket.owner == self._rank:
                     for parameter, place in elsewhere:
@@ -180,9 +189,9 @@ class Owners:
                 for parameter, place in elsewhere:
                     parameter.copy_(place)
                 # Autograd tells by it that a graph was made with other values.
-                torch.autograd.graph.increment_version([bucket.parameters[n] for n in run])
-            for n in run:
-                del rest[bucket.keys[n]]
+                torch.autograd.graph.increment_version(bucket.parameters[run.start : run.stop])
+            for parameter in bucket.parameters[run.start : run.stop]:
+                del rest[id(parameter)]
         broadcast_from_owners(self.by_owner(rest.values(), rest.values()), self._rank, group)
 
     def release(self) -> None:
