@@ -8,7 +8,7 @@ import itertools
 import logging
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -102,7 +102,7 @@ def spread(gradient: torch.Tensor, world: int) -> None:
 def spread_before_accumulation(parameter: nn.Parameter, world: int) -> RemovableHandle:
     """Keep the mean over the ranks right where a backward adds to a gradient that only its owner still has.
 
-    Each backward pays for the hook, so that it is there from when a loop first keeps such a gradient to the next backward.
+    Every backward pays for the hook, so that only parameters get it whose gradients a loop has kept over a step or clipping.
     """
     reference = weakref.ref(parameter)  # a hook that holds its parameter would keep it for ever
 
@@ -198,8 +198,9 @@ class ShardedGradients(Gradients):
         #: By optimizer (one may step or write inside of another), the parameters that their owners have stepped, or may
         #: have, and the other ranks do not have yet.
         self._unpublished: dict[int, set[int]] = {}
-        #: The parameters whose final gradients were left to this rank alone, and whose ``spread_before_accumulation`` is due.
-        self._left: list[nn.Parameter] = []
+        #: By identity, the parameters whose final gradients were left to this rank since the last backward; and, of those whose
+        #: gradients were still there when the next one came, the hooks.
+        self._left: dict[int, nn.Parameter] = {}
         self._spreading: dict[int, RemovableHandle] = {}
 
     def follow(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -208,9 +209,9 @@ class ShardedGradients(Gradients):
 
     def before_backward(self) -> None:
         """See to the gradients that a loop keeps from before the last step or clipping."""
-        for parameter in self._left:
-            if parameter.grad is not None and id(parameter) not in self._spreading:
-                self._spreading[id(parameter)] = spread_before_accumulation(parameter, self._world)
+        for key, parameter in self._left.items():
+            if parameter.grad is not None and key not in self._spreading:
+                self._spreading[key] = spread_before_accumulation(parameter, self._world)
         self._left.clear()
 
     def pending(self) -> bool:
@@ -253,7 +254,9 @@ class ShardedGradients(Gradients):
         Returns the parameters that have a gradient on any rank.
         """
         engine = self.engine
-        codes = self._agree(what, indices)
+        # As long as this list lives, torch need not make new Python objects of them at each use.
+        mine = [engine.parameters[i].grad for i in indices]
+        codes = self._agree(what, indices, mine)
         if SPARSE in codes:
             names = [engine.names[i] for i, code in zip(indices, codes, strict=True) if code == SPARSE]
             raise BackendError(
@@ -276,7 +279,7 @@ class ShardedGradients(Gradients):
             self.log.fold()
         return live
 
-    def _agree(self, what: str, indices: Sequence[int]) -> bytes:
+    def _agree(self, what: str, indices: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> bytes:
         """What is known of each gradient on all ranks together; brings stale buffers up to date."""
         parameters = self.engine.parameters
         touched = {i if i >= 0 else ~i for i in self.log.entries if i is not None}
@@ -284,7 +287,7 @@ class ShardedGradients(Gradients):
         for i in touched.difference(indices):
             if (grad := parameters[i].grad) is not None:
                 HiddenAttribute.clear(grad)
-        mine = bytes([knowledge(parameters[i].grad, i in touched) for i in indices])
+        mine = bytes([knowledge(gradient, i in touched) for i, gradient in zip(indices, gradients, strict=True)])
         if touched:
             self.buffers.touch()
         what = f"{what} of {self.engine.label}"
@@ -304,7 +307,7 @@ class ShardedGradients(Gradients):
                 parameter.grad = None
             elif (gradient := parameter.grad) is not None:
                 HiddenAttribute.put(gradient, OWNED)
-                self._left.append(parameter)
+                self._left[id(parameter)] = parameter
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip each owner's part by the norm of all parts."""

@@ -127,7 +127,9 @@ class Owners:
         group = {"params": sorted(trained.values(), key=lambda p: (not p.requires_grad, -p.numel()))}
         if trained:
             self._deal(group)
-        self.digest = zlib.crc32(str([self.digest, *((p.shape, self.rank_of[key]) for key, p in trained.items())]).encode())
+        self.digest = zlib.crc32(
+            str([self.digest, *((p.shape, self.rank_of[key]) for key, p in trained.items())]).encode()
+        )
 
     def _deal(self, group: dict[str, Any]) -> None:
         frozen = [p for p in self._order.values() if not p.requires_grad]
@@ -142,7 +144,8 @@ class Owners:
             dealt = sorted(self._oss._param_to_rank.items(), key=lambda item: id(item[0]) not in self.rank_of)
             owner_at: dict[int, int] = {}
             for p, rank in dealt:  # parameters with the same memory are stepped in one place, one after the other
-                self.rank_of[id(p)] = owner_at.setdefault(p.data_ptr(), self.rank_of.get(id(p), rank))
+                place = p.data_ptr() if type(p) is nn.Parameter else -id(p)  # others may have none
+                self.rank_of[id(p)] = owner_at.setdefault(place, self.rank_of.get(id(p), rank))
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(False)
