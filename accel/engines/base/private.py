@@ -92,7 +92,10 @@ _OF: Final[Mapping[str, Names]] = {
     "ddp": _REDUCER,
     "ddp2": _REDUCER,
     "fsdp": _FSDP2,
-    "sharded": (("torch._utils:", "_flatten_dense_tensors _unflatten_dense_tensors", "many gradients in one message"),),
+    "sharded": (
+        ("torch._utils:", "_flatten_dense_tensors _unflatten_dense_tensors", "many gradients in one message"),
+        ("torch._C:", "_storage_Use_Count", "weights that something else uses too, which must not move"),
+    ),
     "pipeline": (
         ("torch._C:", "_autograd._get_current_graph_task_keep_graph", "retain_graph=True in a stage of another rank"),
         ("torch.nn:Module.", _HOOKS, "hooks that a stage would not call"),

@@ -8,10 +8,9 @@ import itertools
 import logging
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -19,76 +18,45 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import BackendError, RankMismatchError
-from ..gradients.clip import clip_
-from ..handles import HiddenAttribute
-from ..process.control import agree
-from ..process.packing import average_, broadcast_from_owners, reduce_to_owners
-from ..process.startup import unseen_group
-from ..shard import StateEntry
-from .base import memory
-from .base.engine import Engine, Options
-from .base.gradients import Gradients
-from .base.holdings import Holdings
-from .base.memory import Footprint, MemoryUse
-from .base.methods import only
-from .base.private import require
-from .base.step import refuse_steps
+from ...errors import BackendError, RankMismatchError
+from ...gradients.clip import clip_
+from ...gradients.log import remove_hooks
+from ...handles import HiddenAttribute
+from ...process.control import agree
+from ...process.packing import average_, reduce_to_owners
+from ...process.startup import unseen_group
+from ...shard import StateEntry
+from ..base import memory
+from ..base.engine import Engine, Options
+from ..base.gradients import Gradients
+from ..base.holdings import Holdings
+from ..base.memory import Footprint, MemoryUse
+from ..base.methods import only
+from ..base.private import require
+from ..base.step import refuse_steps
 
-# -- who owns what -----------------------------------------------------------------------------------------------------
+if TYPE_CHECKING:
+    from .owners import Owners
 
 logger = logging.getLogger("accel")
 
 #: What is known of a gradient, in the order in which one rank's knowledge outranks another's.
 NONE, EVERYWHERE, OWNED, LOCAL, SPARSE = range(5)
 
-
 #: The names of fairscale that this backend relies on, and the versions with which its tests were run.
-_PRIVATE: Final = (("fairscale.optim.oss:OSS.", "partition_parameters", "which rank steps which parameter"),)
+_PRIVATE: Final = (
+    ("fairscale.optim.oss:OSS.", "partition_parameters _param_to_rank", "which rank steps which parameter"),
+    ("fairscale.optim.oss:OSS.", "_setup_flat_buffers", "weights in flat memory"),
+    ("fairscale.nn.misc:ParamBucket.", "_fill add_param", "weights in flat memory"),
+)
 _RAN: Final = ("0.4.12", "0.4.13")
 
 
-@final
-class Owners:
-    """Gives each parameter to one rank by fairscale's partition: the next parameter to the rank that has the least.
-
-    Asked again with more parameters, it leaves those where they are that have an owner. All ranks must ask alike.
-    """
-
-    def __init__(self, rank: int, world: int) -> None:
-        self._rank, self._world = rank, world
-        self._order: list[SimpleNamespace] = []
-        self.hooks = contextlib.ExitStack()
-        #: The owner's rank, by ``id`` of the parameter.
-        self.rank_of: dict[int, int] = {}
-        #: Differs where ranks did not ask alike.
-        self.digest = 0
-
-    def take(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give an owner to those that have none."""
-        new = list({id(p): p for p in parameters if id(p) not in self.rank_of}.values())
-        if not new:
-            return
-        with unseen_group():
-            require("backend 'sharded'", "fairscale", _PRIVATE, _RAN)
-            from fairscale.optim.oss import OSS  # type: ignore[import-untyped,import-not-found,unused-ignore]
-
-        # Trainable ones first: these have gradients and state. From large to small, which balances best.
-        new.sort(key=lambda p: (not p.requires_grad, -p.numel()))
-        # Stand-ins, since a frozen parameter would count as one element, and may be trained later.
-        self._order += [SimpleNamespace(key=id(p), numel=p.numel().__int__, requires_grad=True) for p in new]
-        request = SimpleNamespace(
-            world_size=self._world, _partition_parameters=[], param_groups=[{"params": self._order}]
-        )
-        for rank, groups in enumerate(OSS.partition_parameters(request)):
-            self.rank_of.update((stand_in.key, rank) for stand_in in groups[0]["params"])
-        self.digest = zlib.crc32(str([self.digest, *(p.shape for p in new)]).encode())
-        for parameter in new:
-            if self.owns(parameter) and (parameter.is_floating_point() or parameter.is_complex()):
-                self.hooks.callback(spread_before_accumulation(parameter, self._world).remove)
-
-    def owns(self, parameter: torch.Tensor) -> bool:
-        return self.rank_of.get(id(parameter)) == self._rank
+def _new_owners(rank: int, world: int) -> Owners:
+    with unseen_group():
+        require("backend 'sharded'", "fairscale", _PRIVATE, _RAN)
+        from .owners import Owners
+    return Owners(rank, world)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -100,24 +68,27 @@ def knowledge(gradient: torch.Tensor | None, touched: bool) -> int:
         return NONE
     if gradient.is_sparse:
         return SPARSE
-    noted: int | None = None if touched else HiddenAttribute.get(gradient)
+    if touched or HiddenAttribute.KEY not in gradient.__dict__:
+        return LOCAL
+    noted: int | None = HiddenAttribute.get(gradient)
     return LOCAL if noted is None else noted
 
 
-def complete(parameters: Iterable[nn.Parameter], world: int) -> list[torch.Tensor]:
+def complete(parameters: Sequence[nn.Parameter], world: int) -> list[torch.Tensor]:
     """Make this rank's gradients ones whose means with the other ranks' are the final ones, each in memory of its own."""
-    gradients = []
-    places: set[int] = set()
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        elif HiddenAttribute.get(parameter.grad) == OWNED:
-            spread(parameter.grad, world)
-        # A loop may assign one to several parameters, and it is changed in place.
-        if parameter.grad.data_ptr() in places:
-            parameter.grad = parameter.grad.clone()
-        places.add(parameter.grad.data_ptr())
-        gradients.append(parameter.grad)
+    gradients: list[Any] = [p.grad for p in parameters]
+    for n, gradient in enumerate(gradients):
+        if gradient is None:
+            gradients[n] = parameters[n].grad = torch.zeros_like(parameters[n])
+        elif HiddenAttribute.KEY in gradient.__dict__ and HiddenAttribute.get(gradient) == OWNED:
+            spread(gradient, world)
+    if len({g.data_ptr() for g in gradients}) < len(gradients):
+        places: set[int] = set()
+        for n, gradient in enumerate(gradients):
+            # A loop may assign one to several parameters, and it is changed in place.
+            if gradient.data_ptr() in places:
+                gradients[n] = parameters[n].grad = gradient.clone()
+            places.add(gradients[n].data_ptr())
     return gradients
 
 
@@ -129,7 +100,10 @@ def spread(gradient: torch.Tensor, world: int) -> None:
 
 
 def spread_before_accumulation(parameter: nn.Parameter, world: int) -> RemovableHandle:
-    """Keep the mean over the ranks right where a backward adds to a gradient that only its owner still has."""
+    """Keep the mean over the ranks right where a backward adds to a gradient that only its owner still has.
+
+    Every backward pays for the hook, so that only parameters get it whose gradients a loop has kept over a step or clipping.
+    """
     reference = weakref.ref(parameter)  # a hook that holds its parameter would keep it for ever
 
     def before(_: torch.Tensor) -> None:
@@ -220,14 +194,25 @@ class ShardedGradients(Gradients):
         super().__init__(engine)
         self._rank, self._world = engine.process.place.rank, engine.process.place.world_size
         self._index: dict[int, int] = {}
-        self.owners = Owners(self._rank, self._world)
+        self.owners = _new_owners(self._rank, self._world)
         #: By optimizer (one may step or write inside of another), the parameters that their owners have stepped, or may
         #: have, and the other ranks do not have yet.
         self._unpublished: dict[int, set[int]] = {}
+        #: By identity, the parameters whose final gradients were left to this rank since the last backward; and, of those whose
+        #: gradients were still there when the next one came, the hooks.
+        self._left: dict[int, nn.Parameter] = {}
+        self._spreading: dict[int, RemovableHandle] = {}
 
     def follow(self, parameters: Sequence[nn.Parameter]) -> None:
         super().follow(parameters)
         self._index = {id(p): i for i, p in enumerate(parameters)}
+
+    def before_backward(self) -> None:
+        """See to the gradients that a loop keeps from before the last step or clipping."""
+        for key, parameter in self._left.items():
+            if parameter.grad is not None and key not in self._spreading:
+                self._spreading[key] = spread_before_accumulation(parameter, self._world)
+        self._left.clear()
 
     def pending(self) -> bool:
         """Always: what other ranks have is known only together."""
@@ -269,7 +254,9 @@ class ShardedGradients(Gradients):
         Returns the parameters that have a gradient on any rank.
         """
         engine = self.engine
-        codes = self._agree(what, indices)
+        # As long as this list lives, torch need not make new Python objects of them at each use.
+        mine = [engine.parameters[i].grad for i in indices]
+        codes = self._agree(what, indices, mine)
         if SPARSE in codes:
             names = [engine.names[i] for i, code in zip(indices, codes, strict=True) if code == SPARSE]
             raise BackendError(
@@ -286,20 +273,21 @@ class ShardedGradients(Gradients):
             for gradient in gradients:
                 HiddenAttribute.put(gradient, EVERYWHERE)
         else:
-            reduce_to_owners(self._by_owner(pending, gradients), self._rank, self.process.group)
+            reduce_to_owners(self.owners.by_owner(pending, gradients), self._rank, self.process.group)
             self._leave_to_owners(live)
         if self.log.entries:  # only now: what raises before leaves all as it was
             self.log.fold()
         return live
 
-    def _agree(self, what: str, indices: Sequence[int]) -> bytes:
+    def _agree(self, what: str, indices: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> bytes:
         """What is known of each gradient on all ranks together; brings stale buffers up to date."""
+        parameters = self.engine.parameters
         touched = {i if i >= 0 else ~i for i in self.log.entries if i is not None}
         # Those that are not looked at now must not pass for final later.
         for i in touched.difference(indices):
-            if (grad := self.engine.parameters[i].grad) is not None:
+            if (grad := parameters[i].grad) is not None:
                 HiddenAttribute.clear(grad)
-        mine = bytes([knowledge(self.engine.parameters[i].grad, i in touched) for i in indices])
+        mine = bytes([knowledge(gradient, i in touched) for i, gradient in zip(indices, gradients, strict=True)])
         if touched:
             self.buffers.touch()
         what = f"{what} of {self.engine.label}"
@@ -311,21 +299,15 @@ class ShardedGradients(Gradients):
         codes = {code for code, *_ in told}
         return mine if len(codes) == 1 else bytes(map(max, *map(zlib.decompress, codes)))
 
-    def _by_owner(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Any]) -> list[list[torch.Tensor]]:
-        by_owner: list[list[torch.Tensor]] = [[] for _ in range(self._world)]
-        rank_of = self.owners.rank_of
-        for parameter, tensor in zip(parameters, tensors, strict=True):
-            by_owner[rank_of[id(parameter)]].append(tensor)
-        return by_owner
-
     def _leave_to_owners(self, live: Sequence[int]) -> None:
         """Drop final gradients that are not this rank's: an optimizer skips what has none, and makes no state for it."""
-        rank_of, rank = self.owners.rank_of, self._rank
-        for parameter in (self.engine.parameters[i] for i in live):
+        rank_of, rank, parameters = self.owners.rank_of, self._rank, self.engine.parameters
+        for parameter in [parameters[i] for i in live]:
             if rank_of[id(parameter)] != rank:
                 parameter.grad = None
-            elif parameter.grad is not None:
-                HiddenAttribute.put(parameter.grad, OWNED)
+            elif (gradient := parameter.grad) is not None:
+                HiddenAttribute.put(gradient, OWNED)
+                self._left[id(parameter)] = parameter
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip each owner's part by the norm of all parts."""
@@ -368,10 +350,16 @@ class ShardedGradients(Gradients):
         keys = list(self._unpublished) if optimizer is None else [id(optimizer)]
         indices: set[int] = set().union(*(self._unpublished.get(key, ()) for key in keys))
         if indices:
-            stepped = [self.engine.parameters[i] for i in sorted(indices)]
-            broadcast_from_owners(self._by_owner(stepped, stepped), self._rank, self.process.group)
+            self.owners.publish([self.engine.parameters[i] for i in sorted(indices)], self.process.group)
         for key in keys:
             self._unpublished.pop(key, None)
+
+    def let_go(self) -> None:
+        """Of the parameters, which get memory of their own again."""
+        self.owners.release()
+        remove_hooks(list(self._spreading.values()))
+        self._left.clear()
+        self._spreading.clear()
 
 
 @final
@@ -417,11 +405,12 @@ class ShardedEngine(Engine):
         return self.distributed and own and not isinstance(optimizer, LBFGS)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Rank 0's weights; then each rank keeps the state of its own parameters only."""
+        """Rank 0's weights; then each rank keeps the state of its own parameters only, and weights lie together by owner."""
         super().start(optimizers)
-        for optimizer in optimizers:
-            if self.splits(optimizer):
-                self.holdings.drop(optimizer)
+        for optimizer in filter(self.splits, optimizers):
+            self.holdings.drop(optimizer)
+        if self.distributed:
+            self.gradients.owners.flatten(self.label)
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Give every rank the whole state of the optimizers."""
@@ -435,7 +424,7 @@ class ShardedEngine(Engine):
                 elif self.started:
                     self.holdings.give_back("the whole state of an optimizer", optimizer, self.named)
         finally:
-            self.gradients.owners.hooks.close()
+            self.gradients.let_go()
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function is not self.entry:
@@ -443,5 +432,6 @@ class ShardedEngine(Engine):
         self.gradients.publish()  # a step raised half-way
         out = function(*args, **kwargs)
         if torch.is_grad_enabled():
+            self.gradients.before_backward()  # which not every way to begin one calls
             self.gradients.buffers.touch()
         return out
