@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Iterator
@@ -22,15 +23,32 @@ from .workloads import Workload, with_adamw
 RAW, AGAIN, ACCEL = "raw DeepSpeed", "raw DeepSpeed, again", "accel"
 NAMES, STAGES = ("many", "gpt"), (1, 2, 3)
 ABOUT = """`deepspeed.initialize` with the user's AdamW, then `engine(inputs)`, `engine.backward(loss)` and `engine.step()`; \
-accel with the raw loop. Both have the buckets that accel sets (DeepSpeed's default, 5e8 elements, is slower on CPU) and \
+accel with the raw loop, and none of accel's \
+changes of torch and the library while raw DeepSpeed runs. Both have the buckets that accel sets (DeepSpeed's default, 5e8 elements, is slower on CPU) and \
 no clipping. 2 ranks over gloo, fp32; times in microseconds per step."""
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Inside, torch and the library are as they would be without accel, whose engine lives in the same process."""
+    functions, ranges = vars(torch.nn.functional), vars(quiet.library("deepspeed.utils.nvtx"))
+    changed = functions["linear"], ranges["enable_nvtx"], vars(torch.Tensor).get("data")
+    functions["linear"], ranges["enable_nvtx"] = quiet.library("deepspeed.runtime.zero.linear").zero3_linear_wrap, True
+    if changed[2] is not None:
+        del torch.Tensor.data
+    try:
+        yield
+    finally:
+        functions["linear"], ranges["enable_nvtx"] = changed[:2]
+        if changed[2] is not None:
+            torch.Tensor.data = changed[2]  # type: ignore[method-assign]
 
 
 def raw_deepspeed(workload: Workload, stage: int) -> Step:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     model, optimizer = workload.build()
     numel = sum(p.numel() for p in model.parameters())
-    config = Configuration(DeepSpeed(stage=stage)).complete(torch.float32, numel)
+    config = Configuration(DeepSpeed(stage=stage)).complete(torch.float32, numel, "gloo")
     # What makes the library fit a raw loop; its own loop does without.
     del config["managed_gradient_accumulation"]
     with warnings.catch_warnings():
@@ -41,8 +59,9 @@ def raw_deepspeed(workload: Workload, stage: int) -> Step:
     loss_of = workload.loss
 
     def step() -> None:
-        engine.backward(loss_of(engine(inputs), targets))
-        engine.step()
+        with _alone() if stage == 3 else contextlib.nullcontext():
+            engine.backward(loss_of(engine(inputs), targets))
+            engine.step()
 
     return step
 
