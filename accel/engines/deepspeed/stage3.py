@@ -54,7 +54,9 @@ def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(module: Any, *values: Any) -> Any:
         tree, found = values[-1], []
-        plain = isinstance(tree, torch.Tensor) or (type(tree) is tuple and len(tree) == 1 and isinstance(tree[0], torch.Tensor))
+        plain = isinstance(tree, torch.Tensor) or (
+            type(tree) is tuple and len(tree) == 1 and isinstance(tree[0], torch.Tensor)
+        )
         if plain:  # as most modules have it
             found = [tree] if isinstance(tree, torch.Tensor) else [tree[0]]
         else:
@@ -388,7 +390,8 @@ class Stage3(Partitions):
             weight.ds_active_sub_modules.clear()
             if not weight.ds_persist:
                 release(weight)
-        bucket, numel = [], 0
+        bucket: list[Any] = []
+        numel = 0
         for weight in self.zero.persistent_parameters:
             if bucket and numel + weight.ds_numel > self.zero.reduce_bucket_size:
                 self._refill(bucket)
