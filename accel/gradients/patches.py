@@ -325,6 +325,9 @@ def data_patch(
             return alias
 
         def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+            if type(tensor) is torch.Tensor:  # a gradient, say: of no module's parameters
+                original.__set__(tensor, value)
+                return
             # Conversions that change nothing (`model.to(device)`) put back what they have read.
             same = _plain(value) and _plain(tensor) and value.data_ptr() == tensor.data_ptr()
             if needed() and not same:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Iterator
@@ -21,59 +22,92 @@ from .workloads import Workload, with_adamw
 
 RAW, AGAIN, ACCEL = "raw DeepSpeed", "raw DeepSpeed, again", "accel"
 NAMES, STAGES = ("many", "gpt"), (1, 2, 3)
+#: With ``offload_optimizer``, by whose Adam.
+OFFLOADS = ("DeepSpeed's Adam", "torch's AdamW")
 ABOUT = """`deepspeed.initialize` with the user's AdamW, then `engine(inputs)`, `engine.backward(loss)` and `engine.step()`; \
-accel with the raw loop. Both have the buckets that accel sets (DeepSpeed's default, 5e8 elements, is slower on CPU) and \
-no clipping. 2 ranks over gloo, fp32; times in microseconds per step."""
+accel with the raw loop, and none of its changes of torch and the library while raw DeepSpeed runs. Both have the buckets that \
+accel sets (DeepSpeed's default, 5e8 elements, is slower on CPU) and no clipping. With offload, raw DeepSpeed is given its \
+DeepSpeedCPUAdam, or the user's AdamW with `zero_force_ds_cpu_optimizer: False`, and accel the user's AdamW, and the same key. \
+2 ranks over gloo, fp32; times in microseconds per step."""
 
 
-def raw_deepspeed(workload: Workload, stage: int) -> Step:
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Inside, torch and the library are as they would be without accel, whose engine lives in the same process."""
+    functions, ranges = vars(torch.nn.functional), vars(quiet.library("deepspeed.utils.nvtx"))
+    changed = functions["linear"], ranges["enable_nvtx"], vars(torch.Tensor).get("data")
+    functions["linear"], ranges["enable_nvtx"] = quiet.library("deepspeed.runtime.zero.linear").zero3_linear_wrap, True
+    if changed[2] is not None:
+        del torch.Tensor.data
+    try:
+        yield
+    finally:
+        functions["linear"], ranges["enable_nvtx"] = changed[:2]
+        if changed[2] is not None:
+            torch.Tensor.data = changed[2]  # type: ignore[method-assign]
+
+
+def raw_deepspeed(workload: Workload, stage: int, offload: str = "") -> Step:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     model, optimizer = workload.build()
     numel = sum(p.numel() for p in model.parameters())
-    config = Configuration(DeepSpeed(stage=stage)).complete(torch.float32, numel)
+    config = Configuration(DeepSpeed(stage=stage)).complete(torch.float32, numel, "gloo")
     # What makes the library fit a raw loop; its own loop does without.
     del config["managed_gradient_accumulation"]
+    if offload:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         deepspeed: Any = quiet._import(torch.device("cpu"))
+        if offload == OFFLOADS[0]:
+            optimizer = quiet.library("deepspeed.ops.adam").DeepSpeedCPUAdam(
+                model.parameters(), lr=1e-9, weight_decay=0.01
+            )
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
     inputs, targets = workload.batch()
     loss_of = workload.loss
 
     def step() -> None:
-        engine.backward(loss_of(engine(inputs), targets))
-        engine.step()
+        with _alone() if stage == 3 else contextlib.nullcontext():
+            engine.backward(loss_of(engine(inputs), targets))
+            engine.step()
 
     return step
 
 
-def _makers(name: str, stage: int) -> Makers:
+def _makers(name: str, stage: int, offload: str = "") -> Makers:
     workload = with_adamw(name)
+    config = {"zero_force_ds_cpu_optimizer": offload == OFFLOADS[0]}
     return {
-        RAW: lambda: raw_deepspeed(workload, stage),
-        AGAIN: lambda: raw_deepspeed(workload, stage),
-        ACCEL: lambda: by_accel(workload, accel.DeepSpeed(stage=stage)),
+        RAW: lambda: raw_deepspeed(workload, stage, offload),
+        AGAIN: lambda: raw_deepspeed(workload, stage, offload),
+        ACCEL: lambda: by_accel(workload, accel.DeepSpeed(stage=stage, offload_optimizer=bool(offload), config=config)),
     }
 
 
-def _key(name: str, stage: int) -> str:
-    return f"{name}, ZeRO {stage}"
+def _key(name: str, stage: int, offload: str = "") -> str:
+    return f"{name}, ZeRO {stage}" + (f", offload, {offload}" if offload else "")
+
+
+#: Each table: the workload, the stage, whose Adam steps what is offloaded, the limit.
+TABLES = (
+    *((n, stage, "", 1.02) for stage in STAGES for n in NAMES),
+    *((n, stage, offload, 1.05) for stage in (2, 3) for n in NAMES for offload in OFFLOADS),
+)
 
 
 def _measure(quick: bool) -> Data:
     comparisons = {
-        _key(n, stage): Comparison(f"{n}, ZeRO {stage}: {with_adamw(n).title}", 2, _makers, (n, stage))
-        for stage in STAGES
-        for n in NAMES
+        _key(*table): Comparison(f"{_key(*table)}: {with_adamw(table[0]).title}", 2, _makers, tuple(table))
+        for *table, _ in TABLES
     }
     return compare(comparisons, 5.0 if quick else 60.0)
 
 
 def _judge(data: Data) -> Iterator[Verdict]:
-    for stage in STAGES:
-        for name in NAMES:
-            key = _key(name, stage)
-            yield from ratio_verdicts(data, key, f"step against raw DeepSpeed, {key}", ACCEL, RAW, AGAIN, 1.02)
+    for *table, limit in TABLES:
+        key = _key(*table)
+        yield from ratio_verdicts(data, key, f"step against raw DeepSpeed, {key}", ACCEL, RAW, AGAIN, limit)
 
 
 def _draw(data: Data) -> list[Panel]:

@@ -22,11 +22,11 @@ from ...process.control import Waiting
 from ..base.absent import plainly
 from ..base.engine import Context, Engine, Options, lost_weights
 from ..base.gradients import Gradients, refuse_sparse
-from ..base.local import ELEMENTWISE
 from ..base.memory import Footprint, MemoryUse
 from . import overrides
 from .config import Configuration, refuse_parameters
 from .library import release_groups
+from .optimizers import choose_adam, level_steps, refuse_optimizer
 from .partitions import Flat, Partitions
 from .stage3 import Stage3
 from .state import DeepSpeedHoldings
@@ -286,14 +286,11 @@ class ZeROGradients(Gradients):
         """Refuse an optimizer that would see a part of a parameter as another parameter."""
         super().check(optimizer)
         engine = self.engine
-        fits = type(optimizer) in ELEMENTWISE or engine.configuration.any_optimizer
-        if engine.stage and engine.distributed and not fits:
-            raise OptimizerError(
-                f"{type(optimizer).__name__} with DeepSpeed stage {engine.stage}: each rank steps its part of each parameter as "
-                "a flat tensor, which is known to be exact for torch's elementwise optimizers (SGD, Adam, AdamW, ...); use "
-                "stage 0, or, if this one is elementwise too, config={'zero_allow_untested_optimizer': True}"
-            )
-        offloads = engine.configuration.offload_optimizer or engine.configuration.offload_parameters
+        settings = engine.configuration
+        if engine.stage and engine.distributed:
+            offloaded = settings.offload_optimizer
+            refuse_optimizer(optimizer, engine.stage, settings.any_optimizer, offloaded, self.process.device)
+        offloads = settings.offload_optimizer or settings.offload_parameters
         if engine.distributed and offloads and any(group.get("capturable") for group in optimizer.param_groups):
             raise OptimizerError(
                 f"{type(optimizer).__name__}(capturable=True) with DeepSpeed's offload: it would step weights in CPU memory, "
@@ -365,6 +362,8 @@ class ZeROGradients(Gradients):
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Every rank sees the new weights."""
+        if self.engine.zero is not None:
+            level_steps(optimizer)
         self.break_step()
         if self.engine.zero is not None:
             self._spent = set(self._kept)
@@ -429,6 +428,8 @@ class DeepSpeedEngine(Engine):
             state = {self.names[i]: optimizer.state.pop(self.parameters[i], {}) for i in self.indices(optimizer)}
             self.holdings.take(optimizer, state)
             self.holdings.guard.watch(optimizer)
+        if self.zero is not None and self.configuration.chooses_adam:
+            choose_adam(optimizers, [f.weights for f in self.zero.fragments.values()], self.zero.library)
 
     def _divide(self) -> None:
         self.zero = zero = Stage3(self) if self.stage == 3 else Flat(self)

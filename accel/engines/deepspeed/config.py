@@ -90,6 +90,8 @@ class Configuration:
         unpinned = isinstance(given, Mapping) and given.get("pin_memory") is False
         #: Whether what the optimizer steps there is pinned memory.
         self.pins = self.offload_optimizer and not unpinned
+        #: Whether DeepSpeed's Adam steps there in the place of torch's.
+        self.chooses_adam = self.offload_optimizer and self._given.get("zero_force_ds_cpu_optimizer") is not False
         #: Whether the optimizer steps fp32 copies of bfloat16 weights.
         self.masters = not _off(self._given.get("bf16"))
         norm: Any = self._given.get("gradient_clipping")

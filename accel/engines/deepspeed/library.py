@@ -41,12 +41,20 @@ def _compile(original: Callable[..., Any], model: Any = None, **options: Any) ->
 
 def _linear(plain: Callable[..., Any], input: Any, weight: Any, bias: Any = None) -> Any:
     """The library's, which does not keep a gathered weight until backward, for weights that it divides."""
-    divided = hasattr(weight, "ds_id")
-    return (library("deepspeed.runtime.zero.linear").zero3_linear_wrap if divided else plain)(input, weight, bias)
+    if not hasattr(weight, "ds_id"):
+        return plain(input, weight, bias)
+    linear: Any = sys.modules["deepspeed.runtime.zero.linear"]
+    return linear.zero3_linear_wrap(input, weight, bias)
 
 
 #: The library alone would replace it in every model, for good.
 _efficient: Final = around(vars(nn.functional), "linear", _linear)
+
+
+@functools.cache
+def _ranges() -> Patch:
+    """The library's ranges for profilers of devices, thousands in a step, which mean nothing on a CPU."""
+    return replaced(vars(library("deepspeed.utils.nvtx")), "enable_nvtx", False)
 
 
 @contextlib.contextmanager
@@ -102,6 +110,7 @@ OF_STAGE3: Final = "_DeepSpeedZeroOptimizer_Stage3__"
 OF_COORDINATOR: Final = "_PartitionedParameterCoordinator__"
 _PRIVATE: Final = (
     ("deepspeed.accelerator:", "get_accelerator", "which device it runs on"),
+    ("deepspeed.utils.nvtx:", "enable_nvtx", "steps without ranges for profilers"),
     ("deepspeed.utils.debug:", "debug_clear_module_and_param_names", "letting go of models"),
     ("deepspeed.utils.groups:", "_WORLD_GROUP _ALL_TO_ALL_GROUP", "letting go of process groups"),
     ("deepspeed.utils.groups:", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "letting go of process groups"),
@@ -135,6 +144,7 @@ _PRIVATE: Final = (
     (_OWN, "trace_prologue release_and_reset_all", "its hooks on plain tensors"),
     (_OWN, f"{OF_COORDINATOR}params_to_release {OF_COORDINATOR}submodule_order", "letting go of models"),
     (_OWN, f"{OF_COORDINATOR}inflight_param_registry", "weights that one module reads from another"),
+    (_OWN, f"{OF_COORDINATOR}release_param", "what is gathered, and divided again"),
     (_OWN, f"{OF_COORDINATOR}allgather_stream", "weights that are gathered after they were written"),
     ("deepspeed.runtime.zero.utils:", "assert_lst_len_same_as_other_ranks get_lst_from_rank0", "where it compares"),
     ("deepspeed.runtime.zero.linear:", "zero3_linear_wrap", "gathered weights"),
@@ -231,6 +241,8 @@ def initialise(
         patch.need(engine)
     if divided["stage"] == 3 and divided.get("memory_efficient_linear", True):
         _efficient.need(engine)
+    if device.type == "cpu":
+        _ranges().need(engine)
     zero, forward = engine.optimizer, [engine.module_forward_pre_hook, engine.module_forward_post_hook]
     for hooks in (forward, zero._grad_acc_hooks, getattr(zero, "_leaf_module_hooks", [])):
         for hook in hooks:

@@ -12,6 +12,7 @@ from types import MethodType
 from typing import Any, Final, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ...errors import BackendError
@@ -38,6 +39,13 @@ def shorten_methods(modules: Iterable[Any]) -> None:
                 vars(module)[name] = Method(bound.__func__, module)
 
 
+def remember_signatures(modules: Iterable[Any]) -> None:
+    """torch asks for the signature of a function of the library's whenever it is applied, and finds it anew each time."""
+    for module in modules:
+        for function in (module.pre_bwd_fn, module.post_bwd_fn):
+            function.forward.__signature__ = inspect.signature(function.forward)
+
+
 def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
     """A hook of the library's, which gets the tensors of a module's inputs or output and gives others for them.
 
@@ -45,13 +53,21 @@ def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(module: Any, *values: Any) -> Any:
-        found: list[torch.Tensor] = []
-        _exchange(lambda tensor: found.append(tensor) or tensor, values[-1])  # type: ignore[func-returns-value]
+        tree, found = values[-1], []
+        plain = isinstance(tree, torch.Tensor) or (
+            type(tree) is tuple and len(tree) == 1 and isinstance(tree[0], torch.Tensor)
+        )
+        if plain:  # as most modules have it
+            found = [tree] if isinstance(tree, torch.Tensor) else [tree[0]]
+        else:
+            _exchange(lambda tensor: found.append(tensor) or tensor, tree)  # type: ignore[func-returns-value]
         changed = hook(module, *values[:-1], found)
         if changed is None:
             return None
+        if plain:
+            return changed[0] if tree is found[0] else tuple(changed)
         made = iter(changed)
-        return _exchange(lambda _: next(made), values[-1])
+        return _exchange(lambda _: next(made), tree)
 
     return call
 
@@ -71,15 +87,18 @@ def _exchange(give: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
 
 
 def _lister() -> Callable[[Any], tuple[list[Any], list[Any]]]:
-    """Lists the weights that are gathered with a module, once: those that stay whole, and the others."""
+    """Lists the weights that are gathered with a module, once: those that stay whole, and the others.
+
+    A module that turns out to read another one's weights is gathered with these too.
+    """
     home = library("deepspeed.runtime.zero.partitioned_param_coordinator")
 
     @functools.cache
-    def weights_of(module: Any) -> tuple[list[Any], list[Any]]:
+    def listed(module: Any, _: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
         weights = list(home.iter_params(module, recurse=home.z3_leaf_module(module)))
         return [w for w in weights if w.ds_persist], [w for w in weights if not w.ds_persist]
 
-    return weights_of
+    return lambda module: listed(module, tuple(module._external_params))
 
 
 def _announcer(model: Any, process: Process, label: str) -> Callable[[Any, str], Waiting]:
@@ -266,6 +285,7 @@ class Stage3(Partitions):
         for table in self._tables:
             table.__class__ = kind
         shorten_methods(self.module.modules())
+        remember_signatures(self.module.modules())
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             self.snapshot.change_hooks(name, among_tensors)
         self.weights = Stage3Weights(self.module, reveal, self.process, self.label)
@@ -354,13 +374,51 @@ class Stage3(Partitions):
             parameter.ds_active_sub_modules.clear()  # type: ignore[attr-defined]
         self.gather()
 
+    @plainly
     def gather(self) -> None:
-        """Forget gathered weights, which are old now; small ones are gathered for good."""
-        self.scatter()
-        always = self.zero.persistent_parameters
-        if always:
-            always[0].all_gather(always)
+        """Forget gathered weights, which are old now; small ones stay, and get their new values by the bucket.
+
+        The library divides these too, and gathers each by a collective of its own.
+        """
+        coordinator = self.zero.parameter_offload.get_param_coordinator()
+        underway = getattr(coordinator, f"{OF_COORDINATOR}inflight_param_registry")
+        release = getattr(coordinator, f"{OF_COORDINATOR}release_param")
+        while underway:
+            underway.popitem()[1].wait()
+        weights: Sequence[Any] = self.parameters
+        for weight in weights:
+            weight.ds_active_sub_modules.clear()
+            if not weight.ds_persist:
+                release(weight)
+        bucket: list[Any] = []
+        numel = 0
+        for weight in self.zero.persistent_parameters:
+            if bucket and numel + weight.ds_numel > self.zero.reduce_bucket_size:
+                self._refill(bucket)
+                bucket, numel = [], 0
+            bucket.append(weight)
+            numel += weight.ds_numel
+        if bucket:
+            self._refill(bucket)
         self._order_gathers()
+
+    def _refill(self, weights: Sequence[Any]) -> None:
+        """Give gathered weights the values of all ranks' parts."""
+        what, world = f"the gathering of small weights ({self.label})", weights[0].ds_zero_partition_world_size
+        part = torch.cat([weight.ds_tensor for weight in weights])
+        whole = part.new_empty(world * part.numel())
+        announce(self.process, what, len(weights))
+        with Waiting(self.process, what):
+            dist.all_gather_into_tensor(whole, part, group=weights[0].ds_process_group)
+        parts = whole.view(world, -1).split([weight.ds_tensor.ds_numel for weight in weights], 1)
+        for weight, values in zip(weights, parts, strict=True):
+            if values.numel() != weight.ds_numel:  # padded
+                values = values.reshape(-1)[: weight.ds_numel]
+            if weight.data.numel():
+                weight.data.view(values.shape).copy_(values)
+            else:
+                weight.data = values.reshape(weight.ds_shape)
+                weight.ds_status = weight._available
 
     def _order_gathers(self) -> None:
         """Let gathers from now on come after what has been written: the stream on which the library gathers waits for none."""

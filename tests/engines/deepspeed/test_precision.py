@@ -39,7 +39,8 @@ def options_that_change_nothing() -> None:
         (3, {"zero_optimization": {"sub_group_size": 40, "reduce_bucket_size": 40}}, {"offload_optimizer": True}),
         (0, {"gradient_clipping": 0.05, "train_batch_size": "auto"}, {}),
     ):
-        pair = Pair(DeepSpeed(stage=stage, config={"gradient_accumulation_steps": "auto", **extra}, **options))
+        usual = {"gradient_accumulation_steps": "auto", "zero_force_ds_cpu_optimizer": False}
+        pair = Pair(DeepSpeed(stage=stage, config={**usual, **extra}, **options))
         for step in range(3):
             pair.optimizer.zero_grad()
             pair.plain_optimizer.zero_grad()

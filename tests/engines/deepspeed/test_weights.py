@@ -197,6 +197,11 @@ def kept() -> None:
     outside = lambda model: 0.1 * sum(p.pow(2).sum() for p in model.parameters())  # noqa: E731
     pair.train(range(1, 4), more=outside)
     torch.testing.assert_close(outside(pair.raw), outside(pair.plain))
+    group = pair.raw.head.weight.ds_process_group
+    before = group._get_sequence_number_for_group()
+    pair.train(range(4, 5))
+    # One for the gradients and one for all the weights.
+    assert group._get_sequence_number_for_group() - before == 2
     assert repr(pair.raw.scale).startswith("Parameter containing:\ntensor([")
     pair.check()
     before = accel.full_state_dict(pair.model)
@@ -206,8 +211,30 @@ def kept() -> None:
     with pytest.raises(accel.BackendError, match="scale.data = "):
         pair.raw.scale.data = torch.ones(1)
     pair.model.load_state_dict(before)
-    pair.train(range(4, 6))
+    pair.train(range(5, 7))
     pair.check()
+
+
+def attention() -> None:
+    """A module's forward reads the weights of its submodule, which it needs again in backward."""
+    torch.manual_seed(0)
+    plain, raw = (nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(2))
+    raw.load_state_dict(plain.state_dict())
+    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=DIVIDED)
+    reference = sgd(plain)
+    for step in range(3):
+        x = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(step))
+        for one in (optimizer, reference):
+            one.zero_grad()
+        model(x[accel.rank()]).square().mean().backward()
+        plain(x.flatten(0, 1)).square().mean().backward()
+        for one in (optimizer, reference):
+            one.step()
+    torch.testing.assert_close(dict(accel.full_state_dict(model)), dict(plain.state_dict()), atol=1e-5, rtol=0)
+
+
+def test_weights_that_a_module_reads_from_its_submodule_are_there_in_backward() -> None:
+    run(2, attention)
 
 
 def test_weights_that_stay_whole_are_right_and_an_edit_of_their_data_is_seen() -> None:
