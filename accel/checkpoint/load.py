@@ -192,8 +192,8 @@ class Loading:
             elif problem := unfit(stored, slot, convert, planned):
                 self.differences.unfit.append(f"{here}: {problem}")
             else:
-                full = f"{own}{stored_as.get(name, name)}"
-                self._wanted.append(Shard(full, slot.shape, slot.start, slot.tensor, slot.box))
+                saved_as = f"{own}{stored_as.get(name, name)}"
+                self._wanted.append(Shard(saved_as, slot.shape, slot.start, slot.tensor, slot.box))
         if not isinstance(one, TensorObject):
             self.differences.untouched.update(f"{one.path}, {name}" for name in tensors.keys() - touched)
 

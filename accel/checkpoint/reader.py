@@ -281,10 +281,7 @@ class Reader:
             self._read_chunk(fd, file, chunk, twice)
 
     def fill(self, wanted: Iterable[Shard]) -> None:
-        """Read parts of tensors, under their names in the record, into memory of any device, layout and dtype.
-
-        Each chunk once, but for what lies in other boxes: that comes through memory of a bounded size.
-        """
+        """Read parts of tensors into memory of any device, layout and dtype; each chunk once, but of what lies in other boxes."""
         files: dict[int, dict[int, list[_Piece]]] = {}
         rooms: list[tuple[torch.Tensor, ...]] = []
         size = 0
