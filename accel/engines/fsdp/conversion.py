@@ -171,7 +171,7 @@ class Conversion:
         torch.autograd.graph.increment_version([self._gathered[id(s)] for s in shards if id(s) in self._gathered])
 
     def gradients(self, parameters: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What lies here of the final gradients of these: what this rank is the first to have, and what an earlier one has too."""
+        """What lies here of the final gradients of these: what this rank is the first to have, and the rest."""
         found: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         for p in parameters:
             if p.grad is not None:

@@ -207,7 +207,7 @@ class ShardedGradients(Gradients):
         super().follow(parameters)
         self._index = {id(p): i for i, p in enumerate(parameters)}
 
-    def before_backward(self) -> None:
+    def before_backward(self, run: object) -> None:
         """See to the gradients that a loop keeps from before the last step or clipping."""
         for key, parameter in self._left.items():
             if parameter.grad is not None and key not in self._spreading:
