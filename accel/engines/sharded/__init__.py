@@ -432,6 +432,6 @@ class ShardedEngine(Engine):
         self.gradients.publish()  # a step raised half-way
         out = function(*args, **kwargs)
         if torch.is_grad_enabled():
-            self.gradients.before_backward()  # which not every way to begin one calls
+            self.gradients.before_backward(None)  # which not every way to begin one calls
             self.gradients.buffers.touch()
         return out
