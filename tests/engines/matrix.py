@@ -155,16 +155,16 @@ def cells_of(backend: Any) -> list[Cell]:
     ] + [Cell(backend, freeze=freeze, set_to_none=False) for freeze in (False, True)]
 
 
-def in_pairs(cells: list[Cell]) -> list[Cell]:
-    """So many of the cells that each value of a setting meets each value of any other."""
+def in_pairs(cells: list[Cell], number: int = 2) -> list[Cell]:
+    """So many of the cells that each value of a setting meets each value of any other; or of any two others, for three."""
 
-    def pairs(cell: Cell) -> set[Any]:
+    def groups(cell: Cell) -> set[Any]:
         settings = [(f.name, getattr(cell, f.name)) for f in fields(Cell) if f.name != "backend"]
-        return set(itertools.combinations(settings, 2))
+        return set(itertools.combinations(settings, number))
 
     chosen: list[Cell] = []
-    left = set().union(*map(pairs, cells))
+    left = set().union(*map(groups, cells))
     while left:
-        chosen.append(max(cells, key=lambda cell: len(pairs(cell) & left)))
-        left -= pairs(chosen[-1])
+        chosen.append(max(cells, key=lambda cell: len(groups(cell) & left)))
+        left -= groups(chosen[-1])
     return chosen
