@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel.engines.sharded.owners import Owners
-
 from .contenders import by_accel, plain_step, raw_ddp
 from .section import Data, Panel, Section, Verdict
 from .steps import Comparison, Makers, Step, compare, ratio_panel, ratio_verdicts, tell
@@ -47,6 +45,8 @@ class Overlapped:
     """Reduces buckets of one owner each as soon as their gradients are there; only for one whole backward a step."""
 
     def __init__(self, workload: Workload, bucket: int) -> None:
+        from accel.engines.sharded.owners import Owners
+
         self.model, self.optimizer = workload.build()
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.parameters = parameters = list(self.model.parameters())

@@ -65,13 +65,13 @@ class Used(nn.Module):
         self.tied = nn.Parameter(self.known.data)
         self.shared = nn.Parameter(torch.randn(6).share_memory_())
         self.part = nn.Parameter(torch.randn(3, 6)[1])
-        self.image = nn.Parameter(torch.randn(6, 4, 1, 2).to(memory_format=torch.channels_last))
+        self.image = nn.Parameter(torch.randn(6, 2, 1, 2).to(memory_format=torch.channels_last))
         self.turned = nn.Parameter(torch.randn(2, 6).t())
         self.rest = nn.Linear(2, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(x @ (self.known + self.tied) / 2 + self.shared) * self.part
-        wide = x[:, :, None, None].expand(-1, -1, 1, 2)
+        wide = x[:, :2, None, None].expand(-1, -1, 1, 2)
         return self.rest((h + F.conv2d(wide, self.image).flatten(1)) @ self.turned)
 
 
