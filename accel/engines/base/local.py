@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, Final, final
 
 import torch
@@ -59,9 +60,9 @@ class LocalSteps:
 
     def __init__(self, stepping: Callable[[Sequence[torch.Tensor]], None]) -> None:
         self._stepping = stepping
-        #: By the identity of parameters, which they hold; and the optimizer's own state of each as it was then.
+        #: By the identity of parameters, which they hold; and all objects in the optimizer's state that they were made from.
         self._states: dict[int, _State] = {}
-        self._known: list[dict[str, Any]] = []
+        self._known: list[Any] = []
         #: Of the step that runs: the optimizer's state, the parts with gradients, and their parameters by the parts' identity.
         self._own: dict[torch.Tensor, Any] = {}
         self._stepped: list[torch.Tensor] = []
@@ -80,22 +81,24 @@ class LocalSteps:
 
     def end(self) -> None:
         """Let go of the gradients."""
-        if not self._stepped:
-            return
         for part in self._stepped:
             part.grad = None
-        self._known = [*self._own.values()]
         self._stepped.clear()
         self._whole.clear()
 
     def _parts(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What of them lies here, with the gradients."""
-        if not self._stepped and not _same(self._known, self._own):
-            self._states.clear()
-        parts, written = list(map(_local, parameters)), []
+        if not self._stepped:
+            found = [*self._own.values(), *chain.from_iterable(state.values() for state in self._own.values())]
+            if len(found) != len(self._known) or not all(map(operator.is_, found, self._known)):
+                self._states.clear()
+                self._known[:] = found
+        parts, written = [_local(p) for p in parameters], []
         for parameter, part in zip(parameters, parts, strict=True):
             if part is not parameter:
-                part.grad = gradient = _local_gradient(parameter)
+                gradient: Any = parameter.grad
+                usual = getattr(gradient, "_spec", None) is parameter._spec  # type: ignore[attr-defined]
+                part.grad = gradient._local_tensor if usual else _rows(gradient, parameter)
                 if gradient is not None:
                     self._whole[id(part)] = parameter
                     self._stepped.append(part)
@@ -109,8 +112,8 @@ class LocalSteps:
         if parameter is None:
             return self._own[part]
         state = self._states.get(id(parameter))
-        if state is None or not _same(state.given, state.own):
-            state = self._states[id(parameter)] = _State(self._own[parameter], parameter)
+        if state is None:
+            state = self._states[id(parameter)] = _State(self._own[parameter], parameter, self._known.clear)
         return state
 
 
@@ -119,18 +122,9 @@ def _local(value: Any) -> Any:
     return getattr(value, "_local_tensor", value)
 
 
-def _local_gradient(parameter: Any) -> torch.Tensor | None:
-    """What of the gradient of a DTensor lies here, as the parameter is divided: one assigned by hand may not be."""
-    gradient: Any = parameter.grad
-    if gradient is None or getattr(gradient, "_spec", None) is parameter._spec:
-        found: torch.Tensor | None = None if gradient is None else gradient._local_tensor
-        return found
-    return here(torch.empty_like(parameter).copy_(gradient))
-
-
-def _same(values: list[Any], state: dict[Any, Any]) -> bool:
-    """Whether these very objects are the values of ``state``."""
-    return len(values) == len(state) and all(map(operator.is_, values, state.values()))
+def _rows(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
+    """What lies here of a gradient that was assigned by hand: it may be divided otherwise."""
+    return None if gradient is None else here(torch.empty_like(parameter).copy_(gradient))
 
 
 @final
@@ -151,11 +145,11 @@ class _Group(dict[str, Any]):
 class _State(dict[str, Any]):
     """The state of one parameter on this rank; what is put there becomes a part of a divided tensor in the optimizer's."""
 
-    __slots__ = ("_parameter", "given", "own")
+    __slots__ = ("_changed", "_own", "_parameter")
 
-    def __init__(self, own: dict[str, Any], parameter: torch.Tensor) -> None:
+    def __init__(self, own: dict[str, Any], parameter: torch.Tensor, changed: Callable[[], None]) -> None:
         super().__init__((key, _local(value)) for key, value in own.items())
-        self.own, self.given = own, [*own.values()]
+        self._own, self._changed = own, changed
         self._parameter: Any = parameter
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -165,5 +159,5 @@ class _State(dict[str, Any]):
         parameter = self._parameter
         if isinstance(value, torch.Tensor) and value.shape == parameter._local_tensor.shape:
             value = type(parameter)(value, parameter._spec, requires_grad=False)
-        self.own[key] = value
-        self.given = [*self.own.values()]
+        self._own[key] = value
+        self._changed()

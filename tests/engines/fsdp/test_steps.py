@@ -203,8 +203,18 @@ def seen_by_hooks() -> None:
     accel.teardown(model)
 
 
+def fail(model: Any, raw: torch.optim.Optimizer) -> None:
+    """A step that raises when it has come to the second group."""
+    raw.zero_grad()
+    local_loss(model, 5).backward()
+    raw.param_groups[1]["betas"] = None
+    with pytest.raises(TypeError):
+        raw.step()
+    raw.param_groups[1]["betas"] = (0.9, 0.999)
+
+
 def edited() -> None:
-    """What changes between steps is looked at: state and weights that were replaced, gradients by hand, a failed step."""
+    """What changes between steps is looked at: state and weights that were replaced, and what a failed step left."""
     net, raw = build()
     model, handle, _ = accel.setup(net, raw, backend="fsdp")
     train(model, handle, range(2))
@@ -223,13 +233,21 @@ def edited() -> None:
                     entry[key] = value.clone()
         train(model, handle, range(2, 4))
         assert distance(accel.full_state_dict(model), last) == 0.0, how
+    # Also in a hook that runs before accel's own, and after a step that failed.
+    hook = raw.register_step_post_hook(
+        lambda *_: raw.state.update({p: {k: v.clone() for k, v in s.items()} for p, s in raw.state.items()})
+    )
+    raw._optimizer_step_post_hooks.move_to_end(hook.id, last=False)
+    for fails in (False, True):
+        if fails:
+            hook.remove()
+            fail(model, raw)
+        model.load_state_dict(weights)
+        handle.load_state_dict(state)
+        train(model, handle, range(2, 4))
+        assert distance(accel.full_state_dict(model), last) == 0.0, fails
     # A step that fails leaves nothing behind: neither in the optimizer nor for the next step.
-    handle.zero_grad()
-    local_loss(model, 5).backward()
-    raw.param_groups[1]["betas"] = None
-    with pytest.raises(TypeError):
-        raw.step()
-    raw.param_groups[1]["betas"] = (0.9, 0.999)
+    fail(model, raw)
     assert all(type(p) is DTensor for g in raw.param_groups for p in g["params"] if p.dim())
     frozen = accel.full_state_dict(model)
     handle.zero_grad()
