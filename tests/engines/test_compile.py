@@ -87,6 +87,17 @@ def alike(backend: str) -> None:
             torch.testing.assert_close(p, q, msg=f"{before.__name__}, {after.__name__}")
 
 
+def wrapped_in_stage_3() -> None:
+    for way in (_whole, _exchanged_block):
+        with pytest.raises(accel.BackendError, match=r"torch\.compile wrapper with DeepSpeed stage 3"):
+            accel.setup(way(Net()), backend=accel.DeepSpeed(stage=3))
+
+
+def test_wrappers_are_refused_where_weights_come_and_go() -> None:
+    pytest.importorskip("deepspeed")
+    run(2, wrapped_in_stage_3)
+
+
 @pytest.mark.parametrize(
     ("backend", "world"), [("single", 1), ("ddp", 2), ("fsdp", 2), ("sharded", 2), ("horovod", 2), ("deepspeed", 2)]
 )
