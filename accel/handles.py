@@ -74,7 +74,10 @@ class ModelHandle(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name == "_torchdynamo_orig_callable":  # what torch.compile asks for first
-            raise AccelError("a handle cannot be compiled: call torch.compile on the raw module before accel.setup")
+            raise AccelError(
+                "torch.compile cannot wrap a handle: call model.compile(...) on it, which compiles in place and has the same "
+                "options, or torch.compile on the raw module before accel.setup"
+            )
         # Reached only when the raw module lacks the attribute: this raises the error that it would raise.
         return getattr(_engine(self).module, name)
 

@@ -100,8 +100,8 @@ class DDPGradients(Gradients):
         self.let_go()
         self._incomplete = False
         trainable = [i for i, p in enumerate(self.engine.parameters) if p.requires_grad]
-        self.reduction.reset(None, trainable)
         if not trainable:
+            self.reduction.reset(None, ())
             return
         options = self.engine.options
         given: Any = {name: getattr(options, name) for name in _PASSED if name in _KNOWN}

@@ -50,7 +50,7 @@ class Reduction:
         self.reset(None, ())
 
     def reset(self, reducer: Any, expected: Sequence[int]) -> None:
-        """A new reducer, of these parameters; None where there are none."""
+        """A new reducer, if any, of these parameters."""
         self._reducer, self._expected = reducer, expected
         self._trained = [self._parameters[i] for i in expected]
         self._mask, self._dtypes = TrainableMask(self._parameters), list(map(_dtype, self._trained))
@@ -116,7 +116,7 @@ class Reduction:
             self.unfinished = bool(self._complaint()) or (bool(came) and self.noted and not self.marks)
             if came and not self.unfinished:
                 self.armed = self.local = False
-            if self._mask.changed() or list(map(_dtype, self._trained)) != self._dtypes:
+            if self._mask.changed() or self._trained[0].dtype is not self._dtypes[0]:
                 self._look_for_changes(bool(came) or self.unfinished)
         elif came:
             self.local = True
@@ -141,9 +141,10 @@ class Reduction:
 
     def _complaint(self) -> str:
         """What the reducer says where it has begun, and not come to its own last act."""
+        reducer = self._reducer
         try:
-            if self._reducer is not None:
-                self._reducer._check_reducer_finalized()
+            if reducer is not None:
+                reducer._check_reducer_finalized()
         except RuntimeError as error:
             return str(error)
         return ""

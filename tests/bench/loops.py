@@ -11,7 +11,7 @@ from .steps import Comparison, compare, ratio_panel, rows, tell
 from .workloads import WORKLOADS
 
 STEP_CAUSE = "the calls of the handles, of the engine and of the optimizer's hooks around raw torch's own"
-DDP_CAUSE = "beside these calls, the gradient log: one Python call for each parameter and step"
+DDP_CAUSE = "these calls, and what a backward's begin and end tell the engine"
 ABOUT = """zero_grad, forward, loss, backward and step in fp32, by each library's own loop (`accelerator.backward`, \
 `fabric.backward`); times in microseconds per step. Overheads are held against their targets in *thread* time: all that \
 a library adds to a step in Python runs there, and gloo's waiting threads, whose cpu time varies by more than any \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import backward as bound_early
 
 import accel
 from tests.distributed import outcomes, refusals, run
@@ -361,7 +363,7 @@ def heads(option: dict[str, Any]) -> float:
             left, right = m(x)
             first, second = (left, right) if step % 2 else (right, left)
             first.square().mean().backward(retain_graph=True)
-            second.square().mean().backward()
+            bound_early(second.square().mean())
             nn.utils.clip_grad_norm_(m.parameters(), 0.5)
             o.step()
     assert equal_on_all_ranks(ours)
@@ -394,6 +396,58 @@ def a_head_without_its_backward() -> None:
 def test_a_head_that_gets_no_gradient_is_named() -> None:
     for message in refusals(2, a_head_without_its_backward, error="BackendError"):
         assert "right.weight, right.bias" in message
+
+
+def calls_in_backward(num_layers: int) -> int:
+    """Calls of Python functions in the backward of a usual step."""
+    raw = nn.Sequential(*[nn.Linear(4, 4) for _ in range(num_layers)])
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    events = list[str]()
+    for step in range(2):
+        loss = model(data(step, accel.rank())).mean()
+        events.clear()
+        sys.setprofile(lambda frame, event, _: events.append(event))
+        loss.backward()
+        sys.setprofile(None)
+        optimizer.step()
+    accel.teardown(model)
+    return events.count("call")
+
+
+def calls_for_more_parameters() -> None:
+    assert calls_in_backward(2) == calls_in_backward(20) > 0
+
+
+def test_no_python_runs_for_each_gradient() -> None:
+    run(2, calls_for_more_parameters)
+
+
+def step_inside_a_backward() -> None:
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend="ddp")
+    raw[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    before = copy.deepcopy(raw.state_dict())
+    with pytest.raises(accel.BackendError, match="inside a backward"):
+        model(data(0, accel.rank())).mean().backward()
+    assert all(torch.equal(v, before[k]) for k, v in raw.state_dict().items())
+
+
+def thawed_for_another_graph() -> None:
+    """The one backward that is reduced also brings a gradient that the reducer does not know of."""
+    raw = net()
+    raw[0].requires_grad_(False)
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend="ddp")
+    x = data(0, accel.rank())
+    loss = model(x).square().mean()
+    raw[0].requires_grad_(True)
+    (loss + raw(x).square().mean()).backward()
+    optimizer.step()
+    assert equal_on_all_ranks(raw)
+
+
+@pytest.mark.parametrize("case", [step_inside_a_backward, thawed_for_another_graph])
+def test_unusual_backwards(case: Any) -> None:
+    run(2, case)
 
 
 def two_backwards_of_a_static_graph() -> None:

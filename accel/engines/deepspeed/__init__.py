@@ -408,7 +408,7 @@ class DeepSpeedEngine(Engine):
         if not self.distributed or not self.stage:
             return
         refuse_parameters(self.parameters, self.names)
-        if self.stage == 3 and self.entry is not self.module:
+        if self.stage == 3 and any("_orig_mod" in m._modules for m in (self.entry, *self.module.modules())):
             raise BackendError("a torch.compile wrapper with DeepSpeed stage 3: its weights come and go; use stage 2")
         overrides.put(self.module, self)
 

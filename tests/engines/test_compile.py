@@ -1,0 +1,107 @@
+"""``torch.compile`` before and after ``setup``: one graph, no break, nothing compiled again, the same weights."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from tests.distributed import run
+from tests.models import rows
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.block, self.last = nn.Linear(4, 8), Block(), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.block(self.first(x)))
+        return out
+
+
+def _nothing(module: Any) -> Any:
+    return module
+
+
+def _whole(module: Any) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+def _in_place(module: Any) -> Any:
+    module.compile(backend="eager")
+    return module
+
+
+def _block(module: Any) -> Any:
+    module.block.compile(backend="eager")
+    return module
+
+
+def _exchanged_block(module: Any) -> Any:
+    module.block = torch.compile(module.block, backend="eager")
+    return module
+
+
+def trained(backend: str, before: Callable[[Any], Any], after: Callable[[Any], Any]) -> list[torch.Tensor]:
+    """The weights after some steps, in which exactly one graph was compiled if any, and none broke."""
+    dynamo: Any = importlib.import_module("torch._dynamo")
+    counters = dynamo.utils.counters
+    dynamo.reset()
+    counters.clear()
+    raw = Net()
+    given = before(raw)
+    model, optimizer, _ = accel.setup(given, torch.optim.AdamW(raw.parameters(), lr=0.01), backend=backend)
+    after(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(rows(10 * step + accel.rank(), 8, 4)).square().mean().backward()
+        optimizer.step()
+        compiled = before is not _nothing or after is not _nothing
+        assert counters["stats"]["unique_graphs"] == compiled
+        assert not counters["graph_break"]
+    accel.teardown(model)
+    return [p.detach() for p in raw.parameters()]
+
+
+def alike(backend: str) -> None:
+    plain = trained(backend, _nothing, _nothing)
+    befores = [(way, _nothing) for way in (_whole, _in_place, _block, _exchanged_block)]
+    for before, after in [*befores, (_nothing, _in_place), (_nothing, _block)]:
+        for p, q in zip(trained(backend, before, after), plain, strict=True):
+            torch.testing.assert_close(p, q, msg=f"{before.__name__}, {after.__name__}")
+
+
+def wrapped_in_stage_3() -> None:
+    for way in (_whole, _exchanged_block):
+        with pytest.raises(accel.BackendError, match=r"torch\.compile wrapper with DeepSpeed stage 3"):
+            accel.setup(way(Net()), backend=accel.DeepSpeed(stage=3))
+
+
+def test_wrappers_are_refused_where_weights_come_and_go() -> None:
+    pytest.importorskip("deepspeed")
+    run(2, wrapped_in_stage_3)
+
+
+@pytest.mark.parametrize(
+    ("backend", "world"), [("single", 1), ("ddp", 2), ("fsdp", 2), ("sharded", 2), ("horovod", 2), ("deepspeed", 2)]
+)
+def test_compiled_before_or_after_setup(backend: str, world: int) -> None:
+    if backend in ("sharded", "horovod", "deepspeed"):
+        pytest.importorskip({"sharded": "fairscale"}.get(backend, backend))
+    run(world, alike, backend)
