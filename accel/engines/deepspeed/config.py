@@ -34,6 +34,23 @@ _INSTEAD: Final = {
     "torch_autocast": "use precision='bf16-mixed'",
     "data_types": "the dtypes follow from precision= and 'bf16'",
 }
+_LOSSY: Final = "weights would be others than in one process, and its op needs CUDA: remove it"
+_OLD_OFFLOAD: Final = "DeepSpeed replaced it by 'offload_optimizer' and 'offload_param', each {'device': 'cpu'}"
+#: Keys of ``zero_optimization`` with which the model would not be the one of the loop, or that would do nothing, and why.
+_REFUSED: Final = {
+    "cpu_offload": _OLD_OFFLOAD,
+    "cpu_offload_param": _OLD_OFFLOAD,
+    "cpu_offload_use_pin_memory": _OLD_OFFLOAD,
+    "mics_hierarchical_params_gather": "DeepSpeed has no MiCS any more: use 'zero_hpz_partition_size', or accel.FSDP",
+    "mics_shard_size": "DeepSpeed has no MiCS any more: use 'zero_hpz_partition_size', or accel.FSDP",
+    "zenflow": "ZenFlow steps by itself: remove it",
+    "zenflow_config": "ZenFlow steps by itself: remove it",
+    "zero_quantized_gradients": f"gradients are summed in 4 bits, so that {_LOSSY}",
+    "zero_quantized_nontrainable_weights": f"frozen weights are kept in 8 bits, so that {_LOSSY}",
+    "zero_quantized_weights": f"weights are gathered in 8 bits, so that {_LOSSY}",
+    "offload_optimizer.ratio": "accel offloads all of what the optimizer steps: remove it",
+    "offload_optimizer.super_offload": "SuperOffload steps by itself: remove it",
+}
 #: Elements of a bucket, which is allocated whole: DeepSpeed's default is 5e8. Over gloo small ones are faster.
 _BUCKET: Final = 200_000_000
 _GLOO_BUCKET: Final = 8_000_000
@@ -137,14 +154,28 @@ class Configuration:
         steps = self._given.get("gradient_accumulation_steps", 1)
         if steps not in (1, "auto", None):
             raise _contradiction("gradient_accumulation_steps", steps, "a raw loop accumulates by itself: drop the key")
-        for key in ("zenflow", "zenflow_config"):
-            if not _off(value := self._zero.get(key)):
-                raise _contradiction(f"zero_optimization.{key}", value, "ZenFlow steps by itself: remove it")
+        self._check_zero(world_size)
         if self.masters and self.stage == 0:
             raise _contradiction(
                 "bf16", self._given["bf16"], "stage 0 has no master weights: use stage 1, or drop the key"
             )
         self._check_divided(world_size)
+
+    def _check_zero(self, world_size: int) -> None:
+        for key, reason in _REFUSED.items():
+            parent, _, name = key.rpartition(".")
+            found: Any = self._zero.get(parent) if parent else self._zero
+            if isinstance(found, Mapping) and not _off(value := found.get(name)) and (value is True or value != 1):
+                raise _contradiction(f"zero_optimization.{key}", value, reason)
+        secondary = self._zero.get("zero_hpz_partition_size", 1)
+        if secondary in (0, 1, "auto", None):
+            return
+        if self.stage != 3 or world_size % secondary:
+            raise _contradiction(
+                "zero_optimization.zero_hpz_partition_size",
+                secondary,
+                f"that needs stage 3 and a number of processes that it divides: the stage is {self.stage}, on {world_size}",
+            )
 
     def _check_divided(self, world_size: int) -> None:
         asked = {

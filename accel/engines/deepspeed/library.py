@@ -151,6 +151,7 @@ _PRIVATE: Final = (
     ("deepspeed.runtime.zero:", "register_external_parameter", "weights that one module reads from another"),
     ("deepspeed.runtime.zero.partition_parameters:", "ZeroParamStatus.AVAILABLE", "whether a weight is gathered"),
     (_PARAMETER, "ds_status ds_tensor ds_numel ds_shape ds_id ds_persist", "what this rank has of a weight"),
+    (_PARAMETER, "ds_secondary_tensor", "what a rank has of a weight a second time"),
     (_PARAMETER, "ds_active_sub_modules ds_zero_partition_world_size", "what this rank has of a weight"),
     (_PARAMETER, "all_gather all_gather_coalesced partition item", "what this rank has of a weight"),
 )
@@ -227,6 +228,8 @@ def initialise(
         # It keeps process groups for good; those of a process group that ended are of no use.
         if library("deepspeed.utils.groups")._WORLD_GROUP not in (None, *distributed_c10d._world.pg_map):
             forget_groups()
+        # One of an earlier model's: it takes it for a mistake.
+        library("deepspeed.utils.groups")._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         process = running()
         if process is not None and forget_groups not in process.releases:
             process.releases.append(forget_groups)

@@ -42,8 +42,11 @@ def shorten_methods(modules: Iterable[Any]) -> None:
 def remember_signatures(modules: Iterable[Any]) -> None:
     """torch asks for the signature of a function of the library's whenever it is applied, and finds it anew each time."""
     for module in modules:
-        for function in (module.pre_bwd_fn, module.post_bwd_fn):
-            function.forward.__signature__ = inspect.signature(function.forward)
+        for name in {"pre_bwd_fn", "post_bwd_fn"} & vars(
+            module
+        ).keys():  # not in a module that is gathered with its parent
+            function = vars(module)[name].forward
+            function.__signature__ = inspect.signature(function)
 
 
 def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -390,6 +393,7 @@ class Stage3(Partitions):
             weight.ds_active_sub_modules.clear()
             if not weight.ds_persist:
                 release(weight)
+            weight.ds_secondary_tensor = None  # the second copy that `zero_hpz_partition_size` has for backward
         bucket: list[Any] = []
         numel = 0
         for weight in self.zero.persistent_parameters:
