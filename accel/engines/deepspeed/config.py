@@ -34,20 +34,20 @@ _INSTEAD: Final = {
     "torch_autocast": "use precision='bf16-mixed'",
     "data_types": "the dtypes follow from precision= and 'bf16'",
 }
-_LOSSY: Final = "weights would be others than in one process, and its op needs CUDA: remove it"
-_OLD_OFFLOAD: Final = "DeepSpeed replaced it by 'offload_optimizer' and 'offload_param', each {'device': 'cpu'}"
+_LOSSY: Final = "8 or 4 bits for a number, so that weights would be others than in one process: remove it"
+_MICS: Final = "DeepSpeed has no MiCS any more: use 'zero_hpz_partition_size', or accel.FSDP"
+_OLD_OFFLOAD: Final = "DeepSpeed has 'offload_optimizer' and 'offload_param' now: give one of these {'device': 'cpu'}"
 #: Keys of ``zero_optimization`` with which the model would not be the one of the loop, or that would do nothing, and why.
 _REFUSED: Final = {
     "cpu_offload": _OLD_OFFLOAD,
     "cpu_offload_param": _OLD_OFFLOAD,
-    "cpu_offload_use_pin_memory": _OLD_OFFLOAD,
-    "mics_hierarchical_params_gather": "DeepSpeed has no MiCS any more: use 'zero_hpz_partition_size', or accel.FSDP",
-    "mics_shard_size": "DeepSpeed has no MiCS any more: use 'zero_hpz_partition_size', or accel.FSDP",
+    "mics_hierarchical_params_gather": _MICS,
+    "mics_shard_size": _MICS,
     "zenflow": "ZenFlow steps by itself: remove it",
     "zenflow_config": "ZenFlow steps by itself: remove it",
-    "zero_quantized_gradients": f"gradients are summed in 4 bits, so that {_LOSSY}",
-    "zero_quantized_nontrainable_weights": f"frozen weights are kept in 8 bits, so that {_LOSSY}",
-    "zero_quantized_weights": f"weights are gathered in 8 bits, so that {_LOSSY}",
+    "zero_quantized_gradients": _LOSSY,
+    "zero_quantized_nontrainable_weights": _LOSSY,
+    "zero_quantized_weights": _LOSSY,
     "offload_optimizer.ratio": "accel offloads all of what the optimizer steps: remove it",
     "offload_optimizer.super_offload": "SuperOffload steps by itself: remove it",
 }
@@ -131,10 +131,8 @@ class Configuration:
         given = self._zero.get(key)
         device = given.get("device", "none") if isinstance(given, Mapping) else "none" if _off(given) else given
         if device == "nvme":
-            raise BackendError(
-                f"DeepSpeed configuration: 'zero_optimization.{key}.device' is 'nvme', which needs DeepSpeed's compiled op "
-                "'async_io' and is not supported by accel: use 'cpu'"
-            )
+            expected = "DeepSpeed's op async_io serves its own optimizers' steps; a raw loop's are in memory: use 'cpu'"
+            raise _contradiction(f"zero_optimization.{key}.device", device, expected)
         if device not in ("cpu", "none"):
             raise _contradiction(f"zero_optimization.{key}.device", device, "'cpu' or 'none' was expected")
         return option or device == "cpu"
@@ -164,18 +162,15 @@ class Configuration:
     def _check_zero(self, world_size: int) -> None:
         for key, reason in _REFUSED.items():
             parent, _, name = key.rpartition(".")
-            found: Any = self._zero.get(parent) if parent else self._zero
-            if isinstance(found, Mapping) and not _off(value := found.get(name)) and (value is True or value != 1):
+            given: Any = self._zero.get(parent) if parent else self._zero
+            if isinstance(given, Mapping) and not _off(value := given.get(name)) and (value is True or value != 1):
                 raise _contradiction(f"zero_optimization.{key}", value, reason)
-        secondary = self._zero.get("zero_hpz_partition_size", 1)
-        if secondary in (0, 1, "auto", None):
-            return
-        if self.stage != 3 or world_size % secondary:
-            raise _contradiction(
-                "zero_optimization.zero_hpz_partition_size",
-                secondary,
-                f"that needs stage 3 and a number of processes that it divides: the stage is {self.stage}, on {world_size}",
+        key, found = "zero_hpz_partition_size", self._zero.get("zero_hpz_partition_size", 1)
+        if found not in (0, 1, "auto", None) and (self.stage != 3 or world_size % found):
+            expected = (
+                f"it needs stage 3 and must divide the number of processes: the stage is {self.stage}, on {world_size}"
             )
+            raise _contradiction(f"zero_optimization.{key}", found, expected)
 
     def _check_divided(self, world_size: int) -> None:
         asked = {

@@ -41,10 +41,8 @@ def _compile(original: Callable[..., Any], model: Any = None, **options: Any) ->
 
 def _linear(plain: Callable[..., Any], input: Any, weight: Any, bias: Any = None) -> Any:
     """The library's, which does not keep a gathered weight until backward, for weights that it divides."""
-    if not hasattr(weight, "ds_id"):
-        return plain(input, weight, bias)
-    linear: Any = sys.modules["deepspeed.runtime.zero.linear"]
-    return linear.zero3_linear_wrap(input, weight, bias)
+    divided = hasattr(weight, "ds_id")
+    return (library("deepspeed.runtime.zero.linear").zero3_linear_wrap if divided else plain)(input, weight, bias)
 
 
 #: The library alone would replace it in every model, for good.
@@ -151,8 +149,11 @@ _PRIVATE: Final = (
     ("deepspeed.runtime.zero:", "register_external_parameter", "weights that one module reads from another"),
     ("deepspeed.runtime.zero.partition_parameters:", "ZeroParamStatus.AVAILABLE", "whether a weight is gathered"),
     (_PARAMETER, "ds_status ds_tensor ds_numel ds_shape ds_id ds_persist", "what this rank has of a weight"),
-    (_PARAMETER, "ds_secondary_tensor", "what a rank has of a weight a second time"),
-    (_PARAMETER, "ds_active_sub_modules ds_zero_partition_world_size", "what this rank has of a weight"),
+    (
+        _PARAMETER,
+        "ds_active_sub_modules ds_zero_partition_world_size ds_secondary_tensor",
+        "what this rank has of a weight",
+    ),
     (_PARAMETER, "all_gather all_gather_coalesced partition item", "what this rank has of a weight"),
 )
 #: The version with which this backend's tests were run. With 0.19.6 and 0.19.7 they fail, although these have the names.
