@@ -103,15 +103,15 @@ def _arithmetic() -> Patch:
     return around(vars(library("torch.optim.adam")), "adam", _adam)
 
 
-def _adam(
-    plain: Any, params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, most: Any, steps: Any, **group: Any
-) -> None:
+def _adam(plain: Any, params: Any, *lists: Any, **group: Any) -> None:
     op = getattr(params[0], _MARK, None) if params else None
     special = any(group.get(name) for name in ("amsgrad", "maximize", "capturable", "differentiable", "fused"))
     if op is None or special or any(p.dtype is not torch.float32 for p in params):
-        plain(params, grads, exp_avgs, exp_avg_sqs, most, steps, **group)
+        plain(params, *lists, **group)
         return
+    grads, means, squares, _, steps = lists
+    number = _NUMBERS[group["decoupled_weight_decay"]]
     values = [float(group[name]) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")]
     torch._foreach_add_(steps, 1)
-    for weights, grad, mean, square, step in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
-        op.adam_update(_NUMBERS[group["decoupled_weight_decay"]], int(step), *values, True, weights, grad, mean, square)
+    for weights, grad, mean, square, step in zip(params, grads, means, squares, steps, strict=True):
+        op.adam_update(number, int(step), *values, True, weights, grad, mean, square)
