@@ -355,14 +355,12 @@ def data_patch(
             return alias
 
         def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
-            if type(tensor) is torch.Tensor:  # a gradient, say: of no module's parameters
-                original.__set__(tensor, value)
-                return
+            heard = needed() and type(tensor) is not torch.Tensor  # as a gradient is, which is no parameter
             # Conversions that change nothing (`model.to(device)`) put back what they have read.
-            same = _plain(value) and _plain(tensor) and value.data_ptr() == tensor.data_ptr()
-            if needed() and not same:
+            same = heard and _plain(value) and _plain(tensor) and value.data_ptr() == tensor.data_ptr()
+            if heard and not same:
                 listener(tensor, None)
-            if not (needed() and take(tensor, value)):
+            if not (heard and take(tensor, value)):
                 original.__set__(tensor, value)
 
         return property(get, put, doc=original.__doc__)

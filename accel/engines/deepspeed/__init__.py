@@ -288,8 +288,7 @@ class ZeROGradients(Gradients):
         engine = self.engine
         settings = engine.configuration
         if engine.stage and engine.distributed:
-            offloaded = settings.offload_optimizer
-            refuse_optimizer(optimizer, engine.stage, settings.any_optimizer, offloaded, self.process.device)
+            refuse_optimizer(optimizer, settings, self.process.device)
         offloads = settings.offload_optimizer or settings.offload_parameters
         if engine.distributed and offloads and any(group.get("capturable") for group in optimizer.param_groups):
             raise OptimizerError(
@@ -362,8 +361,7 @@ class ZeROGradients(Gradients):
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Every rank sees the new weights."""
-        if self.engine.zero is not None:
-            level_steps(optimizer)
+        level_steps(optimizer)
         self.break_step()
         if self.engine.zero is not None:
             self._spent = set(self._kept)

@@ -34,6 +34,23 @@ _INSTEAD: Final = {
     "torch_autocast": "use precision='bf16-mixed'",
     "data_types": "the dtypes follow from precision= and 'bf16'",
 }
+_LOSSY: Final = "8 or 4 bits for a number, so that weights would be others than in one process: remove it"
+_MICS: Final = "DeepSpeed has no MiCS any more: use 'zero_hpz_partition_size', or accel.FSDP"
+_OLD_OFFLOAD: Final = "DeepSpeed has 'offload_optimizer' and 'offload_param' now: give one of these {'device': 'cpu'}"
+#: Keys of ``zero_optimization`` with which the model would not be the one of the loop, or that would do nothing, and why.
+_REFUSED: Final = {
+    "cpu_offload": _OLD_OFFLOAD,
+    "cpu_offload_param": _OLD_OFFLOAD,
+    "mics_hierarchical_params_gather": _MICS,
+    "mics_shard_size": _MICS,
+    "zenflow": "ZenFlow steps by itself: remove it",
+    "zenflow_config": "ZenFlow steps by itself: remove it",
+    "zero_quantized_gradients": _LOSSY,
+    "zero_quantized_nontrainable_weights": _LOSSY,
+    "zero_quantized_weights": _LOSSY,
+    "offload_optimizer.ratio": "accel offloads all of what the optimizer steps: remove it",
+    "offload_optimizer.super_offload": "SuperOffload steps by itself: remove it",
+}
 #: Elements of a bucket, which is allocated whole: DeepSpeed's default is 5e8. Over gloo small ones are faster.
 _BUCKET: Final = 200_000_000
 _GLOO_BUCKET: Final = 8_000_000
@@ -114,10 +131,8 @@ class Configuration:
         given = self._zero.get(key)
         device = given.get("device", "none") if isinstance(given, Mapping) else "none" if _off(given) else given
         if device == "nvme":
-            raise BackendError(
-                f"DeepSpeed configuration: 'zero_optimization.{key}.device' is 'nvme', which needs DeepSpeed's compiled op "
-                "'async_io' and is not supported by accel: use 'cpu'"
-            )
+            expected = "DeepSpeed's op async_io serves its own optimizers' steps; a raw loop's are in memory: use 'cpu'"
+            raise _contradiction(f"zero_optimization.{key}.device", device, expected)
         if device not in ("cpu", "none"):
             raise _contradiction(f"zero_optimization.{key}.device", device, "'cpu' or 'none' was expected")
         return option or device == "cpu"
@@ -137,14 +152,25 @@ class Configuration:
         steps = self._given.get("gradient_accumulation_steps", 1)
         if steps not in (1, "auto", None):
             raise _contradiction("gradient_accumulation_steps", steps, "a raw loop accumulates by itself: drop the key")
-        for key in ("zenflow", "zenflow_config"):
-            if not _off(value := self._zero.get(key)):
-                raise _contradiction(f"zero_optimization.{key}", value, "ZenFlow steps by itself: remove it")
+        self._check_zero(world_size)
         if self.masters and self.stage == 0:
             raise _contradiction(
                 "bf16", self._given["bf16"], "stage 0 has no master weights: use stage 1, or drop the key"
             )
         self._check_divided(world_size)
+
+    def _check_zero(self, world_size: int) -> None:
+        for key, reason in _REFUSED.items():
+            parent, _, name = key.rpartition(".")
+            given: Any = self._zero.get(parent) if parent else self._zero
+            if isinstance(given, Mapping) and not _off(value := given.get(name)) and (value is True or value != 1):
+                raise _contradiction(f"zero_optimization.{key}", value, reason)
+        key, found = "zero_hpz_partition_size", self._zero.get("zero_hpz_partition_size", 1)
+        if found not in (0, 1, "auto", None) and (self.stage != 3 or world_size % found):
+            expected = (
+                f"it needs stage 3 and must divide the number of processes: the stage is {self.stage}, on {world_size}"
+            )
+            raise _contradiction(f"zero_optimization.{key}", found, expected)
 
     def _check_divided(self, world_size: int) -> None:
         asked = {

@@ -41,10 +41,8 @@ def _compile(original: Callable[..., Any], model: Any = None, **options: Any) ->
 
 def _linear(plain: Callable[..., Any], input: Any, weight: Any, bias: Any = None) -> Any:
     """The library's, which does not keep a gathered weight until backward, for weights that it divides."""
-    if not hasattr(weight, "ds_id"):
-        return plain(input, weight, bias)
-    linear: Any = sys.modules["deepspeed.runtime.zero.linear"]
-    return linear.zero3_linear_wrap(input, weight, bias)
+    divided = hasattr(weight, "ds_id")
+    return (library("deepspeed.runtime.zero.linear").zero3_linear_wrap if divided else plain)(input, weight, bias)
 
 
 #: The library alone would replace it in every model, for good.
@@ -151,7 +149,11 @@ _PRIVATE: Final = (
     ("deepspeed.runtime.zero:", "register_external_parameter", "weights that one module reads from another"),
     ("deepspeed.runtime.zero.partition_parameters:", "ZeroParamStatus.AVAILABLE", "whether a weight is gathered"),
     (_PARAMETER, "ds_status ds_tensor ds_numel ds_shape ds_id ds_persist", "what this rank has of a weight"),
-    (_PARAMETER, "ds_active_sub_modules ds_zero_partition_world_size", "what this rank has of a weight"),
+    (
+        _PARAMETER,
+        "ds_active_sub_modules ds_zero_partition_world_size ds_secondary_tensor",
+        "what this rank has of a weight",
+    ),
     (_PARAMETER, "all_gather all_gather_coalesced partition item", "what this rank has of a weight"),
 )
 #: The version with which this backend's tests were run. With 0.19.6 and 0.19.7 they fail, although these have the names.
@@ -227,6 +229,8 @@ def initialise(
         # It keeps process groups for good; those of a process group that ended are of no use.
         if library("deepspeed.utils.groups")._WORLD_GROUP not in (None, *distributed_c10d._world.pg_map):
             forget_groups()
+        # One of an earlier model's: it takes it for a mistake.
+        library("deepspeed.utils.groups")._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         process = running()
         if process is not None and forget_groups not in process.releases:
             process.releases.append(forget_groups)

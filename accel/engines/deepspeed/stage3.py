@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,9 +42,9 @@ def shorten_methods(modules: Iterable[Any]) -> None:
 
 def remember_signatures(modules: Iterable[Any]) -> None:
     """torch asks for the signature of a function of the library's whenever it is applied, and finds it anew each time."""
-    for module in modules:
-        for function in (module.pre_bwd_fn, module.post_bwd_fn):
-            function.forward.__signature__ = inspect.signature(function.forward)
+    kinds = [vars(module).get(name) for module in modules for name in ("pre_bwd_fn", "post_bwd_fn")]
+    for kind in filter(None, kinds):
+        kind.forward.__signature__ = inspect.signature(kind.forward)
 
 
 def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,18 +55,15 @@ def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(module: Any, *values: Any) -> Any:
         tree, found = values[-1], []
-        plain = isinstance(tree, torch.Tensor) or (
-            type(tree) is tuple and len(tree) == 1 and isinstance(tree[0], torch.Tensor)
-        )
-        if plain:  # as most modules have it
-            found = [tree] if isinstance(tree, torch.Tensor) else [tree[0]]
-        else:
-            _exchange(lambda tensor: found.append(tensor) or tensor, tree)  # type: ignore[func-returns-value]
+        single = type(tree) is tuple and len(tree) == 1
+        leaf = tree[0] if single else tree
+        if isinstance(leaf, torch.Tensor):  # as most modules have it
+            changed = hook(module, *values[:-1], [leaf])
+            return changed and (tuple(changed) if single else changed[0])
+        _exchange(lambda tensor: found.append(tensor) or tensor, tree)  # type: ignore[func-returns-value]
         changed = hook(module, *values[:-1], found)
         if changed is None:
             return None
-        if plain:
-            return changed[0] if tree is found[0] else tuple(changed)
         made = iter(changed)
         return _exchange(lambda _: next(made), tree)
 
@@ -87,10 +85,7 @@ def _exchange(give: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
 
 
 def _lister() -> Callable[[Any], tuple[list[Any], list[Any]]]:
-    """Lists the weights that are gathered with a module, once: those that stay whole, and the others.
-
-    A module that turns out to read another one's weights is gathered with these too.
-    """
+    """Lists the weights that are gathered with a module: those that stay whole, and the others; again if it reads another's."""
     home = library("deepspeed.runtime.zero.partitioned_param_coordinator")
 
     @functools.cache
@@ -376,10 +371,7 @@ class Stage3(Partitions):
 
     @plainly
     def gather(self) -> None:
-        """Forget gathered weights, which are old now; small ones stay, and get their new values by the bucket.
-
-        The library divides these too, and gathers each by a collective of its own.
-        """
+        """Forget gathered weights, which are old now; small ones stay, and are filled by the bucket, not each by itself."""
         coordinator = self.zero.parameter_offload.get_param_coordinator()
         underway = getattr(coordinator, f"{OF_COORDINATOR}inflight_param_registry")
         release = getattr(coordinator, f"{OF_COORDINATOR}release_param")
@@ -390,16 +382,13 @@ class Stage3(Partitions):
             weight.ds_active_sub_modules.clear()
             if not weight.ds_persist:
                 release(weight)
-        bucket: list[Any] = []
-        numel = 0
-        for weight in self.zero.persistent_parameters:
-            if bucket and numel + weight.ds_numel > self.zero.reduce_bucket_size:
-                self._refill(bucket)
-                bucket, numel = [], 0
-            bucket.append(weight)
-            numel += weight.ds_numel
-        if bucket:
-            self._refill(bucket)
+            weight.ds_secondary_tensor = None  # the second copy that `zero_hpz_partition_size` has for backward
+        small = self.zero.persistent_parameters
+        ends = itertools.accumulate(weight.ds_numel for weight in small)
+        for _, bucket in itertools.groupby(
+            zip(small, ends, strict=True), lambda w: w[1] // self.zero.reduce_bucket_size
+        ):
+            self._refill([weight for weight, _ in bucket])
         self._order_gathers()
 
     def _refill(self, weights: Sequence[Any]) -> None:
@@ -412,13 +401,8 @@ class Stage3(Partitions):
             dist.all_gather_into_tensor(whole, part, group=weights[0].ds_process_group)
         parts = whole.view(world, -1).split([weight.ds_tensor.ds_numel for weight in weights], 1)
         for weight, values in zip(weights, parts, strict=True):
-            if values.numel() != weight.ds_numel:  # padded
-                values = values.reshape(-1)[: weight.ds_numel]
-            if weight.data.numel():
-                weight.data.view(values.shape).copy_(values)
-            else:
-                weight.data = values.reshape(weight.ds_shape)
-                weight.ds_status = weight._available
+            weight.data = values.reshape(-1)[: weight.ds_numel].view(weight.ds_shape)
+            weight.ds_status = weight._available
 
     def _order_gathers(self) -> None:
         """Let gathers from now on come after what has been written: the stream on which the library gathers waits for none."""

@@ -362,7 +362,8 @@ class DeepSpeedHoldings(Holdings):
         """The module's, and the fragments'; weights that only the optimizer has count as its state."""
         zero: Partitions | None = self.engine.zero
         fragments = [] if zero is None else list(zero.fragments.values())
-        yield from (("parameters", fragment.home) for fragment in fragments)
+        again = (getattr(p, "ds_secondary_tensor", None) for p in self.engine.parameters)
+        yield from (("parameters", part) for part in (*(f.home for f in fragments), *again) if part is not None)
         yield from super().storages()
         yield from (("gradients", fragment.grad) for fragment in fragments if fragment.grad is not None)
         yield from (("optimizer_state", fragment.weights) for fragment in fragments)

@@ -19,6 +19,7 @@ from torch.utils import cpp_extension
 import accel
 from accel.engines.deepspeed import DeepSpeed
 from accel.engines.deepspeed import optimizers as choice
+from accel.engines.deepspeed.config import Configuration
 from accel.engines.deepspeed.library import library
 from tests.distributed import run
 from tests.engines.deepspeed.training import CONFIG, Pair, data, loss_of, whole, zero
@@ -69,17 +70,18 @@ def test_deepspeeds_own_optimizers_need_no_opt_in(stage: int) -> None:
 
 def elsewhere() -> None:
     kinds = library("deepspeed.ops.adam")
-    weights = [nn.Parameter(torch.ones(2))]
+    weights, cuda = [nn.Parameter(torch.ones(2))], torch.device("cuda")
+    kept, offloaded = (Configuration(DeepSpeed(stage=2, offload_optimizer=offload)) for offload in (False, True))
     with pytest.raises(
-        accel.OptimizerError, match=r"DeepSpeedCPUAdam steps weights in CPU memory.*offload_optimizer=True"
+        accel.OptimizerError, match=r"DeepSpeedCPUAdam cannot step weights on cuda, .*offload_optimizer=False"
     ):
-        choice.refuse_optimizer(kinds.DeepSpeedCPUAdam(weights), 2, False, False, torch.device("cuda"))
-    choice.refuse_optimizer(kinds.DeepSpeedCPUAdam(weights), 2, False, True, torch.device("cuda"))
+        choice.refuse_optimizer(kinds.DeepSpeedCPUAdam(weights), kept, cuda)
+    choice.refuse_optimizer(kinds.DeepSpeedCPUAdam(weights), offloaded, cuda)
     if built("fused_adam"):
         with pytest.raises(
-            accel.OptimizerError, match=r"FusedAdam steps weights on cuda, and .*offload_optimizer=True"
+            accel.OptimizerError, match=r"FusedAdam cannot step weights in CPU memory, .*offload_optimizer=True"
         ):
-            choice.refuse_optimizer(kinds.FusedAdam(weights), 2, False, True, torch.device("cuda"))
+            choice.refuse_optimizer(kinds.FusedAdam(weights), offloaded, cuda)
 
 
 @needs_adam
@@ -113,17 +115,17 @@ class Heard(logging.Handler):
 def counted() -> Iterator[list[tuple[int, float]]]:
     """The calls of DeepSpeed's op: the number of the step, and the learning rate."""
     op: Any = choice.cpu_adam()
-    update, calls = op._op.adam_update, []
+    update, calls = op.adam_update, []
 
     def count(*args: Any) -> None:
         calls.append(args[1:3])
         update(*args)
 
-    op._op.adam_update = count
+    op.adam_update = count
     try:
         yield calls
     finally:
-        op._op.adam_update = update
+        op.adam_update = update
 
 
 def grouped(kind: Any, model: Any) -> torch.optim.Optimizer:

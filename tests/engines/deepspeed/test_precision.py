@@ -29,6 +29,21 @@ from tests.engines.deepspeed.training import (
 )
 from tests.models import distance
 
+GATHERED_OTHERWISE = {
+    "use_multi_rank_bucket_allreduce": False,
+    "allgather_partitions": False,
+    "allgather_bucket_size": 20,
+    "overlap_comm": True,
+}
+DIVIDED = CONFIG["zero_optimization"]
+FEW_AT_ONCE = {
+    **DIVIDED,
+    "stage3_prefetch_bucket_size": 0,
+    "stage3_max_live_parameters": 20,
+    "stage3_max_reuse_distance": 0,
+    "enable_sanity_checks": True,
+}
+
 
 def options_that_change_nothing() -> None:
     for stage, extra, options in (
@@ -38,6 +53,18 @@ def options_that_change_nothing() -> None:
         (3, {"zero_optimization": {"stage3_param_persistence_threshold": 30}}, {"offload_parameters": True}),
         (3, {"zero_optimization": {"sub_group_size": 40, "reduce_bucket_size": 40}}, {"offload_optimizer": True}),
         (0, {"gradient_clipping": 0.05, "train_batch_size": "auto"}, {}),
+        (2, {"zero_optimization": GATHERED_OTHERWISE}, {}),
+        (3, {"zero_optimization": {**FEW_AT_ONCE, "stage3_allgather_sequential": True}}, {}),
+        (
+            3,
+            {"zero_optimization": {**DIVIDED, "stage3_use_all_reduce_for_fetch_params": True, "overlap_comm": False}},
+            {},
+        ),
+        (
+            3,
+            {"zero_optimization": {**DIVIDED, "stage3_module_granularity_threshold": 100, "reduce_scatter": False}},
+            {},
+        ),
     ):
         usual = {"gradient_accumulation_steps": "auto", "zero_force_ds_cpu_optimizer": False}
         pair = Pair(DeepSpeed(stage=stage, config={**usual, **extra}, **options))
@@ -227,3 +254,34 @@ def fp16_refusals(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_fp16_overflow_and_refusals(stage: int) -> None:
     run(2, fp16_refusals, stage)
+
+
+# -- ZeRO++ -----------------------------------------------------------------------------------------------------------
+
+
+def gathered_near() -> None:
+    """Backward gathers from a second copy, divided over two ranks, which is of the step before unless it is dropped."""
+    for _ in range(2):
+        pair = Pair(DeepSpeed(stage=3, config={"zero_optimization": {**DIVIDED, "zero_hpz_partition_size": 2}}))
+        pair.train()
+        pair.train(range(3, 5), forward=lambda m, x: m(x, right=False))
+        weights: list[Any] = list(pair.raw.parameters())
+        assert not any(weight.ds_secondary_tensor is not None for weight in weights)
+        loss_of(pair.model(data(0, accel.rank()))).backward()
+        again = [weight for weight in weights if weight.ds_secondary_tensor is not None]
+        assert again
+        assert all(weight.ds_secondary_tensor.numel() == 2 * weight.ds_tensor.numel() for weight in again)
+        pair.model.load_state_dict(Net(9).state_dict())
+        pair.plain.load_state_dict(Net(9).state_dict())
+        pair.raw.body.requires_grad_(False)
+        pair.plain.body.requires_grad_(False)
+        pair.train(range(5, 7))
+        pair.raw.body.requires_grad_(True)
+        pair.plain.body.requires_grad_(True)
+        pair.train(range(7, 9))
+        pair.check()
+        accel.teardown()
+
+
+def test_weights_gathered_from_a_near_copy_are_those_of_the_last_step() -> None:
+    run(4, gathered_near)

@@ -160,6 +160,22 @@ CONTRADICTIONS: list[tuple[Any, dict[str, Any], str]] = [
     ({}, {"stage": 0, "offload_optimizer": True}, "needs stage 1, 2 or 3"),
     ({"zero_optimization": {"stage": 5}}, {}, "expected 0, 1, 2 or 3"),
     ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, {}, "ZenFlow steps by itself"),
+    *(
+        ({"zero_optimization": {"stage": 3, **beside, key: value}}, {}, f"zero_optimization.{key}")
+        for key, value, beside in (
+            ("cpu_offload", True, {}),
+            ("cpu_offload_param", True, {}),
+            ("mics_shard_size", 2, {}),
+            ("mics_hierarchical_params_gather", True, {}),
+            ("zero_quantized_weights", True, {}),
+            ("zero_quantized_gradients", True, {}),
+            ("zero_quantized_nontrainable_weights", True, {}),
+            ("zero_hpz_partition_size", 3, {}),
+        )
+    ),
+    ({"zero_optimization": {"zero_hpz_partition_size": 2}}, {"stage": 2}, "the stage is 2, on 2"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, {}, "offload_optimizer.ratio"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}}, {}, "super_offload"),
     ({"zero_optimization": {"offload_optimizer": {"device": "disk"}}}, {}, "'cpu' or 'none' was expected"),
     ({"bf16": {"enabled": True}}, {"stage": 0}, "stage 0 has no master weights"),
 ]
