@@ -63,7 +63,7 @@ def patched_by_others_later() -> None:
     model, _, _ = accel.setup(net, torch.optim.SGD(net.parameters(), 0.1), backend="ddp")
     for (module, name), original in originals.items():
         found = getattr(module, name)
-        assert found is not original
+        assert (found is original) == (name == "backward")  # which only engines with other tensors in the graph need
         assert inspect.signature(found) == inspect.signature(original)
         setattr(module, name, counting(found, calls))
     theirs = {(module, name): getattr(module, name) for module, name in ALL}
