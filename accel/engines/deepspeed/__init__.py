@@ -427,7 +427,8 @@ class DeepSpeedEngine(Engine):
             self.holdings.take(optimizer, state)
             self.holdings.guard.watch(optimizer)
         if self.zero is not None and self.configuration.chooses_adam:
-            choose_adam(optimizers, [f.weights for f in self.zero.fragments.values()], self.zero.library)
+            weights = [fragment.weights for fragment in self.zero.fragments.values()]
+            choose_adam(optimizers, weights, self.zero.library, self.configuration.compiles_adam)
 
     def _divide(self) -> None:
         self.zero = zero = Stage3(self) if self.stage == 3 else Flat(self)

@@ -107,7 +107,8 @@ class Configuration:
         unpinned = isinstance(given, Mapping) and given.get("pin_memory") is False
         #: Whether what the optimizer steps there is pinned memory.
         self.pins = self.offload_optimizer and not unpinned
-        #: Whether DeepSpeed's Adam steps there in the place of torch's.
+        #: Whether DeepSpeed's Adam steps there in the place of torch's, and whether its op may have to be compiled first.
+        self.compiles_adam = self._given.get("zero_force_ds_cpu_optimizer") is True
         self.chooses_adam = self.offload_optimizer and self._given.get("zero_force_ds_cpu_optimizer") is not False
         #: Whether the optimizer steps fp32 copies of bfloat16 weights.
         self.masters = not _off(self._given.get("bf16"))

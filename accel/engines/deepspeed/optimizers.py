@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Iterable, Set
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -65,9 +67,23 @@ _MARK: Final = "_accel_cpu_adam"
 _NUMBERS: Final = {False: -2, True: -1}
 
 
+def _is_compiled() -> bool:
+    """Whether its op was compiled on this machine, by an earlier use or with DeepSpeed's installation."""
+    if library("deepspeed.git_version_info").installed_ops.get("cpu_adam"):
+        return True
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or library("torch.utils.cpp_extension").get_default_build_root()
+    return any(Path(root).glob("**/cpu_adam/cpu_adam.so"))
+
+
 @functools.cache
-def cpu_adam() -> Any:
-    """Its op, compiled at the first use on a machine; None, which is said once, where it cannot be."""
+def cpu_adam(compiles: bool) -> Any:
+    """Its op; None, which is said once, where it cannot be compiled, or is not and ``compiles`` does not ask for that."""
+    if not compiles and not _is_compiled():
+        logger.warning(
+            "DeepSpeed's CPU Adam is not compiled on this machine: torch's own steps the offloaded weights. "
+            "config={'zero_force_ds_cpu_optimizer': True} compiles it at the first use, which takes minutes"
+        )
+        return None
     try:
         op = library("deepspeed.ops.op_builder").CPUAdamBuilder().load(verbose=False)
     except Exception as error:  # whatever compilers say
@@ -79,10 +95,10 @@ def cpu_adam() -> Any:
     return op
 
 
-def choose_adam(optimizers: Iterable[Optimizer], weights: Iterable[Any], user: Any) -> None:
+def choose_adam(optimizers: Iterable[Optimizer], weights: Iterable[Any], user: Any, compiles: bool) -> None:
     """As DeepSpeed does under offload: let its Adam compute for these weights what torch's would. Local."""
     names = {type(o).__name__ for o in optimizers if type(o) in (torch.optim.Adam, torch.optim.AdamW)}
-    if not names or (op := cpu_adam()) is None:
+    if not names or (op := cpu_adam(compiles)) is None:
         return
     for tensor in weights:
         setattr(tensor, _MARK, op)
