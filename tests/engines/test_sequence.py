@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention as attention  # a n
 from torch.utils.checkpoint import checkpoint
 
 import accel
-from tests.distributed import refusals, run
+from tests.distributed import outcomes, refusals, run
 from tests.models import distance
 
 LENGTH, WORDS = 16, 32
@@ -143,7 +144,7 @@ ENGINES: list[Any] = [
     accel.DDP(sequence_parallel=2),
     accel.Sharded(sequence_parallel=2),
     accel.FSDP(sequence_parallel=2, activation_checkpointing=True),
-    *(accel.DeepSpeed(stage=stage, sequence_parallel=2) for stage in (0, 1, 2, 3)),
+    *(accel.DeepSpeed(stage=stage, sequence_parallel=2) for stage in (1, 3)),
 ]
 
 
@@ -233,7 +234,6 @@ def transformers_models(backend: Any) -> None:
 def test_models_of_transformers() -> None:
     """Causal with grouped heads and both ways, padded, and computed again: losses, weights and texts of one process."""
     run(2, transformers_models, accel.DDP(sequence_parallel=2))
-    run(4, transformers_models, accel.FSDP(sequence_parallel=2), timeout=240)
 
 
 # -- a loss over all tokens ----------------------------------------------------------------------------------------------
@@ -255,7 +255,9 @@ def mean_loss(backend: Any) -> None:
         loss.backward()
         value += loss.detach()
     optimizer.step()
-    ids, places, targets = (torch.cat(t) for t in zip(*(batch(m, 0, 1) for m in range(micros)), strict=True))
+    ids, places, targets = (
+        torch.cat(t) for t in zip(*(batch(m, n, place[1]) for m in range(micros) for n in range(place[1])), strict=True)
+    )
     expected = F.cross_entropy(plain(ids, places[:1]).flatten(0, 1), targets.flatten())
     expected.backward()
     assert value.allclose(expected, atol=1e-6)
@@ -377,7 +379,7 @@ def refusals_of_attention() -> None:
     x, mask = torch.randn(2, LENGTH, 12), torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     for heads, given, message in (
         (3, {}, "has 3 heads of queries and 3 of keys, which do not divide over 2 ranks"),
-        (4, {"mask": mask[:8, :8]}, "has a mask of shape \\(8, 8\\), where one of the whole sequence of 16 tokens was"),
+        (4, {"mask": mask[:8, :8]}, "has a mask of shape \\(8, 8\\), expected was one of all 16 tokens"),
         (4, {"keys": 2}, "cross attention, a cache of earlier tokens"),
         (4, {"graph": False}, "is under torch.no_grad\\(\\) inside of a forward with gradients"),
     ):
@@ -421,13 +423,11 @@ def fails_on_one_rank() -> None:
     part, at, _ = accel.shard_sequence(model, batch(0, 0, 1))
     model(part, at)
     if accel.rank() == 1:
-        raise ValueError("here")
+        os._exit(3)
     model(part, at)
 
 
 def test_a_rank_that_fails_ends_the_others() -> None:
-    from tests.distributed import outcomes
-
-    one, other = outcomes(2, fails_on_one_rank, breaks=True)
-    assert "ValueError" in other.error
+    one, _ = outcomes(2, fails_on_one_rank, breaks=True)
     assert "AccelError" in one.error, one.trace
+    assert "the exchange of an attention (GPT #0)" in one.message

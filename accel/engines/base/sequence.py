@@ -162,7 +162,7 @@ class SequenceParallel:
         if not parts and not self.whole and (any(t.dim() for t in leaves.values()) or function is self._engine.entry):
             raise BackendError(
                 f"{self.label} with sequence_parallel={self.size} was given tensors that are no parts of a sequence: call it "
-                "with batch = accel.shard_sequence(model, batch), after the last change of its tensors (.to(device), a slice), or "
+                "with batch = accel.shard_sequence(model, batch), after the last change of its tensors (.to(device), slices), or "
                 "with whole sequences inside of accel.whole_sequences(model)"
             )
         exchange = None
@@ -263,13 +263,16 @@ class SequenceParallel:
         d = apart[0]
         if dim == 0 or like.shape[d] % n:
             return whole.chunk(self.size, d)[self.rank]
-        return whole.unflatten(d, (-1, self.size, n)).select(d + 1, self.rank).flatten(d, d + 1)
+        parts: Tensor = whole.unflatten(d, (-1, self.size, n))
+        return parts.select(d + 1, self.rank).flatten(d, d + 1)
 
 
 def _same(one: Tensor, other: Tensor, room: float) -> bool:
+    if one.shape != other.shape:
+        return False
     scale = float(one.double().nan_to_num().abs().max()) if one.numel() else 0.0
-    near = one.shape == other.shape and torch.allclose(one.double(), other.double(), 0, room * scale, equal_nan=True)
-    return bool(near)
+    near: bool = torch.allclose(one.double(), other.double(), 0, room * scale, equal_nan=True)
+    return near
 
 
 def _uncompiled(engine: Engine) -> contextlib.AbstractContextManager[Any]:
@@ -351,8 +354,8 @@ class Exchange:
             )
         elif mask is not None and any(m not in (1, self._length) for m in mask.shape[-2:]):
             problem = (
-                f"has a mask of shape {tuple(mask.shape)}, where one of the whole sequence of {self._length} tokens was "
-                "expected: leave it out where it is the causal one (is_causal=True), else give the model a whole one, which is not cut"
+                f"has a mask of shape {tuple(mask.shape)}, expected was one of all {self._length} tokens: "
+                "leave it out where it is the causal one (is_causal=True), else give the model a whole one, which is not cut"
             )
         elif self._grad and not torch.is_grad_enabled() and not getattr(_now, "again", False):
             problem = (
