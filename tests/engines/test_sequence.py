@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,7 +190,7 @@ def llama(kind: str = "LlamaForCausalLM", **settings: Any) -> Any:
 
 
 def train_llama(model: Any, place: tuple[int, int], cut: Any, padded: bool) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # the gradient of keys' bias is 0
     if cut is not None:
         model, optimizer, _ = accel.setup(accel.unwrap(model), optimizer)
     losses = []
@@ -206,7 +207,7 @@ def train_llama(model: Any, place: tuple[int, int], cut: Any, padded: bool) -> l
 
 
 def transformers_models(backend: Any) -> None:
-    for settings in ({}, {"kind": "BertForMaskedLM"}, {"gradient_checkpointing": True}):
+    for settings in ({}, {"kind": "BertForMaskedLM"}, {"kind": "GPT2LMHeadModel"}, {"gradient_checkpointing": True}):
         for padded in (False, True):
             again = settings.get("gradient_checkpointing")
             kind = {k: v for k, v in settings.items() if k == "kind"}
@@ -222,12 +223,14 @@ def transformers_models(backend: Any) -> None:
             mean = accel.all_gather(torch.tensor([losses])).mean(0)
             assert mean.allclose(torch.tensor(expected), atol=1e-5), (settings, padded, mean, expected)
             full = accel.full_state_dict(model)
-            assert all(torch.allclose(full[n], v, atol=1e-5) for n, v in plain.state_dict().items()), (settings, padded)
-            if not kind:
+            apart = {n: float((full[n] - v).abs().max()) for n, v in plain.state_dict().items()}
+            assert max(apart.values()) <= 1e-5, (settings, padded, apart)
+            if not settings:
                 ids = tokens(0, 1, False)["input_ids"][:1, :4]
                 with accel.whole_sequences(model), torch.no_grad():
                     said = model.generate(ids, max_new_tokens=4, do_sample=False)
-                assert torch.equal(said, plain.generate(ids, max_new_tokens=4, do_sample=False))
+                expected_ids = plain.generate(ids, max_new_tokens=4, do_sample=False)
+                assert torch.equal(said, expected_ids), (settings, padded, said, expected_ids)
             accel.teardown(model)
 
 
@@ -239,7 +242,7 @@ def test_models_of_transformers() -> None:
 # -- a loss over all tokens ----------------------------------------------------------------------------------------------
 
 
-def mean_loss(backend: Any) -> None:
+def mean_loss(backend: Any, directory: str) -> None:
     raw, _ = build("causal")
     plain, _ = build("causal")
     optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
@@ -262,17 +265,27 @@ def mean_loss(backend: Any) -> None:
     expected.backward()
     assert value.allclose(expected, atol=1e-6)
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    accel.save({"model": model, "optimizer": optimizer}, directory)
     accel.teardown(model)
     assert distance(raw, plain) <= 1e-6
+    other, optimizer = build("causal")
+    model, optimizer, _ = accel.setup(other, torch.optim.SGD(other.parameters(), lr=0.1), backend="fsdp")
+    accel.load(directory, {"model": model, "optimizer": optimizer})
+    assert distance(accel.full_state_dict(model), dict(raw.state_dict())) == 0.0
+    accel.teardown(model)
     for wrong in ((torch.ones(2), 1), (1.0, 1), (torch.ones(()), True), (torch.ones(()), torch.ones(2))):
         with pytest.raises(accel.AccelError, match=r"accel\.mean_loss\("):
             accel.mean_loss(*wrong)
 
 
-def test_a_mean_over_the_tokens_of_all_ranks() -> None:
-    run(2, mean_loss, accel.DDP(sequence_parallel=2))
-    run(2, mean_loss, accel.Sharded())
-    run(1, mean_loss, accel.DDP(sequence_parallel=2))
+def test_a_mean_over_the_tokens_of_all_ranks(tmp_path: Path) -> None:
+    """In micro-batches; and its checkpoint goes to another backend."""
+    for world, backend in (
+        (2, accel.DDP(sequence_parallel=2)),
+        (2, accel.Sharded()),
+        (1, accel.DDP(sequence_parallel=2)),
+    ):
+        run(world, mean_loss, backend, str(tmp_path / f"{world}{type(backend).__name__}"))
 
 
 # -- other modules, and what cannot work ---------------------------------------------------------------------------------

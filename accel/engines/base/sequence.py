@@ -85,11 +85,8 @@ def prepared(module: nn.Module, batch: Any) -> tuple[Any, set[int]]:
     parameters, made, labels = inspect.signature(module.forward).parameters, {}, batch.get("labels")
     if "position_ids" in parameters and batch.get("position_ids") is None:
         made["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    if (
-        "CausalLM" in str(getattr(module, "loss_type", ""))
-        and isinstance(labels, Tensor)
-        and "shift_labels" not in batch
-    ):
+    causal = getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+    if causal and isinstance(labels, Tensor) and "shift_labels" not in batch:
         made["shift_labels"] = nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:].contiguous()
     batch = copy.copy(batch)
     batch.update(made)
@@ -105,7 +102,7 @@ class SequenceParallel:
         place, self.rank = divmod(engine.process.place.rank, size)
         #: Inside ``accel.whole_sequences``, and inside a forward.
         self.whole = self.running = False
-        self._alike, self._checked = SameInputs(f"accel.shard_sequence of {engine.label}", place), set[Any]()
+        self._alike, self._checked = SameInputs(f"{engine.label} (accel.shard_sequence)", place), set[Any]()
         self.patches = sequence_patches(engine.module, _attention, _cross_entropy, _bound)
 
     @property
