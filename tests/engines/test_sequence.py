@@ -351,6 +351,8 @@ def refusals_of_forwards() -> None:
     with accel.whole_sequences(model):
         refused(lambda: model(part, at), "parts inside of accel.whole_sequences")
         assert torch.equal(model(ids), raw(ids))
+    nothing = cut(torch.full_like(targets, -100))
+    assert torch.isnan(model(part, at, nothing))  # as in one process; the loss is looked at when there is one
     model(part, at, wanted).backward()
     accel.teardown(model)
     for module, given, message in (

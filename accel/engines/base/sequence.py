@@ -102,7 +102,7 @@ class SequenceParallel:
         place, self.rank = divmod(engine.process.place.rank, size)
         #: Inside ``accel.whole_sequences``, and inside a forward.
         self.whole = self.running = False
-        self._alike, self._checked = SameInputs(f"{engine.label} (accel.shard_sequence)", place), set[Any]()
+        self._alike, self._checked = SameInputs(f"{engine.label} (accel.shard_sequence)", place), dict[Any, int]()
         self.patches = sequence_patches(engine.module, _attention, _cross_entropy, _bound)
 
     @property
@@ -130,7 +130,7 @@ class SequenceParallel:
         if tokens is not None:
             batch, made = prepared(self._engine.module, batch)
             mask = batch.get("attention_mask")
-            if isinstance(mask, Tensor) and mask.dim() == 2:  # a model would make one of its part only
+            if isinstance(mask, Tensor) and mask.shape == tokens.shape[:2]:  # a model would make one of its part only
                 batch["attention_mask"], padding = None, None if bool(mask.all()) else mask == 0
         pieces: dict[int, Tensor] = {}
 
@@ -169,10 +169,12 @@ class SequenceParallel:
                 for path, leaf in leaves.items()
                 for part in [_part_of(leaf)]
             ]
-            if (kind := (getattr(function, "__name__", ""), *kinds)) not in self._checked:
-                self._check(function, (args, kwargs), parts[0])
-                self._checked.add(kind)
-            exchange = Exchange(self, parts[0].length, parts[0].padding, self.size)
+            kind, part = (getattr(function, "__name__", ""), *kinds), max(parts, key=lambda p: p.padding is not None)
+            count = self._checked.get(kind, 1)
+            if count and not count & (count - 1) and self._check(function, (args, kwargs), part):
+                count = -1  # not again
+            self._checked[kind] = count and count + 1
+            exchange = Exchange(self, part.length, part.padding, self.size)
         with self._running(exchange):
             yield
         if exchange is not None and not exchange.calls:
@@ -190,8 +192,11 @@ class SequenceParallel:
             self.running = False
             torch.backends.mha.set_fastpath_enabled(fast)
 
-    def _check(self, function: Callable[..., Any], given: Any, part: Part) -> None:
-        """Compute a short sequence whole and in parts, and refuse a model that gives something else. Collective."""
+    def _check(self, function: Callable[..., Any], given: Any, part: Part) -> bool:
+        """Compute a short sequence whole and in parts, and refuse a model that gives something else. Collective.
+
+        Says whether all was seen: the labels of a short sequence may all be ignored, which makes a loss nan.
+        """
         n = part.length // self.size
         if all(_part_of(leaf) is not None or not leaf.dim() for leaf in _tensors(given).values()):
             n = min(_SHORT, n)  # else a mask of the whole sequence may be among them
@@ -219,28 +224,26 @@ class SequenceParallel:
                 exchange = Exchange(self, length, padding, size)
                 with self._running(exchange):
                     outputs.append(_tensors(run(function, args, kwargs)))
-        if problem := self._difference(outputs[0], outputs[1], n, part.dim):
+        problem, seen = self._difference(outputs[0], outputs[1], n, part.dim)
+        if problem:
             calls = "" if exchange.calls else "no call of scaled_dot_product_attention came; "
             raise BackendError(
                 f"{self.label} computes something else from parts of a sequence than from the whole: {problem}; {calls}{_HOW}"
             )
+        return seen
 
-    def _difference(self, whole: dict[str, Tensor], mine: dict[str, Tensor], n: int, dim: int) -> str:
+    def _difference(self, whole: dict[str, Tensor], mine: dict[str, Tensor], n: int, dim: int) -> tuple[str, bool]:
         """Where outputs are no parts of the whole one, the same on every rank. Collective."""
         problem = "" if whole.keys() == mine.keys() else f"the outputs are {', '.join(whole)} and {', '.join(mine)}"
-        half = any(
+        half = getattr(self._engine.options, "param_dtype", None) is not None or any(
             t.is_floating_point() and t.itemsize < 4 for t in (*mine.values(), *self._engine.module.parameters())
         )
         room = 5e-2 if half else 1e-4 if torch.get_float32_matmul_precision() == "highest" else 1e-2
         numbers = {}
         for path, part in mine.items() if not problem else ():
             if part.dim() or whole[path].dim():
-                same = _same(self._part(whole[path], part, n, dim), part, room)
-                problem = (
-                    problem
-                    if same
-                    else f"{path} of shape {tuple(part.shape)} has other values than that part of the whole one"
-                )
+                if not _same(self._part(whole[path], part, n, dim), part, room):
+                    problem = f"{path} of shape {tuple(part.shape)} has other values than that part of the whole one"
             else:
                 numbers[path] = float(whole[path]), float(part)  # of a mean each rank has its share
         told = agree(f"a short sequence ({self.label})", (problem, numbers))
@@ -248,9 +251,9 @@ class SequenceParallel:
         for first in range(0, len(told), self.size) if not problems else ():
             for path, (one, _) in told[first][1].items():
                 mean = sum(theirs[path][1] for _, theirs in told[first : first + self.size]) / self.size
-                if not abs(mean - one) <= room * abs(one):
+                if not abs(mean - one) <= room * abs(one) and (one == one or mean == mean):
                     problems.append(f"{path} is {one:.6g} for the whole, and {mean:.6g} as the mean of its parts")
-        return problems[0] if problems else ""
+        return problems[0] if problems else "", all(one == one for _, theirs in told for one, _ in theirs.values())
 
     def _part(self, whole: Tensor, like: Tensor, n: int, dim: int) -> Tensor:
         """This rank's part of an output, which may have batch and sequence in one dimension."""
