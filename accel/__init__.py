@@ -14,8 +14,10 @@ from .api import (
     no_sync,
     refresh_trainable,
     setup,
+    shard_sequence,
     teardown,
     unwrap,
+    whole_sequences,
 )
 from .data import LoaderOptions, effective_batch_size, gather_for_metrics
 from .deferred import deferred_init
@@ -33,6 +35,7 @@ from .errors import (
     SharedParametersError,
     TimeoutError,
 )
+from .gradients.average import mean_loss
 from .handles import Handles
 from .launch import launch
 from .launch.pickling import check_picklable
@@ -113,6 +116,7 @@ __all__ = [
     "load",
     "local_rank",
     "main_first",
+    "mean_loss",
     "memory_report",
     "mesh",
     "no_sync",
@@ -123,10 +127,12 @@ __all__ = [
     "save",
     "seed",
     "setup",
+    "shard_sequence",
     "summary",
     "teardown",
     "unwrap",
     "verify",
+    "whole_sequences",
     "world_size",
 ]
 # With the names of the option classes, `__getattr__` makes the whole list: that imports all backends.

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +19,8 @@ from . import data, planning, process
 from .data import LoaderHandle, LoaderOptions
 from .deferred import materialize, weights_of
 from .engines import Context, Engine
-from .errors import AccelError, LoaderError, PrecisionError, RankMismatchError
+from .engines.base.sequence import prepared
+from .errors import AccelError, BackendError, LoaderError, PrecisionError, RankMismatchError
 from .handles import Handles, HiddenAttribute, ModelHandle, engine_behind, raw
 from .planning import Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
 from .precision import convert_linears, convert_module, convert_optimizer
@@ -186,9 +188,48 @@ def mesh(model: nn.Module) -> DeviceMesh | None:
     return registry.of_handle(model).mesh
 
 
+def shard_sequence(model: nn.Module, batch: Any, dim: int = 1) -> Any:
+    """This rank's part of a batch's sequences, for a model with ``sequence_parallel``; else the batch. Collective.
+
+    Every tensor that has the sequence along ``dim`` is cut: all that are as long there as ``input_ids``, ``inputs_embeds`` or
+    else the first tensor. The others stay whole. For models of transformers it makes ``position_ids`` and ``shift_labels``
+    of the whole sequence where they are missing, and takes an ``attention_mask`` of tokens into attention itself.
+
+    Args:
+        model: a handle, or its raw module.
+        batch: a tensor, or nested dicts, lists and tuples of them, the same on all ranks of a sequence.
+        dim: along which the sequence lies.
+
+    Raises:
+        BackendError: the sequence does not divide, or no tensor has such a dimension.
+        RankMismatchError: ranks of one sequence have different batches.
+    """
+    engine = registry.of_handle(model)
+    return prepared(engine.module, batch)[0] if engine.sequence is None else engine.sequence.shard(batch, dim)
+
+
+@contextlib.contextmanager
+def whole_sequences(model: nn.Module) -> Iterator[None]:
+    """Context: a model with ``sequence_parallel`` is given whole sequences, as in ``generate``; each rank computes by itself."""
+    sequence = registry.of_handle(model).sequence
+    before = sequence is not None and sequence.whole
+    if sequence is not None:
+        sequence.whole = True
+    try:
+        yield
+    finally:
+        if sequence is not None:
+            sequence.whole = before
+
+
 def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Context for ranks with different numbers of batches (``torch.distributed.algorithms.Join``)."""
-    return registry.of_handle(model).join()
+    engine = registry.of_handle(model)
+    if engine.sequence is not None:
+        raise BackendError(
+            "accel.join with sequence_parallel: ranks that have run out of inputs would miss in attention"
+        )
+    return engine.join()
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

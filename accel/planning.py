@@ -239,6 +239,7 @@ def _plan_engine(plan: Plan, process: Process) -> None:
     if process.place.world_size > 1:
         engines.check_torch(plan.engine_type.name)
     plan.engine_type.check(plan.module, plan.options, process)
+    plan.engine_type.replica(plan.options, process)  # whether the ranks divide so
     if plan.engine_type.gradients_type.reduced and process.place.world_size > 1:
         _refuse_max_norm(plan.module)
 

@@ -92,7 +92,7 @@ class Registry:
             needed.append(self._leaves)
         if engine.drift.watching or (engine.distributed and type(engine.holdings).set_data is not Holdings.set_data):
             needed.append(self._data)
-        return needed
+        return needed + (engine.sequence.patches if engine.sequence is not None else [])
 
     def remove(self, engine: Engine) -> None:
         """Forget an engine that was torn down."""
@@ -102,7 +102,7 @@ class Registry:
         self.divided.discard(engine.serial)
         for module in engine.module.modules():
             self._owners.pop(module, None)
-        for patch in (*self._clipping, *self._runs, *self._trainable, self._leaves, self._data):
+        for patch in (*self._clipping, *self._runs, *self._trainable, self._leaves, self._data, *self._patches(engine)):
             patch.drop(engine)
         self._prune()
 

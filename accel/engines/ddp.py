@@ -21,7 +21,7 @@ from ..gradients.reduction import Reduction
 from ..precision import Replaced, convert_batchnorms, restore_batchnorms
 from ..process import Process
 from ..process.control import agree
-from .base.engine import Context, Engine, Options
+from .base.engine import Context, Engine, SequenceOptions
 from .base.gradients import Gradients
 from .base.holdings import Holdings
 from .base.memory import Footprint, MemoryUse, ParameterSize, whole
@@ -33,7 +33,7 @@ _PASSED = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DDP(Options):
+class DDP(SequenceOptions):
     """Options of ``ddp``; names and meanings are those of ``DistributedDataParallel`` where it has them.
 
     Args:

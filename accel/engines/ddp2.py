@@ -32,6 +32,10 @@ class DDP2Engine(DDPEngine):
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         """Refuse a synchronised BatchNorm in replicas."""
         super().check(module, options, process)
+        if options.sequence_parallel > 1:
+            raise BackendError(
+                f"backend {cls.name!r} has no sequence_parallel: its replicas divide a batch; use backend='ddp'"
+            )
         if options.sync_batchnorm and len(process.devices) > 1:
             raise BackendError(
                 "DDP2(sync_batchnorm=True): torch's SyncBatchNorm does not run in the replicas of a DataParallel; leave it "

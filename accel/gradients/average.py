@@ -1,4 +1,4 @@
-"""The mean of gradients that any rank has."""
+"""The mean of gradients that any rank has, and of losses over tokens of which each rank has others."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import BackendError
-from ..process import Process
-from ..process.control import agree
+from ..errors import AccelError, BackendError
+from ..process import Process, current
+from ..process.control import Waiting, agree, announce
 from ..process.packing import average_
 
 _NONE, _DENSE, _SPARSE = range(3)
@@ -97,3 +97,46 @@ def average_gradients_(
         gradients.append(parameter.grad)
     average_(gradients, process.place.world_size, add or (lambda flat: dist.all_reduce(flat, group=process.group)))
     return bool(gradients)
+
+
+def mean_loss(loss_sum: torch.Tensor, tokens: torch.Tensor | float) -> torch.Tensor:
+    """The mean of a loss over the tokens of all ranks, which may have different numbers of them. Collective.
+
+    Its value is that mean, the same on every rank. Its backward gives what the engine averages over the ranks to the gradient of
+    the mean. To accumulate, give each micro-batch the number of tokens of all micro-batches of the step, and divide by nothing:
+    the losses add up to the mean.
+
+    Args:
+        loss_sum: the sum of this rank's losses, as ``F.cross_entropy(..., reduction="sum")``.
+        tokens: how many this rank has in it.
+
+    Raises:
+        AccelError: ``loss_sum`` is not one floating number, or ``tokens`` not one number.
+    """
+    if not isinstance(loss_sum, torch.Tensor) or loss_sum.dim() or not loss_sum.is_floating_point():
+        raise AccelError(
+            f"accel.mean_loss(loss_sum={loss_sum!r}): expected a floating tensor without dimensions, a sum"
+        )
+    if isinstance(tokens, bool) or not isinstance(tokens, int | float | torch.Tensor):
+        raise AccelError(f"accel.mean_loss(tokens={tokens!r}): expected the number of tokens")
+    count = torch.as_tensor(tokens, device=loss_sum.device)
+    if count.dim():
+        raise AccelError(
+            f"accel.mean_loss(tokens=...) of shape {tuple(count.shape)}: expected one number, as mask.sum()"
+        )
+    process = current()
+    if process.place.world_size > 1:
+        announce(process, "accel.mean_loss")
+    with Waiting(process, "accel.mean_loss"):
+        return mean_over(loss_sum, count, process.group, process.place.world_size)
+
+
+def mean_over(total: torch.Tensor, count: torch.Tensor, group: dist.ProcessGroup | None, ranks: int) -> torch.Tensor:
+    """The mean that sums and counts of all ranks of a group make, for gradients that are averaged over the ranks. Collective."""
+    total = total.float() if total.itemsize < 4 else total
+    wide = torch.float32 if total.device.type == "mps" else torch.float64  # which that device does not have
+    both = torch.stack([total.detach().to(wide), count.to(total.device, wide)])
+    if ranks > 1:
+        dist.all_reduce(both, group=group)
+    mine = total * (ranks / both[1]).to(total.dtype)
+    return mine + ((both[0] / both[1]).to(total.dtype) - mine).detach()

@@ -7,6 +7,7 @@ has put something of its own in the place since, that stays, and what of accel i
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import sys
 import warnings
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 import torch
 from torch.nn.utils import clip_grad
+from torch.utils import checkpoint
 
 from ..errors import BackendError
 from ..precision import here
@@ -459,3 +461,49 @@ def muon_patch() -> Patch:
 
     module: Any = torch.optim._muon
     return around(vars(module), "_zeropower_via_newtonschulz", orthogonalise)
+
+
+# -- Attention and the mean of a loss see whole sequences, of which each rank has a part --------------------------------
+# They are replaced by value, wherever the modules that define the model's classes have them: ``from torch.nn.functional
+# import scaled_dot_product_attention`` is a name of its own. Activation checkpointing calls a function again in backward,
+# where nobody else could tell that it is one of such a forward.
+
+_CHECKPOINT: Final = "_checkpoint_without_reentrant_generator"
+
+
+@functools.cache
+def _function_patch(place: str, name: str, act: Callable[..., Any]) -> Patch:
+    return around(vars(sys.modules[place]), name, act)
+
+
+@functools.cache
+def _checkpoint_patches(bound: Callable[[Any], Any]) -> tuple[Patch, Patch]:
+    def generator(original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(bound(function), *args, **kwargs)
+
+    def forward(original: Callable[..., Any], ctx: Any, function: Any, *args: Any) -> Any:
+        return original(ctx, bound(function), *args)
+
+    return (
+        around(vars(checkpoint), _CHECKPOINT, generator),
+        around(_Attributes(checkpoint.CheckpointFunction), "forward", forward),
+    )
+
+
+def sequence_patches(
+    module: torch.nn.Module,
+    attention: Callable[..., Any],
+    cross_entropy: Callable[..., Any],
+    bound: Callable[[Any], Any],
+) -> list[Patch]:
+    """``attention`` and ``cross_entropy`` in the places of torch's; ``bound`` makes what checkpointing calls again."""
+    functional = torch.nn.functional.__name__
+    places = {cls.__module__ for part in module.modules() for cls in type(part).__mro__}
+    found = []
+    for name, act in (("scaled_dot_product_attention", attention), ("cross_entropy", cross_entropy)):
+        now = getattr(torch.nn.functional, name)
+        values = {id(now), id(inspect.unwrap(now))}
+        for place in sorted({functional, *(p for p in places if not p.startswith("torch.") and p in sys.modules)}):
+            names = [own for own, value in vars(sys.modules[place]).items() if id(value) in values]
+            found += [_function_patch(place, own, act) for own in names]
+    return [*found, *_checkpoint_patches(bound)]

@@ -26,6 +26,7 @@ from .drift import DriftGuard
 from .gradients import Gradients
 from .holdings import Holdings
 from .memory import Footprint, MemoryUse, whole
+from .sequence import SequenceParallel, sequence_size
 from .step import Stepper, refuse_changes
 
 if TYPE_CHECKING:
@@ -78,6 +79,11 @@ class Options:
         every = self.drift_check
         if every is not None and (type(every) is not int or every < 0):
             raise BackendError(f"{type(self).__name__}(drift_check={every!r}): expected a number of steps, 0 or None")
+        size = getattr(self, "sequence_parallel", 1)
+        if type(size) is not int or size < 1:
+            raise BackendError(
+                f"{type(self).__name__}(sequence_parallel={size!r}): expected a number of ranks that have parts of a sequence"
+            )
         for option in dataclasses.fields(self):
             value = getattr(self, option.name)
             if option.type in (bool, "bool") and type(value) is not bool:
@@ -90,6 +96,18 @@ class Options:
         Raises:
             BackendError: names the option.
         """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceOptions(Options):
+    """Of engines whose ranks compute whole layers each, and average gradients.
+
+    Args:
+        sequence_parallel: so many neighbouring ranks have parts of each sequence (``accel.shard_sequence``), and exchange them
+            for heads in attention. They read one batch.
+    """
+
+    sequence_parallel: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +172,9 @@ class Engine(ABC):
             self.gradients.reduced and self.distributed and getattr(self.options, "auto_refresh", True)
         )
         self.restructured = self.started = False
+        size = sequence_size(self.options, self.process)
+        #: Where ranks have parts of sequences.
+        self.sequence = SequenceParallel(self, size) if size > 1 else None
         compared = self.distributed and self.synchronizes
         self.drift = DriftGuard(self, self.options.drift_check if compared else 0)
         context.process.dependents.add(self)
@@ -177,7 +198,8 @@ class Engine(ABC):
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
         """This rank's data-parallel place, and how many there are: ranks of one place read one batch. Local."""
-        return process.place.rank, process.place.world_size
+        size = sequence_size(options, process)
+        return process.place.rank // size, process.place.world_size // size
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
@@ -289,6 +311,9 @@ class Engine(ABC):
         """A forward (``entry``), or a method of the user's, in the engine's precision."""
         if self.restructured:
             refuse_changes(self)
+        if self.sequence is not None and not self.sequence.running:
+            with self.sequence.forward(function, args, kwargs):
+                return self.call(function, args, kwargs)
         if self._watching_mask and function is self.entry and torch.is_grad_enabled() and self.mask.changed():
             self.refresh()
         try:

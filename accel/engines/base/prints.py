@@ -69,8 +69,8 @@ def refuse_other_values(what: str, told: Mapping[int, list[tuple[list[float], fl
 
 _EACH: Final = 4  # of the first calls; later only those whose number is a power of two
 _BATCHES: Final = (
-    "ranks that have parts of one layer compute on the same batches: take them from the loader that accel.setup returned, or by "
-    "accel.data_parallel_place(model) instead of accel.rank()"
+    "ranks that have parts of one layer or sequence compute on the same batches: take them from the loader that accel.setup "
+    "returned, or by accel.data_parallel_place(model) instead of accel.rank()"
 )
 _SEEDS: Final = (
     "the forward draws random numbers (dropout), and ranks that have parts of one layer must draw the same: seed by "

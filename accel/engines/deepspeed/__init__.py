@@ -20,7 +20,7 @@ from ...precision import Accumulator
 from ...process import Process
 from ...process.control import Waiting
 from ..base.absent import plainly
-from ..base.engine import Context, Engine, Options, lost_weights
+from ..base.engine import Context, Engine, SequenceOptions, lost_weights
 from ..base.gradients import Gradients, refuse_sparse
 from ..base.memory import Footprint, MemoryUse
 from . import overrides
@@ -41,7 +41,7 @@ _UNSEEN: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeepSpeed(Options):
+class DeepSpeed(SequenceOptions):
     """Options of ``deepspeed``.
 
     Args:

@@ -21,12 +21,13 @@ from ...process import Process, reason_of
 from ...process.control import Waiting, agree
 from ...process.rng import put_torch_states, torch_states
 from ...shard import Shard, StateEntry
-from ..base.engine import Context, Engine, Options, lost_weights
+from ..base.engine import Context, Engine, Options, SequenceOptions, lost_weights
 from ..base.gradients import Gradients, refuse_sparse
 from ..base.holdings import Holdings
 from ..base.local import LocalSteps, elementwise
 from ..base.memory import Footprint, MemoryUse, even_shards
 from ..base.prints import SameInputs
+from ..base.sequence import sequence_size
 from ..base.step import refuse_steps
 from . import wrap
 from .mesh import axes_of, check_mesh, check_size, data_place
@@ -143,7 +144,7 @@ _OWN_KERNELS = {"apex", "bitsandbytes", "deepspeed"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FSDP(Options):
+class FSDP(SequenceOptions):
     """Options of ``fsdp``; names and meanings are those of ``fully_shard`` where it has them.
 
     Args:
@@ -381,12 +382,16 @@ class FSDPEngine(Engine):
             wrap.check_module(module, options)
             refuse_sparse(module, cls.name)
         if sizes["tensor"] > 1:
+            if sequence_size(options, process) > 1:
+                raise BackendError("sequence_parallel and tensor_parallel exclude each other: both divide the heads")
             check_cut(module, options.plan, sizes["tensor"])
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
         """Ranks that have parts of one layer read one batch."""
-        return data_place(options, process)
+        return (
+            super().replica(options, process) if sequence_size(options, process) > 1 else data_place(options, process)
+        )
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:

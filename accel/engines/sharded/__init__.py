@@ -27,7 +27,7 @@ from ...process.packing import average_, reduce_to_owners
 from ...process.startup import unseen_group
 from ...shard import StateEntry
 from ..base import memory
-from ..base.engine import Engine, Options
+from ..base.engine import Engine, SequenceOptions
 from ..base.gradients import Gradients
 from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse
@@ -164,7 +164,7 @@ def _own_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharded(Options):
+class Sharded(SequenceOptions):
     """Options of ``sharded``.
 
     Args:

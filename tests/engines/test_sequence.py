@@ -1,0 +1,448 @@
+"""``sequence_parallel``: parts of each sequence on neighbouring ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as attention  # a name of its own
+from torch.utils.checkpoint import checkpoint
+
+import accel
+from tests.distributed import outcomes, refusals, run
+from tests.models import distance
+
+LENGTH, WORDS = 16, 32
+
+
+class Block(nn.Module):
+    """``kind``: how attention is called."""
+
+    def __init__(self, width: int, kind: str) -> None:
+        super().__init__()
+        self.kind, self.norm = kind, nn.LayerNorm(width)
+        self.kv = 2 if kind == "grouped" else 4
+        self.qkv = nn.Linear(width, width + 2 * self.kv * width // 4, bias=False)  # the gradient of keys' bias is 0
+        self.out, self.up, self.down = nn.Linear(width, width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.bias = nn.Parameter(torch.randn(4, LENGTH, LENGTH) * 0.1) if kind == "bias" else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, width = x.shape
+        q, k, v = self.qkv(self.norm(x)).split([width, *[self.kv * width // 4] * 2], 2)
+        q, k, v = (y.view(b, t, -1, width // 4).transpose(1, 2) for y in (q, k, v))
+        if self.kind == "grouped":
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        elif self.kind == "bias":  # of each head
+            y = F.scaled_dot_product_attention(q, k, v, self.bias)
+        elif self.kind == "by hand":
+            y = (q @ k.mT).softmax(-1) @ v
+        else:
+            y = attention(q, k, v, is_causal=self.kind != "both ways")
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, width))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class GPT(nn.Module):
+    """Positions given or numbered here; a loss of its own, or none."""
+
+    def __init__(self, kind: str = "causal", again: str = "", width: int = 16) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList(Block(width, kind) for _ in range(2))
+        self.head = nn.Linear(width, WORDS)
+        self.again = again
+
+    def forward(self, ids: torch.Tensor, places: Any = None, targets: Any = None) -> Any:
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1]) if places is None else places)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.again == "reentrant") if self.again else block(x)
+        out = self.head(x)
+        return out if targets is None else F.cross_entropy(out.flatten(0, 1), targets.flatten())
+
+    def longest(self) -> int:
+        return LENGTH
+
+
+def batch(step: int, replica: int, replicas: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, WORDS, (4, LENGTH + 1), generator=generator).chunk(replicas)[replica]
+    targets = ids[:, 1:].clone()
+    targets[0, 5:] = -100
+    return ids[:, :-1], torch.arange(LENGTH)[None], targets
+
+
+def build(kind: str, again: str = "", precision: str = "32-true") -> tuple[nn.Module, Any]:
+    torch.manual_seed(5)
+    model = GPT(kind, again)
+    if precision == "bf16-mixed":  # AdamW would make whole steps of roundings
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(model: Any, optimizer: Any, place: tuple[int, int], cut: Any, ways: str, precision: str = "32-true") -> None:
+    for step in range(4):
+        if "freeze" in ways and step in (1, 3):
+            model.blocks[0].qkv.weight.requires_grad_(step == 3)
+        optimizer.zero_grad()
+        micros = 2 if "accumulate" in ways or "no_sync" in ways else 1
+        for micro in range(micros):
+            quiet = "no_sync" in ways and cut is not None and micro == 0
+            with accel.no_sync(model) if quiet else contextlib.nullcontext():
+                if cut is None:
+                    for replica in range(place[1]):  # one process: all that the replicas have
+                        ids, places, targets = batch(2 * step + micro, replica, place[1])
+                        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+                            loss = model(ids, places, targets)
+                        (loss / micros / place[1]).backward()
+                else:
+                    ids, places, targets = cut(batch(2 * step + micro, *place))
+                    (model(ids, places, targets) / micros).backward()
+        if "clip" in ways:
+            accel.clip_grad_norm_(model, 0.1) if cut else nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+
+@functools.cache
+def reference(kind: str, ways: str, replicas: int, precision: str) -> nn.Module:
+    model, optimizer = build(kind, "", precision)
+    train(model, optimizer, (0, replicas), None, ways, precision)
+    return model
+
+
+CASES = [
+    ("causal", "", "clip no_sync freeze", "32-true"),
+    ("both ways", "", "accumulate freeze", "32-true"),
+    ("grouped", "", "no_sync", "32-true"),
+    ("bias", "reentrant", "accumulate clip", "32-true"),
+    ("grouped", "new", "clip freeze", "32-true"),
+    ("causal", "", "accumulate", "bf16-mixed"),
+]
+
+
+def parity(backend: Any, cases: list[Any] = CASES) -> list[str]:
+    failures = []
+    for kind, again, ways, precision in cases:
+        raw, optimizer = build(kind, again, precision)
+        model, handle, _ = accel.setup(raw, optimizer, backend=backend, precision=precision)
+        place = accel.data_parallel_place(model)
+        assert place == (accel.rank() // backend.sequence_parallel, accel.world_size() // backend.sequence_parallel)
+        train(model, handle, place, functools.partial(accel.shard_sequence, model), ways)
+        accel.teardown(model)
+        found = distance(raw, reference(kind, ways, place[1], precision))
+        if not found <= (2e-3 if precision == "bf16-mixed" else 1e-5):
+            failures.append(f"{kind} {again} {ways} {precision}: {found:.1e}")
+    return failures
+
+
+ENGINES: list[Any] = [
+    accel.DDP(sequence_parallel=2),
+    accel.Sharded(sequence_parallel=2),
+    accel.FSDP(sequence_parallel=2, activation_checkpointing=True),
+    *(accel.DeepSpeed(stage=stage, sequence_parallel=2) for stage in (1, 3)),
+]
+
+
+def parity_of_all(cases: list[Any], backends: list[Any]) -> dict[str, list[str]]:
+    return {str(backend): found for backend in backends if (found := parity(backend, cases))}
+
+
+def test_parity() -> None:
+    """N steps give the weights of one process on whole sequences, whatever the engine."""
+    pytest.importorskip("deepspeed")
+    assert run(2, parity_of_all, CASES[:1], ENGINES, timeout=240) == [{}, {}]
+    assert run(2, parity_of_all, CASES[1:], ENGINES[:1], timeout=240) == [{}, {}]
+
+
+@pytest.mark.parametrize("backend", [accel.DDP(sequence_parallel=4), accel.FSDP(sequence_parallel=2)], ids=str)
+def test_parity_on_four_ranks(backend: Any) -> None:
+    assert (
+        run(4, parity, backend, [case for case in CASES if "grouped" not in case or backend.sequence_parallel == 2])
+        == [[]] * 4
+    )
+
+
+# -- a model of transformers ---------------------------------------------------------------------------------------------
+
+
+def tokens(replica: int, replicas: int, padded: bool) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, WORDS, (4, LENGTH), generator=torch.Generator().manual_seed(3))
+    there = torch.ones_like(ids)
+    if padded:
+        there[1, :3], there[2, 10:], there[3, 5:] = 0, 0, 0
+    whole = {"input_ids": ids, "labels": ids.masked_fill(there == 0, -100), "attention_mask": there}
+    return {name: value.chunk(replicas)[replica] for name, value in whole.items()}
+
+
+def llama(kind: str = "LlamaForCausalLM", **settings: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH + 2}
+    model = getattr(transformers, kind)
+    torch.manual_seed(0)
+    return model(model.config_class(**(sizes | heads | {"pad_token_id": 0} | settings)))
+
+
+def train_llama(model: Any, place: tuple[int, int], cut: Any, padded: bool) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # the gradient of keys' bias is 0
+    if cut is not None:
+        model, optimizer, _ = accel.setup(accel.unwrap(model), optimizer)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        if cut is None:
+            loss = sum(model(**tokens(n, place[1], padded)).loss for n in range(place[1])) / place[1]
+        else:
+            loss = model(**cut(tokens(*place, padded))).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def transformers_models(backend: Any) -> None:
+    for settings in ({}, {"kind": "BertForMaskedLM"}, {"kind": "GPT2LMHeadModel"}, {"gradient_checkpointing": True}):
+        for padded in (False, True):
+            again = settings.get("gradient_checkpointing")
+            kind = {k: v for k, v in settings.items() if k == "kind"}
+            raw, plain = llama(**kind, attention_dropout=0.0), llama(**kind)
+            for one in (raw, plain):
+                one.eval()  # BERT's dropout
+            if again:
+                raw.train().gradient_checkpointing_enable()
+            model = accel.setup(raw, backend=backend).model
+            place = accel.data_parallel_place(model)
+            losses = train_llama(model, place, functools.partial(accel.shard_sequence, model), padded)
+            expected = train_llama(plain, place, None, padded)
+            mean = accel.all_gather(torch.tensor([losses])).mean(0)
+            assert mean.allclose(torch.tensor(expected), atol=1e-5), (settings, padded, mean, expected)
+            full = accel.full_state_dict(model)
+            apart = {n: float((full[n] - v).abs().max()) for n, v in plain.state_dict().items()}
+            assert max(apart.values()) <= 1e-5, (settings, padded, apart)
+            if not settings:
+                ids = tokens(0, 1, False)["input_ids"][:1, :4]
+                with accel.whole_sequences(model), torch.no_grad():
+                    said = model.generate(ids, max_new_tokens=4, do_sample=False)
+                expected_ids = plain.generate(ids, max_new_tokens=4, do_sample=False)
+                assert torch.equal(said, expected_ids), (settings, padded, said, expected_ids)
+            accel.teardown(model)
+
+
+def test_models_of_transformers() -> None:
+    """Causal with grouped heads and both ways, padded, and computed again: losses, weights and texts of one process."""
+    run(2, transformers_models, accel.DDP(sequence_parallel=2))
+
+
+# -- a loss over all tokens ----------------------------------------------------------------------------------------------
+
+
+def mean_loss(backend: Any, directory: str) -> None:
+    raw, _ = build("causal")
+    plain, _ = build("causal")
+    optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
+    model, optimizer, _ = accel.setup(raw, optimizer, backend=backend)
+    place, micros = accel.data_parallel_place(model), 2
+    given = [accel.shard_sequence(model, batch(m, *place)) for m in range(micros)]
+    total = sum((targets != -100).sum() for *_, targets in given)
+    value = torch.zeros(())
+    for ids, places, targets in given:
+        loss = accel.mean_loss(
+            F.cross_entropy(model(ids, places).flatten(0, 1), targets.flatten(), reduction="sum"), total
+        )
+        loss.backward()
+        value += loss.detach()
+    optimizer.step()
+    ids, places, targets = (
+        torch.cat(t) for t in zip(*(batch(m, n, place[1]) for m in range(micros) for n in range(place[1])), strict=True)
+    )
+    expected = F.cross_entropy(plain(ids, places[:1]).flatten(0, 1), targets.flatten())
+    expected.backward()
+    assert value.allclose(expected, atol=1e-6)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    accel.save({"model": model, "optimizer": optimizer}, directory)
+    accel.teardown(model)
+    assert distance(raw, plain) <= 1e-6
+    other, optimizer = build("causal")
+    model, optimizer, _ = accel.setup(other, torch.optim.SGD(other.parameters(), lr=0.1), backend="fsdp")
+    accel.load(directory, {"model": model, "optimizer": optimizer})
+    assert distance(accel.full_state_dict(model), dict(raw.state_dict())) == 0.0
+    accel.teardown(model)
+    for wrong in ((torch.ones(2), 1), (1.0, 1), (torch.ones(()), True), (torch.ones(()), torch.ones(2))):
+        with pytest.raises(accel.AccelError, match=r"accel\.mean_loss\("):
+            accel.mean_loss(*wrong)
+
+
+def test_a_mean_over_the_tokens_of_all_ranks(tmp_path: Path) -> None:
+    """In micro-batches; and its checkpoint goes to another backend."""
+    for world, backend in (
+        (2, accel.DDP(sequence_parallel=2)),
+        (2, accel.Sharded()),
+        (1, accel.DDP(sequence_parallel=2)),
+    ):
+        run(world, mean_loss, backend, str(tmp_path / f"{world}{type(backend).__name__}"))
+
+
+# -- other modules, and what cannot work ---------------------------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    def __init__(self, mode: str = "") -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, norm_first=mode == "first")
+        self.layers, self.mode = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), mode
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]) if self.mode == "first" else None
+        x = self.layers(x, mask, is_causal=mask is not None)
+        return x.mean(1) if self.mode == "pooled" else x
+
+
+def modules() -> None:
+    """nn.TransformerEncoder both ways and causal, in training and in evaluation, where torch has a fast path."""
+    for mode in ("", "first"):
+        torch.manual_seed(0)
+        raw = Encoder(mode)
+        x = torch.randn(2, LENGTH, 16)
+        expected = raw(x)
+        model = accel.setup(raw, backend=accel.DDP(sequence_parallel=2)).model
+        part = accel.shard_sequence(model, x)
+        mine = expected.chunk(2, 1)[accel.rank()]
+        assert model(part).allclose(mine, atol=1e-5)
+        model.eval()
+        with torch.no_grad():
+            assert model(part).allclose(mine, atol=1e-5)
+            with accel.whole_sequences(model):
+                assert model(x).allclose(expected, atol=1e-5)
+        assert torch.backends.mha.get_fastpath_enabled()
+        accel.teardown(model)
+    assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+    assert attention is F.scaled_dot_product_attention
+
+
+def test_modules_of_torch() -> None:
+    run(2, modules)
+
+
+def refused(act: Any, message: str) -> None:
+    with pytest.raises(accel.BackendError, match=message):
+        act()
+
+
+def refusals_of_forwards() -> None:
+    two = accel.DDP(sequence_parallel=2)
+    raw, _ = build("causal")
+    model = accel.setup(raw, backend=two).model
+    ids, places, targets = batch(0, 0, 1)
+    cut = functools.partial(accel.shard_sequence, model)
+    part, at, wanted = cut((ids, places, targets))
+    assert model.longest() == LENGTH
+    for wrong in (ids, ids[:, :8], part[:, :4], part.clone()):
+        refused(lambda wrong=wrong: model(wrong), "was given tensors that are no parts of a sequence: call it with")
+    refused(lambda: model(part), "output of shape .* has other values than that part of the whole one; attention must")
+    refused(lambda: model(part, at, cut(ids[:, :8])), "parts of sequences of different lengths")
+    refused(lambda: cut(ids[:, :7]), "sequences of 7 tokens do not divide over 2 ranks: pad them to a multiple of 2")
+    refused(lambda: accel.shard_sequence(model, ids, dim=3), "no tensor of the batch has such a dimension")
+    with accel.whole_sequences(model):
+        refused(lambda: model(part, at), "parts inside of accel.whole_sequences")
+        assert torch.equal(model(ids), raw(ids))
+    nothing = cut(torch.full_like(targets, -100))
+    assert torch.isnan(model(part, at, nothing))  # as in one process; the loss is looked at when there is one
+    model(part, at, wanted).backward()
+    accel.teardown(model)
+    for module, given, message in (
+        (GPT("by hand"), (part, at), "has other values .*no call of scaled_dot_product_attention came"),
+        (GPT(width=12), (part, at), ""),
+        (Encoder("pooled"), (cut_of(torch.randn(2, LENGTH, 16)),), "has other values than that part"),
+    ):
+        other = accel.setup(module, backend=two).model
+        if message:
+            refused(lambda other=other, given=given: other(*given), message)
+        else:
+            other(*given)
+        accel.teardown(other)
+
+
+def cut_of(x: torch.Tensor) -> torch.Tensor:
+    made = accel.setup(nn.Linear(1, 1), backend=accel.DDP(sequence_parallel=2)).model
+    part: torch.Tensor = accel.shard_sequence(made, x)
+    accel.teardown(made)
+    return part
+
+
+class Masked(nn.Module):
+    """Attention alone, with what it is given."""
+
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.out, self.heads = nn.Linear(12, 12), heads
+
+    def forward(self, x: torch.Tensor, mask: Any = None, keys: int = 0, graph: bool = True) -> torch.Tensor:
+        q = self.out(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
+        k = q[:, :, :keys] if keys else q
+        with torch.set_grad_enabled(graph and torch.is_grad_enabled()):
+            return attention(q, k, k, mask).transpose(1, 2).flatten(2)
+
+
+def refusals_of_attention() -> None:
+    two = accel.DDP(sequence_parallel=2)
+    x, mask = torch.randn(2, LENGTH, 12), torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    for heads, given, message in (
+        (3, {}, "has 3 heads of queries and 3 of keys, which do not divide over 2 ranks"),
+        (4, {"mask": mask[:8, :8]}, "has a mask of shape \\(8, 8\\), expected was one of all 16 tokens"),
+        (4, {"keys": 2}, "cross attention, a cache of earlier tokens"),
+        (4, {"graph": False}, "is under torch.no_grad\\(\\) inside of a forward with gradients"),
+    ):
+        model = accel.setup(Masked(heads), backend=two).model
+        part = accel.shard_sequence(model, x)
+        refused(lambda model=model, part=part, given=given: model(part, **given), message)
+        accel.teardown(model)
+    raw = Masked()
+    expected = raw(x, mask).chunk(2, 1)[accel.rank()]
+    model = accel.setup(raw, backend=two).model
+    assert model(accel.shard_sequence(model, x), mask).allclose(expected, atol=1e-6)
+    for options in (accel.FSDP(tensor_parallel=2, sequence_parallel=2), accel.DDP(sequence_parallel=3)):
+        refused(lambda options=options: accel.setup(Masked(), backend=options), "sequence_parallel")
+    refused(lambda: accel.setup(Masked(), backend=accel.DDP2(sequence_parallel=2)), "'ddp2' has no sequence_parallel")
+
+
+def test_what_cannot_work_is_refused() -> None:
+    run(2, refusals_of_forwards)
+    run(2, refusals_of_attention)
+    for value in (0, 2.0, True):
+        refused(
+            lambda value=value: accel.DDP(sequence_parallel=value),
+            "expected a number of ranks that have parts of a sequence",
+        )
+    refused(lambda: accel.Pipeline(sequence_parallel=2), "there is no such option")
+
+
+def other_batches() -> None:
+    model = accel.setup(GPT(), backend=accel.DDP(sequence_parallel=2)).model
+    accel.shard_sequence(model, torch.full((2, LENGTH), accel.rank()))
+
+
+def test_other_batches_on_ranks_of_one_sequence_are_refused() -> None:
+    for message in refusals(2, other_batches, error="RankMismatchError", breaks=True):
+        assert "tensor 0 has other values on rank 1 than on rank 0" in message
+
+
+def fails_on_one_rank() -> None:
+    raw = GPT()
+    model = accel.setup(raw, backend=accel.DDP(sequence_parallel=2)).model
+    part, at, _ = accel.shard_sequence(model, batch(0, 0, 1))
+    model(part, at)
+    if accel.rank() == 1:
+        os._exit(3)
+    model(part, at)
+
+
+def test_a_rank_that_fails_ends_the_others() -> None:
+    one, _ = outcomes(2, fails_on_one_rank, breaks=True)
+    assert "AccelError" in one.error, one.trace
+    assert "the exchange of an attention (GPT #0)" in one.message
