@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as attention  # a name of its own
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 import accel
 from tests.distributed import outcomes, refusals, run
@@ -446,3 +447,16 @@ def test_a_rank_that_fails_ends_the_others() -> None:
     one, _ = outcomes(2, fails_on_one_rank, breaks=True)
     assert "AccelError" in one.error, one.trace
     assert "the exchange of an attention (GPT #0)" in one.message
+
+
+def parts_as_metrics() -> None:
+    data = torch.randint(0, WORDS, (8, LENGTH), generator=torch.Generator().manual_seed(0))
+    model, _, loader = accel.setup(build("causal")[0], None, DataLoader(data, 2), backend=accel.DDP(sequence_parallel=2))
+    for whole in loader:
+        assert len(accel.gather_for_metrics(whole)) == 2
+        with pytest.raises(accel.LoaderError, match="ranks that read one batch have other rows"):
+            accel.gather_for_metrics(accel.shard_sequence(model, whole))
+
+
+def test_parts_are_not_taken_for_metrics_of_the_whole() -> None:
+    run(2, parts_as_metrics)
