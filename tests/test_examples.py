@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
 import os
 import re
 import signal
@@ -11,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed import run
 from tests.programs import ROOT
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -84,11 +88,22 @@ def test_gpt(tmp_path: Path, world: int) -> None:
     assert is_png(picture)
 
 
+def on_a_mesh() -> str:
+    from examples import llama_mesh
+
+    heard = io.StringIO()
+    with contextlib.redirect_stdout(heard):
+        llama_mesh.main(
+            argparse.Namespace(tensor_parallel=2, replicas=1, epochs=1, batch_size=32, chars=20_000, out="")
+        )
+    return heard.getvalue()
+
+
 def test_a_mesh() -> None:
     """Layers cut, their parts divided."""
-    four = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
-    out = train(four, "llama_mesh.py", "--chars", "20000")
-    assert "mesh: DeviceMesh((shard=2, tensor=2)" in out
+    out = run(4, on_a_mesh)[0]
+    assert "mesh: DeviceMesh((" in out
+    assert "=2, tensor" in out
     assert "down: (64, 128), of which a process has (32, 64)" in out
     ((first, last),) = re.findall(r"loss ([0-9.]+) to ([0-9.]+)", out)
     assert float(last) < float(first) - 0.5

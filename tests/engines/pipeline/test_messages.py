@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
-from accel.engines.pipeline.checks import Prints, refuse_other_values
+from accel.engines.base.prints import Prints, refuse_other_values
 from accel.process import current
 from tests.device_reads import DeviceReads
 from tests.distributed import live_tensors, run
@@ -100,15 +100,15 @@ def test_sums_of_a_gradient_are_taken_without_a_copy(dtype: torch.dtype) -> None
         assert gradient.dtype is dtype
         for other in (gradient.flip(0), gradient * 0.9):
             with pytest.raises(accel.RankMismatchError, match="tensor 0 has other values on rank 1"):
-                refuse_other_values("this", [[first], Prints([other]).read()], "")
-        refuse_other_values("this", [[first], Prints([gradient.clone()]).read()], "")
+                refuse_other_values("this", {0: [first], 1: Prints([other]).read()}, "")
+        refuse_other_values("this", {0: [first], 1: Prints([gradient.clone()]).read()}, "")
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.uint8, torch.bool])
 def test_sums_of_a_batch_of_few_bits(dtype: torch.dtype) -> None:
     for values in (torch.arange(6).view(2, 3).to(dtype), torch.zeros(0, 3).to(dtype), torch.ones(()).to(dtype)):
         (sums,) = Prints([values]).read()
-        refuse_other_values("this", [[sums], Prints([values.clone()]).read()], "")
+        refuse_other_values("this", {0: [sums], 1: Prints([values.clone()]).read()}, "")
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
