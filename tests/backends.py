@@ -15,7 +15,7 @@ from accel.engines import ENGINES, Engine, resolve
 from accel.process import current
 from tests.distributed import run
 
-#: Names, and options where an engine lists variants; but what needs a plan of the model (tests/engines/fsdp/test_tensor_parallel.py).
+#: Names, and options where an engine lists variants; but what needs a plan of the model (fsdp/test_tensor_parallel.py).
 BACKENDS: list[Any] = [
     option
     for name, engine in ENGINES.items()

@@ -60,9 +60,10 @@ class LocalSteps:
 
     def __init__(self, stepping: Callable[[Sequence[torch.Tensor]], None]) -> None:
         self._stepping = stepping
-        #: By the identity of parameters, which they hold; and all objects in the optimizer's state that they were made from.
+        #: By the identity of parameters, which they hold; and all objects in the optimizer's state that they were made from,
+        #: None where others came since.
         self._states: dict[int, _State] = {}
-        self._known: list[Any] = []
+        self._known: list[Any] | None = None
         #: Of the step that runs: the optimizer's state, the parts with gradients, and their parameters by the parts' identity.
         self._own: dict[torch.Tensor, Any] = {}
         self._stepped: list[torch.Tensor] = []
@@ -90,9 +91,10 @@ class LocalSteps:
         """What of them lies here, with the gradients."""
         if not self._stepped:
             found = [*self._own.values(), *chain.from_iterable(state.values() for state in self._own.values())]
-            if len(found) != len(self._known) or not all(map(operator.is_, found, self._known)):
+            known = self._known
+            if known is None or len(found) != len(known) or not all(map(operator.is_, found, known)):
                 self._states.clear()
-                self._known[:] = found
+                self._known = found
         parts, written = [_local(p) for p in parameters], []
         for parameter, part in zip(parameters, parts, strict=True):
             if part is not parameter:
@@ -113,8 +115,11 @@ class LocalSteps:
             return self._own[part]
         state = self._states.get(id(parameter))
         if state is None:
-            state = self._states[id(parameter)] = _State(self._own[parameter], parameter, self._known.clear)
+            state = self._states[id(parameter)] = _State(self._own[parameter], parameter, self._forget)
         return state
+
+    def _forget(self) -> None:
+        self._known = None
 
 
 def _local(value: Any) -> Any:

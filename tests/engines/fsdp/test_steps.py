@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -347,3 +348,24 @@ def clips() -> None:
 
 def test_torchs_clipping_takes_local_norms() -> None:
     run(2, clips)
+
+
+def emptied() -> float:
+    """One step, then a state from before the first one, then two steps."""
+    raw, plain = mlp(6, 6, 4), mlp(6, 6, 4)
+    model, optimizer, _ = accel.setup(raw, models.adamw(raw), backend="fsdp")
+    reference = models.adamw(plain)
+    before = copy.deepcopy(reference.state_dict())
+    for step in range(3):
+        for net, one in ((model, optimizer), (plain, reference)):
+            if step == 1:
+                one.load_state_dict(copy.deepcopy(before))
+            net(torch.ones(2, 6)).square().mean().backward()
+            one.step()
+            one.zero_grad()
+    accel.teardown(model)
+    return models.distance(list(raw.parameters()), list(plain.parameters()))
+
+
+def test_a_state_that_was_emptied_is_begun_anew() -> None:
+    assert max(run(2, emptied)) <= 1e-6
