@@ -335,7 +335,15 @@ def stale_after_a_closure() -> None:
 
 
 def everything_else() -> None:
-    for check in (subclasses, seen_by_hooks, groups_edited_in_a_step, edited, assigned, closures, stale_after_a_closure):
+    for check in (
+        subclasses,
+        seen_by_hooks,
+        groups_edited_in_a_step,
+        edited,
+        assigned,
+        closures,
+        stale_after_a_closure,
+    ):
         check()
 
 
