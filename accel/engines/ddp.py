@@ -99,7 +99,11 @@ class DDPGradients(Gradients):
         """A new reducer of the parameters that are trainable now, around what a forward calls."""
         self.let_go()
         self._incomplete = False
-        trainable = [i for i, p in enumerate(self.engine.parameters) if p.requires_grad]
+        every = [i for i, p in enumerate(self.engine.parameters) if p.requires_grad]
+        # What torch leaves to the program is averaged like everything that comes without the reducer.
+        names = getattr(core, "_ddp_params_and_buffers_to_ignore", ())
+        ignored = {id(p) for name, p in core.named_parameters() if name in names} if names else ()
+        trainable = [i for i in every if id(self.engine.parameters[i]) not in ignored]
         if not trainable:
             self.reduction.reset(None, ())
             return
@@ -108,7 +112,7 @@ class DDPGradients(Gradients):
         self.ddp = DistributedDataParallel(
             core, process_group=self.process.group, init_sync=False, **_NO_BUFFERS, **given
         )
-        self.reduction.reset(self.ddp.reducer, trainable)
+        self.reduction.reset(self.ddp.reducer, trainable, len(trainable) == len(every))
         if self.reduction.noted:
             hook, rank = options.comm_hook, options.powersgd_rank
             self.hook_state = _compress(self.ddp, hook, self.process.group, rank, self.reduction.marks)

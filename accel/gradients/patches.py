@@ -223,8 +223,11 @@ _REQUIRES_GRAD: Final[Any] = torch.Tensor.requires_grad
 
 
 def trainable_patches(heard: Callable[[], None]) -> tuple[Patch, ...]:
-    """The attribute and the methods that set it, on the class of parameters; ``heard`` is called each time."""
-    table = _Attributes(torch.nn.Parameter)
+    """The attribute and the methods that set it; ``heard`` is called each time.
+
+    The methods are those of all tensors, as a program may call them (``map(torch.Tensor.requires_grad_, parameters)``); the
+    attribute, which is read often, is that of parameters.
+    """
 
     def make(found: Any, needed: Callable[[], bool]) -> property:
         original = _REQUIRES_GRAD if found is _ABSENT else found
@@ -236,13 +239,14 @@ def trainable_patches(heard: Callable[[], None]) -> tuple[Patch, ...]:
         return property(original.__get__, put, doc=original.__doc__)
 
     def act(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        heard()
+        if not args or type(args[0]) is not torch.Tensor:  # as no parameter is
+            heard()
         return original(*args, **kwargs)
 
     methods = {"requires_grad_": torch.Tensor.requires_grad_, "detach_": torch.Tensor.detach_}
     return (
-        Patch(table, "requires_grad", make),
-        *(around(table, name, act, method) for name, method in methods.items()),
+        Patch(_Attributes(torch.nn.Parameter), "requires_grad", make),
+        *(around(_Attributes(torch.Tensor), name, act, method) for name, method in methods.items()),
     )
 
 

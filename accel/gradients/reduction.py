@@ -49,8 +49,9 @@ class Reduction:
         self._before = _NOTHING
         self.reset(None, ())
 
-    def reset(self, reducer: Any, expected: Sequence[int]) -> None:
-        """A new reducer, if any, of these parameters."""
+    def reset(self, reducer: Any, expected: Sequence[int], whole: bool = True) -> None:
+        """A new reducer, if any, of these parameters, which are all that are trainable, or not the ``whole`` of them."""
+        self._whole = whole
         self._reducer, self._expected = reducer, expected
         self._trained = [self._parameters[i] for i in expected]
         self._mask, self._dtypes = TrainableMask(self._parameters), list(map(_dtype, self._trained))
@@ -115,7 +116,7 @@ class Reduction:
         if self.armed:
             self.unfinished = bool(self._complaint()) or (bool(came) and self.noted and not self.marks)
             if came and not self.unfinished:
-                self.armed = self.local = False
+                self.armed, self.local = False, not self._whole
             if self._mask.changed() or self._trained[0].dtype is not self._dtypes[0]:
                 self._look_for_changes(bool(came) or self.unfinished)
         elif came:

@@ -16,7 +16,7 @@ from torch.autograd import backward as bound_early
 import accel
 from tests.distributed import outcomes, refusals, run
 from tests.engines.test_ddp import data, net
-from tests.models import equal_on_all_ranks
+from tests.models import distance, equal_on_all_ranks
 
 # -- unused, missing, frozen ------------------------------------------------------------------------------------------
 
@@ -44,6 +44,28 @@ def missing(sides: list[str]) -> str:
         assert all(torch.equal(v, before[k]) for k, v in raw.state_dict().items())
         return f"{type(error).__name__}: {error}"
     return "stepped"
+
+
+def ignored(names: list[str]) -> bool:
+    raw, reference = net(), net()
+    raw._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend="ddp")
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        for rank in range(accel.world_size()):
+            (reference(data(step, rank)).square().mean() / accel.world_size()).backward()
+        model(data(step, accel.rank())).square().mean().backward()
+        optimizer.step()
+        plain.step()
+    return equal_on_all_ranks(raw) and distance(raw, reference) < 1e-6
+
+
+def test_what_torchs_reducer_is_told_to_ignore_is_averaged() -> None:
+    first, *rest = dict(net().named_parameters())
+    for names in ([first], rest, [first, *rest]):
+        assert run(2, ignored, names) == [True, True]
 
 
 def missing_soon() -> str:

@@ -100,7 +100,7 @@ def places() -> dict[str, Any]:
     muon: Any = torch.optim._muon  # type: ignore[attr-defined]
     found = {name: getattr(module, name) for module, name in ALL}
     found |= {"data": vars(torch.Tensor).get("data"), "orthogonalise": muon._zeropower_via_newtonschulz}
-    found |= {name: vars(nn.Parameter).get(name) for name in TRAINABLE}
+    found |= {name: [vars(kind).get(name) for kind in (nn.Parameter, torch.Tensor)] for name in TRAINABLE}
     found |= {"compile": torch.compile, "environment": dict(os.environ), "filters": list(warnings.filters)}
     deepspeed = sys.modules.get("deepspeed.ops")
     return found | {"handlers": dict(handlers), "ops": vars(deepspeed).get("__compatible_ops__") if deepspeed else None}
@@ -187,6 +187,7 @@ def test_every_way_to_freeze_a_parameter_is_heard() -> None:
     ways: list[Callable[[bool], Any]] = [
         lambda flag: setattr(linear.weight, "requires_grad", flag),
         lambda flag: linear.weight.requires_grad_(flag),
+        lambda flag: torch.Tensor.requires_grad_(linear.weight, flag),  # type: ignore[arg-type]
         lambda flag: linear.requires_grad_(requires_grad=flag),
         lambda flag: linear.weight.requires_grad_() if flag else linear.weight.detach_(),
     ]

@@ -23,8 +23,13 @@ ELEMENTWISE: Final = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
 )
-#: Of each a class with two attributes of its own, however the others are shared.
-_VIEWS: Final = {k: type(k.__name__, (k,), {"__slots__": ("param_groups", "state")}) for k in ELEMENTWISE}
+#: Of each a class with two attributes of its own, however the others are shared. Its groups are those that are there when asked.
+_VIEWS: Final = {
+    k: type(k.__name__, (k,), {"__slots__": ("state",), "param_groups": property(lambda view: view.state.groups())})
+    for k in ELEMENTWISE
+}
+#: In no optimizer's state.
+_OTHER: Final = object()
 #: What a subclass may change of them without changing what ``step`` computes; of ``step`` itself see ``_by_torch``.
 _OUTSIDE: Final = {"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"}
 
@@ -64,7 +69,9 @@ class LocalSteps:
         #: None where others came since.
         self._states: dict[int, _State] = {}
         self._known: list[Any] | None = None
-        #: Of the step that runs: the optimizer's state, the parts with gradients, and their parameters by the parts' identity.
+        #: Of the step that runs: the optimizer's attributes, its state, the parts with gradients, and their parameters by the
+        #: parts' identity.
+        self._attributes: dict[str, Any] = {}
         self._own: dict[torch.Tensor, Any] = {}
         self._stepped: list[torch.Tensor] = []
         self._whole: dict[int, torch.Tensor] = {}
@@ -72,13 +79,16 @@ class LocalSteps:
     def view(self, optimizer: Optimizer, kind: type[Optimizer]) -> Optimizer:
         """What ``kind``'s own step is called with in the place of ``optimizer``."""
         self.end()
-        self._own = optimizer.state
+        self._attributes = vars(optimizer)
         view: Any = object.__new__(_VIEWS[kind])
-        view.__dict__ = vars(optimizer)
+        view.__dict__ = self._attributes
         view.state = self
-        view.param_groups = [_Group(group, self._parts) for group in optimizer.param_groups]
         seen: Optimizer = view
         return seen
+
+    def groups(self) -> list[_Group]:
+        """The optimizer's, as a hook or the closure has left them."""
+        return [_Group(group, self._parts) for group in self._attributes["param_groups"]]
 
     def end(self) -> None:
         """Let go of the gradients."""
@@ -90,6 +100,7 @@ class LocalSteps:
     def _parts(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What of them lies here, with the gradients."""
         if not self._stepped:
+            self._own = self._attributes["state"]
             found = [*self._own.values(), *chain.from_iterable(state.values() for state in self._own.values())]
             known = self._known
             if known is None or len(found) != len(known) or not all(map(operator.is_, found, known)):
@@ -107,6 +118,10 @@ class LocalSteps:
                     written.append(parameter)
         self._stepping(written)
         return parts
+
+    def _forget(self) -> None:
+        """The state is another one now; an empty list would pass for one that a program has cleared since."""
+        self._known[:] = (_OTHER,)
 
     def __getitem__(self, part: torch.Tensor) -> Any:
         """The state of a part, as a step asks for it: some optimizers have none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterable, Iterator, KeysView, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -60,25 +60,28 @@ class Bucket:
             return []
         return [range(places[a], places[b - 1] + 1) for a, b in itertools.pairwise([0, *cuts, len(places)])]
 
-    def flat(self, run: range) -> torch.Tensor:
-        """The memory of some of them; as bytes, since not every transport knows every dtype."""
-        end = self.starts[run[-1]] + self.parameters[run[-1]].numel()
-        return self.buffer[self.starts[run[0]] : end].view(torch.uint8)
+    def message(self, run: range) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        """Memory that carries some of them, as bytes: not every transport knows every dtype.
 
-    def elsewhere(self, run: range) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Those of them that do not lie here, each with its place."""
-        if list(map(torch.Tensor.data_ptr, self.parameters)) == self._pointers:
-            return
-        for n in run:
-            parameter = self.parameters[n]
-            if parameter.data_ptr() != self._pointers[n]:
-                start = self.starts[n]
-                yield parameter, self.buffer[start : start + parameter.numel()].view(parameter.shape)
+        It is their own, or, where one does not lie here any more, other memory with a place for each, which come with it:
+        in the old place of that one there may be what the program has kept of its values.
+        """
+        parameters = self.parameters[run.start : run.stop]
+        start, end = self.starts[run.start], self.starts[run.stop - 1] + parameters[-1].numel()
+        memory = self.buffer[start:end]
+        if list(map(torch.Tensor.data_ptr, parameters)) == self._pointers[run.start : run.stop]:
+            return memory.view(torch.uint8), [], []
+        memory = torch.empty_like(memory)
+        firsts = self.starts[run.start : run.stop]
+        places = [memory[n - start :][: p.numel()].view(p.shape) for p, n in zip(parameters, firsts, strict=True)]
+        return memory.view(torch.uint8), [*parameters], places
 
     def release(self) -> None:
-        """Give each parameter memory of its own again."""
-        for parameter, pointer in zip(self.parameters, self._pointers, strict=True):
-            if parameter.data_ptr() == pointer:
+        """Give each parameter memory of its own again, unless the program has other uses of it: an alias stays one."""
+        storage = self.buffer.untyped_storage()
+        here = [p for p in self.parameters if p.untyped_storage().data_ptr() == storage.data_ptr()]
+        if _uses(storage) == len(here) + 2:  # the buffer's use, and the one by `storage`
+            for parameter in here:
                 parameter.data = parameter.data.clone()
 
 
@@ -180,17 +183,16 @@ class Owners:
         sent = []
         for bucket in self._buckets:
             for run in bucket.runs(rest.keys()):
-                elsewhere = list(bucket.elsewhere(run))
-                if bucket.owner == self._rank:
-                    for parameter, place in elsewhere:
-                        place.copy_(parameter)
-                work = dist.broadcast(bucket.flat(run), bucket.owner, group=group, async_op=True)
-                sent.append((bucket, run, elsewhere, work))
-        for bucket, run, elsewhere, work in sent:
+                flat, elsewhere, places = bucket.message(run)
+                if bucket.owner == self._rank and elsewhere:
+                    torch._foreach_copy_(places, elsewhere)
+                work = dist.broadcast(flat, bucket.owner, group=group, async_op=True)
+                sent.append((bucket, run, elsewhere, places, work))
+        for bucket, run, elsewhere, places, work in sent:
             work.wait()
             if bucket.owner != self._rank:
-                for parameter, place in elsewhere:
-                    parameter.copy_(place)
+                if elsewhere:
+                    torch._foreach_copy_(elsewhere, places)
                 # Autograd tells by it that a graph was made with other values.
                 torch.autograd.graph.increment_version(bucket.parameters[run.start : run.stop])
             for parameter in bucket.parameters[run.start : run.stop]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -204,6 +205,34 @@ def seen_by_hooks() -> None:
     accel.teardown(model)
 
 
+def groups_edited_in_a_step() -> None:
+    """What a hook that runs after accel's own, or the closure, changes in the groups or the state is for this very step."""
+    weights = []
+    for distributed in (True, False):
+        net, raw = build()
+        if distributed:
+            accel.setup(net, raw, backend="fsdp")
+
+        def slower(raw: torch.optim.Optimizer, *_: Any) -> None:
+            for group in raw.param_groups:
+                group["lr"] *= 0.5
+
+        def forget(raw: torch.optim.Optimizer, *_: Any) -> None:
+            raw.param_groups = [dict(group) for group in raw.param_groups]
+            raw.state = defaultdict(dict)
+
+        for hook in (slower, forget):
+            raw.register_step_pre_hook(hook)
+        for step in range(3):
+            raw.zero_grad()
+            (local_loss if distributed else mean_loss)(net, step).backward()
+            raw.step((lambda raw=raw: slower(raw)) if step == 2 else None)
+        weights.append(accel.full_state_dict(net) if distributed else net.state_dict())
+        if distributed:
+            accel.teardown(net)
+    assert distance(*weights) < 1e-5
+
+
 def fail(model: Any, raw: torch.optim.Optimizer) -> None:
     """A step that raises when it has come to the second group."""
     raw.zero_grad()
@@ -307,7 +336,15 @@ def stale_after_a_closure() -> None:
 
 
 def everything_else() -> None:
-    for check in (subclasses, seen_by_hooks, edited, assigned, closures, stale_after_a_closure):
+    for check in (
+        subclasses,
+        seen_by_hooks,
+        groups_edited_in_a_step,
+        edited,
+        assigned,
+        closures,
+        stale_after_a_closure,
+    ):
         check()
 
 

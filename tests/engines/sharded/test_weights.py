@@ -44,6 +44,7 @@ def together() -> tuple[list[int], float]:
     assert all(p._version > version for p, version in zip(raw.parameters(), before, strict=True))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         stale.backward()
+    del stale  # which uses the memory too
     handles[1].zero_grad()
     accel.teardown(handles[0])
     return [*found, places(raw)], distance(raw, reference)
@@ -129,3 +130,33 @@ def test_memory_that_the_program_gives_to_parameters_is_theirs(split: bool) -> N
         assert error <= 1e-5
         assert equal
         assert split or held == [True, True]
+
+
+def kept() -> tuple[float, bool]:
+    """What the program has kept of a parameter's memory is its own: other values there for a while, or another parameter's."""
+    raw, reference = net(), net()
+    optimizer, plain = adamw(raw.parameters()), adamw(reference.parameters())
+    handles = sharded(raw, optimizer)
+    for start in range(0, 4, 2):
+        old = [(p, p.data) for m in (raw, reference) for p in m.parameters()]
+        for parameter, _ in old:
+            parameter.data = parameter.data.clone()
+        train(raw, handles, reference, plain, range(start, start + 2))
+        for parameter, values in old:
+            parameter.data = values
+    for module in (raw, reference):
+        one, other = module[1][0].weight, module[2][0].weight
+        one.data, other.data = other.data, one.data
+    train(raw, handles, reference, plain, range(4, 6))
+    aliases = [p.data for p in raw.parameters()]
+    accel.teardown(handles[0])
+    error = distance(raw, reference)
+    for alias in aliases:
+        alias.zero_()
+    return error, not any(p.any() for p in raw.parameters())
+
+
+def test_what_the_program_keeps_of_the_memory_is_its_own() -> None:
+    for error, shared in run(2, kept):
+        assert error <= 1e-5
+        assert shared
