@@ -451,7 +451,9 @@ def test_a_rank_that_fails_ends_the_others() -> None:
 
 def parts_as_metrics() -> None:
     data = torch.randint(0, WORDS, (8, LENGTH), generator=torch.Generator().manual_seed(0))
-    model, _, loader = accel.setup(build("causal")[0], None, DataLoader(data, 2), backend=accel.DDP(sequence_parallel=2))
+    model, _, loader = accel.setup(
+        build("causal")[0], None, DataLoader(data, 2), backend=accel.DDP(sequence_parallel=2)
+    )
     for whole in loader:
         assert len(accel.gather_for_metrics(whole)) == 2
         with pytest.raises(accel.LoaderError, match="ranks that read one batch have other rows"):
