@@ -7,10 +7,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, TypeVar, final
 
 import torch
+import torch.distributed as dist
 
 from ...errors import RankMismatchError
 from ...precision import here
-from ...process.control import agree
+from ...process import Process, end_groups
+from ...process.control import Waiting, agree
 from ...process.rng import torch_states
 from ...trees import walk
 from .drift import to_host
@@ -85,36 +87,61 @@ class SameInputs:
     Args:
         label: of the model.
         place: the same on ranks that compute together, and another one elsewhere.
+        group: of the ranks that compute together, where others may make other numbers of forwards; None: all ranks make as many.
+        process: of this rank.
     """
 
-    def __init__(self, label: str, place: Hashable) -> None:
-        self._what, self._place = f"a forward of {label}", place
-        self._number = 0
+    def __init__(
+        self, label: str, place: Hashable, group: dist.ProcessGroup | None = None, process: Process | None = None
+    ) -> None:
+        self._label, self._place, self._group, self._process = label, place, group, process
+        self._numbers: dict[str, int] = {}
 
-    def call(self, run: Callable[[], R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        """Run one forward, and compare where it is time to. Collective then."""
-        self._number += 1
-        if self._number > _EACH and self._number & (self._number - 1):
+    def call(self, run: Callable[[], R], args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "") -> R:
+        """Run one forward, or a method, and compare where it is time to. Collective then."""
+        number = self._numbers[method] = self._numbers.get(method, 0) + 1
+        if number > _EACH and number & (number - 1):
             return run()
         tensors: list[torch.Tensor] = []
         walk(lambda _, leaf: tensors.append(here(leaf)) if isinstance(leaf, torch.Tensor) else None, (args, kwargs), "")
         seen, before = Prints(tensors), _random()
         out = run()
-        answers = agree(self._what, (self._place, [tuple(t.shape) for t in tensors], seen.read(), before, _random()))
-        together: dict[Hashable, dict[int, Any]] = {}
-        for rank, (place, *facts) in enumerate(answers):
-            together.setdefault(place, {})[rank] = facts
-        for theirs in together.values():
-            first = next(iter(theirs))
-            for rank, (shapes, _, one, then) in theirs.items():
-                if shapes != theirs[first][0]:
-                    raise RankMismatchError(
-                        f"{self._what}: rank {first} has inputs of {theirs[first][0]} and rank {rank} of {shapes}: {_BATCHES}"
-                    )
-                if one != then and one != theirs[first][2]:
-                    raise RankMismatchError(f"{self._what}: ranks {first} and {rank} have different seeds: {_SEEDS}")
-            refuse_other_values(self._what, {rank: facts[1] for rank, facts in theirs.items()}, _BATCHES)
+        after, what = _random(), f"{f'the method {method}' if method else 'a forward'} of {self._label}"
+        if not method or tensors or before != after:  # a method that computes nothing may be called on one rank
+            self._compare(what, [tuple(t.shape) for t in tensors], seen.read(), before, after)
         return out
+
+    def _compare(self, what: str, *facts: Any) -> None:
+        together: dict[Hashable, dict[int, Any]] = {}
+        for rank, (place, *theirs) in self._exchange(what, (self._place, *facts)).items():
+            together.setdefault(place, {})[rank] = theirs
+        try:
+            for those in together.values():
+                _refuse_others(what, those)
+        except RankMismatchError as error:
+            if self._group is not None and len(together[self._place]) < dist.get_world_size():
+                end_groups(str(error), mismatch=True)  # the others do not come to this
+            raise
+
+    def _exchange(self, what: str, value: Any) -> dict[int, Any]:
+        if self._group is None or self._process is None:
+            return dict(enumerate(agree(what, value)))
+        told: list[Any] = [None] * self._group.size()
+        with Waiting(self._process, what):
+            dist.all_gather_object(told, value, group=self._group)
+        return dict(zip(dist.get_process_group_ranks(self._group), told, strict=True))
+
+
+def _refuse_others(what: str, theirs: dict[int, Any]) -> None:
+    first = next(iter(theirs))
+    for rank, (shapes, _, one, then) in theirs.items():
+        if shapes != theirs[first][0]:
+            raise RankMismatchError(
+                f"{what}: rank {first} has inputs of {theirs[first][0]} and rank {rank} of {shapes}: {_BATCHES}"
+            )
+        if one != then and one != theirs[first][2]:
+            raise RankMismatchError(f"{what}: ranks {first} and {rank} have different seeds: {_SEEDS}")
+    refuse_other_values(what, {rank: facts[1] for rank, facts in theirs.items()}, _BATCHES)
 
 
 def _random() -> int:

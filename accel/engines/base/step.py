@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ...errors import AccelError, BackendError, OptimizerError, PrecisionError, RankMismatchError
 from ...gradients.log import remove_hooks
-from ...precision import gradients_of
+from ...precision import gradients_of, here
 from ...process import current
 from ...process.control import Waiting, agree, raise_lost
 from .methods import route_methods
@@ -235,7 +235,7 @@ class Stepper:
         scale, self.optimizer.grad_scale = self.optimizer.grad_scale, None  # type: ignore[attr-defined]
         self.optimizer.found_inf = None  # type: ignore[attr-defined]
         if scale is not None and (grads := gradients_of(self.optimizer)):
-            torch._foreach_mul_(grads, scale.double().reciprocal().float().to(grads[0].device))
+            torch._foreach_mul_(list(map(here, grads)), scale.double().reciprocal().float().to(grads[0].device))
         return bool(found_inf.item())
 
     def _loaded(self, optimizer: Optimizer) -> None:

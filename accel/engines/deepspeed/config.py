@@ -233,7 +233,10 @@ class Configuration:
             zero["offload_param"] = {**(offload if isinstance(offload, Mapping) else {}), "device": "cpu"}
         size = min(_GLOO_BUCKET if transport == "gloo" else _BUCKET, numel + numel % 2)
         buckets = {"reduce_bucket_size": size, "allgather_bucket_size": size}
-        half = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
+        half: dict[torch.dtype, dict[str, Any]] = {
+            torch.bfloat16: {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+            torch.float16: {"data_types": {"grad_accum_dtype": "fp16"}},  # without its scaling of the loss
+        }
         return {
             "steps_per_print": None,
             **passed,
@@ -245,7 +248,7 @@ class Configuration:
             "managed_gradient_accumulation": False,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            **(half if dtype is torch.bfloat16 else {}),
+            **half.get(dtype, {}),
         }
 
 

@@ -469,7 +469,7 @@ class FSDPEngine(Engine):
         mesh = self.parts.sharded.mesh
         if mesh.parallel:
             place = mesh.place["replicate"], mesh.place["shard"]
-            self._alike = SameInputs(self.label, place)
+            self._alike = SameInputs(self.label, place, mesh.tensor.get_group(), self.process)
             states = torch_states() if mesh.place["tensor"] == 0 else None
             told = agree(f"the random numbers of {self.label}", (place, states))
             put_torch_states(next(theirs for where, theirs in told if where == place and theirs is not None))
@@ -488,12 +488,13 @@ class FSDPEngine(Engine):
         sharded, grad = self.parts.sharded, torch.is_grad_enabled()
         self.parts.backwards.notice_exception()
         try:
-            if function is not self.entry:
-                out = sharded.compute(function, args, kwargs)
-            elif self._alike is not None:
-                out = self._alike.call(lambda: function(*args, **kwargs), args, kwargs)
-            else:
-                out = function(*args, **kwargs)
+            forward = function is self.entry
+
+            def compute() -> Any:
+                return function(*args, **kwargs) if forward else sharded.compute(function, args, kwargs)
+
+            name = "" if forward else getattr(function, "__name__", type(function).__name__)
+            out = compute() if self._alike is None else self._alike.call(compute, args, kwargs, name)
         except BaseException:
             sharded.reset()
             raise

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
@@ -24,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ...boxes import Box
 from ...errors import BackendError
-from ...gradients.patches import divided_patches
+from ...gradients.patches import around, divided_patches
 from ...process import Process
 from ...process.control import Waiting, announce
 from . import plan
@@ -37,7 +38,30 @@ def _backend_of(tensor: DTensor) -> str:
     return "fsdp" if any(tensor.device_mesh in module.meshes for module in _patches[0].users()) else ""
 
 
-_patches: Final = divided_patches(_backend_of)
+def _overflow(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """What a GradScaler sees and unscales: torch's own looks along the axes of the first gradient alone."""
+    gradients, found, *rest = args
+    owners = (m for g in gradients if isinstance(g, DTensor) for m in _overflows.users() if g.device_mesh in m.meshes)
+    owner = next(owners, None)
+    if owner is None:
+        return original(op, args, kwargs)
+    with torch.no_grad():
+        op([g.to_local() if isinstance(g, DTensor) else g for g in gradients], found, *rest, **kwargs)
+    process, what = owner.process, "torch.amp.GradScaler"
+    announce(process, what)
+    with Waiting(process, what):
+        anywhere = found.to(process.device)
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=process.group)
+        found.copy_(anywhere)
+    return None
+
+
+_overflows: Final = around(
+    DTensor._op_dispatcher._custom_op_handlers,
+    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default,
+    _overflow,
+)
+_patches: Final = (*divided_patches(_backend_of), _overflows)
 
 # -- What FSDP2 gathers and reduces, announced before it does so -------------------------------------------------------
 
@@ -104,7 +128,7 @@ class ShardedModule:
         self.meshes: set[DeviceMesh] = set()
         self.groups: list[Any] = []
         self.params: list[Any] = []
-        self._process = process
+        self.process = process
         self._device = process.device
         self._options = options
         self._styles = contextlib.ExitStack()

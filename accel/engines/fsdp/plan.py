@@ -76,7 +76,12 @@ def check_cut(module: nn.Module, plan: Plan, size: int) -> None:
     _check_heads(module, size)
     for name, child, style in _planned(module, chosen):
         dim = _dim(style, child)
-        shape = tuple(child.get_parameter("weight").shape) if dim is not None else ()
+        weight = child._parameters.get("weight")
+        if dim is not None and weight is None:
+            raise BackendError(
+                f"{name} computes its weight from others (weight_norm, spectral_norm), which a plan cannot cut: leave it out"
+            )
+        shape = () if dim is None or weight is None else tuple(weight.shape)
         if dim is not None and shape[dim] % size:
             raise BackendError(
                 f"{name} ({type(child).__name__} of {shape}) does not divide into {size} equal parts along "

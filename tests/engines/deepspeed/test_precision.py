@@ -285,3 +285,25 @@ def gathered_near() -> None:
 
 def test_weights_gathered_from_a_near_copy_are_those_of_the_last_step() -> None:
     run(4, gathered_near)
+
+
+def float16(stage: int) -> float:
+    raw, plain = Net(), Net().half()
+    backend = zero(stage)
+    model, optimizer, _ = accel.setup(raw, momentum(raw), backend=backend, precision="16-true")
+    reference = momentum(plain)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(data(step, accel.rank()))["out"].square().mean().backward()
+        optimizer.step()
+        reference.zero_grad()
+        plain(data(step).flatten(0, 1).half())["out"].square().mean().backward()
+        reference.step()
+    full = accel.full_state_dict(model)
+    assert {value.dtype for value in full.values()} == {torch.float16}
+    return max(float((full[name] - value).abs().max()) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_float16_weights(stage: int) -> None:
+    assert max(run(2, float16, stage)) < 5e-3
