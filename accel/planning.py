@@ -302,6 +302,8 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
                 f"{path} ({type(optimizer).__name__}) holds parameters of two models: {type(plan.module).__name__} and "
                 f"{type(engine.module).__name__}; use an optimizer for each, or one model that holds both"
             )
+    if plan.precision is not None:
+        plan.precision.check_optimizer(optimizer, path)
     if current().place.world_size > 1:
         check_parameters(optimizer, names, plan.module, path)
     if plan.scale_lr:

@@ -72,6 +72,20 @@ class Precision:
                 f"{type(module).__name__} are not: {', '.join(wrong[:5])}; call model.float() first or ask for 'bf16-true'"
             )
 
+    def check_optimizer(self, optimizer: Optimizer, path: str) -> None:
+        """Refuse an ``eps`` that is 0 in the dtype of the state: it stands where nothing may be divided by 0.
+
+        Raises:
+            PrecisionError: names it.
+        """
+        for eps in (group.get("eps") for group in optimizer.param_groups):
+            rounded = torch.tensor(eps, dtype=self.storage, device="cpu") if isinstance(eps, float) and eps else None
+            if rounded is not None and not rounded:
+                raise PrecisionError(
+                    f"{path} ({type(optimizer).__name__}) has eps={eps}, which precision {self.name!r} rounds to 0, so that weights "
+                    "become nan: build it with eps=1e-4, or ask for 'bf16-true' or '16-mixed'"
+                )
+
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``fn`` in this precision.
 

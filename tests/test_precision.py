@@ -545,3 +545,16 @@ def test_what_cannot_be_in_eight_bits_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
     with pytest.raises(accel.PrecisionError, match="needs torchao, which is not installed: pip install 'torchao"):
         accel.setup(nn.Linear(16, 16), precision="fp8-mixed")
+
+
+def test_an_eps_that_is_nothing_in_half_precision_is_refused() -> None:
+    raw = net()
+    with pytest.raises(
+        accel.PrecisionError, match=r"optimizers \(AdamW\) has eps=1e-08, which precision '16-true' rounds to 0"
+    ):
+        accel.setup(raw, torch.optim.AdamW(raw.parameters()), precision="16-true")
+    model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters(), eps=1e-4), precision="16-true")
+    for step in range(3):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+    assert all(bool(p.isfinite().all()) for p in raw.parameters())

@@ -28,8 +28,6 @@ _VIEWS: Final = {
     k: type(k.__name__, (k,), {"__slots__": ("state",), "param_groups": property(lambda view: view.state.groups())})
     for k in ELEMENTWISE
 }
-#: In no optimizer's state.
-_OTHER: Final = object()
 #: What a subclass may change of them without changing what ``step`` computes; of ``step`` itself see ``_by_torch``.
 _OUTSIDE: Final = {"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"}
 
@@ -119,10 +117,6 @@ class LocalSteps:
         self._stepping(written)
         return parts
 
-    def _forget(self) -> None:
-        """The state is another one now; an empty list would pass for one that a program has cleared since."""
-        self._known[:] = (_OTHER,)
-
     def __getitem__(self, part: torch.Tensor) -> Any:
         """The state of a part, as a step asks for it: some optimizers have none."""
         parameter = self._whole.get(id(part))
@@ -134,6 +128,7 @@ class LocalSteps:
         return state
 
     def _forget(self) -> None:
+        """The state is another one now; an empty list would pass for one that a program has cleared since."""
         self._known = None
 
 
