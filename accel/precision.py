@@ -82,8 +82,8 @@ class Precision:
             rounded = torch.tensor(eps, dtype=self.storage, device="cpu") if isinstance(eps, float) and eps else None
             if rounded is not None and not rounded:
                 raise PrecisionError(
-                    f"{path} ({type(optimizer).__name__}) has eps={eps}, which precision {self.name!r} rounds to 0, so that weights "
-                    "become nan: build it with eps=1e-4, or ask for 'bf16-true' or '16-mixed'"
+                    f"{path} ({type(optimizer).__name__}) has eps={eps}, which precision {self.name!r} rounds to 0, so that "
+                    "weights become nan: build it with eps=1e-4, or ask for 'bf16-true' or '16-mixed'"
                 )
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
