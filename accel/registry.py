@@ -26,8 +26,8 @@ from .engines.base.gradients import Gradients
 from .engines.base.step import prepare
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError
 from .gradients.clip import total_norm
-from .gradients.log import note_set, remove_hooks
-from .gradients.patches import Patch, clip_patches, data_patch, leaf_patch, run_patches, trainable_patches
+from .gradients.log import remove_hooks
+from .gradients.patches import Patch, clip_patches, data_patch, leaf_patch, run_patches
 from .handles import HiddenAttribute, ModelHandle, OptimizerHandle, raw
 from .precision import LossScale, all_finite
 from .process.control import agree
@@ -57,7 +57,6 @@ class Registry:
         self._clipping = clip_patches(self)
         self._runs = run_patches(self._before_backward, self._after_backward)
         self._leaves = leaf_patch(self._leaf)
-        self._trainable = trainable_patches(note_set)
         self._data = data_patch(self._data_used, self._data_set)
 
     def add(self, engine: Engine) -> None:
@@ -87,7 +86,7 @@ class Registry:
         """What this engine needs to hear of."""
         needed = list(self._clipping) if engine.gradients.watched else []
         if engine.gradients.watched and engine.distributed:
-            needed += self._runs + self._trainable
+            needed += self._runs
         if engine.distributed and type(engine.gradients).leaf is not Gradients.leaf:
             needed.append(self._leaves)
         if engine.drift.watching or (engine.distributed and type(engine.holdings).set_data is not Holdings.set_data):
@@ -102,7 +101,7 @@ class Registry:
         self.divided.discard(engine.serial)
         for module in engine.module.modules():
             self._owners.pop(module, None)
-        for patch in (*self._clipping, *self._runs, *self._trainable, self._leaves, self._data, *self._patches(engine)):
+        for patch in (*self._clipping, *self._runs, self._leaves, self._data, *self._patches(engine)):
             patch.drop(engine)
         self._prune()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -135,30 +135,17 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 _dtype = operator.attrgetter("dtype")
-#: How often ``requires_grad`` of a parameter was set in this process.
-_num_sets = [0]
-#: Of so many looks one is at all parameters in any case.
-_EVERY: Final = 64
-
-
-def note_set() -> None:
-    """Hear that ``requires_grad`` of some parameter is set."""
-    _num_sets[0] += 1
 
 
 class TrainableMask:
     """Compares ``requires_grad`` and dtype of every parameter with those that the engine was built for.
 
-    The idea of a mask comparison before each forward, on by default, is fairscale's (its pull request 369). To look at all
-    of them takes longer than most of what accel does in a step: that is done where ``note_set`` was called, and now and then.
+    The idea of a mask comparison before each forward, on by default, is fairscale's (its pull request 369).
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         self._dtypes = list(map(_dtype, parameters))
-        # Nobody hears of parameters of other classes, as those of quantised tensors.
-        self._heard = all(nn.Parameter in type(p).__mro__ for p in parameters)
-        self._num_sets, self._num_looks = -1, 0
         self.known = self.now()
 
     def now(self) -> list[bool]:
@@ -168,13 +155,7 @@ class TrainableMask:
 
     def changed(self) -> bool:
         """Whether they differ."""
-        self._num_looks += 1
-        if self._num_sets == _num_sets[0] and self._num_looks % _EVERY:
-            return False
-        number = _num_sets[0]
-        different = self.now() != self.known or list(map(_dtype, self._parameters)) != self._dtypes
-        self._num_sets = -1 if different or not self._heard else number
-        return different
+        return self.now() != self.known or list(map(_dtype, self._parameters)) != self._dtypes
 
 
 def explain(masks: Sequence[Sequence[bool]], names: Sequence[str]) -> str:

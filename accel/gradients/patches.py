@@ -216,40 +216,6 @@ def run_patches(before: Callable[[object], None], after: Callable[[object], None
     return tuple(Patch(vars(module), "_engine_run_backward", make) for module in (torch.autograd, torch.autograd.graph))
 
 
-# -- Hears of freezing and unfreezing ----------------------------------------------------------------------------------
-# So that nobody has to look at each parameter in each step. Reading stays a call of C.
-
-_REQUIRES_GRAD: Final[Any] = torch.Tensor.requires_grad
-
-
-def trainable_patches(heard: Callable[[], None]) -> tuple[Patch, ...]:
-    """The attribute and the methods that set it; ``heard`` is called each time.
-
-    The methods are those of all tensors, as a program may call them (``map(torch.Tensor.requires_grad_, parameters)``); the
-    attribute, which is read often, is that of parameters.
-    """
-
-    def make(found: Any, needed: Callable[[], bool]) -> property:
-        original = _REQUIRES_GRAD if found is _ABSENT else found
-
-        def put(parameter: torch.Tensor, value: bool) -> None:
-            heard()
-            original.__set__(parameter, value)
-
-        return property(original.__get__, put, doc=original.__doc__)
-
-    def act(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not args or type(args[0]) is not torch.Tensor:  # as no parameter is
-            heard()
-        return original(*args, **kwargs)
-
-    methods = {"requires_grad_": torch.Tensor.requires_grad_, "detach_": torch.Tensor.detach_}
-    return (
-        Patch(_Attributes(torch.nn.Parameter), "requires_grad", make),
-        *(around(_Attributes(torch.Tensor), name, act, method) for name, method in methods.items()),
-    )
-
-
 # -- Makes torch's own clipping functions see final gradients ----------------------------------------------------------
 # ``torch.nn.utils.clip_grad_norm_``, ``clip_grad_value_`` and ``get_total_norm`` use helpers that they look up in their
 # module's globals: replacing those reaches them however a loop imported them. One groups gradients, and is where they

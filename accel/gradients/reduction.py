@@ -117,7 +117,7 @@ class Reduction:
             self.unfinished = bool(self._complaint()) or (bool(came) and self.noted and not self.marks)
             if came and not self.unfinished:
                 self.armed, self.local = False, not self._whole
-            if self._mask.changed() or self._trained[0].dtype is not self._dtypes[0]:
+            if self._mask.now() != self._mask.known or self._trained[0].dtype is not self._dtypes[0]:
                 self._look_for_changes(bool(came) or self.unfinished)
         elif came:
             self.local = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -100,7 +99,6 @@ def places() -> dict[str, Any]:
     muon: Any = torch.optim._muon  # type: ignore[attr-defined]
     found = {name: getattr(module, name) for module, name in ALL}
     found |= {"data": vars(torch.Tensor).get("data"), "orthogonalise": muon._zeropower_via_newtonschulz}
-    found |= {name: [vars(kind).get(name) for kind in (nn.Parameter, torch.Tensor)] for name in TRAINABLE}
     found |= {"compile": torch.compile, "environment": dict(os.environ), "filters": list(warnings.filters)}
     deepspeed = sys.modules.get("deepspeed.ops")
     return found | {"handlers": dict(handlers), "ops": vars(deepspeed).get("__compatible_ops__") if deepspeed else None}
@@ -127,8 +125,7 @@ def which_are_patched(backend: Any, torn_down: bool) -> tuple[set[str], set[str]
     return while_it_lives, changed()
 
 
-TRAINABLE = ("requires_grad", "requires_grad_", "detach_")
-STEPS = {RUN, *CLIPPING, *TRAINABLE}
+STEPS = {RUN, *CLIPPING}
 LEAVES = {*STEPS, "backward"}
 
 
@@ -179,30 +176,6 @@ def data_patched_by_others() -> None:
     assert bool((net.weight == 1).all())
     del torch.Tensor.data
     assert torch.Tensor.data is below
-
-
-def test_every_way_to_freeze_a_parameter_is_heard() -> None:
-    heard: list[bool] = []
-    linear = nn.Linear(2, 2)
-    ways: list[Callable[[bool], Any]] = [
-        lambda flag: setattr(linear.weight, "requires_grad", flag),
-        lambda flag: linear.weight.requires_grad_(flag),
-        lambda flag: torch.Tensor.requires_grad_(linear.weight, flag),  # type: ignore[arg-type]
-        lambda flag: linear.requires_grad_(requires_grad=flag),
-        lambda flag: linear.weight.requires_grad_() if flag else linear.weight.detach_(),
-    ]
-    with contextlib.ExitStack() as stack:
-        for patch in patches.trainable_patches(lambda: heard.append(True)):
-            stack.enter_context(patch)
-        for way in ways:
-            for flag in (False, True):
-                heard.clear()
-                way(flag)
-                assert heard
-                assert linear.weight.requires_grad is flag
-    heard.clear()
-    linear.requires_grad_(False)
-    assert not heard
 
 
 def test_data_that_is_put_back_is_no_write() -> None:
