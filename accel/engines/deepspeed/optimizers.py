@@ -67,18 +67,23 @@ _MARK: Final = "_accel_cpu_adam"
 _NUMBERS: Final = {False: -2, True: -1}
 
 
-def _is_compiled() -> bool:
-    """Whether its op was compiled on this machine, by an earlier use or with DeepSpeed's installation."""
-    if library("deepspeed.git_version_info").installed_ops.get("cpu_adam"):
+def is_compiled(op: str) -> bool:
+    """Whether one of DeepSpeed's ops was compiled on this machine, by an earlier use or with DeepSpeed's installation.
+
+    One that was compiled from another place, as of another environment, is compiled again.
+    """
+    if library("deepspeed.git_version_info").installed_ops.get(op):
         return True
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or library("torch.utils.cpp_extension").get_default_build_root()
-    return any(Path(root).glob("**/cpu_adam/cpu_adam.so"))
+    sources = f"{Path(library('deepspeed').__file__).parent}{os.sep}"
+    found = (made.with_name("build.ninja") for made in Path(root).glob(f"**/{op}/{op}.so"))
+    return any(plan.exists() and sources in plan.read_text() for plan in found)
 
 
 @functools.cache
 def cpu_adam(compiles: bool) -> Any:
     """Its op; None, which is said once, where it cannot be compiled, or is not and ``compiles`` does not ask for that."""
-    if not compiles and not _is_compiled():
+    if not compiles and not is_compiled("cpu_adam"):
         logger.warning(
             "DeepSpeed's CPU Adam is not compiled on this machine: torch's own steps the offloaded weights. "
             "config={'zero_force_ds_cpu_optimizer': True} compiles it at the first use, which takes minutes"
