@@ -68,34 +68,19 @@ def clip_(
     max_norm: float,
     norm_type: float,
     process: Process,
-    common: Sequence[torch.Tensor] = (),
     copies: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Clip gradients by ``norm_over_ranks``, whose arguments it takes, to ``max_norm``, in place; returns the norm before.
 
-    ``copies`` are clipped, and counted by another rank.
+    ``copies`` are clipped, and counted by another rank: all ranks clip alike, whatever they were assigned.
     """
-    norm = norm_over_ranks(mine, norm_type, process, common)
-    scale_([*mine, *common, *copies], max_norm, norm)
+    norm = norm_over_ranks(mine, norm_type, process)
+    scale_([*mine, *copies], max_norm, norm)
     return norm
 
 
-def norm_over_ranks(
-    mine: Sequence[torch.Tensor],
-    norm_type: float,
-    process: Process,
-    common: Sequence[torch.Tensor] = (),
-) -> torch.Tensor:
-    """The norm of all ranks' gradients together. Collective.
-
-    Args:
-        mine: this rank's part.
-        norm_type: as in ``total_norm``.
-        process: of this rank.
-        common: what all ranks have.
-    """
-    # So that all ranks clip alike, whatever they were assigned.
-    own = [*mine, *(() if process.place.rank else common)]
+def norm_over_ranks(mine: Sequence[torch.Tensor], norm_type: float, process: Process) -> torch.Tensor:
+    """The norm of all ranks' gradients together, as in ``total_norm``; ``mine`` is what this rank counts. Collective."""
     return total_norm(
-        own, norm_type, process.device, lambda total, op: dist.all_reduce(total, op, group=process.group)
+        mine, norm_type, process.device, lambda total, op: dist.all_reduce(total, op, group=process.group)
     ).float()

@@ -65,7 +65,7 @@ class LocalSteps:
         self._stepping = stepping
         #: By the identity of parameters, which they hold; and all objects in the optimizer's state that they were made from,
         #: None where others came since.
-        self._states: dict[int, _State] = {}
+        self._states: dict[int, _LocalState] = {}
         self._known: list[Any] | None = None
         #: Of the step that runs: the optimizer's attributes, its state, the parts with gradients, and their parameters by the
         #: parts' identity.
@@ -104,7 +104,7 @@ class LocalSteps:
             if known is None or len(found) != len(known) or not all(map(operator.is_, found, known)):
                 self._states.clear()
                 self._known = found
-        parts, written = [_local(p) for p in parameters], []
+        parts, written = [local_of(p) for p in parameters], []
         for parameter, part in zip(parameters, parts, strict=True):
             if part is not parameter:
                 gradient: Any = parameter.grad
@@ -124,7 +124,7 @@ class LocalSteps:
             return self._own[part]
         state = self._states.get(id(parameter))
         if state is None:
-            state = self._states[id(parameter)] = _State(self._own[parameter], parameter, self._forget)
+            state = self._states[id(parameter)] = _LocalState(self._own[parameter], parameter, self._forget)
         return state
 
     def _forget(self) -> None:
@@ -132,7 +132,7 @@ class LocalSteps:
         self._known = None
 
 
-def _local(value: Any) -> Any:
+def local_of(value: Any) -> Any:
     """What of a DTensor lies here, the very tensor; any other value as it is."""
     return getattr(value, "_local_tensor", value)
 
@@ -157,13 +157,13 @@ class _Group(dict[str, Any]):
 
 
 @final
-class _State(dict[str, Any]):
+class _LocalState(dict[str, Any]):
     """The state of one parameter on this rank; what is put there becomes a part of a divided tensor in the optimizer's."""
 
     __slots__ = ("_changed", "_own", "_parameter")
 
     def __init__(self, own: dict[str, Any], parameter: torch.Tensor, changed: Callable[[], None]) -> None:
-        super().__init__((key, _local(value)) for key, value in own.items())
+        super().__init__((key, local_of(value)) for key, value in own.items())
         self._own, self._changed = own, changed
         self._parameter: Any = parameter
 

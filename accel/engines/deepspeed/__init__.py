@@ -262,6 +262,8 @@ class ZeROGradients(Gradients):
         if zero is None:
             return nn.utils.clip_grad_norm_(self.engine.parameters, max_norm, norm_type)
         mine, common = zero.gradients()
+        if self.process.place.rank == 0:  # what all ranks have is counted once
+            mine, common = [*mine, *common], []
         return clip_(mine, max_norm, norm_type, self.process, common)
 
     # -- dropping them --------------------------------------------------------------------------------------------

@@ -310,7 +310,7 @@ class FSDPGradients(Gradients):
         self.settle()
         with Waiting(self.process, "accel.clip_grad_norm_"):
             mine, copies = parts.gradients(self.engine.parameters)
-            return clip_(mine, max_norm, norm_type, self.process, copies=copies)
+            return clip_(mine, max_norm, norm_type, self.process, copies)
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
         """As a DTensor, as torch gives it; all ranks have all of it."""

@@ -19,6 +19,7 @@ from ...precision import here
 from ...process.control import agree, raise_together
 from ...process.packing import broadcast_
 from ...shard import Shard
+from ..base.local import local_of
 from . import standin
 from .module import ShardedModule, drop, kept_whole, place_of, wrap
 from .pending import Backwards
@@ -175,7 +176,7 @@ class Conversion:
         found: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         for p in parameters:
             if p.grad is not None:
-                found[id(self.known.get(id(p), p)) not in self._first].append(getattr(p.grad, "_local_tensor", p.grad))
+                found[id(self.known.get(id(p), p)) not in self._first].append(local_of(p.grad))
         return found
 
     def whole(self, value: torch.Tensor) -> torch.Tensor:

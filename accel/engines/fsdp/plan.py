@@ -140,14 +140,18 @@ def _remove(child: nn.Module, added: list[tuple[dict[int, Any], int]]) -> None:
     vars(child).pop("_distribute_module_applied", None)
 
 
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a module's name is one that a pattern of a plan stands for, part by part."""
+    own, parts = (text.split(".") if text else [] for text in (name, pattern))  # "" is the model itself
+    return len(own) == len(parts) and all(map(fnmatch, own, parts))
+
+
 def _planned(module: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module, Any]]:
     """The modules that the plan names, each with its name and style."""
     for pattern, style in plan.items():
-        parts = pattern.split(".") if pattern else []
         found = False
         for name, child in module.named_modules():
-            own = name.split(".") if name else []
-            if len(own) == len(parts) and all(map(fnmatch, own, parts)):
+            if _matches(name, pattern):
                 found = True
                 yield name, child, style
         if not found:
@@ -203,10 +207,8 @@ def shrunk(footprint: Footprint, plan: Plan, size: int) -> Footprint:
     chosen = plan or footprint.plan
 
     def part(p: ParameterSize) -> ParameterSize:
-        *path, last = p.name.split(".")
         for pattern, style in chosen.items():
-            parts = pattern.split(".")
-            if len(parts) == len(path) and all(map(fnmatch, path, parts)):
+            if _matches(p.name.rpartition(".")[0], pattern):
                 dim = 0 if _kind(style) == "ColwiseParallel" else 1 if _kind(style) == "RowwiseParallel" else None
                 if dim is not None and dim < len(p.shape):
                     shape = tuple(n // size if d == dim else n for d, n in enumerate(p.shape))
