@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import accel
 from accel.checkpoint import shards
@@ -48,13 +53,39 @@ def refuse_reset(module: nn.Module) -> None:
 def fill(directory: str, backend: str) -> tuple[dict[str, Any], int]:
     """A model set up from a directory, trained for a step; and how many bytes of weights this rank read."""
     read = 0
-    original = shards.os.preadv
+    original, library_open = shards.os.preadv, safetensors.safe_open
 
     def count(fd: int, views: Any, offset: int) -> int:
         nonlocal read
         size = original(fd, views, offset)
         read += size
         return size
+
+    class Counted:
+        """A tensor of a file, as the package opened it."""
+
+        def __init__(self, lying: Any) -> None:
+            self.lying, self.get_dtype, self.get_shape = lying, lying.get_dtype, lying.get_shape
+
+        def __getitem__(self, place: Any) -> torch.Tensor:
+            nonlocal read
+            values: torch.Tensor = self.lying[place]
+            read += values.nbytes
+            return values
+
+    class Opened:
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.file = library_open(*args, **options)
+            self.keys = self.file.keys
+
+        def __enter__(self) -> Opened:
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self.file.__exit__(*error)
+
+        def get_slice(self, name: str) -> Counted:
+            return Counted(self.file.get_slice(name))
 
     with accel.deferred_init(weights=directory):
         net = Net()
@@ -63,11 +94,11 @@ def fill(directory: str, backend: str) -> tuple[dict[str, Any], int]:
     options = accel.DeepSpeed(stage=3) if backend == "deepspeed" else backend
     saved = nn.Linear.reset_parameters, nn.Embedding.reset_parameters
     nn.Linear.reset_parameters = nn.Embedding.reset_parameters = refuse_reset
-    shards.os.preadv = count
+    shards.os.preadv, safetensors.safe_open = count, Opened
     try:
         model, optimizer, _ = accel.setup(net, raw, backend=options)
     finally:
-        shards.os.preadv = original
+        shards.os.preadv, safetensors.safe_open = original, library_open
         nn.Linear.reset_parameters, nn.Embedding.reset_parameters = saved
     state = {n: t.clone() for n, t in accel.full_state_dict(model).items()}
     model(torch.arange(8)).square().sum().backward()
@@ -94,11 +125,91 @@ def test_values_come_from_the_directory(tmp_path: Path, backend: str) -> None:
 def test_each_rank_reads_its_part(tmp_path: Path) -> None:
     net = source()
     save_file({n: t for n, t in net.state_dict().items() if n != "head.weight"}, tmp_path / "model.safetensors")
-    size = (tmp_path / "model.safetensors").stat().st_size
-    header = 8 + int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little")
+    size = sum(t.nbytes for n, t in net.state_dict().items() if n != "head.weight")
     for _, read in run(2, fill, str(tmp_path), "fsdp"):
-        data = read - 2 * (header - 8)  # read to check what is there, and to load
-        assert 0 < data <= (size - header) / 2 + 64
+        assert size / 3 < read <= size / 2 + 64
+
+
+# -- Memory -----------------------------------------------------------------------------------------------------------
+
+WIDTH, LAYERS = 1448, 12
+TENSOR = WIDTH * WIDTH * 4  # bytes
+PLAN = {str(i): (RowwiseParallel if i % 2 else ColwiseParallel)() for i in range(LAYERS)}
+#: How much of the model a rank of two holds, and what else its backend takes while it starts.
+HELD: dict[str, tuple[Any, float]] = {
+    "ddp": ("ddp", 1),
+    "sharded": ("sharded", 1),
+    "fsdp": ("fsdp", 0.5),
+    "tensor_parallel": (accel.TensorParallel(plan=PLAN), 0.5),
+    "pipeline": ("pipeline", 0.5),
+    # DeepSpeed makes copies of this rank's half for an optimizer, and half as many gradients, which accel drops.
+    "zero-1": (accel.DeepSpeed(stage=1), 1 + 1),
+    "zero-2": (accel.DeepSpeed(stage=2), 1 + 1),
+    "zero-3": (accel.DeepSpeed(stage=3), 0.5 + 1),
+}
+
+
+def wide() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+
+def memory() -> tuple[int, int]:
+    """Bytes of this process that lie in memory, and the most that did since it was asked to count anew."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["VmRSS"].split()[0]) << 10, int(lines["VmHWM"].split()[0]) << 10
+
+
+def peaks(directory: str, names: list[str], precision: str) -> list[tuple[float, bool]]:
+    """By backend, by how many bytes setup raised this process's memory at most; and whether all weights are the file's."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-3, 1 << 20)  # whatever is larger goes back to the system once it is free
+    expected = torch.load(f"{directory}/expected.pt")
+    found = []
+    for name in names:
+        with accel.deferred_init(weights=directory):
+            net = wide()
+        raw = torch.optim.SGD(net.parameters(), lr=0.1)
+        gc.collect()
+        libc.malloc_trim(0)
+        before, _ = memory()
+        Path("/proc/self/clear_refs").write_text("5")
+        model, _, _ = accel.setup(net, raw, backend=HELD[name][0], precision=precision)
+        most = memory()[1] - before
+        state = accel.full_state_dict(model)
+        dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+        found.append((most, all(torch.equal(state[n].flatten()[::997], t.to(dtype)) for n, t in expected.items())))
+        del state
+        accel.teardown()
+    return found
+
+
+def sharded_files(net: nn.Module, directory: Path, stem: str = "model", variant: str = "") -> None:
+    """The weights in two files and an index, as transformers and diffusers write them."""
+    state = {n: t.clone() for n, t in net.state_dict().items()}
+    parts = [list(state)[i::2] for i in range(2)]
+    files = [f"{stem}{variant}-0000{i + 1}-of-00002.safetensors" for i in range(2)]
+    for file, names in zip(files, parts, strict=True):
+        save_file({n: state[n] for n in names}, directory / file)
+    places = {n: file for file, names in zip(files, parts, strict=True) for n in names}
+    index = json.dumps({"metadata": {}, "weight_map": places})
+    (directory / f"{stem}.safetensors.index{variant}.json").write_text(index)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counts what Linux counts")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_no_rank_has_more_than_its_part_and_a_tensor(tmp_path: Path, precision: str) -> None:
+    """From several files, on every backend; with bf16 converted on the way."""
+    names = [*HELD] if precision == "32-true" else ["ddp", "sharded", "fsdp", "pipeline"]
+    torch.manual_seed(0)
+    net = wide()
+    sharded_files(net, tmp_path)
+    torch.save({n: t.flatten()[::997].clone() for n, t in net.state_dict().items()}, tmp_path / "expected.pt")
+    size = sum(t.nbytes for t in net.state_dict().values()) // (2 if precision == "bf16-true" else 1)
+    for found in run(2, peaks, str(tmp_path), names, precision):
+        for name, (most, equal) in zip(names, found, strict=True):
+            # What is read of a file is mapped, up to 16 MiB at a time, or one tensor.
+            assert equal, name
+            assert most < HELD[name][1] * size + 2 * TENSOR + (8 << 20), (name, most / size)
 
 
 def build(directory: str, backend: str) -> None:

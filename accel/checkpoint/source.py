@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import math
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, Final
+from typing import Any, Final, final
 
+import torch
 from torch import nn
 
+from ..boxes import divided
 from ..errors import CheckpointError
+from ..shard import Shard
 from . import record
 from .failures import parsing
 from .match import objects_in
+from .reader import Reader
 from .record import FILE_NAME, Record, Stored
-from .safetensors import BY_NAME, MAX_DIMS, Entry, Header, no_duplicates, parse_header
-from .shards import Written, checksum, open_file, read_header, read_whole
+from .safetensors import BY_NAME, MAX_DIMS, Entry, no_duplicates
+from .shards import Written, checksum, open_file, read_whole
 from .state import State
 from .values import TAG, Json, place
 from .verify import check_record
@@ -26,6 +32,7 @@ from .verify import check_record
 #: What a library calls its files: ``<stem>.safetensors``; or parts, ``<stem>-00001-of-00002.safetensors``, and their index.
 STEMS: Final = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
 _MAX_INDEX: Final = 1 << 28
+_MAPPED: Final = 16 << 20  # bytes that are read from a file before it is opened anew
 
 
 def whole_file(stem: str) -> str:
@@ -46,12 +53,16 @@ class Checkpoint:
     record: Record
     digits: str  # equal where two ranks see the same
     objects: Container[int]  # the ids of the nodes of the record's values that are, or hold, objects of a state
-    headers: Sequence[Header] | None = None  # of the files, where another library wrote them, without checksums
+    model: str | None = None  # its name, where another library wrote its weights, without checksums
 
     @property
     def path(self) -> str:
         """What errors name."""
-        return self.directory if self.headers is not None else os.path.join(self.directory, record.NAME)
+        return self.directory if self.model is not None else os.path.join(self.directory, record.NAME)
+
+    def reader(self, *, stream: bool) -> Reader | Slices:
+        """What reads its tensors; ``stream``: with their checksums, where there are any."""
+        return Reader(self.directory, self.record, stream=stream) if self.model is None else Slices(self.record, self.model)
 
 
 def open_checkpoint(directory: str, state: Any) -> Checkpoint:
@@ -69,14 +80,13 @@ def open_checkpoint(directory: str, state: Any) -> Checkpoint:
     name = models[0][0] if models else "model"
     files, digits = read_weights(directory)
     tensors: dict[str, Stored] = {}
-    for number, (_, _, entries) in enumerate(files):
+    for number, (_, entries) in enumerate(files):
         for key, e in entries.items():
             tensors[f"{name}/{key}"] = Stored(e.dtype, e.shape, ((number, 0, e.count, 1),) if e.count else ())
-    headers = [Header(h.size, {f"{name}/{key}": told for key, told in h.entries.items()}) for _, h, _ in files]
     values = _values(state, models[0][1]) if models else {}
-    written = [file for file, *_ in files]
+    written = [file for file, _ in files]
     whole = Record(id="", time=0.0, world_size=1, files=written, tensors=tensors, values=values)
-    return Checkpoint(directory, whole, digits, objects_in(values), headers)
+    return Checkpoint(directory, whole, digits, objects_in(values), name)
 
 
 def present(directory: str) -> list[str]:
@@ -85,11 +95,16 @@ def present(directory: str) -> list[str]:
     return [name for name in names if os.path.lexists(os.path.join(directory, name))]
 
 
+def is_named(path: str) -> bool:
+    """Whether a path is that of a file of weights, or of an index, itself: under any name, such as a variant's."""
+    return path.endswith((".safetensors", ".json")) and os.path.isfile(path)
+
+
 def is_weights_alone(directory: str) -> bool:
     """Whether a directory has weights under other libraries' names, and no checkpoint; raises where its directories have some."""
     if record.exists(directory):
         return False
-    if present(directory):
+    if is_named(directory) or present(directory):
         return True
     try:
         inside = [name for name in sorted(os.listdir(directory)) if present(os.path.join(directory, name))]
@@ -124,32 +139,33 @@ def _values(value: Any, target: str, path: str = "state") -> Any:
 # -- the files --------------------------------------------------------------------------------------------------------
 
 
-#: A file by its path, its header, and the entries that count.
-_File = tuple[Written, Header, dict[str, Entry]]
+#: A file by its path, and the tensors in it.
+_File = tuple[Written, dict[str, Entry]]
 
 
-def read_weights(directory: str) -> tuple[list[_File], str]:
-    """The files, and a checksum of all headers; raises where one is missing, damaged, elsewhere, or not as the index says."""
-    names = present(directory)
+def read_weights(path: str) -> tuple[list[_File], str]:
+    """The files, and a checksum of what they say is in them; raises where one is missing, damaged, elsewhere, or not as the
+    index says."""
+    directory, names = (os.path.dirname(path), [os.path.basename(path)]) if is_named(path) else (path, present(path))
     if len(names) > 1:
         raise CheckpointError(
-            f"{directory} has {' and '.join(names)}, of which libraries take different ones: remove the one that is out of date"
+            f"{directory} has {' and '.join(names)}, of which libraries take different ones: name the one that counts, such as "
+            f"{os.path.join(directory, names[0])!r}, or remove the other"
         )
     if names[0].endswith(".safetensors"):
-        file, own = _read_file(directory, names[0])
-        return [file], own
+        file = _read_file(directory, names[0])
+        return [file], checksum(repr(file).encode())
     content = read_whole(inside(directory, names[0]), _MAX_INDEX, "an index")
     by_file: dict[str, set[str]] = {}
     for key, name in _weight_map(content, os.path.join(directory, names[0])).items():
         by_file.setdefault(name, set()).add(key)
-    found, digits = [], [checksum(content)]
+    found = []
     for name, keys in sorted(by_file.items()):
-        (written, header, entries), own = _read_file(directory, name)
+        written, entries = _read_file(directory, name)
         if lacking := sorted(keys - entries.keys()):
             raise CheckpointError(f"{written.name}: has no {', '.join(lacking[:5])}, which {names[0]} says is in it")
-        found.append((written, header, {key: entry for key, entry in entries.items() if key in keys}))
-        digits.append(own)
-    return found, checksum("".join(digits).encode())
+        found.append((written, {key: entry for key, entry in entries.items() if key in keys}))
+    return found, checksum(content + repr(found).encode())
 
 
 def _weight_map(content: bytes, path: str) -> Mapping[str, str]:
@@ -176,28 +192,87 @@ def inside(directory: str, name: str) -> str:
     return path
 
 
-def _read_file(directory: str, name: str) -> tuple[_File, str]:
+def _read_file(directory: str, name: str) -> _File:
     path = inside(directory, name)
     with open_file(path, None) as fd:
-        size, content = os.fstat(fd).st_size, bytes(read_header(fd, path))
-    with parsing(f"{path} is not a whole safetensors file"):
-        if not content:
-            raise ValueError(f"its header would be larger than its {size} bytes, or than any header")
-        header = parse_header(content, size, checked=False)
-        entries = {key: _entry(key, described) for key, described in header.entries.items()}
-    # The rest of accel asks for its own form of an entry.
-    forms = {key: e.described(header.entries[key]["data_offsets"][0])[1] for key, e in entries.items()}
-    return (Written(path, size, ()), Header(header.size, forms), entries), checksum(b"%d " % size + content)
+        size = os.fstat(fd).st_size
+    entries = {}
+    with opened(path) as file:
+        for key in sorted(file.keys()):
+            lying = file.get_slice(key)
+            dtype, shape = lying.get_dtype(), tuple(lying.get_shape())
+            if dtype not in BY_NAME or len(shape) > MAX_DIMS:
+                raise CheckpointError(f"{path}: {key!r} has dtype {dtype} and {len(shape)} dimensions, which accel does not load")
+            entries[key] = Entry(key, dtype, shape, 0, math.prod(shape))
+    return Written(path, size, ()), entries
 
 
-def _entry(key: str, described: Mapping[str, Any]) -> Entry:
-    """An entry whose size is that of its shape, so that nothing larger than the file is ever allocated."""
-    dtype, shape, (begin, end) = described["dtype"], described["shape"], described["data_offsets"]
-    if any(type(n) is not int or not 0 <= n < 2**62 for n in shape) or len(shape) > MAX_DIMS:
-        raise ValueError(f"the shape or the place of {key!r} is no such thing")
-    if dtype not in BY_NAME:
-        raise ValueError(f"{key!r} has dtype {dtype}, which torch does not know by this name")
-    entry = Entry(key, dtype, tuple(shape), 0, math.prod(shape))
-    if end - begin != entry.nbytes:
-        raise ValueError(f"the data of {key!r} has another size than its shape")
-    return entry
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[Any]:
+    """Context: a file as the package safetensors opens it."""
+    try:
+        library: Any = importlib.import_module("safetensors")
+    except ImportError as error:
+        raise CheckpointError(f"{path} is read by the package safetensors, which is missing: pip install safetensors") from error
+    try:
+        file = library.safe_open(path, framework="pt")
+    except library.SafetensorError as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file ({error})") from error
+    with file:
+        yield file
+
+
+@final
+class Slices:
+    """Reads parts of tensors out of other libraries' files, by the package safetensors; as a ``Reader``, without checksums.
+
+    A file is opened anew after some reading: its pages, which count as this process's memory once they were read, are let go.
+
+    Args:
+        record: what the files hold.
+        model: its name, which stands before theirs in the record.
+    """
+
+    def __init__(self, record: Record, model: str) -> None:
+        self._record = record
+        self._prefix = f"{model}/"
+
+    def fill(self, wanted: Iterable[Shard]) -> None:
+        """Read parts of tensors into memory of any device, layout and dtype."""
+        places = [(self._path(one.name), one) for one in wanted if one.tensor.numel()]
+        now, room = "", 0
+        with contextlib.ExitStack() as stack:
+            for path, one in sorted(places, key=lambda place: (place[0], place[1].name)):
+                if path != now or room <= 0:
+                    stack.close()
+                    file = stack.enter_context(opened(path))
+                    now, room = path, _MAPPED
+                _read(file.get_slice(one.name.removeprefix(self._prefix)), one)
+                room -= one.tensor.nbytes
+
+    def _path(self, name: str) -> str:
+        return self._record.files[self._record.tensors[name].parts[0][0]].name
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """What values consist of: nothing in such files."""
+        return {}
+
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors of one shape and dtype have the same bytes."""
+        with contextlib.ExitStack() as stack:
+            files = [(stack.enter_context(opened(self._path(name))), name) for name in (one, other)]
+            a, b = (f.get_tensor(n.removeprefix(self._prefix)).reshape(-1).view(torch.uint8) for f, n in files)
+            return torch.equal(a, b)
+
+
+def _read(lying: Any, wanted: Shard) -> None:
+    """Copy a part of a tensor of a file to where it belongs, converted where that has another dtype."""
+    own, whole = wanted.tensor, tuple((0, n) for n in wanted.shape)
+    flat = own.view(-1) if own.is_contiguous() else torch.empty(own.numel(), dtype=own.dtype, device=own.device)
+    at = 0
+    for box in divided(wanted.box or whole, wanted.start, wanted.start + own.numel()):
+        values = lying[tuple(slice(*side) for side in box) or ...]
+        flat[at : at + values.numel()].view(values.shape).copy_(values)
+        at += values.numel()
+    if not own.is_contiguous():
+        own.copy_(flat.view(own.shape))
