@@ -243,7 +243,7 @@ class Slices:
         now, room = "", 0
         with contextlib.ExitStack() as stack:
             for path, one in sorted(places, key=lambda place: (place[0], place[1].name)):
-                if path != now or room <= 0:
+                if path != now or room < one.tensor.nbytes:
                     stack.close()
                     file = stack.enter_context(opened(path))
                     now, room = path, _MAPPED
