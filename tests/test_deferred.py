@@ -132,7 +132,7 @@ def test_each_rank_reads_its_part(tmp_path: Path) -> None:
 
 # -- Memory -----------------------------------------------------------------------------------------------------------
 
-WIDTH, LAYERS = 1448, 12
+WIDTH, LAYERS = 1448, 16
 TENSOR = WIDTH * WIDTH * 4  # bytes
 PLAN = {str(i): (RowwiseParallel if i % 2 else ColwiseParallel)() for i in range(LAYERS)}
 #: How much of the model a rank of two holds, and what else its backend takes while it starts.
@@ -144,7 +144,6 @@ HELD: dict[str, tuple[Any, float]] = {
     "pipeline": ("pipeline", 0.5),
     # DeepSpeed makes copies of this rank's half for an optimizer, and half as many gradients, which accel drops.
     "zero-1": (accel.DeepSpeed(stage=1), 1 + 1),
-    "zero-2": (accel.DeepSpeed(stage=2), 1 + 1),
     "zero-3": (accel.DeepSpeed(stage=3), 0.5 + 1),
 }
 
@@ -159,13 +158,13 @@ def memory() -> tuple[int, int]:
     return int(lines["VmRSS"].split()[0]) << 10, int(lines["VmHWM"].split()[0]) << 10
 
 
-def peaks(directory: str, names: list[str], precision: str) -> list[tuple[float, bool]]:
-    """By backend, by how many bytes setup raised this process's memory at most; and whether all weights are the file's."""
+def peaks(directory: str, cases: list[tuple[str, str]]) -> list[tuple[float, bool]]:
+    """By backend and precision, by how many bytes setup raised this process's memory at most; and whether all weights are the file's."""
     libc = ctypes.CDLL(None)
     libc.mallopt(-3, 1 << 20)  # whatever is larger goes back to the system once it is free
     expected = torch.load(f"{directory}/expected.pt")
     found = []
-    for name in names:
+    for name, precision in cases:
         with accel.deferred_init(weights=directory):
             net = wide()
         raw = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -196,20 +195,20 @@ def sharded_files(net: nn.Module, directory: Path, stem: str = "model", variant:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counts what Linux counts")
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_no_rank_has_more_than_its_part_and_a_tensor(tmp_path: Path, precision: str) -> None:
+def test_no_rank_has_more_than_its_part_and_a_tensor(tmp_path: Path) -> None:
     """From several files, on every backend; with bf16 converted on the way."""
-    names = [*HELD] if precision == "32-true" else ["ddp", "sharded", "fsdp", "pipeline"]
+    cases = [(name, "32-true") for name in HELD] + [(name, "bf16-true") for name in ("sharded", "pipeline")]
     torch.manual_seed(0)
     net = wide()
     sharded_files(net, tmp_path)
     torch.save({n: t.flatten()[::997].clone() for n, t in net.state_dict().items()}, tmp_path / "expected.pt")
-    size = sum(t.nbytes for t in net.state_dict().values()) // (2 if precision == "bf16-true" else 1)
-    for found in run(2, peaks, str(tmp_path), names, precision):
-        for name, (most, equal) in zip(names, found, strict=True):
-            # What is read of a file is mapped, up to 16 MiB at a time, or one tensor.
+    whole = sum(t.nbytes for t in net.state_dict().values())
+    for found in run(2, peaks, str(tmp_path), cases):
+        for (name, precision), (most, equal) in zip(cases, found, strict=True):
             assert equal, name
-            assert most < HELD[name][1] * size + 2 * TENSOR + (8 << 20), (name, most / size)
+            held = HELD[name][1] * whole / (2 if precision == "bf16-true" else 1)
+            # What is read of a file is mapped, up to 16 MiB at a time; and a margin for all that is small.
+            assert most < held + (40 << 20), (name, precision, (most - held) / 2**20)
 
 
 def build(directory: str, backend: str) -> None:

@@ -23,9 +23,10 @@ from .failures import parsing
 from .match import objects_in
 from .reader import Reader
 from .record import FILE_NAME, Record, Stored
-from .safetensors import BY_NAME, MAX_DIMS, Entry, no_duplicates
-from .shards import Written, checksum, open_file, read_whole
+from .safetensors import BY_NAME, ITEM_BYTES, MAX_DIMS, Entry, no_duplicates
+from .shards import Written, checksum
 from .state import State
+from .storage import storage_of
 from .values import TAG, Json, place
 from .verify import check_record
 
@@ -62,7 +63,11 @@ class Checkpoint:
 
     def reader(self, *, stream: bool) -> Reader | Slices:
         """What reads its tensors; ``stream``: with their checksums, where there are any."""
-        return Reader(self.directory, self.record, stream=stream) if self.model is None else Slices(self.record, self.model)
+        return (
+            Reader(self.directory, self.record, stream=stream)
+            if self.model is None
+            else Slices(self.record, self.model)
+        )
 
 
 def open_checkpoint(directory: str, state: Any) -> Checkpoint:
@@ -92,12 +97,16 @@ def open_checkpoint(directory: str, state: Any) -> Checkpoint:
 def present(directory: str) -> list[str]:
     """Which of the names that other libraries read weights by are in a directory."""
     names = [name for stem in STEMS.values() for name in (whole_file(stem), index_file(stem))]
-    return [name for name in names if os.path.lexists(os.path.join(directory, name))]
+    return [name for name in names if storage_of(directory).exists(os.path.join(directory, name))]
 
 
 def is_named(path: str) -> bool:
     """Whether a path is that of a file of weights, or of an index, itself: under any name, such as a variant's."""
-    return path.endswith((".safetensors", ".json")) and os.path.isfile(path)
+    return (
+        path.endswith((".safetensors", ".json"))
+        and storage_of(path).exists(path)
+        and not storage_of(path).is_directory(path)
+    )
 
 
 def is_weights_alone(directory: str) -> bool:
@@ -107,7 +116,9 @@ def is_weights_alone(directory: str) -> bool:
     if is_named(directory) or present(directory):
         return True
     try:
-        inside = [name for name in sorted(os.listdir(directory)) if present(os.path.join(directory, name))]
+        inside = [
+            name for name in sorted(storage_of(directory).names(directory)) if present(os.path.join(directory, name))
+        ]
     except OSError:
         inside = []  # `record.read` tells
     if inside:
@@ -155,7 +166,7 @@ def read_weights(path: str) -> tuple[list[_File], str]:
     if names[0].endswith(".safetensors"):
         file = _read_file(directory, names[0])
         return [file], checksum(repr(file).encode())
-    content = read_whole(inside(directory, names[0]), _MAX_INDEX, "an index")
+    content = storage_of(directory).read_whole(inside(directory, names[0]), _MAX_INDEX, "an index")
     by_file: dict[str, set[str]] = {}
     for key, name in _weight_map(content, os.path.join(directory, names[0])).items():
         by_file.setdefault(name, set()).add(key)
@@ -181,8 +192,9 @@ def _weight_map(content: bytes, path: str) -> Mapping[str, str]:
 
 def inside(directory: str, name: str) -> str:
     """The path of a file of a directory; refuses a link elsewhere, but where a hub's cache keeps its files."""
-    real = os.path.realpath(directory)
-    path = os.path.realpath(os.path.join(real, name))
+    storage = storage_of(directory)
+    real = storage.real(directory)
+    path = storage.real(os.path.join(real, name))
     # <cache>/snapshots/<revision>, and in it the directory of a pipeline's component
     caches = [above.parent for above in PurePath(real).parents[:2] if above.name == "snapshots"]
     if os.path.dirname(path) not in (real, *(str(cache / "blobs") for cache in caches)):
@@ -194,15 +206,17 @@ def inside(directory: str, name: str) -> str:
 
 def _read_file(directory: str, name: str) -> _File:
     path = inside(directory, name)
-    with open_file(path, None) as fd:
-        size = os.fstat(fd).st_size
+    with storage_of(path).open(path, None) as whole:
+        size = whole.size
     entries = {}
     with opened(path) as file:
         for key in sorted(file.keys()):
             lying = file.get_slice(key)
             dtype, shape = lying.get_dtype(), tuple(lying.get_shape())
             if dtype not in BY_NAME or len(shape) > MAX_DIMS:
-                raise CheckpointError(f"{path}: {key!r} has dtype {dtype} and {len(shape)} dimensions, which accel does not load")
+                raise CheckpointError(
+                    f"{path}: {key!r} has dtype {dtype} and {len(shape)} dimensions, which accel does not load"
+                )
             entries[key] = Entry(key, dtype, shape, 0, math.prod(shape))
     return Written(path, size, ()), entries
 
@@ -213,7 +227,9 @@ def opened(path: str) -> Iterator[Any]:
     try:
         library: Any = importlib.import_module("safetensors")
     except ImportError as error:
-        raise CheckpointError(f"{path} is read by the package safetensors, which is missing: pip install safetensors") from error
+        raise CheckpointError(
+            f"{path} is read by the package safetensors, which is missing: pip install safetensors"
+        ) from error
     try:
         file = library.safe_open(path, framework="pt")
     except library.SafetensorError as error:
@@ -243,12 +259,13 @@ class Slices:
         now, room = "", 0
         with contextlib.ExitStack() as stack:
             for path, one in sorted(places, key=lambda place: (place[0], place[1].name)):
-                if path != now or room < one.tensor.nbytes:
+                size = one.tensor.numel() * ITEM_BYTES[self._record.tensors[one.name].dtype]
+                if path != now or room < size:
                     stack.close()
                     file = stack.enter_context(opened(path))
                     now, room = path, _MAPPED
                 _read(file.get_slice(one.name.removeprefix(self._prefix)), one)
-                room -= one.tensor.nbytes
+                room -= size
 
     def _path(self, name: str) -> str:
         return self._record.files[self._record.tensors[name].parts[0][0]].name
