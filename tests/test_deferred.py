@@ -159,7 +159,7 @@ def memory() -> tuple[int, int]:
 
 
 def peaks(directory: str, cases: list[tuple[str, str]]) -> list[tuple[float, bool]]:
-    """By backend and precision, by how many bytes setup raised this process's memory at most; and whether all weights are the file's."""
+    """For each case by how many bytes setup raised this process's memory at most, and whether all weights are the file's."""
     libc = ctypes.CDLL(None)
     libc.mallopt(-3, 1 << 20)  # whatever is larger goes back to the system once it is free
     expected = torch.load(f"{directory}/expected.pt")
