@@ -83,7 +83,7 @@ def load(
         report(checkpoint.directory, [differences for differences, *_ in told], strict, rank)
         check_objects([objects for _, objects, _ in told])
         check_engines("accel.load", [engines for *_, engines in told])
-        if check == "first" and isinstance(loading.reader, Reader):
+        if check == "first" and checkpoint.headers is None:
             verify_needed(loading.reader, checkpoint.record, loading.needs(), process.place)
         on_every_rank("accel.load (the values)", loading.decode)
         undo.pop_all()
@@ -100,7 +100,7 @@ def _open(dir: str | os.PathLike[str], state: Any, options: tuple[object, ...]) 
         found = open_checkpoint(folder.absolute(dir), state)
         # Before anything is made in the sizes that the record names.
         reads = state is not None or any(name.startswith(OF_VALUES) for name in found.record.tensors)
-        if reads and found.model is None and current().place.rank == 0:
+        if reads and found.headers is None and current().place.rank == 0:
             folder.check_sizes(found.directory, found.record)
         return found, (found.directory, found.digits, options)
 
@@ -147,7 +147,7 @@ class Loading:
         self.found = checkpoint.record
         self.rank = rank
         self.path = checkpoint.path
-        self.reader = checkpoint.reader(stream=stream)
+        self.reader = Reader(checkpoint.directory, self.found, stream=stream, headers=checkpoint.headers)
         self._of_values: dict[str, torch.Tensor] = {}
         self._decoder = Decoder(self.path, self._fetch, checkpoint.objects)
         self._wanted: list[Shard] = []

@@ -168,13 +168,16 @@ class Reader:
         directory: of the checkpoint.
         record: what it holds.
         stream: compare the checksums of all chunks that are read.
+        headers: of the files, where another library wrote them, without checksums.
     """
 
-    def __init__(self, directory: str, record: Record, *, stream: bool) -> None:
+    def __init__(
+        self, directory: str, record: Record, *, stream: bool, headers: Sequence[Header] | None = None
+    ) -> None:
         self._directory = directory
         self._record = record
-        self._stream = stream
-        self._headers: dict[int, Header] = {}
+        self._stream = stream and headers is None
+        self._headers = dict(enumerate(headers or ()))
         self._threads = ReaderThreads()
         self._staging = _Staging()
 
@@ -365,7 +368,7 @@ class Reader:
             base, chunks, at = self.header(file).size, files.setdefault(file, {}), first - start
             while count:
                 number = (offset - base) // CHUNK
-                # At least one, also of an element that a crafted header puts over the end of a chunk.
+                # At least one: other libraries' files, which have no checksums, may have elements over the end of a chunk.
                 n = min(max(1, (base + (number + 1) * CHUNK - offset) // item), count)
                 place = None if view is None else view[at * item : (at + n) * item]
                 chunks.setdefault(number, []).append(_Piece(offset, n * item, place, tensor, at, dtype))

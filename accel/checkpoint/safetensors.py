@@ -137,7 +137,7 @@ class Header:
 
     size: int  # of the header in bytes, which is where the data begins
     entries: Mapping[str, dict[str, Any]]
-    checksums: Sequence[str]  # of the data, by chunk
+    checksums: Sequence[str] = ()  # of the data, by chunk; other libraries' files have none
 
     def locate(self, entry: Entry) -> tuple[str, int | None]:
         """Its name in the file, and where in the file its data begins; None where the file has it not, or otherwise."""

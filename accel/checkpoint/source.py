@@ -7,33 +7,29 @@ import importlib
 import json
 import math
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
+import tempfile
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, Final, final
+from typing import Any, Final
 
-import torch
 from torch import nn
 
-from ..boxes import divided
 from ..errors import CheckpointError
-from ..shard import Shard
 from . import record
 from .failures import parsing
 from .match import objects_in
-from .reader import Reader
 from .record import FILE_NAME, Record, Stored
-from .safetensors import BY_NAME, ITEM_BYTES, MAX_DIMS, Entry, no_duplicates
+from .safetensors import BY_NAME, MAX_DIMS, Entry, Header, no_duplicates
 from .shards import Written, checksum
 from .state import State
-from .storage import storage_of
+from .storage import File, storage_of
 from .values import TAG, Json, place
 from .verify import check_record
 
 #: What a library calls its files: ``<stem>.safetensors``; or parts, ``<stem>-00001-of-00002.safetensors``, and their index.
 STEMS: Final = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
 _MAX_INDEX: Final = 1 << 28
-_MAPPED: Final = 16 << 20  # bytes that are read from a file before it is opened anew
 
 
 def whole_file(stem: str) -> str:
@@ -54,20 +50,12 @@ class Checkpoint:
     record: Record
     digits: str  # equal where two ranks see the same
     objects: Container[int]  # the ids of the nodes of the record's values that are, or hold, objects of a state
-    model: str | None = None  # its name, where another library wrote its weights, without checksums
+    headers: Sequence[Header] | None = None  # of the files, where another library wrote them, without checksums
 
     @property
     def path(self) -> str:
         """What errors name."""
-        return self.directory if self.model is not None else os.path.join(self.directory, record.NAME)
-
-    def reader(self, *, stream: bool) -> Reader | Slices:
-        """What reads its tensors; ``stream``: with their checksums, where there are any."""
-        return (
-            Reader(self.directory, self.record, stream=stream)
-            if self.model is None
-            else Slices(self.record, self.model)
-        )
+        return self.directory if self.headers is not None else os.path.join(self.directory, record.NAME)
 
 
 def open_checkpoint(directory: str, state: Any) -> Checkpoint:
@@ -85,13 +73,14 @@ def open_checkpoint(directory: str, state: Any) -> Checkpoint:
     name = models[0][0] if models else "model"
     files, digits = read_weights(directory)
     tensors: dict[str, Stored] = {}
-    for number, (_, entries) in enumerate(files):
+    for number, (_, _, entries) in enumerate(files):
         for key, e in entries.items():
             tensors[f"{name}/{key}"] = Stored(e.dtype, e.shape, ((number, 0, e.count, 1),) if e.count else ())
+    headers = [Header(h.size, {f"{name}/{key}": told for key, told in h.entries.items()}) for _, h, _ in files]
     values = _values(state, models[0][1]) if models else {}
-    written = [file for file, _ in files]
+    written = [file for file, *_ in files]
     whole = Record(id="", time=0.0, world_size=1, files=written, tensors=tensors, values=values)
-    return Checkpoint(directory, whole, digits, objects_in(values), name)
+    return Checkpoint(directory, whole, digits, objects_in(values), headers)
 
 
 def present(directory: str) -> list[str]:
@@ -150,33 +139,33 @@ def _values(value: Any, target: str, path: str = "state") -> Any:
 # -- the files --------------------------------------------------------------------------------------------------------
 
 
-#: A file by its path, and the tensors in it.
-_File = tuple[Written, dict[str, Entry]]
+#: A file by its path, its header, and the entries that count.
+_File = tuple[Written, Header, dict[str, Entry]]
 
 
 def read_weights(path: str) -> tuple[list[_File], str]:
-    """The files, and a checksum of what they say is in them; raises where one is missing, damaged, elsewhere, or not as the
-    index says."""
+    """The files, and a checksum of all headers; raises where one is missing, damaged, elsewhere, or not as the index says."""
     directory, names = (os.path.dirname(path), [os.path.basename(path)]) if is_named(path) else (path, present(path))
     if len(names) > 1:
         raise CheckpointError(
-            f"{directory} has {' and '.join(names)}, of which libraries take different ones: name the one that counts, such as "
-            f"{os.path.join(directory, names[0])!r}, or remove the other"
+            f"{directory} has {' and '.join(names)}, of which libraries take different ones: name the file that counts, or "
+            "remove the other"
         )
     if names[0].endswith(".safetensors"):
-        file = _read_file(directory, names[0])
-        return [file], checksum(repr(file).encode())
+        file, own = _read_file(directory, names[0])
+        return [file], own
     content = storage_of(directory).read_whole(inside(directory, names[0]), _MAX_INDEX, "an index")
     by_file: dict[str, set[str]] = {}
     for key, name in _weight_map(content, os.path.join(directory, names[0])).items():
         by_file.setdefault(name, set()).add(key)
-    found = []
+    found, digits = [], [checksum(content)]
     for name, keys in sorted(by_file.items()):
-        written, entries = _read_file(directory, name)
+        (written, header, entries), own = _read_file(directory, name)
         if lacking := sorted(keys - entries.keys()):
             raise CheckpointError(f"{written.name}: has no {', '.join(lacking[:5])}, which {names[0]} says is in it")
-        found.append((written, {key: entry for key, entry in entries.items() if key in keys}))
-    return found, checksum(content + repr(found).encode())
+        found.append((written, header, {key: entry for key, entry in entries.items() if key in keys}))
+        digits.append(own)
+    return found, checksum("".join(digits).encode())
 
 
 def _weight_map(content: bytes, path: str) -> Mapping[str, str]:
@@ -204,92 +193,44 @@ def inside(directory: str, name: str) -> str:
     return path
 
 
-def _read_file(directory: str, name: str) -> _File:
+def _read_file(directory: str, name: str) -> tuple[_File, str]:
     path = inside(directory, name)
-    with storage_of(path).open(path, None) as whole:
-        size = whole.size
-    entries = {}
-    with opened(path) as file:
-        for key in sorted(file.keys()):
-            lying = file.get_slice(key)
-            dtype, shape = lying.get_dtype(), tuple(lying.get_shape())
+    entries: dict[str, Entry] = {}
+    forms, end = {}, 0
+    with storage_of(path).open(path, None) as file, _header(file) as header:
+        for key in header.offset_keys():
+            described = header.get_slice(key)
+            dtype, shape = described.get_dtype(), tuple(described.get_shape())
             if dtype not in BY_NAME or len(shape) > MAX_DIMS:
                 raise CheckpointError(
-                    f"{path}: {key!r} has dtype {dtype} and {len(shape)} dimensions, which accel does not load"
+                    f"{path}: {key!r} has dtype {dtype} and {len(shape)} dimensions, which accel cannot load"
                 )
-            entries[key] = Entry(key, dtype, shape, 0, math.prod(shape))
-    return Written(path, size, ()), entries
+            entry = entries[key] = Entry(key, dtype, shape, 0, math.prod(shape))
+            forms[key], end = entry.described(end)[1], end + entry.nbytes
+    # The package has made sure that the data fills the rest of the file.
+    found = Written(path, file.size, ()), Header(file.size - end, forms), entries
+    return found, checksum(repr((file.size, forms)).encode())
 
 
 @contextlib.contextmanager
-def opened(path: str) -> Iterator[Any]:
-    """Context: a file as the package safetensors opens it."""
+def _header(file: File) -> Iterator[Any]:
+    """Context: what the package safetensors reads in a header; of a file elsewhere in a copy that has nothing behind it."""
     try:
         library: Any = importlib.import_module("safetensors")
     except ImportError as error:
         raise CheckpointError(
-            f"{path} is read by the package safetensors, which is missing: pip install safetensors"
+            f"{file.path}: its header needs the package safetensors: pip install safetensors"
         ) from error
-    try:
-        file = library.safe_open(path, framework="pt")
-    except library.SafetensorError as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file ({error})") from error
-    with file:
-        yield file
-
-
-@final
-class Slices:
-    """Reads parts of tensors out of other libraries' files, by the package safetensors; as a ``Reader``, without checksums.
-
-    A file is opened anew after some reading: its pages, which count as this process's memory once they were read, are let go.
-
-    Args:
-        record: what the files hold.
-        model: its name, which stands before theirs in the record.
-    """
-
-    def __init__(self, record: Record, model: str) -> None:
-        self._record = record
-        self._prefix = f"{model}/"
-
-    def fill(self, wanted: Iterable[Shard]) -> None:
-        """Read parts of tensors into memory of any device, layout and dtype."""
-        places = [(self._path(one.name), one) for one in wanted if one.tensor.numel()]
-        now, room = "", 0
-        with contextlib.ExitStack() as stack:
-            for path, one in sorted(places, key=lambda place: (place[0], place[1].name)):
-                size = one.tensor.numel() * ITEM_BYTES[self._record.tensors[one.name].dtype]
-                if path != now or room < size:
-                    stack.close()
-                    file = stack.enter_context(opened(path))
-                    now, room = path, _MAPPED
-                _read(file.get_slice(one.name.removeprefix(self._prefix)), one)
-                room -= size
-
-    def _path(self, name: str) -> str:
-        return self._record.files[self._record.tensors[name].parts[0][0]].name
-
-    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """What values consist of: nothing in such files."""
-        return {}
-
-    def same(self, one: str, other: str) -> bool:
-        """Whether two tensors of one shape and dtype have the same bytes."""
-        with contextlib.ExitStack() as stack:
-            files = [(stack.enter_context(opened(self._path(name))), name) for name in (one, other)]
-            a, b = (f.get_tensor(n.removeprefix(self._prefix)).reshape(-1).view(torch.uint8) for f, n in files)
-            return torch.equal(a, b)
-
-
-def _read(lying: Any, wanted: Shard) -> None:
-    """Copy a part of a tensor of a file to where it belongs, converted where that has another dtype."""
-    own, whole = wanted.tensor, tuple((0, n) for n in wanted.shape)
-    flat = own.view(-1) if own.is_contiguous() else torch.empty(own.numel(), dtype=own.dtype, device=own.device)
-    at = 0
-    for box in divided(wanted.box or whole, wanted.start, wanted.start + own.numel()):
-        values = lying[tuple(slice(*side) for side in box) or ...]
-        flat[at : at + values.numel()].view(values.shape).copy_(values)
-        at += values.numel()
-    if not own.is_contiguous():
-        own.copy_(flat.view(own.shape))
+    with contextlib.ExitStack() as stack:
+        path = file.path
+        if not os.path.exists(path):
+            copy = stack.enter_context(tempfile.NamedTemporaryFile())
+            copy.write(file.read_header())
+            copy.truncate(file.size)
+            copy.flush()
+            path = copy.name
+        try:
+            header = stack.enter_context(library.safe_open(path, framework="pt"))
+        except library.SafetensorError as error:
+            raise CheckpointError(f"{file.path} is not a whole safetensors file ({error})") from error
+        yield header
