@@ -263,7 +263,7 @@ def test_a_file_or_an_index_by_its_name(tmp_path: Path, stem: str) -> None:
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file(dict(nn.Linear(3, 2).state_dict()), tmp_path / "model.safetensors")
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(CheckpointError, match="pip install safetensors"):
+    with pytest.raises(CheckpointError, match="pip install -U safetensors"):
         accel.load(tmp_path, {"model": nn.Linear(3, 2)})
 
 

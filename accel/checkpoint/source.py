@@ -217,9 +217,11 @@ def _header(file: File) -> Iterator[Any]:
     """Context: what the package safetensors reads in a header; of a file elsewhere in a copy that has nothing behind it."""
     try:
         library: Any = importlib.import_module("safetensors")
+        if not hasattr(library.safe_open, "offset_keys"):
+            raise ImportError(f"safetensors {library.__version__} does not tell in which order tensors lie")
     except ImportError as error:
         raise CheckpointError(
-            f"{file.path}: its header needs the package safetensors: pip install safetensors"
+            f"{file.path}: its header is read by the package safetensors, 0.6.2 or newer: pip install -U safetensors ({error})"
         ) from error
     with contextlib.ExitStack() as stack:
         path = file.path
