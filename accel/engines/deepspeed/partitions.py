@@ -24,6 +24,7 @@ from ...gradients.log import at_end_of_backward
 from ...process.control import Waiting, announce
 from ..base.absent import plainly
 from ..base.gradients import Interruption
+from .files import stored
 from .library import Snapshot, accelerator, initialise, library
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class Partitions(ABC):
         #: Weights that are stepped are other memory than the homes; memory of the host that devices use directly.
         self.apart = self.masters or self._weights_on is not None
         self._pinned = engine.configuration.pins and engine.process.device.type != "cpu"
+        self._folders = engine.configuration.state_folder, engine.configuration.weights_folder
         self._hooks: list[RemovableHandle] = []
         self.interruption = Interruption()
         #: What backwards left in ``p.grad``.
@@ -137,7 +139,13 @@ class Partitions(ABC):
         dtype = torch.float32 if self.masters and home.is_floating_point() else home.dtype
         weights = home.detach().to(self._weights_on or home.device, dtype, copy=self.apart)
         pinned = self._pinned and weights.device != home.device
-        self.fragments[index] = Fragment(start, home, weights.pin_memory() if pinned else weights, pinned=pinned)
+        weights = weights.pin_memory() if pinned else stored(weights, self._folders[0])
+        self.fragments[index] = Fragment(start, home, weights, pinned=pinned)
+
+    @property
+    def stepped(self) -> list[torch.Tensor]:
+        """What optimizers step here."""
+        return [fragment.weights for fragment in self.fragments.values()]
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
