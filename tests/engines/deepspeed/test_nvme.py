@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.engines.deepspeed import DeepSpeed, files
+from accel.engines.deepspeed import DeepSpeed
 from accel.registry import registry
 from tests.distributed import run
 from tests.engines.deepspeed.training import whole
@@ -111,7 +111,4 @@ def full_disk(folder: Path) -> None:
 
 
 def test_a_disk_that_is_full_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(accel.BackendError, match=r"'nvme_path' is .*file/below', but nothing can be written"):
-        files.check(str(tmp_path / "file" / "below"))
     run(2, full_disk, tmp_path)
