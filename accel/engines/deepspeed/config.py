@@ -156,8 +156,8 @@ class Configuration:
             raise _contradiction("gradient_accumulation_steps", steps, "a raw loop accumulates by itself: drop the key")
         whole, each = (self._given.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu"))
         if isinstance(whole, int) and isinstance(each, int) and whole != each * world_size:
-            expected = f"on {world_size} processes a step on batches of {each} has {each * world_size}, and a raw loop accumulates by itself"
-            raise _contradiction("train_batch_size", whole, expected + ": drop the key")
+            expected = f"{world_size} batches of {each} are a step, and a raw loop accumulates by itself: drop the key"
+            raise _contradiction("train_batch_size", whole, expected)
         self._check_zero(world_size)
         if self.masters and self.stage == 0:
             raise _contradiction(

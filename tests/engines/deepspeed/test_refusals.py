@@ -179,7 +179,7 @@ CONTRADICTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (
         {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4},
         {},
-        "'train_batch_size' is 64, .* batches of 4 has 8",
+        "'train_batch_size' is 64, but 2 batches of 4 are a step",
     ),
     ({"bf16": {"enabled": True}}, {}, "precision='bf16-true'"),
     ({"curriculum_learning": {"enabled": True}}, {}, "'curriculum_learning'"),
