@@ -309,7 +309,8 @@ class ZeROGradients(Gradients):
         if zero is not None:
             self.announce_step(optimizer)
             self._place(optimizer, zero)  # at once: some optimizers write before their closure
-            self._creating.enter_context(new_state(zero.stepped, self.engine.configuration.state_folder))
+            if (folder := self.engine.configuration.state_folder) is not None:
+                self._creating.enter_context(new_state(zero.stepped, folder))
         if self.log.repeats(optimizer):
             self._final = False
 
@@ -370,8 +371,8 @@ class ZeROGradients(Gradients):
         level_steps(optimizer)
         self.break_step()
         if self.engine.zero is not None:
-            states = [optimizer.state[w] for w in self.engine.zero.stepped if w in optimizer.state]
-            store_state(states, self.engine.configuration.state_folder)
+            if (folder := self.engine.configuration.state_folder) is not None:
+                store_state([optimizer.state[w] for w in self.engine.zero.stepped if w in optimizer.state], folder)
             self._spent = set(self._kept)
             self.engine.zero.spread()
 

@@ -62,10 +62,8 @@ def check(folder: str) -> None:
         ) from error
 
 
-def new_state(weights: Iterable[torch.Tensor], folder: str | None) -> contextlib.AbstractContextManager[None]:
+def new_state(weights: Iterable[torch.Tensor], folder: str) -> contextlib.AbstractContextManager[None]:
     """Inside, what an optimizer makes like one of its weights is in a file: all of its state at once may be more than memory."""
-    if folder is None:
-        return contextlib.nullcontext()
     stepped = {id(tensor) for tensor in weights}
 
     def zeros_like(plain: Callable[..., Any], like: Any, *args: Any, **options: Any) -> Any:
@@ -75,7 +73,7 @@ def new_state(weights: Iterable[torch.Tensor], folder: str | None) -> contextlib
     return around(vars(torch), "zeros_like", zeros_like)
 
 
-def store_state(states: Iterable[dict[str, Any]], folder: str | None) -> None:
+def store_state(states: Iterable[dict[str, Any]], folder: str) -> None:
     """What an optimizer has made or replaced otherwise."""
-    for state in states if folder is not None else ():
+    for state in states:
         state.update({k: stored(v, folder) for k, v in state.items() if isinstance(v, torch.Tensor)})
