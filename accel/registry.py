@@ -58,6 +58,7 @@ class Registry:
         self._runs = run_patches(self._before_backward, self._after_backward)
         self._leaves = leaf_patch(self._leaf)
         self._data = data_patch(self._data_used, self._data_set)
+        self._needed: weakref.WeakKeyDictionary[Engine, list[Patch]] = weakref.WeakKeyDictionary()
 
     def add(self, engine: Engine) -> None:
         """Make ``engine`` the one engine of its module."""
@@ -78,7 +79,8 @@ class Registry:
         if engine.gradients.watched:
             self._watched = self._watched or [register_optimizer_step_pre_hook(self._before_any_step)]
         engine.drift.watch()
-        for patch in self._patches(engine):
+        self._needed[engine] = self._patches(engine)
+        for patch in self._needed[engine]:
             patch.need(engine)
         weakref.finalize(engine, self._prune).atexit = False
 
@@ -101,7 +103,7 @@ class Registry:
         self.divided.discard(engine.serial)
         for module in engine.module.modules():
             self._owners.pop(module, None)
-        for patch in (*self._clipping, *self._runs, self._leaves, self._data, *self._patches(engine)):
+        for patch in self._needed.pop(engine):
             patch.drop(engine)
         self._prune()
 
