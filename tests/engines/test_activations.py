@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import gc
-import logging
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 import accel
 from accel.engines.base import activations
-from accel.engines.base.activations import Offload
 from tests.distributed import run
 from tests.models import distance, rows
 

@@ -61,8 +61,9 @@ def checkpointed(module: nn.Module, options: Any) -> contextlib.ExitStack:
     Raises:
         BackendError: there are none.
     """
-    asked, undo, inside = getattr(options, "activation_checkpointing", False), contextlib.ExitStack(), set[int]()
-    choice = getattr(options, "wrap", None) if asked is True else asked
+    undo, inside = contextlib.ExitStack(), set[int]()
+    asked: Any = getattr(options, "activation_checkpointing", False)
+    choice: Choice = getattr(options, "wrap", None) if asked is True else asked
     found = [m for _, m in chosen(module, choice) if not is_container(m)] if asked else []
     if asked and not found:
         raise BackendError(
@@ -189,6 +190,8 @@ _HOSTS: Final = frozenset({"cpu"})
 _LEAST: Final = 16 << 10  # bytes of a tensor whose way to the host and back is worth it
 _PART: Final = 8  # a smaller part of a storage than one in so many stays with the rest
 _NEAR: Final = 4  # storages that are on their way to the host, or back, at once
+#: Sets ``tensor.data``; that of the class in C++, since the other one may be watched for what programs write.
+_put: Final[Any] = vars(torch._C.TensorBase)["data"].__set__
 
 
 @functools.cache
@@ -301,7 +304,8 @@ def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> t
         target.copy_(source, non_blocking=True)
     if target.is_cuda:  # its memory is given to nobody before; a source is let go of only after the event
         target.record_stream(stream)
-    return stream.record_event()
+    event: torch.cuda.Event = stream.record_event()
+    return event
 
 
 @final
@@ -330,7 +334,7 @@ class _Saved:
             if len(self._near) > _NEAR:
                 self._near.popleft().leave()
         witness = tensor.detach()  # which counts the writes, and holds no memory
-        torch._C.TensorBase.data.__set__(witness, tensor.new_empty(0))
+        _put(witness, tensor.new_empty(0))
         return witness, version, (moved, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def unpack(self, packed: tuple[Any, ...]) -> torch.Tensor:
@@ -348,7 +352,9 @@ class _Saved:
         if place is None:
             return tensor
         moved, offset, shape, stride = place
-        return torch.empty(0, dtype=tensor.dtype, device=moved.device).set_(moved.get(), offset, shape, stride)
+        here: torch.Tensor = torch.empty(0, dtype=tensor.dtype, device=moved.device)
+        here.set_(moved.get(), offset, shape, stride)
+        return here
 
     def end(self) -> None:
         """The forward has ended."""

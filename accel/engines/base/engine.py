@@ -329,6 +329,12 @@ class Engine(ABC):
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``function`` through the backend: ``entry``, which is a forward, or a method that may use parameters."""
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """``torch.compile`` the model in place, until ``teardown``."""
+        kept = vars(self.module).get("_compiled_call_impl")
+        self.undo.callback(vars(self.module).__setitem__, "_compiled_call_impl", kept)
+        self.module.compile(*args, **kwargs)
+
     @final
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward (``entry``), or a method of the user's, in the engine's precision."""
