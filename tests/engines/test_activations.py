@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import logging
+import pickle
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -117,3 +121,138 @@ def same_weights(backends: list[tuple[Any, dict[str, Any], str]]) -> None:
 def test_weights_and_buffers_are_those_of_the_plain_engine(package: str) -> None:
     pytest.importorskip(package)
     run(2, same_weights, BACKENDS[package])
+
+
+# -- what stands in the user's module ----------------------------------------------------------------------------------
+
+
+def test_copies_and_replicas_compute_with_their_own_weights() -> None:
+    net = Net()
+    model = accel.setup(net, backend=accel.Single(activation_checkpointing=True)).model
+    x = rows(0, 4, WIDTH)
+    for copied in (copy.deepcopy(model), copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        with torch.no_grad():
+            copied.blocks[0].seen.fill_(-0.125)
+        assert torch.equal(copied.blocks[0](x), x)
+        assert not isinstance(copied.blocks[0].forward, activations.Recomputed)
+    forward: Any = net.blocks[0].forward
+    replica = net.blocks[
+        0
+    ]._replicate_for_data_parallel()  # as DataParallel makes them: in it is the original's forward
+    replica.seen = torch.zeros(())
+    replica.computed = []
+    assert forward.of(replica)(x).shape == x.shape
+    assert replica.computed
+    accel.teardown(model)
+    assert not any("forward" in vars(module) for module in net.modules())
+
+
+def test_what_cannot_be_computed_again_is_refused() -> None:
+    with pytest.raises(
+        accel.BackendError, match=r"activation_checkpointing='Block'\): expected True, False or a tuple"
+    ):
+        accel.DDP(activation_checkpointing="Block")  # type: ignore[arg-type]
+    with pytest.raises(accel.BackendError, match="finds no blocks in this Linear"):
+        accel.setup(nn.Linear(2, 2), backend=accel.Single(activation_checkpointing=True))
+    net = Net()
+    model = accel.setup(net, backend=accel.Single(activation_checkpointing=True)).model
+    for change in (lambda: net.eval(), lambda: _written(net)):
+        loss = model(rows(0, 8, 4)).sum()
+        change()
+        with pytest.raises(accel.BackendError, match=r"parameters, or train\(\) and eval\(\), changed"):
+            loss.backward()
+        net.train()
+    accel.teardown(model)
+    with pytest.raises(accel.BackendError, match="there is no such option"):
+        accel.Pipeline(activation_checkpointing=True)  # type: ignore[call-arg]
+
+
+def _written(net: Net) -> None:
+    with torch.no_grad():
+        net.blocks[0].up.weight.mul_(2)
+
+
+# -- offload -----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_to_be_moved_on_the_cpu_which_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    activations._say_useless.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="accel"):
+        for _ in range(2):
+            accel.teardown(accel.setup(Net(), backend=accel.Single(activation_offload=True)).model)
+    assert [r.message for r in caplog.records if "activation_offload" in r.message] == [
+        "activation_offload=True does nothing on cpu: activations lie in the host's memory already"
+    ]
+
+
+@contextlib.contextmanager
+def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The storages that are moved."""
+    made: list[Any] = []
+
+    class Noted(activations._Moved):  # type: ignore[misc]
+        __slots__ = ()
+
+        def __init__(self, *args: Any) -> None:
+            made.append(weakref.ref(self))
+            super().__init__(*args)
+
+    monkeypatch.setattr(activations, "_Moved", Noted)
+    with everything_moved():
+        yield made
+
+
+def test_storages_are_moved_once_and_parameters_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+    head = nn.Linear(WIDTH, WIDTH)
+    x, module = rows(0, 4, 8, WIDTH), nn.ModuleList([attention, head])
+
+    def losses() -> torch.Tensor:
+        h = torch.tanh(x)
+        kept = h.square() + h * head(h) + attention(h, h, h, need_weights=False)[0]
+        return kept.sum()
+
+    def gradients(loss: torch.Tensor) -> list[Any]:
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found = [p.grad for p in module.parameters()]
+        module.zero_grad()
+        return found
+
+    plain = gradients(losses())
+    with noted(monkeypatch) as made:
+        with activations.Offload().forward(module):
+            loss = losses()
+        living = [moved() for moved in made]
+        sizes = {moved.host.numel() for moved in living}
+        # What the backward needs first is on the device still.
+        assert sum(moved.here is not None for moved in living) == activations._NEAR < len(living) < 12
+        assert sizes.isdisjoint(p.nbytes for p in module.parameters())
+        del living
+        assert not distance(gradients(loss), plain)
+        del loss
+        assert not any(moved() for moved in made)  # no cycle, also without the garbage collector
+
+
+@pytest.mark.parametrize("least", [1, 1 << 30], ids=["moved", "kept"])
+def test_what_was_written_to_since_is_an_error_as_in_torch(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8))
+    with noted(monkeypatch):
+        activations._LEAST = least  # type: ignore[misc]
+        for write in (lambda inner: inner.add_(1), lambda _: net[2].weight.mul_(2)):
+            with activations.Offload().forward(net):
+                inner = net[1](net[0](rows(0, 4, 8)))
+                out = net[2](inner)
+            with torch.no_grad():
+                write(inner)
+            with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+                out.sum().backward()
+        x = rows(0, 4, 8).requires_grad_()
+        found = []
+        for around in (activations.Offload().forward(net), contextlib.nullcontext()):
+            with around:
+                out = net(x).pow(3).sum()
+            (first,) = torch.autograd.grad(out, x, create_graph=True)
+            found += [first, *torch.autograd.grad(first.square().sum(), x)]
+        assert not distance(found[:2], found[2:])

@@ -99,6 +99,11 @@ def wrapped_in_stage_3() -> None:
     for way in (_whole, _exchanged_block):
         with pytest.raises(accel.BackendError, match=r"torch\.compile wrapper with DeepSpeed stage 3"):
             accel.setup(way(Net()), backend=accel.DeepSpeed(stage=3))
+    model = accel.setup(Net(), backend=accel.DeepSpeed(stage=3)).model
+    for after in (_in_place, _returned):
+        with pytest.raises(accel.BackendError, match=r"torch\.compile wrapper with DeepSpeed stage 3"):
+            after(model)
+    accel.teardown(model)
 
 
 def test_wrappers_are_refused_where_weights_come_and_go() -> None:

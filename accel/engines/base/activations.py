@@ -308,6 +308,10 @@ def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> t
     return event
 
 
+#: What stands for a saved tensor, the number of writes to it, and its place where it was moved: offset, shape, strides.
+_Packed = tuple[torch.Tensor, int, tuple[_Moved, Any, Any, Any] | None]
+
+
 @final
 class _Saved:
     """What one forward saves. A storage is moved once, however many tensors that are saved lie in it."""
@@ -319,7 +323,7 @@ class _Saved:
         #: The last ones, which the backward needs first: they are here still.
         self._near: deque[_Moved] = deque()
 
-    def pack(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+    def pack(self, tensor: torch.Tensor) -> _Packed:
         """A saved tensor as its place in a moved storage, or itself; with what tells whether it was written to since."""
         version = tensor._version
         if not self._worth(tensor):
@@ -337,7 +341,7 @@ class _Saved:
         _put(witness, tensor.new_empty(0))
         return witness, version, (moved, tensor.storage_offset(), tensor.shape, tensor.stride())
 
-    def unpack(self, packed: tuple[Any, ...]) -> torch.Tensor:
+    def unpack(self, packed: _Packed) -> torch.Tensor:
         """The tensor.
 
         Raises:
@@ -352,9 +356,7 @@ class _Saved:
         if place is None:
             return tensor
         moved, offset, shape, stride = place
-        here: torch.Tensor = torch.empty(0, dtype=tensor.dtype, device=moved.device)
-        here.set_(moved.get(), offset, shape, stride)
-        return here
+        return torch.empty(0, dtype=tensor.dtype, device=moved.device).set_(moved.get(), offset, shape, stride)
 
     def end(self) -> None:
         """The forward has ended."""
