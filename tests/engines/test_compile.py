@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,8 @@ def _in_place(module: Any) -> Any:
 
 
 def _returned(module: Any) -> Any:
+    with pytest.raises(accel.AccelError, match=r"imported before accel\.setup cannot wrap a handle"):
+        inspect.unwrap(torch.compile)(module, backend="eager")
     compiled = torch.compile(module, backend="eager")
     assert compiled is module
     assert compiled._orig_mod is accel.unwrap(module)
@@ -99,11 +102,6 @@ def wrapped_in_stage_3() -> None:
     for way in (_whole, _exchanged_block):
         with pytest.raises(accel.BackendError, match=r"torch\.compile wrapper with DeepSpeed stage 3"):
             accel.setup(way(Net()), backend=accel.DeepSpeed(stage=3))
-    model = accel.setup(Net(), backend=accel.DeepSpeed(stage=3)).model
-    for after in (_in_place, _returned):
-        with pytest.raises(accel.BackendError, match=r"torch\.compile wrapper with DeepSpeed stage 3"):
-            after(model)
-    accel.teardown(model)
 
 
 def test_wrappers_are_refused_where_weights_come_and_go() -> None:
@@ -118,3 +116,12 @@ def test_compiled_before_or_after_setup(backend: str, world: int) -> None:
     if backend in ("sharded", "horovod", "deepspeed"):
         pytest.importorskip({"sharded": "fairscale"}.get(backend, backend))
     run(world, alike, backend)
+
+
+def test_a_handle_is_refused_where_it_is_not_called_as_a_whole() -> None:
+    model = accel.setup(nn.Sequential(nn.Linear(4, 4)), backend="pipeline").model
+    for compiled in (_in_place, torch.compile):
+        with pytest.raises(accel.BackendError, match="compile the children instead"):
+            compiled(model)
+    assert not hasattr(model, "_orig_mod")
+    accel.teardown(model)

@@ -408,18 +408,9 @@ class DeepSpeedEngine(Engine):
         if not self.distributed or not self.stage:
             return
         refuse_parameters(self.parameters, self.names)
-        if any("_orig_mod" in m._modules for m in (self.entry, *self.module.modules())):
-            self._refuse_compiled()
-        overrides.put(self.module, self)
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse it where weights come and go."""
-        self._refuse_compiled()
-        super().compile(*args, **kwargs)
-
-    def _refuse_compiled(self) -> None:
-        if self.distributed and self.stage == 3:
+        if self.stage == 3 and any("_orig_mod" in m._modules for m in (self.entry, *self.module.modules())):
             raise BackendError("a torch.compile wrapper with DeepSpeed stage 3: its weights come and go; use stage 2")
+        overrides.put(self.module, self)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Rank 0's weights; then DeepSpeed divides them, if it has not yet; then the optimizers' state follows."""
