@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from .base.activations import Offload, Recomputed
+from .base.activations import Recomputed, offloaded
 from .base.engine import Engine, LayerOptions
 
 logger = logging.getLogger("accel")
@@ -26,9 +26,9 @@ class DP(LayerOptions):
 class Replicas(nn.DataParallel[nn.Module]):
     """Each device's replica computes under the caller's autocast: torch's threads know whether it is on, and not its dtype."""
 
-    def __init__(self, module: nn.Module, devices: Sequence[torch.device], offload: Offload | None) -> None:
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device], offloads: bool) -> None:
         super().__init__(module, list(devices), devices[0])
-        self._offload = offload
+        self._offloads = offloads
 
     def replicate(self, module: Any, device_ids: Any) -> list[Any]:
         """Blocks that are computed again use their own replica's weights."""
@@ -41,8 +41,8 @@ class Replicas(nn.DataParallel[nn.Module]):
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         kind = self.src_device_obj.type
         modules: list[Any] = [_as_here(replica, kind) for replica in replicas]
-        if self._offload is not None:
-            modules = [self._offload(replica, run) for replica, run in zip(replicas, modules, strict=True)]
+        if self._offloads:
+            modules = list(map(offloaded, replicas, modules))
         return super().parallel_apply(modules, inputs, kwargs)
 
 
@@ -77,7 +77,7 @@ class DPEngine(Engine):
         self._parallel: nn.Module = self.entry
         devices = self.process.devices
         if len(devices) > 1:
-            self._parallel = Replicas(self.entry, devices, self.offload)
+            self._parallel = Replicas(self.entry, devices, self.offloads)
         else:
             _say_single(str(self.process.device))
 

@@ -222,8 +222,7 @@ def test_storages_are_moved_once_and_parameters_never(monkeypatch: pytest.Monkey
 
     plain = gradients(losses())
     with noted(monkeypatch) as made:
-        with activations.Offload().forward(module):
-            loss = losses()
+        loss = activations.offloaded(module, losses)()
         living = [moved() for moved in made]
         sizes = {moved.host.numel() for moved in living}
         # What the backward needs first is on the device still.
@@ -241,18 +240,15 @@ def test_what_was_written_to_since_is_an_error_as_in_torch(least: int, monkeypat
     with noted(monkeypatch):
         activations._LEAST = least  # type: ignore[misc]
         for write in (lambda inner: inner.add_(1), lambda _: net[2].weight.mul_(2)):
-            with activations.Offload().forward(net):
-                inner = net[1](net[0](rows(0, 4, 8)))
-                out = net[2](inner)
+            inner = activations.offloaded(net, net[:2])(rows(0, 4, 8))
+            out = activations.offloaded(net, net[2])(inner)
             with torch.no_grad():
                 write(inner)
             with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
                 out.sum().backward()
         x = rows(0, 4, 8).requires_grad_()
         found = []
-        for around in (activations.Offload().forward(net), contextlib.nullcontext()):
-            with around:
-                out = net(x).pow(3).sum()
-            (first,) = torch.autograd.grad(out, x, create_graph=True)
+        for forward in (activations.offloaded(net, net), net):
+            (first,) = torch.autograd.grad(forward(x).pow(3).sum(), x, create_graph=True)
             found += [first, *torch.autograd.grad(first.square().sum(), x)]
         assert not distance(found[:2], found[2:])

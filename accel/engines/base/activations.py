@@ -200,45 +200,29 @@ def _say_useless(kind: str) -> None:
     logger.warning("activation_offload=True does nothing on %s: activations lie in the host's memory already", kind)
 
 
-def offload_of(options: Any, device: torch.device) -> Offload | None:
-    """What moves an engine's activations; None where nothing is to be moved.
-
-    Raises:
-        BackendError: it is asked for, and the device has no streams that copy beside what it computes.
-    """
-    if not getattr(options, "activation_offload", False):
-        return None
-    if device.type in _HOSTS:
-        _say_useless(device.type)
-        return None
-    if device.type not in ("cpu", "cuda"):
+def offloads(options: Any, device: torch.device) -> bool:
+    """Whether an engine's activations are moved; BackendError where they should be, and the device has no streams for it."""
+    asked: bool = getattr(options, "activation_offload", False)
+    if asked and device.type not in ("cpu", "cuda"):
         raise BackendError(f"activation_offload=True needs a CUDA device; this process uses {device}")
-    return Offload()
+    if asked and device.type in _HOSTS:
+        _say_useless(device.type)
+    return asked and device.type not in _HOSTS
 
 
-@final
-class Offload:
-    """What forwards save for their backwards goes to pinned memory of the host, and comes back when its time is near."""
+def offloaded(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, which calls this module: what it saves for backward goes to the host, and comes back when its time is near."""
 
-    @contextlib.contextmanager
-    def forward(self, module: nn.Module) -> Iterator[None]:
-        """Around one forward, or a method, of a module."""
+    def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            yield
-            return
+            return run(*args, **kwargs)
         saved = _Saved(module)
         with saved_tensors_hooks(saved.pack, saved.unpack):
-            yield
+            out = run(*args, **kwargs)
         saved.end()
+        return out
 
-    def __call__(self, module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-        """``run``, whose forwards are of this module."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self.forward(module):
-                return run(*args, **kwargs)
-
-        return call
+    return call
 
 
 @final
@@ -251,7 +235,7 @@ class _Moved:
         self.device, self.known = device, StorageWeakRef(storage)
         #: The one that the forward saved before, which the backward needs next.
         self.before = None if before is None else weakref.ref(before)
-        self.here: torch.Tensor | None = _bytes(device).set_(storage)
+        self.here: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
         self.host = torch.empty(self.here.shape, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
         self.ready = _copy(self.host, self.here, device)
 
@@ -282,10 +266,6 @@ class _Moved:
             near = found
             near.come()
         return here.untyped_storage()
-
-
-def _bytes(device: torch.device) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device)
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from ...handles import HiddenAttribute, ModelHandle, OptimizerHandle, end
 from ...precision import Dtypes, LossScale, Precision, restore_dtypes
 from ...process import Process
 from ...process.control import announce, raise_lost, require_equal
-from .activations import offload_of
+from .activations import offloaded, offloads
 from .drift import DriftGuard
 from .gradients import Gradients
 from .holdings import Holdings
@@ -187,7 +187,7 @@ class Engine(ABC):
         self.dtypes: Dtypes = []
         #: Takes away what stands in the module: 8 bits of Linears, forwards that are computed again.
         self.undo = contextlib.ExitStack()
-        self.offload = offload_of(self.options, self.process.device)
+        self.offloads = offloads(self.options, self.process.device)
         self.gradients = self.gradients_type(self)
         self._read_parameters()
         self.holdings = self.holdings_type(self)
@@ -345,7 +345,7 @@ class Engine(ABC):
                 return self.call(function, args, kwargs)
         if self._watching_mask and function is self.entry and torch.is_grad_enabled() and self.mask.changed():
             self.refresh()
-        run = self.run if self.offload is None else self.offload(self.module, self.run)
+        run = offloaded(self.module, self.run) if self.offloads else self.run
         try:
             if self.precision.plain:
                 return run(function, args, kwargs)
