@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .engines import FOREIGN, Engine, Holdings
+from .engines import FOREIGN, Engine, Holdings, foreign_part
 from .engines.base.gradients import Gradients
 from .engines.base.step import prepare
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError
@@ -170,7 +170,7 @@ class Registry:
 
         Raises:
             SharedParametersError: names the shared parameters.
-            BackendError: a wrapper of another library, by name.
+            BackendError: a wrapper of another library, or a parameter that one has divided, by name.
         """
         for name, child in _walk(module):
             foreign = FOREIGN.intersection(f"{c.__module__}.{c.__qualname__}" for c in type(child).__mro__)
@@ -191,6 +191,9 @@ class Registry:
                     f"({engine.name}) of a {type(engine.module).__name__}: {', '.join(shared[:5])}; "
                     "set up one model that holds both, or tear down the other first"
                 )
+        for name, parameter in module.named_parameters():
+            if (what := foreign_part(parameter)) is not None:
+                raise BackendError(f"{name} {what}")
 
     # -- events ---------------------------------------------------------------------------------------------------
 
