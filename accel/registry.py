@@ -27,7 +27,7 @@ from .engines.base.step import prepare
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError
 from .gradients.clip import total_norm
 from .gradients.log import remove_hooks
-from .gradients.patches import Patch, clip_patches, data_patch, leaf_patch, run_patches
+from .gradients.patches import Patch, clip_patches, compile_patch, data_patch, leaf_patch, run_patches
 from .handles import HiddenAttribute, ModelHandle, OptimizerHandle, raw
 from .precision import LossScale, all_finite
 from .process.control import agree
@@ -57,6 +57,7 @@ class Registry:
         self._clipping = clip_patches(self)
         self._runs = run_patches(self._before_backward, self._after_backward)
         self._leaves = leaf_patch(self._leaf)
+        self._compiling = compile_patch(ModelHandle)
         self._data = data_patch(self._data_used, self._data_set)
         self._needed: weakref.WeakKeyDictionary[Engine, list[Patch]] = weakref.WeakKeyDictionary()
 
@@ -86,7 +87,7 @@ class Registry:
 
     def _patches(self, engine: Engine) -> list[Patch]:
         """What this engine needs to hear of."""
-        needed = list(self._clipping) if engine.gradients.watched else []
+        needed = [self._compiling, *(self._clipping if engine.gradients.watched else ())]
         if engine.gradients.watched and engine.distributed:
             needed += self._runs
         if engine.distributed and type(engine.gradients).leaf is not Gradients.leaf:

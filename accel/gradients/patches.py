@@ -216,6 +216,22 @@ def run_patches(before: Callable[[object], None], after: Callable[[object], None
     return tuple(Patch(vars(module), "_engine_run_backward", make) for module in (torch.autograd, torch.autograd.graph))
 
 
+# -- Lets ``torch.compile`` take a handle ------------------------------------------------------------------------------
+# It would compile what stands between the loop and the model, and give a module that is not the handle.
+
+
+def compile_patch(kind: type[torch.nn.Module]) -> Patch:
+    """The replaced function: objects of this class compile their own model, and are what it returns."""
+
+    def compile(original: Callable[..., Any], model: Any = None, **options: Any) -> Any:
+        if type(model) is not kind:
+            return original(model, **options)
+        model.compile(**options)
+        return model
+
+    return around(vars(torch), "compile", compile)
+
+
 # -- Makes torch's own clipping functions see final gradients ----------------------------------------------------------
 # ``torch.nn.utils.clip_grad_norm_``, ``clip_grad_value_`` and ``get_total_norm`` use helpers that they look up in their
 # module's globals: replacing those reaches them however a loop imported them. One groups gradients, and is where they
