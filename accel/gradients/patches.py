@@ -200,13 +200,14 @@ class BackwardListener(Protocol):
     def end(self, run: object) -> None: ...
 
 
-def run_patches(listeners: Iterable[weakref.ref[BackwardListener]]) -> tuple[Patch, ...]:
+def run_patches(listeners: Sequence[weakref.ref[BackwardListener]]) -> tuple[Patch, ...]:
     """The replaced functions; ``listeners`` are those that are there then."""
 
     def make(found: Callable[..., Any], needed: Callable[[], bool]) -> Callable[..., Any]:
         @functools.wraps(found)
         def patched(*args: Any, **kwargs: Any) -> Any:
-            if not kwargs.get("accumulate_grad", True) or not needed():  # torch.autograd.grad leaves no gradients
+            # torch.autograd.grad leaves no gradients; where something listens, it is needed.
+            if not kwargs.get("accumulate_grad", True) or not (listeners or needed()):
                 return found(*args, **kwargs)
             run = object()
             try:
