@@ -224,7 +224,7 @@ class OptimizerHandle(Optimizer):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
         """Drop (or zero) the gradients, wherever the engine keeps them; the arguments are the raw optimizer's own."""
-        _engine(self)
+        self._accel_engine or _engine(self)
         return self._accel_raw.zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
