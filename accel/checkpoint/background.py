@@ -155,7 +155,7 @@ class StatusFiles:
 
     def __init__(self, directory: str, lock: str, save: str, rank: int, world: int, timeout: float) -> None:
         self._directory = directory
-        self._storage = storage_of(directory)
+        self._board = storage_of(directory).board()
         self._save = save
         self._rank = rank
         self._world = world
@@ -172,9 +172,9 @@ class StatusFiles:
         """Tell the other ranks; an OSError where nothing can be written."""
         path = self._path(self._rank)
         try:
-            self._storage.put(path, json.dumps(status).encode("ascii"))
+            self._board.put(path, json.dumps(status).encode("ascii"))
         except OSError:
-            self._storage.put(path, b"")  # a full disk may have room for that, which is taken for a failure
+            self._board.put(path, b"")  # a full disk may have room for that, which is taken for a failure
         self._own = path
 
     def read(self, rank: int) -> dict[str, Any]:
@@ -184,14 +184,14 @@ class StatusFiles:
             what = f"its part of {self._directory}"
             if reason := ended():
                 raise CheckpointError(f"rank {rank} may have ended before {what} was done: {reason}")
-            if not self._storage.exists(self._own):
+            if self._board.gone(self._own):
                 raise CheckpointError(
                     f"{self._directory} was removed or renamed while a background save wrote into it: wait for the future "
                     "(.result()) first"
                 )
             raise CheckpointError(f"rank {rank} did not finish {what} within {self._timeout:g} s")
         try:
-            content = self._storage.read_whole(self._path(rank), _MAX_STATUS, "what a rank tells")
+            content = self._board.read_whole(self._path(rank), _MAX_STATUS, "what a rank tells")
             status: dict[str, Any] = json.loads(content)
         except ValueError:
             return {"error": f"rank {rank} could not tell what it has done, as on a full disk"}
@@ -201,23 +201,23 @@ class StatusFiles:
         """Tell that this rank knows the end, and wait until every rank does; rank 0 then removes all files."""
         own, others = self._path(self._rank, "seen"), set(range(1, self._world)) - self._lost
         with contextlib.suppress(OSError):  # the end is known whatever becomes of the directory now
-            self._storage.put(own, b"")
+            self._board.put(own, b"")
             self._own = own
             if self._rank:
-                self._wait(lambda: not self._storage.exists(own), 0, self._last_wait)
+                self._wait(lambda: not self._board.exists(own), 0, self._last_wait)
             elif all(self._wait_for(rank, "seen", self._last_wait) for rank in others):
                 for name in status_names(self._save, self._world):
-                    self._storage.remove(os.path.join(self._directory, name))
+                    self._board.remove(os.path.join(self._directory, name))
 
     def _wait_for(self, rank: int, kind: str, timeout: float) -> bool:
         path = self._path(rank, kind)
-        return self._wait(lambda: self._storage.exists(path), rank, timeout)
+        return self._wait(lambda: self._board.exists(path), rank, timeout)
 
     def _wait(self, look: Callable[[], bool], rank: int, timeout: float) -> bool:
         """Look again and again; False where it is of no use any more."""
         begin, pause, warning = time.monotonic(), 0.005, _WARNING
         while True:
-            lost = bool(ended()) or not self._storage.exists(self._own)
+            lost = bool(ended()) or self._board.gone(self._own)
             if look():  # after that: what was written last is read
                 return True
             waited = time.monotonic() - begin

@@ -19,9 +19,9 @@ from .failures import explain, parsing
 from .layout import Part
 from .safetensors import BY_NAME, CHUNK, DIGITS, ITEM_BYTES, MAX_DIMS, no_duplicates
 from .shards import Written, checksum, checksum_of
-from .storage import storage_of
+from .storage import RECORD, storage_of
 
-NAME: Final = "accel.json"
+NAME: Final = RECORD
 FORMAT: Final = "accel-checkpoint"
 #: Of the format; the second has tensors that are cut into boxes, and is written only where there are some.
 VERSIONS: Final = (1, 2)

@@ -323,8 +323,8 @@ class Writer:
             return
         try:
             new = self._contents.record(self._save, written)
-            for file in new.files:
-                self._check_visible(file)
+            self._check_visible(new)
+            before = self._storage.names(self._directory)  # others may save there afterwards
             path = os.path.join(self._directory, record.NAME)
             self._claim.commit(path, record.encode(new), folder.record_name(self._save))
         except BaseException:
@@ -332,30 +332,31 @@ class Writer:
             raise
         # It is done; what fails from here on is no failure of the save.
         try:
-            self._sweep(new)
+            self._sweep(new, before)
             if self._keep is not None:
                 folder.prune(self._directory, self._keep)
         except (OSError, CheckpointError) as error:
             logger.warning("%s is saved, but older files could not be removed: %s", self._directory, explain(error))
 
-    def _check_visible(self, file: Written) -> None:
-        path = os.path.join(self._directory, file.name)
-        there = self._storage.exists(path)
-        if not there or self._storage.size(path) != file.size:
+    def _check_visible(self, new: Record) -> None:
+        try:
+            folder.check_sizes(self._directory, new)
+        except CheckpointError as error:
             raise CheckpointError(
-                f"{path}: a rank wrote it, but rank 0 does not see it {'whole' if there else 'at all'}: save into a "
-                "directory on a file system that all hosts share"
-            )
+                f"a rank wrote its part, and rank 0 does not see it whole: save into a directory on a file system that all hosts "
+                f"share ({error})"
+            ) from error
 
     def _clean(self) -> None:
         """Remove what this save has written."""
         with contextlib.suppress(OSError, CheckpointError):
-            self._sweep(folder.present(self._directory))
+            names = [name for name in self._storage.names(self._directory) if self._save in name]
+            self._sweep(folder.present(self._directory), names)
 
-    def _sweep(self, kept: Record | None) -> None:
-        """Remove what is neither of this record, nor needed by ranks that wait for the end of this save."""
-        names = [file.name for file in kept.files] if kept else []
-        folder.sweep(self._directory, names + status_names(self._save, self._world))
+    def _sweep(self, kept: Record | None, names: Sequence[str]) -> None:
+        """Remove those that are neither of this record, nor needed by ranks that wait for the end of this save."""
+        needed = [file.name for file in kept.files] if kept else []
+        folder.sweep(self._directory, names, needed + status_names(self._save, self._world))
 
     def _stands(self) -> bool:
         """Whether the record may name this save's files: it has its name before that is durable, which may fail."""

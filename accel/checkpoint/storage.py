@@ -1,7 +1,8 @@
 """Where checkpoints lie. All of ``checkpoint/`` asks for its files here, by path: ``storage_of(path).names(path)``.
 
 ``Storage`` is what a place must be able to do: a file is there whole or not at all, is never changed afterwards, and the record
-replaces the one before it from one moment to the next (``Claim.commit``). ``Local``: the file systems of this machine.
+replaces the one before it from one moment to the next (``Claim.commit``). ``Local``: the file systems of this machine;
+``remote.py``: object stores.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Final, final
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, is_url
 from .failures import explain, naming
 from .safetensors import MAX_HEADER
 
@@ -30,11 +31,17 @@ Write = Callable[[memoryview], None]
 
 def storage_of(path: str) -> Storage:
     """The storage in which a path lies."""
-    return _local
+    if not is_url(path):
+        return _local
+    from .remote import remote  # what it needs is not always installed
+
+    return remote(path)
 
 
 class File(ABC):
     """A file that is open for reading, by any thread."""
+
+    in_flight = 0  #: Threads that read from it, where it matters more than how many cores there are.
 
     def __init__(self, path: str, size: int) -> None:
         self.path, self.size = path, size
@@ -74,6 +81,29 @@ class Claim(ABC):
         """The same, and leave nothing in the directory."""
 
 
+class Board(ABC):
+    """Small files that the ranks of a background save leave for each other: there whole or not at all, and for a short time."""
+
+    @abstractmethod
+    def put(self, path: str, content: bytes) -> None: ...
+
+    @abstractmethod
+    def exists(self, path: str) -> bool:
+        """Whether there surely is one, or for storage anything else."""
+
+    @abstractmethod
+    def gone(self, path: str) -> bool:
+        """Whether one that was there is not any more, as where its directory was removed."""
+
+    @abstractmethod
+    def read_whole(self, path: str, limit: int, kind: str) -> bytes:
+        """One; raises where it is missing, or too large for ``kind`` (a record, say)."""
+
+    @abstractmethod
+    def remove(self, path: str) -> None:
+        """Remove it, if it is there."""
+
+
 class Storage(ABC):
     """Files by their paths. An OSError says what went wrong, and with which path."""
 
@@ -96,6 +126,10 @@ class Storage(ABC):
     def size(self, path: str) -> int:
         """Of a file."""
 
+    def sizes(self, directory: str, names: Sequence[str]) -> Iterator[int]:
+        """Of several files."""
+        return (self.size(os.path.join(directory, name)) for name in names)
+
     @abstractmethod
     def identity(self, path: str) -> Hashable:
         """What is another one if the file is written again, or another is put in its place."""
@@ -111,6 +145,18 @@ class Storage(ABC):
     @abstractmethod
     def claim(self, directory: str) -> Claim:
         """Take a directory for this job, or refuse it where another one saves there now."""
+
+    @abstractmethod
+    def board(self) -> Board:
+        """Where the ranks of a save can leave each other words."""
+
+    @abstractmethod
+    def workplace(self, directory: str) -> str:
+        """A directory of this machine for what is to come into ``directory`` later."""
+
+    @abstractmethod
+    def fetched(self, path: str, folder: str) -> str:
+        """The same file or directory on this machine; in ``folder`` where it was not."""
 
     @abstractmethod
     def open(self, path: str, size: int | None) -> AbstractContextManager[File]:
@@ -135,12 +181,8 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def put(self, path: str, content: bytes) -> None:
-        """Make a small file, or another one of an old one: it is there whole or not at all, and need not be durable."""
-
-    @abstractmethod
     def link(self, old: str, new: str) -> None:
-        """Make ``new`` a file like ``old``, each of which can go by itself, without its bytes coming through this process."""
+        """Make ``new`` a file like ``old``, each of which can go by itself; their bytes do not come through this process."""
 
     @abstractmethod
     def rename(self, old: str, new: str) -> None:
@@ -171,6 +213,7 @@ def check_size(path: str, found: int, written: int) -> None:
 
 # -- The file systems of this machine ----------------------------------------------------------------------------------
 
+RECORD: Final = "accel.json"
 LOCK: Final = ".accel.lock"
 _WRITE: Final = 8 << 20  # bytes of small parts that are written together
 _SMALL: Final = 256 << 10  # bytes that are copied rather than written by a call of their own
@@ -180,7 +223,7 @@ _FULL: Final = frozenset({errno.EFBIG, errno.ENOSPC, errno.EDQUOT})
 
 
 @final
-class Local(Storage):
+class Local(Storage, Board):
     """Durable by fsync; a directory is one job's by a lock that ends with its process."""
 
     def real(self, path: str) -> str:
@@ -191,6 +234,9 @@ class Local(Storage):
 
     def exists(self, path: str) -> bool:
         return os.path.lexists(path)
+
+    def gone(self, path: str) -> bool:
+        return not os.path.lexists(path)
 
     def is_directory(self, path: str) -> bool:
         return os.path.isdir(path)
@@ -222,6 +268,17 @@ class Local(Storage):
 
     def claim(self, directory: str) -> Claim:
         return Lock(directory)
+
+    def board(self) -> Board:
+        return self
+
+    def workplace(self, directory: str) -> str:
+        parent = os.path.dirname(directory)
+        self.make(parent)
+        return parent
+
+    def fetched(self, path: str, folder: str) -> str:
+        return path
 
     @contextlib.contextmanager
     def open(self, path: str, size: int | None) -> Iterator[File]:
@@ -257,7 +314,11 @@ class Local(Storage):
         os.replace(f"{path}.tmp", path)
 
     def link(self, old: str, new: str) -> None:
-        os.link(old, new, follow_symlinks=False)
+        passing = f"{new}.tmp"
+        self.remove(passing)
+        os.link(old, passing, follow_symlinks=False)
+        os.replace(passing, new)
+        self.remove(passing)  # two names of one file are not replaced by each other
 
     def rename(self, old: str, new: str) -> None:
         os.replace(old, new)
