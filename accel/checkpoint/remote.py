@@ -21,8 +21,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Final, final
 
 from ..errors import CheckpointError
-from ..process import current
-from .storage import RECORD, Board, Claim, File, Storage, Write, check_size, unreadable
+from .storage import RECORD, Claim, File, Write, check_size, read_whole, unreadable
 
 logger = logging.getLogger("accel")
 
@@ -94,7 +93,7 @@ def _is_passing(error: Exception) -> bool:
 
 
 @final
-class Remote(Storage):
+class Remote:
     """A filesystem of fsspec. Nothing is cached, and each request is tried again where that may help."""
 
     def __init__(self, protocol: str, fs: Any) -> None:
@@ -174,10 +173,6 @@ class Remote(Storage):
     def claim(self, directory: str) -> Claim:
         return _Turn(self, directory)
 
-    def board(self) -> Board:
-        process = current()
-        return _Words(process.store("saves") if process.place.world_size > 1 else None)
-
     def workplace(self, directory: str) -> str:
         return tempfile.gettempdir()
 
@@ -222,7 +217,7 @@ class Remote(Storage):
     def holds(self, path: str, content: bytes) -> bool:
         """Whether an object surely is this."""
         with contextlib.suppress(CheckpointError, OSError):
-            return self.read_whole(path, len(content), "this record") == content
+            return read_whole(path, len(content), "this record") == content
         return False
 
     def unfinished(self, directory: str) -> list[Callable[[], Any]]:
@@ -292,7 +287,7 @@ class _Object(File):
 
 
 @final
-class _Turn(Claim):
+class _Turn:
     """The record that a save has found: its own replaces just that one."""
 
     exclusive = False
@@ -337,38 +332,3 @@ class _Turn(Claim):
 
     def remove(self) -> None:
         pass
-
-
-@final
-class _Words(Board):
-    """In the store that the ranks met by, so that waiting for a word asks nothing of the object store."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-
-    def put(self, path: str, content: bytes) -> None:
-        with _reaching():
-            self._store.set(path, content)
-
-    def exists(self, path: str) -> bool:
-        with _reaching():
-            return bool(self._store.check([path]))
-
-    def gone(self, path: str) -> bool:
-        return False
-
-    def read_whole(self, path: str, limit: int, kind: str) -> bytes:
-        with _reaching():
-            return bytes(self._store.get(path))
-
-    def remove(self, path: str) -> None:
-        with _reaching():
-            self._store.delete_key(path)
-
-
-@contextlib.contextmanager
-def _reaching() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise OSError(errno.EHOSTUNREACH, f"the store by which the ranks met cannot be reached ({error})") from error

@@ -20,7 +20,7 @@ from ..errors import CheckpointError
 from ..process import current
 from ..process.control import locked
 from . import folder, record, shards
-from .background import StatusFiles, background, status_names
+from .background import Words, background
 from .failures import exchange, explain, on_every_rank
 from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, parts, unpack, write_items
 from .match import check_engines
@@ -28,7 +28,7 @@ from .objects import KINDS, LocalRange, RankObject, StateObject, engines_of
 from .record import Record, Stored
 from .shards import Item, Written, earlier_files
 from .state import State, local_ranges, value_range
-from .storage import LOCK, Claim, storage_of
+from .storage import Claim, storage_of
 from .values import Encoder, Json
 
 logger = logging.getLogger("accel")
@@ -89,7 +89,7 @@ def save(
         if wait:
             _finish(writer)
             return None
-        finish = functools.partial(writer.finish_alone, process.timeout.total_seconds())
+        finish = functools.partial(writer.finish_alone, Words(process, messages[0].save, directory))
         return background.start(finish, resources.pop_all())
 
 
@@ -354,9 +354,8 @@ class Writer:
             self._sweep(folder.present(self._directory), names)
 
     def _sweep(self, kept: Record | None, names: Sequence[str]) -> None:
-        """Remove those that are neither of this record, nor needed by ranks that wait for the end of this save."""
-        needed = [file.name for file in kept.files] if kept else []
-        folder.sweep(self._directory, names, needed + status_names(self._save, self._world))
+        """Remove those that are not of this record."""
+        folder.sweep(self._directory, names, [file.name for file in kept.files] if kept else ())
 
     def _stands(self) -> bool:
         """Whether the record may name this save's files: it has its name before that is durable, which may fail."""
@@ -368,22 +367,20 @@ class Writer:
 
     # -- in the background: without collectives ---------------------------------------------------------------------
 
-    def finish_alone(self, timeout: float) -> None:
+    def finish_alone(self, words: Words) -> None:
         """Write, and commit once all ranks have written; all know how it ended, and raise any rank's failure. In a thread."""
-        lock = os.path.join(self._directory, LOCK)
-        status = StatusFiles(self._directory, lock, self._save, self._rank, self._world, timeout)
         failure: Exception | None = None
         files: Files = (None,) * len(KINDS)
         try:
             files = self.write()
             if self._rank == 0:
-                self.commit([files, *(_written(status.read(rank)) for rank in range(1, self._world))])
+                self.commit([files, *(_written(words.read(rank)) for rank in range(1, self._world))])
         except Exception as error:
             failure = error
             if self._rank == 0:
                 self._clean()
         if self._world > 1:
-            end = self._tell(status, files, failure)
+            end = self._tell(words, files, failure)
             if end["error"] and self._rank:
                 # What went wrong here may follow from the end of the save, which removes files.
                 if not end.get("stands", True):
@@ -392,18 +389,18 @@ class Writer:
         if failure is not None:
             raise failure
 
-    def _tell(self, status: StatusFiles, files: Files, failure: Exception | None) -> Mapping[str, Any]:
+    def _tell(self, words: Words, files: Files, failure: Exception | None) -> Mapping[str, Any]:
         """Tell what this rank has done, and hear from rank 0 how the save has ended, as every rank does."""
         error = ""
         if failure is not None:
             error = f"rank {self._rank}: {explain(failure)}" if self._rank else explain(failure)
         told = [None if file is None else [file.name, file.size, file.header] for file in files]
         try:
-            status.write({"error": error, "files": told, "stands": failure is None or self._stands()})
-            end = status.read(0)
+            words.tell({"error": error, "files": told, "stands": failure is None or self._stands()})
+            end = words.read(0)
         except (OSError, CheckpointError) as lost:
             raise failure or lost from None
-        status.finish()
+        words.finish()
         return end
 
 

@@ -1,8 +1,7 @@
 """Where checkpoints lie. All of ``checkpoint/`` asks for its files here, by path: ``storage_of(path).names(path)``.
 
-``Storage`` is what a place must be able to do: a file is there whole or not at all, is never changed afterwards, and the record
-replaces the one before it from one moment to the next (``Claim.commit``). ``Local``: the file systems of this machine;
-``remote.py``: object stores.
+A file is there whole or not at all, and never changed afterwards; the record replaces the one before it from one moment to the
+next (``Claim.commit``). ``Local``: the file systems of this machine; ``remote.py``: object stores.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 from ..errors import CheckpointError, is_url
 from .failures import explain, naming
@@ -36,6 +35,61 @@ def storage_of(path: str) -> Storage:
     from .remote import remote  # what it needs is not always installed
 
     return remote(path)
+
+
+class Storage(Protocol):
+    """Files by their paths. An OSError says what went wrong, and with which path.
+
+    ``claim``      takes a directory for this job, or refuses it where another one saves there now
+    ``create``     a new file, durable or, after an error, not there at all: ``header`` bytes that are known last, and what
+                   follows them. ``content`` hands that over and returns the header, and the same if it is called again.
+                   ``size`` is to be reserved, 0 where it is not known. Returns the header
+    ``exists``     whether there surely is a file, directory or link
+    ``fetched``    the same file or directory on this machine; in ``folder`` where it was not
+    ``identity``   is another one if a file is written again, or another is put in its place
+    ``link``       makes ``new`` a file like ``old``, each of which can go by itself; their bytes do not come through this process
+    ``make``       a directory and what is above it, durably
+    ``open``       a file for reading; a CheckpointError where it is missing, a link, something else, or not of ``size``
+    ``real``       the path without links
+    ``remove``     a file, if it is there; ``remove_directory`` an empty one
+    ``rename``     gives a file another name, in place of one that has it: each is there whole at any moment
+    ``sync``       makes the names in a directory durable
+    ``workplace``  a directory of this machine for what is to come into ``directory`` later
+    """
+
+    def claim(self, directory: str) -> Claim: ...
+    def create(self, path: str, size: int, header: int, content: Callable[[Write], bytes]) -> bytes: ...
+    def exists(self, path: str) -> bool: ...
+    def fetched(self, path: str, folder: str) -> str: ...
+    def identity(self, path: str) -> Hashable: ...
+    def is_directory(self, path: str) -> bool: ...
+    def link(self, old: str, new: str) -> None: ...
+    def make(self, directory: str) -> None: ...
+    def names(self, directory: str) -> list[str]: ...
+    def open(self, path: str, size: int | None) -> AbstractContextManager[File]: ...
+    def real(self, path: str) -> str: ...
+    def remove(self, path: str) -> None: ...
+    def remove_directory(self, directory: str) -> None: ...
+    def rename(self, old: str, new: str) -> None: ...
+    def size(self, path: str) -> int: ...
+    def sizes(self, directory: str, names: Sequence[str]) -> Iterator[int]: ...
+    def sync(self, directory: str) -> None: ...
+    def workplace(self, directory: str) -> str: ...
+
+
+class Claim(Protocol):
+    """What one job has of a directory while it saves there.
+
+    ``exclusive``  no other job can be writing there until this one lets go
+    ``commit``     makes ``content`` the file ``path``, durably, from one moment to the next; ``temporary`` is a name beside it
+    ``release``    lets the next job in; again is harmless. ``remove`` leaves nothing in the directory, too
+    """
+
+    exclusive: bool
+
+    def commit(self, path: str, content: bytes, temporary: str) -> None: ...
+    def release(self) -> None: ...
+    def remove(self) -> None: ...
 
 
 class File(ABC):
@@ -62,139 +116,12 @@ class File(ABC):
         return self.read(0, length if length <= min(self.size, MAX_HEADER + 8) else 0)
 
 
-class Claim(ABC):
-    """What one job has of a directory while it saves there."""
-
-    #: Whether no other job can be writing there until this one lets go.
-    exclusive: bool
-
-    @abstractmethod
-    def commit(self, path: str, content: bytes, temporary: str) -> None:
-        """Make ``content`` the file ``path``, durably, from one moment to the next; ``temporary`` is a name beside it."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Let the next job in; again is harmless."""
-
-    @abstractmethod
-    def remove(self) -> None:
-        """The same, and leave nothing in the directory."""
-
-
-class Board(ABC):
-    """Small files that the ranks of a background save leave for each other: there whole or not at all, and for a short time."""
-
-    @abstractmethod
-    def put(self, path: str, content: bytes) -> None: ...
-
-    @abstractmethod
-    def exists(self, path: str) -> bool:
-        """Whether there surely is one, or for storage anything else."""
-
-    @abstractmethod
-    def gone(self, path: str) -> bool:
-        """Whether one that was there is not any more, as where its directory was removed."""
-
-    @abstractmethod
-    def read_whole(self, path: str, limit: int, kind: str) -> bytes:
-        """One; raises where it is missing, or too large for ``kind`` (a record, say)."""
-
-    @abstractmethod
-    def remove(self, path: str) -> None:
-        """Remove it, if it is there."""
-
-
-class Storage(ABC):
-    """Files by their paths. An OSError says what went wrong, and with which path."""
-
-    @abstractmethod
-    def real(self, path: str) -> str:
-        """The path without links."""
-
-    @abstractmethod
-    def names(self, directory: str) -> list[str]:
-        """What lies in a directory."""
-
-    @abstractmethod
-    def exists(self, path: str) -> bool:
-        """Whether there surely is a file, directory or link."""
-
-    @abstractmethod
-    def is_directory(self, path: str) -> bool: ...
-
-    @abstractmethod
-    def size(self, path: str) -> int:
-        """Of a file."""
-
-    def sizes(self, directory: str, names: Sequence[str]) -> Iterator[int]:
-        """Of several files."""
-        return (self.size(os.path.join(directory, name)) for name in names)
-
-    @abstractmethod
-    def identity(self, path: str) -> Hashable:
-        """What is another one if the file is written again, or another is put in its place."""
-
-    @abstractmethod
-    def make(self, directory: str) -> None:
-        """Make a directory and what is above it, durably; an OSError where it cannot be made, or is something else."""
-
-    @abstractmethod
-    def sync(self, directory: str) -> None:
-        """Make the names in a directory durable."""
-
-    @abstractmethod
-    def claim(self, directory: str) -> Claim:
-        """Take a directory for this job, or refuse it where another one saves there now."""
-
-    @abstractmethod
-    def board(self) -> Board:
-        """Where the ranks of a save can leave each other words."""
-
-    @abstractmethod
-    def workplace(self, directory: str) -> str:
-        """A directory of this machine for what is to come into ``directory`` later."""
-
-    @abstractmethod
-    def fetched(self, path: str, folder: str) -> str:
-        """The same file or directory on this machine; in ``folder`` where it was not."""
-
-    @abstractmethod
-    def open(self, path: str, size: int | None) -> AbstractContextManager[File]:
-        """Context: a file for reading, not through a link; raises where it is missing, something else, or not of ``size``."""
-
-    def read_whole(self, path: str, limit: int, kind: str) -> bytes:
-        """A small file; raises where it is missing, or too large for ``kind`` (a record, say)."""
-        with self.open(path, None) as file:
-            if file.size > limit:
-                raise CheckpointError(f"{path}: {file.size} bytes are too many for {kind}")
-            return bytes(file.read(0, file.size))
-
-    @abstractmethod
-    def create(self, path: str, size: int, header: int, content: Callable[[Write], bytes]) -> bytes:
-        """Make a new file, durable or, after an error, not there at all; returns its header.
-
-        Args:
-            path: of it.
-            size: to be reserved at once; 0 where it is not known.
-            header: its first bytes, so many, which are known last.
-            content: hands over all that follows them, and returns them; where it is called twice it does so twice.
-        """
-
-    @abstractmethod
-    def link(self, old: str, new: str) -> None:
-        """Make ``new`` a file like ``old``, each of which can go by itself; their bytes do not come through this process."""
-
-    @abstractmethod
-    def rename(self, old: str, new: str) -> None:
-        """Give a file another name, in place of one that has it: each is there whole at any moment."""
-
-    @abstractmethod
-    def remove(self, path: str) -> None:
-        """Remove a file, if it is there."""
-
-    @abstractmethod
-    def remove_directory(self, directory: str) -> None:
-        """Remove a directory, if it is empty."""
+def read_whole(path: str, limit: int, kind: str) -> bytes:
+    """A small file; raises where it is missing, or too large for ``kind`` (a record, say)."""
+    with storage_of(path).open(path, None) as file:
+        if file.size > limit:
+            raise CheckpointError(f"{path}: {file.size} bytes are too many for {kind}")
+        return bytes(file.read(0, file.size))
 
 
 def unreadable(error: OSError) -> str:
@@ -223,7 +150,7 @@ _FULL: Final = frozenset({errno.EFBIG, errno.ENOSPC, errno.EDQUOT})
 
 
 @final
-class Local(Storage, Board):
+class Local:
     """Durable by fsync; a directory is one job's by a lock that ends with its process."""
 
     def real(self, path: str) -> str:
@@ -235,14 +162,14 @@ class Local(Storage, Board):
     def exists(self, path: str) -> bool:
         return os.path.lexists(path)
 
-    def gone(self, path: str) -> bool:
-        return not os.path.lexists(path)
-
     def is_directory(self, path: str) -> bool:
         return os.path.isdir(path)
 
     def size(self, path: str) -> int:
         return os.lstat(path).st_size
+
+    def sizes(self, directory: str, names: Sequence[str]) -> Iterator[int]:
+        return (self.size(os.path.join(directory, name)) for name in names)
 
     def identity(self, path: str) -> Hashable:
         status = os.lstat(path)
@@ -268,9 +195,6 @@ class Local(Storage, Board):
 
     def claim(self, directory: str) -> Claim:
         return Lock(directory)
-
-    def board(self) -> Board:
-        return self
 
     def workplace(self, directory: str) -> str:
         parent = os.path.dirname(directory)
@@ -307,11 +231,6 @@ class Local(Storage, Board):
             if os.pwrite(fd, first, 0) != header:
                 raise OSError(errno.ENOSPC, "the header was written only in part")
         return first
-
-    def put(self, path: str, content: bytes) -> None:
-        with open(f"{path}.tmp", "wb", buffering=0) as file:
-            _write_all(file.fileno(), content)
-        os.replace(f"{path}.tmp", path)
 
     def link(self, old: str, new: str) -> None:
         passing = f"{new}.tmp"
@@ -431,7 +350,7 @@ def _new_file(path: str, flags: int) -> Iterator[int]:
 
 
 @final
-class Lock(Claim):
+class Lock:
     """Held by the job that saves into a directory, until its process ends at the latest; refuses another job."""
 
     exclusive = True
