@@ -36,7 +36,7 @@ _BUSY: Final = frozenset(
 )
 #: In names of classes, of the error or above it.
 _PASSING: Final = re.compile(
-    "Timeout|Connect|Incomplete|Payload|Throttl|ServerDisconnected|HTTPClientError|ServiceUnavailable"
+    "Timeout|Connect|Checksum|Incomplete|Payload|Throttl|ServerDisconnected|HTTPClientError|ServiceUnavailable"
 )
 _DENIED: Final = re.compile("Credential|Permission|Authenti|Authoriz|Token|Forbidden")
 

@@ -343,8 +343,8 @@ class Writer:
             folder.check_sizes(self._directory, new)
         except CheckpointError as error:
             raise CheckpointError(
-                f"a rank wrote its part, and rank 0 does not see it whole: save into a directory on a file system that all hosts "
-                f"share ({error})"
+                "a rank wrote its part, and rank 0 does not see it whole: save into a directory of this job alone, on a file "
+                f"system that all hosts share ({error})"
             ) from error
 
     def _clean(self) -> None:

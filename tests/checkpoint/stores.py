@@ -91,64 +91,69 @@ class Proxy:
         return None
 
 
+class Handler(http.server.BaseHTTPRequestHandler):
+    """One connection of the proxy."""
+
+    protocol_version = "HTTP/1.1"
+    state: Proxy
+
+    def handle_one_request(self) -> None:
+        with contextlib.suppress(ConnectionError):
+            super().handle_one_request()
+
+    def pass_on(self) -> None:
+        how = self.state.fault(self.requestline)
+        size = int(self.headers.get("Content-Length") or 0)
+        if how == "cut":
+            self.rfile.read(size // 2)
+            self.hang_up()
+            return
+        body = self.rfile.read(size)
+        if isinstance(how, tuple):
+            self.reply(how[0], {"Content-Type": "application/xml"}, how[1])
+            return
+        upstream = http.client.HTTPConnection("127.0.0.1", self.state.port, timeout=60)
+        sent = _flipped(body) if how == "flip" and self.command == "PUT" else body
+        upstream.request(self.command, self.path, sent, dict(self.headers))
+        answer = upstream.getresponse()
+        content = answer.read()
+        if how == "lose the answer":
+            self.hang_up()
+            return
+        if how == "flip" and self.command == "GET":
+            content = _flipped(content)
+        self.reply(answer.status, dict(answer.getheaders()), content)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = pass_on
+
+    def hang_up(self) -> None:
+        self.connection.shutdown(socket.SHUT_RDWR)
+        self.close_connection = True
+
+    def reply(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.send_response_only(status)
+        for name, value in headers.items():
+            if name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                self.send_header(name, value)
+        whole = str(len(body))
+        self.send_header("Content-Length", headers.get("Content-Length", whole) if self.command == "HEAD" else whole)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def _flipped(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
 @contextlib.contextmanager
 def proxy(endpoint: str) -> Iterator[tuple[str, Proxy]]:
     """Context: the URL of a proxy, and what it does."""
     state = Proxy(int(endpoint.rpartition(":")[2]))
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def handle_one_request(self) -> None:
-            with contextlib.suppress(ConnectionError):
-                super().handle_one_request()
-
-        def pass_on(self) -> None:
-            how = state.fault(self.requestline)
-            size = int(self.headers.get("Content-Length") or 0)
-            if self.headers.get("Expect"):
-                self.send_response_only(100)
-                self.end_headers()
-            if how == "cut":
-                self.rfile.read(size // 2)
-                self.connection.shutdown(socket.SHUT_RDWR)
-                self.close_connection = True
-                return
-            body = self.rfile.read(size)
-            if isinstance(how, tuple):
-                self.reply(how[0], {"Content-Type": "application/xml"}, how[1])
-                return
-            if how == "flip" and self.command == "PUT":
-                body = body[:-1] + bytes([body[-1] ^ 1])
-            upstream = http.client.HTTPConnection("127.0.0.1", state.port, timeout=60)
-            upstream.request(self.command, self.path, body, dict(self.headers))
-            answer = upstream.getresponse()
-            content = answer.read()
-            if how == "lose the answer":
-                self.connection.shutdown(socket.SHUT_RDWR)
-                self.close_connection = True
-                return
-            if how == "flip" and self.command == "GET":
-                content = content[:-1] + bytes([content[-1] ^ 1])
-            self.reply(answer.status, dict(answer.getheaders()), content)
-
-        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = pass_on
-
-        def reply(self, status: int, headers: dict[str, str], body: bytes) -> None:
-            self.send_response_only(status)
-            for name, value in headers.items():
-                if name.lower() not in ("content-length", "transfer-encoding", "connection"):
-                    self.send_header(name, value)
-            length = headers.get("Content-Length", str(len(body))) if self.command == "HEAD" else str(len(body))
-            self.send_header("Content-Length", length)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"state": state}))
     listener.daemon_threads = True
     thread = threading.Thread(target=listener.serve_forever, daemon=True)
     thread.start()

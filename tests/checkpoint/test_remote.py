@@ -18,16 +18,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import nn
 
 import accel
 from accel.__main__ import main
-from accel.checkpoint import folder, record
+from accel.checkpoint import folder
+from accel.checkpoint.record import read
 from accel.checkpoint.save import Writer, contents_of
 from accel.errors import CheckpointError
 from tests.checkpoint import stores
 from tests.checkpoint.stores import BUCKET, BUSY, DENIED, EXPIRED, FAILS, Fault
-from tests.distributed import run, wait_for
+from tests.distributed import run
 
 pytest.importorskip("fsspec")
 numbers = itertools.count()
@@ -62,7 +64,7 @@ def state(value: float, numel: int = 1000) -> dict[str, Any]:
 def value_of(url: str) -> float:
     """The value of a checkpoint all of whose tensors must have it."""
     found = state(-1.0)
-    found["x"] = torch.zeros(accel.checkpoint.record.read(url)[0].tensors["x"].shape)
+    found["x"] = torch.zeros(read(url)[0].tensors["x"].shape)
     accel.load(url, found)
     assert found["x"].unique().tolist() == [found["n"]]
     return float(found["n"])
@@ -132,7 +134,8 @@ def test_sources_of_other_libraries(prefix: str, tmp_path: Path) -> None:
     torch.save({"model": net.state_dict(), "n": 3}, content)
     fs, path = url_to_fs(prefix)
     fs.pipe_file(f"{path}/old.pt", content.getvalue())
-    torch.distributed.checkpoint.save({"model": net.state_dict()}, checkpoint_id=tmp_path / "dcp")
+    with pytest.warns(UserWarning, match="single process"):
+        torch.distributed.checkpoint.save({"model": net.state_dict()}, checkpoint_id=tmp_path / "dcp")
     fs.put(str(tmp_path / "dcp"), f"{path}/dcp", recursive=True)
     for number, source in enumerate(("old.pt", "dcp")):
         accel.import_checkpoint(f"{prefix}/{source}", f"{prefix}/{number}")
@@ -147,7 +150,7 @@ def on_two_ranks(endpoint: str, root: str, local: str) -> dict[str, Any]:
     with stores.proxy(endpoint) as (url, seen):
         stores.use(url)
         net = nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 3))
-        model, optimizer = accel.setup(net, torch.optim.AdamW(net.parameters()), backend="fsdp")
+        model, optimizer, *_ = accel.setup(net, torch.optim.AdamW(net.parameters()), backend="fsdp")
         for _ in range(2):
             model(torch.ones(4, 40)).sum().backward()
             optimizer.step()
@@ -165,7 +168,7 @@ def on_two_ranks(endpoint: str, root: str, local: str) -> dict[str, Any]:
         for place in (f"{root}/a", f"{root}/b", local):
             torch.manual_seed(1)
             other = nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 3))
-            handle, opt = accel.setup(other, torch.optim.AdamW(other.parameters()), backend="ddp")
+            handle, opt, *_ = accel.setup(other, torch.optim.AdamW(other.parameters()), backend="ddp")
             accel.load(place, {"m": handle, "o": opt})
             found = accel.full_state_dict(handle)
             assert all(torch.equal(found[name], whole[name]) for name in whole)
@@ -210,12 +213,11 @@ def test_damage_is_found(prefix: str) -> None:
     assert accel.latest(prefix) == f"{prefix}/1"
 
 
-def begun(url: str, value: float, resources: contextlib.ExitStack) -> tuple[Writer, Any]:
-    """A save of another job that has written all, and is about to commit."""
+def begun(url: str, value: float, resources: contextlib.ExitStack) -> Writer:
+    """A save of another job."""
     contents = contents_of(state(value), None, 1)
     message = contents.message([contents.summary()], 0)
-    writer = Writer(url, folder.begin(url, resources), contents, [message], 0, None, False)
-    return writer, writer.write()
+    return Writer(url, folder.begin(url, resources), contents, [message], 0, None, False)
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -224,18 +226,19 @@ def test_two_jobs_in_one_place(before: bool, prefix: str) -> None:
     with contextlib.ExitStack() as resources:
         if before:
             accel.save(state(0.0), prefix)
-        first, files = begun(prefix, 1.0, resources)
-        second, others = begun(prefix, 2.0, resources)
-        third, late = begun(prefix, 3.0, resources)
-        second.commit([others])
+        first, second, third = (begun(prefix, value, resources) for value in (1.0, 2.0, 3.0))
+        files = first.write()
+        second.commit([second.write()])
+        late = third.write()
+        fourth = begun(prefix, 4.0, resources)
+        last = fourth.write()
         assert value_of(prefix) == 2
-        fourth, last = begun(prefix, 4.0, resources)
-        with pytest.raises(CheckpointError, match="it has saved there since this save began"):
+        with pytest.raises(CheckpointError, match="does not see it whole: save into a directory of this job alone"):
             first.commit([files])
+        with pytest.raises(CheckpointError, match="is another job's: it has saved there since this save began"):
+            third.commit([late])
         assert value_of(prefix) == 2
         fourth.commit([last])
-        with pytest.raises(CheckpointError, match="since this save began|does not see it whole"):
-            third.commit([late])
         assert value_of(prefix) == 4
         assert len(objects(prefix)) == 2
 
@@ -244,7 +247,7 @@ SCRIPT = """
 import sys, torch, accel
 begin = int(sys.argv[2])
 for value in range(begin, begin + 1000):
-    accel.save({"n": float(value), "x": torch.full((5_000_000,), float(value))}, sys.argv[1], wait=sys.argv[3] == "wait")
+    accel.save({"n": float(value), "x": torch.full((4_500_000,), float(value))}, sys.argv[1], wait=sys.argv[3] == "wait")
     print(value, flush=True)
 """
 
@@ -269,7 +272,7 @@ def killed(url: str, begin: int, how: str, after: float) -> int:
 def test_killed_at_any_moment(prefix: str) -> None:
     """The last commit is whole; the next save works, and sweeps what the dead ones left, uploads too."""
     sure = 0
-    for number, how in enumerate(("wait", "background", "wait")):
+    for number, how in enumerate(("wait", "background")):
         sure = killed(prefix, sure + 1, how, random.Random(number).uniform(0, 0.4))
         found = value_of(prefix)
         assert found >= sure
@@ -282,26 +285,31 @@ def test_killed_at_any_moment(prefix: str) -> None:
     assert not s3fs.S3FileSystem().list_multipart_uploads(BUCKET)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        Fault("PUT .*safetensors", (503, BUSY), times=3),
-        Fault("PUT .*safetensors.*partNumber=2", (503, FAILS), times=2),
-        Fault("PUT .*safetensors.*partNumber=2", "cut", times=2),
-        Fault("PUT .*accel.json", "lose the answer", times=1),
-        Fault("PUT .*accel.json", (503, FAILS), times=2),
-        Fault("GET .*safetensors", "cut", times=2),
-        Fault("(GET|HEAD) ", (503, BUSY), times=3),
-    ],
-    ids=str,
-)
-def test_what_passes_is_tried_again(fault: Fault, faulty: stores.Proxy, prefix: str) -> None:
+def test_what_passes_is_tried_again(faulty: stores.Proxy, prefix: str) -> None:
     accel.save(state(1.0), prefix)
-    faulty.faults.append(fault)
-    accel.save(state(2.0, 6_000_000), prefix)
-    assert value_of(prefix) == 2
-    assert fault.times == 0
-    assert len(objects(prefix)) == 2
+    part = "PUT .*safetensors.*partNumber=2"
+    faults = [
+        Fault("PUT .*safetensors", (503, BUSY), times=2),
+        Fault("PUT .*accel.json", (503, FAILS), times=1),
+        Fault("PUT .*accel.json", "lose the answer", times=1),
+        Fault("GET .*safetensors", "cut", times=1),
+        Fault("GET .*safetensors", "flip", times=1),
+        Fault("(GET|HEAD) ", (503, BUSY), times=2),
+        Fault(part, (503, FAILS), times=1),
+        Fault(part, "cut", times=1),
+    ]
+    for number, fault in enumerate(faults):
+        faulty.faults[:] = [fault]
+        accel.save(state(float(number), 4_500_000 if fault.where == part else 1000), prefix)
+        assert value_of(prefix) == number
+        assert fault.times == 0
+        assert len(objects(prefix)) == 2
+
+
+def saved(url: str, wait: bool) -> None:
+    pending = accel.save(state(2.0), url, wait=wait)
+    if pending is not None:
+        pending.result()
 
 
 @pytest.mark.parametrize(
@@ -318,10 +326,9 @@ def test_what_does_not_pass_changes_nothing(fault: Fault, words: str, faulty: st
     faulty.faults.append(fault)
     for wait in (True, False):
         with pytest.raises(CheckpointError, match=f"{words}.*{prefix}/"):
-            pending = accel.save(state(2.0), prefix, wait=wait)
-            assert pending is not None
-            pending.exception()
-            accel.save(state(3.0), prefix)
+            saved(prefix, wait)
+    with pytest.raises(CheckpointError, match="the background save before this one failed"):
+        saved(prefix, True)
     faulty.faults.clear()
     assert value_of(prefix) == 1
     accel.save(state(4.0), prefix)
@@ -333,11 +340,8 @@ def test_bytes_that_change_on_the_way_are_found(faulty: stores.Proxy, prefix: st
     accel.save(state(1.0), f"{prefix}/1")
     faulty.faults.append(Fault("PUT .*safetensors", "flip", times=1))
     accel.save(state(2.0), f"{prefix}/2")
-    with pytest.raises(CheckpointError, match="is damaged between"):
+    with pytest.raises(CheckpointError, match="damaged|Checksum"):
         value_of(f"{prefix}/2")
-    faulty.faults.append(Fault("GET .*safetensors", "flip", times=1))
-    with pytest.raises(CheckpointError, match="damaged"):
-        value_of(f"{prefix}/1")
     assert value_of(f"{prefix}/1") == 1
 
 
@@ -365,7 +369,7 @@ def test_uploads_take_little_memory(prefix: str) -> None:
     """A few parts, and no copy of the whole."""
     import psutil
 
-    values, most = state(1.0, 60_000_000), 0
+    values, most = state(1.0, 25_000_000), 0
     accel.save(state(0.0), prefix)
     process, done = psutil.Process(), threading.Event()
     before = process.memory_info().rss
@@ -380,7 +384,7 @@ def test_uploads_take_little_memory(prefix: str) -> None:
     accel.save(values, prefix)
     done.set()
     watcher.join()
-    assert most < 150 << 20
+    assert most < 70 << 20, most >> 20
     assert value_of(prefix) == 1
 
 
