@@ -28,12 +28,8 @@ logger = logging.getLogger("accel")
 _PAUSES: Final = (0.2, 0.8, 3.2)  # seconds before a request is tried again; most filesystems try by themselves, too
 _LARGEST: Final = 5 << 30  # bytes of one request; what is put on a condition is put by one
 _BLOCK: Final = 16 << 20  # bytes of a part of an upload, of which there may be 10,000
-_GAP: Final = (
-    1 << 20
-)  # bytes that are read and thrown away rather than asking twice; so much of a file's beginning is kept
-_BUSY: Final = frozenset(
-    {errno.EBUSY, errno.EAGAIN, errno.ETIMEDOUT, errno.EPIPE, getattr(errno, "EREMOTEIO", errno.EIO)}
-)
+_GAP: Final = 1 << 20  # bytes that are read in vain rather than asking twice; so much of a file's beginning is kept
+_BUSY: Final = frozenset({errno.EBUSY, errno.EAGAIN, errno.ETIMEDOUT, errno.EPIPE, getattr(errno, "EREMOTEIO", None)})
 #: In names of classes, of the error or above it.
 _PASSING: Final = re.compile(
     "Timeout|Connect|Checksum|Incomplete|Payload|Throttl|ServerDisconnected|HTTPClientError|ServiceUnavailable"
@@ -52,11 +48,9 @@ def remote(url: str) -> Remote:
         options = get_filesystem_class(protocol)._get_kwargs_from_urls(url)
         return _opened(os.getpid(), protocol, tuple(sorted(options.items())))
     except (ImportError, ValueError) as error:
-        package = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}.get(
-            protocol
-        )
-        advice = f"pip install {package}" if package else "is its fsspec filesystem installed?"
-        raise CheckpointError(f"{url}: {error} ({advice})") from error
+        raise CheckpointError(
+            f"{url}: {error} (pip install it: s3fs for s3://, gcsfs for gs://, adlfs for az://)"
+        ) from error
 
 
 @functools.cache
@@ -71,16 +65,19 @@ class StoreError(OSError):
     """A request that failed; says what to do."""
 
 
+def _kinds(error: Exception) -> str:
+    return " ".join(cls.__name__ for cls in type(error).__mro__)
+
+
 def _named(error: Exception, url: str) -> OSError:
     """The same as an OSError of this URL."""
-    kinds = " ".join(cls.__name__ for cls in type(error).__mro__)
     text = f"{type(error).__name__}: {str(error).strip() or 'no more is known'}"
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
-        said = "" if str(error).strip("/") in url else f" ({error})"
-        return FileNotFoundError(errno.ENOENT, f"it is not there{said}", url)
+    if isinstance(error, FileNotFoundError | NotADirectoryError) and not re.search("bucket does|container does", text):
+        return FileNotFoundError(errno.ENOENT, "it is not there", url)
     if isinstance(error, FileExistsError):
         return FileExistsError(errno.EEXIST, text, url)
-    if _DENIED.search(kinds):
+    if _DENIED.search(_kinds(error)):
+        _opened.cache_clear()  # the next request of another call looks for credentials again
         return StoreError(0, f"{text}; renew the credentials, or ask for the permission to do this", url)
     return StoreError(0, f"{text}; the store, or the way to it, fails", url)
 
@@ -89,7 +86,7 @@ def _is_passing(error: Exception) -> bool:
     """Whether it may be well the next time."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _BUSY or isinstance(error, TimeoutError | ConnectionError)
-    return bool(_PASSING.search(" ".join(cls.__name__ for cls in type(error).__mro__)))
+    return bool(_PASSING.search(_kinds(error)))
 
 
 @final
@@ -135,8 +132,9 @@ class Remote:
         return list(self._listing(directory))
 
     def _listing(self, directory: str) -> dict[str, int]:
-        own = self._fs._strip_protocol(directory)
-        found = {one["name"].rstrip("/"): one["size"] or 0 for one in self.ask("ls", directory, detail=True)}
+        own, found = self._fs._strip_protocol(directory), {}
+        with contextlib.suppress(FileNotFoundError):
+            found = {one["name"].rstrip("/"): one["size"] or 0 for one in self.ask("ls", directory, detail=True)}
         return {os.path.basename(name): size for name, size in found.items() if name.strip("/") != own.strip("/")}
 
     def exists(self, path: str) -> bool:
@@ -226,7 +224,10 @@ class Remote:
             return []
         bucket, key, _ = self._fs.split_path(self._fs._strip_protocol(directory))
         call, where = self._fs.call_s3, {"Bucket": bucket, "Prefix": f"{key}/accel-"}
-        found = self._again(lambda: call("list_multipart_uploads", **where), directory).get("Uploads", ())
+        try:
+            found = self._again(lambda: call("list_multipart_uploads", **where), directory).get("Uploads", ())
+        except OSError:  # not all stores have them, nor may everybody look
+            return []
         ends = [{"Bucket": bucket, "Key": one["Key"], "UploadId": one["UploadId"]} for one in found]
         abort = functools.partial(call, "abort_multipart_upload")
         return [functools.partial(self._again, functools.partial(abort, **end), directory) for end in ends]
