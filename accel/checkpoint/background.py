@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, thread, wait  # noqa: F401 - executors, which are to end after this
 from typing import Any, Final, final
 
 import torch
@@ -123,6 +123,8 @@ class _Room:
 background: Final = Background()
 # Registered with the library, so that it runs after what was registered later.
 atexit.register(background.at_exit)
+# Executors take nothing more once this has begun, and a save into an object store may need theirs to the end.
+threading._register_atexit(background.wait)  # type: ignore[attr-defined]
 os.register_at_fork(after_in_child=background.forget)
 
 

@@ -15,7 +15,7 @@ from ..process.control import locked
 from .background import background
 from .failures import explain, on_every_rank
 from .record import NAME, Record, encode, exists, is_damaged, read
-from .storage import Claim, check_size, storage_of, unreadable
+from .storage import Claim, StoreError, check_size, storage_of, unreadable
 
 logger = logging.getLogger("accel")
 
@@ -98,6 +98,8 @@ def complete(directory: str) -> Record | None:
         record, _ = read(directory)
         check_sizes(directory, record)
     except (CheckpointError, OSError, MemoryError) as error:
+        if isinstance(error, StoreError) or isinstance(error.__cause__, StoreError):
+            raise CheckpointError(f"{directory} may be a checkpoint: {explain(error)}") from error
         logger.warning("%s is passed over: %s", directory, explain(error))
         return None
     return record

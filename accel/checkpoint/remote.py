@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Final, final
 
 from ..errors import CheckpointError
-from .storage import RECORD, Claim, File, Write, check_size, read_whole, unreadable
+from .storage import RECORD, Claim, File, StoreError, Write, check_size, read_whole, unreadable
 
 logger = logging.getLogger("accel")
 
@@ -59,10 +59,6 @@ def _opened(pid: int, protocol: str, options: tuple[tuple[str, Any], ...]) -> Re
     from fsspec import filesystem
 
     return Remote(protocol, filesystem(protocol, use_listings_cache=False, skip_instance_cache=True, **dict(options)))
-
-
-class StoreError(OSError):
-    """A request that failed; says what to do."""
 
 
 def _kinds(error: Exception) -> str:

@@ -285,6 +285,7 @@ class Writer:
         self._directory, self._contents, self._rank, self._keep = directory, contents, rank, keep
         self._claim, self._storage = claim, storage_of(directory)
         self._save, self._world = messages[0].save, len(messages)
+        self._sent = False  # whether the record is on its way to a store, and may arrive after it was given up
         contents.complete(messages)
         self._storage.make(directory)  # a host may not have heard yet that rank 0 made it
         items = list(map(functools.partial(write_items, rank), contents.layouts, contents.ranges))
@@ -326,6 +327,7 @@ class Writer:
             self._check_visible(new)
             before = self._storage.names(self._directory)  # others may save there afterwards
             path = os.path.join(self._directory, record.NAME)
+            self._sent = not self._claim.exclusive
             self._claim.commit(path, record.encode(new), folder.record_name(self._save))
         except BaseException:
             self._clean()
@@ -350,6 +352,8 @@ class Writer:
     def _clean(self) -> None:
         """Remove what this save has written."""
         with contextlib.suppress(OSError, CheckpointError):
+            if self._sent:
+                return  # the next save removes them
             names = [name for name in self._storage.names(self._directory) if self._save in name]
             self._sweep(folder.present(self._directory), names)
 
@@ -363,7 +367,7 @@ class Writer:
             found = folder.present(self._directory)
         except (OSError, CheckpointError):
             return True
-        return found is not None and found.id == self._save
+        return self._sent or (found is not None and found.id == self._save)
 
     # -- in the background: without collectives ---------------------------------------------------------------------
 

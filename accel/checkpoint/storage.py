@@ -124,6 +124,10 @@ def read_whole(path: str, limit: int, kind: str) -> bytes:
         return bytes(file.read(0, file.size))
 
 
+class StoreError(OSError):
+    """What a store did not do, and what to do; it says nothing of what is there."""
+
+
 def unreadable(error: OSError) -> str:
     """What to say of a file of a checkpoint that cannot be read."""
     missing = error.errno in (errno.ENOENT, errno.ELOOP)

@@ -329,6 +329,9 @@ def test_what_does_not_pass_changes_nothing(fault: Fault, words: str, faulty: st
             saved(prefix, wait)
     with pytest.raises(CheckpointError, match="the background save before this one failed"):
         saved(prefix, True)
+    faulty.faults[:] = [Fault("GET .*accel.json", (403, DENIED))]
+    with pytest.raises(CheckpointError, match=f"{prefix} may be a checkpoint: .*the permission"):
+        accel.latest(prefix)
     faulty.faults.clear()
     assert value_of(prefix) == 1
     accel.save(state(4.0), prefix)
