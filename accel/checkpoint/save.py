@@ -50,15 +50,15 @@ def save(
     Args:
         state: a nested dict of handles, raw modules and optimizers, objects with a state dict, tensors and plain values.
             Where the ranks have different plain values or tensors of their own, rank 0's are saved.
-        dir: the checkpoint's directory, the same on all ranks, on a file system that all of them see.
+        dir: the checkpoint's directory, the same on all ranks, on a file system that all of them see; or a URL in a store.
         wait: return when the checkpoint is durable; else as soon as a copy of this rank's part is in memory.
         keep: afterwards remove older checkpoints next to ``dir`` with the same name up to its number
             (``step-100``, ``step-200``), so that the newest ``keep`` are left.
         filter: tells by a tensor's name (``"model/head.weight"``) whether it is saved; an optimizer's always are.
 
     Returns:
-        None; with ``wait=False`` a future, done when the checkpoint is durable and every rank knows it: from then on any of
-        them may rename or remove ``dir``.
+        None; with ``wait=False`` a future, done when the checkpoint is durable and this rank knows it: from then on it may
+        rename or remove ``dir``.
 
     Raises:
         CheckpointError: something cannot be stored (nothing is written), another job saves there, or the disk fails;
