@@ -51,7 +51,10 @@ def prefix(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture
-def faulty(endpoint: str, prefix: str) -> Iterator[stores.Proxy]:
+def faulty(endpoint: str, prefix: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.Proxy]:
+    """Uploads are in smaller parts, and little time passes before a request is tried again."""
+    monkeypatch.setattr(remote, "_BLOCK", 5 << 20)
+    monkeypatch.setattr(remote, "_PAUSES", (0.02, 0.05, 0.1))
     with stores.proxy(endpoint) as (url, state):
         stores.use(url)
         yield state
@@ -300,7 +303,7 @@ def test_what_passes_is_tried_again(faulty: stores.Proxy, prefix: str) -> None:
     ]
     for number, fault in enumerate(faults):
         faulty.faults[:] = [fault]
-        accel.save(state(float(number), 4_500_000 if fault.where == part else 1000), prefix)
+        accel.save(state(float(number), 2_500_000 if fault.where == part else 1000), prefix)
         assert value_of(prefix) == number
         assert fault.times == 0
         assert len(objects(prefix)) == 2
@@ -397,7 +400,6 @@ def test_uploads_take_little_memory(prefix: str, monkeypatch: pytest.MonkeyPatch
     done.set()
     watcher.join()
     assert most < 32 << 20
-    assert value_of(prefix) == 1
 
 
 def test_a_forked_process_has_connections_of_its_own(prefix: str) -> None:
