@@ -19,6 +19,7 @@ from . import data, planning, process
 from .data import LoaderHandle, LoaderOptions
 from .deferred import materialize, weights_of
 from .engines import Context, Engine, Options
+from .engines.base.activations import checkpointed
 from .engines.base.sequence import prepared
 from .errors import AccelError, BackendError, LoaderError, PrecisionError, RankMismatchError
 from .handles import Dataloaders, Handles, HiddenAttribute, Model, ModelHandle, Optimizers, engine_behind, raw
@@ -416,12 +417,13 @@ def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
         if process.place.world_size == 1 or not plan.engine_type.materializes:
             materialize(plan.module, process.device, undo)
         dtypes = convert_module(plan.module, process.device, plan.precision.storage, undo)
-        linears = convert_linears(plan.module, process.device) if plan.precision.float8 else contextlib.ExitStack()
-        undo.push(linears)
+        changes = convert_linears(plan.module, process.device) if plan.precision.float8 else contextlib.ExitStack()
+        undo.push(changes)
+        changes.enter_context(checkpointed(plan.module, plan.options))
         context = Context(process, plan.precision, registry.loss_scale, plan.options, plan.serial)
         engine = plan.engine_type(plan.module, plan.entry, context)
         undo.callback(engine.teardown)
-        engine.dtypes, engine.linears = dtypes, linears
+        engine.dtypes, engine.undo = dtypes, changes
         engine.wrap()
     for optimizer in plan.new_optimizers:
         convert_optimizer(optimizer, undo)

@@ -253,12 +253,16 @@ class PipelineEngine(Engine):
     def wrap(self) -> None:
         """Place the stages on this process's devices, where it has the whole model."""
         if self.entry is not self.module:
-            raise BackendError(
-                "a pipeline calls the children of the Sequential, so a torch.compile of the whole never runs: compile "
-                "the children instead (child.compile())"
-            )
+            self.compile()
         if not self.distributed and (self._balance != "time" or len(self.process.devices) == 1):
             self._place(listed(self._balance, self._children, count_stages(self._balance, self.process)))
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse it."""
+        raise BackendError(
+            "a pipeline calls the children of the Sequential, so a torch.compile of the whole never runs: compile "
+            "the children instead (child.compile())"
+        )
 
     def _place(self, balance: Sequence[int]) -> None:
         """Build the stages, each on its device."""
