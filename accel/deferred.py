@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from .errors import BackendError, CheckpointError, refuse_url
+from .errors import BackendError, CheckpointError, is_url, refuse_url
 
 #: On a parameter that waits for its first values: the module that it was made for, and the directory that they come from.
 _MARK: Final = "_accel_deferred"
@@ -35,7 +35,9 @@ def deferred_init(weights: str | os.PathLike[str] | None = None) -> Iterator[Non
     """
     source = None
     if weights is not None:
-        source = os.path.abspath(os.path.expanduser(refuse_url(os.fspath(weights), CheckpointError)))
+        source = os.fspath(weights)
+        if not is_url(source):
+            source = os.path.abspath(os.path.expanduser(refuse_url(source, CheckpointError)))
     hook = register_module_parameter_registration_hook(functools.partial(_without_memory, source))
     try:
         yield

@@ -23,7 +23,7 @@ from .record import FILE_NAME, Record, Stored
 from .safetensors import BY_NAME, MAX_DIMS, Entry, Header, no_duplicates
 from .shards import Written, checksum
 from .state import State
-from .storage import File, storage_of
+from .storage import File, read_whole, storage_of
 from .values import TAG, Json, place
 from .verify import check_record
 
@@ -154,7 +154,7 @@ def read_weights(path: str) -> tuple[list[_File], str]:
     if names[0].endswith(".safetensors"):
         file, own = _read_file(directory, names[0])
         return [file], own
-    content = storage_of(directory).read_whole(inside(directory, names[0]), _MAX_INDEX, "an index")
+    content = read_whole(inside(directory, names[0]), _MAX_INDEX, "an index")
     by_file: dict[str, set[str]] = {}
     for key, name in _weight_map(content, os.path.join(directory, names[0])).items():
         by_file.setdefault(name, set()).add(key)
