@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from . import data, planning, process
 from .data import LoaderHandle, LoaderOptions
-from .deferred import materialize, weights_of
+from .deferred import materialize, weights_of, without_setup
 from .engines import Context, Engine, Options
 from .engines.base.activations import checkpointed
 from .engines.base.sequence import prepared
@@ -370,6 +370,8 @@ def execute(plan: Plan) -> Handles[Any, Any, Any]:
     error: Exception | None = None
     # A setup inside torch.inference_mode must not make tensors that no backward can use.
     with contextlib.ExitStack() as undo, torch.inference_mode(False):
+        if plan.engine is None:
+            undo.callback(without_setup(plan.module))
         try:
             engine = _build(plan, process, undo)
         except Exception as caught:

@@ -17,6 +17,8 @@ from .errors import BackendError, CheckpointError, is_url, refuse_url
 
 #: On a parameter that waits for its first values: the module that it was made for, and the directory that they come from.
 _MARK: Final = "_accel_deferred"
+#: On one that has memory and no values: the setup that was to give it some has failed.
+_LOST: Final = "_accel_without_values"
 
 
 @contextlib.contextmanager
@@ -104,6 +106,11 @@ def check_deferred(module: nn.Module) -> None:
     Raises:
         BackendError: names the parameters or buffers.
     """
+    if lost := [n for n, p in module.named_parameters() if hasattr(p, _LOST)]:
+        raise BackendError(
+            f"the setup that was to give values to {', '.join(lost[:5])} has failed, and they have none: build it again in "
+            "accel.deferred_init()"
+        )
     lost = [n for n, p in module.named_parameters() if p.is_meta and not hasattr(p, _MARK)]
     lost += [n for n, b in module.named_buffers() if b.is_meta]
     if lost:
@@ -134,7 +141,7 @@ def materialize(module: nn.Module, device: torch.device, undo: contextlib.ExitSt
         made = without_values(parameter, device) if weights is None else torch.empty_like(parameter, device=device)
         real = nn.Parameter(made, requires_grad=parameter.requires_grad)
         swap(parameter, real)
-        undo.callback(swap, parameter, real)
+        undo.callback(_take_away, parameter, real)
     if weights is not None:
         return
     waiting = {id(p) for p in replaced}
@@ -142,6 +149,23 @@ def materialize(module: nn.Module, device: torch.device, undo: contextlib.ExitSt
         if any(id(p) in waiting for p in child.parameters()):
             reset_own(child, reset, borrowed[id(child)])
     refuse_without_values((name, p) for name, p in module.named_parameters() if id(p) in waiting)
+
+
+def _take_away(parameter: nn.Parameter, real: nn.Parameter) -> None:
+    with contextlib.suppress(RuntimeError):  # a library may still refer to it; `without_setup` tells
+        swap(parameter, real)
+
+
+def without_setup(module: nn.Module) -> Callable[[], None]:
+    """What is to be called last where the setup fails: a parameter that waited for values, and has memory now, has none."""
+    waiting = {name for name, p in module.named_parameters() if p.is_meta}
+
+    def lose() -> None:
+        for name, parameter in module.named_parameters():
+            if name in waiting and not parameter.is_meta:
+                setattr(parameter, _LOST, True)
+
+    return lose
 
 
 def reset_own(child: nn.Module, reset: Callable[[], Any], borrowed: set[str]) -> None:

@@ -218,6 +218,28 @@ def test_what_an_author_says_of_a_parameter_stays() -> None:
     assert net.gain.no_decay
 
 
+def again_after_a_failure(directory: str, backend: Any) -> str:
+    """The files cannot be read to the end, and the program tries once more."""
+    with accel.deferred_init(weights=directory):
+        net = Net()
+    raw = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(CheckpointError, match="differ, and in the model they are one tensor"):
+        accel.setup(net, raw, backend=backend)
+    with pytest.raises(accel.AccelError) as caught:
+        accel.setup(net, raw, backend=backend)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp", accel.DeepSpeed(stage=3)], ids=["ddp", "fsdp", "zero-3"])
+def test_no_setup_after_one_that_failed_takes_memory_for_values(tmp_path: Path, backend: Any) -> None:
+    weights = {n: t.clone() for n, t in source().state_dict().items()}
+    weights["head.weight"] += 1
+    save_file(weights, tmp_path / "model.safetensors")
+    for text in run(2, again_after_a_failure, str(tmp_path), backend):
+        what = "differ, and in the model" if backend == "ddp" else "has failed, and they have none: build it again"
+        assert what in text
+
+
 def two_places(directory: str) -> None:
     with accel.deferred_init(weights=directory):
         first = nn.Linear(2, 2)
