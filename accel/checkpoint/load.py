@@ -18,7 +18,7 @@ from ..data import LoaderHandle
 from ..deferred import weights_of
 from ..errors import CheckpointError
 from ..process import current
-from ..process.control import locked
+from ..process.control import locked, raise_together
 from ..shard import Manifest, Shard
 from . import folder, record
 from .background import background
@@ -27,7 +27,7 @@ from .failures import exchange, explain, on_every_rank
 from .layout import digest
 from .match import Apply, Differences, Match, check_engines, check_objects, plain, report, unfit, value_tensors
 from .objects import ModuleObject, RankObject, StatefulObject, StateObject, TensorObject, engines_of
-from .placement import Placed, Sight, find_disks, newest_here, sight
+from .placement import Placed, Sight, find, sight
 from .reader import Reader
 from .record import Stored
 from .safetensors import BY_NAME
@@ -87,7 +87,7 @@ def load(
         check_engines("accel.load", [engines for *_, engines in told])
         host = socket.gethostname()
         if placed is not None:
-            host = placed.fetch(checkpoint.directory, checkpoint.record, loading.files())
+            host = placed.fetch(checkpoint.directory, loading.files())
         if check == "first" and checkpoint.headers is None:
             verify_needed(loading.reader, checkpoint.record, loading.needs(), process.place, host)
         on_every_rank("accel.load (the values)", loading.decode)
@@ -97,84 +97,70 @@ def load(
     return result if state is None else state
 
 
+class Sighting(NamedTuple):
+    """What a rank tells of what it is to load."""
+
+    name: str
+    digits: str
+    options: tuple[object, ...]
+    problem: str = ""  # where it sees none
+    sight: Sight | None = None
+
+
 def _open(dir: str | os.PathLike[str], state: Any, options: tuple[object, ...]) -> tuple[Checkpoint, Placed | None]:
     """What is there, which is the same on all ranks; and where it is, if that is on disks of hosts. Collective."""
-    absent: list[CheckpointError] = []
+    problem: CheckpointError | None = None
 
     def look() -> tuple[Checkpoint | None, Sighting]:
+        nonlocal problem
         background.wait()
         name = folder.named(dir)
         try:
             found = open_checkpoint(folder.absolute(dir), state)
         except CheckpointError as error:
-            absent.append(error)  # another host may have it
-            return None, Sighting(name, "", options, None)
+            problem = error  # another host may have it
+            return None, Sighting(name, "", options, str(error))
         if found.record.hosts:
-            return found, Sighting(name, found.digits, options, sight(found.directory, found.record))
+            return found, Sighting(name, found.digits, options, sight=sight(found.directory, found.record))
         # Before anything is made in the sizes that the record names.
         reads = state is not None or any(name.startswith(OF_VALUES) for name in found.record.tensors)
         if reads and found.headers is None and current().place.rank == 0:
             folder.check_sizes(found.directory, found.record)
-        return found, Sighting(name, found.digits, options, None)
+        return found, Sighting(name, found.digits, options)
 
     found, seen = exchange("accel.load (the record)", look)
+    _check_options(seen)
+    if any(one.sight for one in seen) and all(one.sight or one.problem for one in seen):
+        return _open_placed(folder.absolute(dir), found, seen)
+    raise_together("accel.load (the record)", problem, [one.problem for one in seen], CheckpointError)
+    assert found is not None
+    if any(one.digits != seen[0].digits for one in seen):
+        raise CheckpointError(
+            f"{found.directory}: the ranks see different checkpoints there; load after the save is done, from a file system "
+            "that all of them see"
+        )
+    return found, None
+
+
+def _check_options(seen: Sequence[Sighting]) -> None:
     for rank, one in enumerate(seen):
         if one.options != seen[0].options:
             raise CheckpointError(
                 f"accel.load: strict, check and convert are {seen[0].options} on rank 0, and {one.options} on rank {rank}; give "
                 "every rank the same"
             )
-    if any(one.sight for one in seen) and all(one.sight or not one.digits for one in seen):
-        return _open_placed(dir, found, seen)
-    return _same(dir, found, seen, absent), None
 
 
-def _same(
-    dir: str | os.PathLike[str],
-    found: Checkpoint | None,
-    seen: Sequence[Sighting],
-    absent: Sequence[CheckpointError],
-) -> Checkpoint:
-    """What all ranks see; raises where one does not. Collective where one sees nothing."""
-
-    def require() -> Checkpoint:
-        if found is None:
-            raise absent[0]
-        return found
-
-    if any(not one.digits for one in seen):
-        on_every_rank("accel.load (the record)", require)
-    if any(one.digits != seen[0].digits for one in seen):
-        raise CheckpointError(
-            f"{folder.absolute(dir)}: the ranks see different checkpoints there; load after the save is done, from a file system "
-            "that all of them see"
-        )
-    return require()
-
-
-class Sighting(NamedTuple):
-    """What a rank tells of what it is to load."""
-
-    name: str
-    digits: str  # none where it sees no checkpoint
-    options: tuple[object, ...]
-    sight: Sight | None
-
-
-def _open_placed(
-    dir: str | os.PathLike[str], found: Checkpoint | None, seen: Sequence[Sighting]
-) -> tuple[Checkpoint, Placed]:
+def _open_placed(directory: str, found: Checkpoint | None, seen: Sequence[Sighting]) -> tuple[Checkpoint, Placed]:
     """Of what the hosts have, the newest save that is whole. Collective."""
-    if len({one.name for one in seen}) > 1:
+    if len(names := {one.name for one in seen}) > 1:
         raise CheckpointError(
-            f"accel.load: the ranks name different directories ({', '.join(sorted({one.name for one in seen}))}); "
-            "accel.latest(..., placement='host') names one"
+            f"accel.load: the ranks name different directories ({', '.join(sorted(names))}); accel.latest(root, "
+            "placement='host') gives all the same"
         )
-    directory = folder.absolute(dir)
-    own = found.record if found is not None and found.record.hosts else None
-    whole, digits, wholes = newest_here(directory, own, [one.sight for one in seen])
-    checkpoint = Checkpoint(directory, whole, digits, check_record(whole, os.path.join(directory, record.NAME)))
-    return checkpoint, Placed(find_disks(directory, lambda _: own), wholes)
+    placed = find(directory, None if found is None else found.record, [one.sight for one in seen])
+    objects = check_record(placed.record, os.path.join(directory, record.NAME))
+    return Checkpoint(directory, placed.record, placed.digits, objects), placed
 
 
 @final

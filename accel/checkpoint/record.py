@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, islice, pairwise
 from operator import itemgetter
-from typing import Any, Final, final
+from typing import Any, Final
 
 from ..boxes import Cuts
 from ..errors import CheckpointError
@@ -37,24 +37,19 @@ _DAMAGED: Final = "{} is damaged: its checksum does not fit; load another checkp
 MAX_BYTES: Final = 1 << 30
 
 
-@final
-class Clock:
-    """The time, but later than all times of records that this process has seen: the clocks of hosts differ."""
-
-    def __init__(self) -> None:
-        self._last = 0.0
-
-    def see(self, time: float) -> None:
-        """Note the time of a record."""
-        self._last = max(self._last, time)
-
-    def now(self) -> float:
-        """For a new one."""
-        self._last = max(time.time(), self._last + 1e-3)
-        return self._last
+#: The time of the newest record that this process knows of. The clocks of hosts differ, and a new one shall be newer.
+_newest = 0.0
 
 
-clock: Final = Clock()
+def later_than(time: float) -> None:
+    """Note the time of a record."""
+    global _newest
+    _newest = max(_newest, time)
+
+
+def next_time() -> float:
+    """Of a new one."""
+    return max(time.time(), _newest + 1e-3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +251,7 @@ def _build(body: dict[str, Any]) -> Record:
         raise ValueError("the values or the time of the save are missing")
     if not all(isinstance(values, dict) for values in ranks):
         raise ValueError("the values of a rank are no object")
-    clock.see(body["time"])
+    later_than(body["time"])
     return Record(
         id=_digits(body["id"]),
         time=body["time"],

@@ -149,11 +149,7 @@ def _finish_placed(writer: Writer, disks: Disks, replicas: int) -> None:
     rank = current().place.rank
     written = _written_by_all(writer)
     transfers, hosts = disks.copies(written, replicas)
-    try:
-        move("accel.save (the copies)", writer.directory, writer.save, transfers)
-    except CheckpointError:
-        writer.discard()
-        raise
+    move("accel.save (the copies)", writer.directory, writer.save, transfers)
     content = on_every_rank("accel.save (the record)", lambda: b"" if rank else encode(writer.record(written, hosts)))
     content = broadcast(content, 0)
     on_every_rank("accel.save (the commit)", lambda: writer.put(content))
@@ -271,7 +267,7 @@ class Contents:
                 tensors[name] = Stored(dtype, shape, tuple(found.get(number, ())), cuts)
         return Record(
             id=save,
-            time=record.clock.now(),
+            time=record.next_time(),
             world_size=len(written),
             files=files,
             tensors=tensors,
