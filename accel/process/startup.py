@@ -204,6 +204,7 @@ def _patience(group: dist.ProcessGroup | None) -> timedelta:
 
 
 def _connect(process: Process, backend: str, problem: str, rendezvous: Rendezvous) -> None:
+    begin = time.monotonic()
     if process.group is None:
         # Optimizers would import it when there is a group, which it would hold: `unseen_group`.
         importlib.import_module("torch.distributed.nn")
@@ -218,11 +219,15 @@ def _connect(process: Process, backend: str, problem: str, rendezvous: Rendezvou
         destroy_groups(process)
         if isinstance(error, RuntimeError):
             raise LaunchError(
-                f"accel did not start on all {process.place.world_size} ranks within "
-                f"{process.timeout.total_seconds():g} s ({error}): every rank must call accel.setup or accel.init"
+                f"accel did not start on all {process.place.world_size} ranks, {_after(begin, process.timeout)} ({error}): every "
+                f"rank must call accel.setup or accel.init"
                 f"{_unreachable(process.place)}"
             ) from error
         raise
+
+
+def _after(begin: float, timeout: timedelta) -> str:
+    return f"after {time.monotonic() - begin:.2g} of {timeout.total_seconds():g} s"
 
 
 def _unreachable(place: Place) -> str:
@@ -269,8 +274,7 @@ class Rendezvous:
         except (RuntimeError, ValueError) as error:
             raise LaunchError(
                 f"the process group {backend!r} of {world} ranks did not come up at {place.master_addr}:"
-                f"{place.master_port}, after {time.monotonic() - begin:.3g} s of the {timeout.total_seconds():g} s that it "
-                f"has ({error}): start as many processes as "
+                f"{place.master_port}, {_after(begin, timeout)} ({error}): start as many processes as "
                 "WORLD_SIZE says, and set MASTER_ADDR and MASTER_PORT to a free port of rank 0's host"
                 f"{_unreachable(place)}"
             ) from error

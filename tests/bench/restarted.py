@@ -5,8 +5,10 @@ import time
 
 #: Of all processes of the machine, and since the same moment.
 CLOCK = time.CLOCK_BOOTTIME
-SPAWNED = int(open("/proc/self/stat").read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-MARKS = [("spawned", SPAWNED, 0.0)]
+with open("/proc/self/stat") as status:
+    SPAWNED = int(status.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+#: Each phase by the moment of its end, and the CPU time that this process had used by then.
+MARKS = [("torchrun", SPAWNED, 0.0)]
 
 
 def mark(phase: str) -> None:
@@ -14,12 +16,12 @@ def mark(phase: str) -> None:
     MARKS.append((phase, time.clock_gettime(CLOCK), time.process_time()))
 
 
-mark("interpreter")
-
 import json  # noqa: E402
 import signal  # noqa: E402
 import sys  # noqa: E402
+from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -28,11 +30,13 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 from tests.bench.workloads import GPT, adamw  # noqa: E402
 
 mark("import torch")
+#: Model, optimizer, loader, and what saves them.
+Job = tuple[Any, Any, Any, Callable[[], Any]]
 SAVED_AT, KILLED_AT, STEPS = 2, 3, 2
 CONTEXT = 32
 
 
-def build(blocks: int) -> tuple[GPT, torch.optim.Optimizer, DataLoader]:
+def build(blocks: int) -> tuple[GPT, torch.optim.Optimizer, Any]:
     """What the user's program makes, the same for all contenders."""
     torch.manual_seed(0)
     model = GPT(768, blocks, CONTEXT)
@@ -40,10 +44,10 @@ def build(blocks: int) -> tuple[GPT, torch.optim.Optimizer, DataLoader]:
     return model, adamw(model), DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), 2)
 
 
-def accelerated(backend: str, blocks: int, folder: Path):
+def accelerated(backend: str, blocks: int, folder: Path) -> Job:
     import accel
 
-    mark("import accel")
+    mark("import library")
     model, optimizer, loader = build(blocks)
     mark("model")
     accel.init()
@@ -57,11 +61,11 @@ def accelerated(backend: str, blocks: int, folder: Path):
     return model, optimizer, loader, lambda: accel.save(state, folder / "saved")
 
 
-def raw_ddp(blocks: int, folder: Path):
+def raw_ddp(blocks: int, folder: Path) -> Job:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    mark("import accel")
+    mark("import library")
     raw, optimizer, loader = build(blocks)
     mark("model")
     dist.init_process_group("gloo")
@@ -83,13 +87,13 @@ def raw_ddp(blocks: int, folder: Path):
     return model, optimizer, loader, save
 
 
-def raw_fsdp(blocks: int, folder: Path):
+def raw_fsdp(blocks: int, folder: Path) -> Job:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.fsdp import fully_shard
 
-    mark("import accel")
+    mark("import library")
     model, optimizer, loader = build(blocks)
     mark("model")
     dist.init_process_group("gloo")
@@ -134,8 +138,9 @@ def read_bytes(state: list[torch.Tensor], path: Path) -> float:
     return time.perf_counter() - begin
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+def local(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
 
 
 def main() -> None:
@@ -150,22 +155,15 @@ def main() -> None:
     batches = iter(loader)
     while attempt == 0 or step < STEPS:
         x, y = next(batches)
-        if not step:
-            mark("batch")
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
-        if not step:
-            mark("forward")
         loss.backward()
-        if not step:
-            mark("backward")
         optimizer.step()
         step += 1
-        mark("first step" if step == 1 else f"step {step}")
+        mark("first step" if step == 1 else "next step")
         if attempt == 0 and step == SAVED_AT:
             save()
         if attempt == 0 and step == KILLED_AT and rank == 1:
-            mark("killed")
             note(folder, attempt, rank)
             os.kill(os.getpid(), signal.SIGKILL)
     parts = [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
