@@ -82,18 +82,10 @@ def save(
 
     contents, told = exchange("accel.save", prepare)
     _check_equal(told)
-    directory, place = folder.absolute(dir), process.place
+    directory = folder.absolute(dir)
     disks = find_disks(directory, folder.present) if placement == "host" else None
     with contextlib.ExitStack() as resources:
-
-        def begin() -> tuple[Claim | None, SaveMessage]:
-            first = place.rank == (0 if disks is None else disks.leaders[place.rank])
-            claim = folder.begin(directory, resources, () if disks is None else disks.saves) if first else None
-            return claim, contents.message([summary for *_, summary in told], place.rank)
-
-        claim, messages = exchange("accel.save (the directory)", begin)
-        plan = functools.partial(Writer, directory, claim, contents, messages, place.rank, keep, not wait)
-        writer = on_every_rank("accel.save (the plan)", plan)
+        writer = _begin(directory, disks, contents, [summary for *_, summary in told], resources, keep, not wait)
         if disks is not None:
             _finish_placed(writer, disks, replicas)
             return None
@@ -102,6 +94,28 @@ def save(
             return None
         finish = functools.partial(writer.finish_alone, process.timeout.total_seconds())
         return background.start(finish, resources.pop_all())
+
+
+def _begin(
+    directory: str,
+    disks: Disks | None,
+    contents: Contents,
+    summaries: Sequence[Summary],
+    resources: contextlib.ExitStack,
+    keep: int | None,
+    copy: bool,
+) -> Writer:
+    """Take the directory, on each disk, and plan what is written. Collective."""
+    rank = current().place.rank
+    first, saves = (0, ()) if disks is None else (disks.leaders[rank], disks.saves)
+
+    def begin() -> tuple[Claim | None, SaveMessage]:
+        claim = folder.begin(directory, resources, saves) if rank == first else None
+        return claim, contents.message(summaries, rank)
+
+    claim, messages = exchange("accel.save (the directory)", begin)
+    plan = functools.partial(Writer, directory, claim, contents, messages, rank, keep, copy)
+    return on_every_rank("accel.save (the plan)", plan)
 
 
 def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> None:
@@ -149,7 +163,11 @@ def _finish_placed(writer: Writer, disks: Disks, replicas: int) -> None:
     rank = current().place.rank
     written = _written_by_all(writer)
     transfers, hosts = disks.copies(written, replicas)
-    move("accel.save (the copies)", writer.directory, writer.save, transfers)
+    try:
+        move("accel.save (the copies)", writer.directory, writer.save, transfers)
+    except CheckpointError:
+        writer.discard()  # the next save removes what came to other hosts
+        raise
     content = on_every_rank("accel.save (the record)", lambda: b"" if rank else encode(writer.record(written, hosts)))
     content = broadcast(content, 0)
     on_every_rank("accel.save (the commit)", lambda: writer.put(content))

@@ -219,8 +219,8 @@ def _connect(process: Process, backend: str, problem: str, rendezvous: Rendezvou
         destroy_groups(process)
         if isinstance(error, RuntimeError):
             raise LaunchError(
-                f"accel did not start on all {process.place.world_size} ranks, {_after(begin, process.timeout)} ({error}): every "
-                f"rank must call accel.setup or accel.init"
+                f"accel did not start on all {process.place.world_size} ranks, {_after(begin, process.timeout)} ({error}): "
+                "every rank must call accel.setup or accel.init"
                 f"{_unreachable(process.place)}"
             ) from error
         raise
@@ -264,9 +264,10 @@ class Rendezvous:
         rank, world, begin = place.rank, place.world_size, time.monotonic()
         try:
             if self.store is None or self.where != place:
-                self.store, self.where = next(rendezvous_at(url, rank, world, timeout=timeout))[0], place
-                self.store.set_timeout(timeout)
-                self.name, self.starts = meet(self.store, rank, world, timeout), 0
+                found = next(rendezvous_at(url, rank, world, timeout=timeout))[0]
+                found.set_timeout(timeout)
+                self.name = meet(found, rank, world, timeout)
+                self.store, self.where, self.starts = found, place, 0
             self.store.set_timeout(timeout)
             self.starts += 1
             store = distributed_c10d.PrefixStore(f"accel/{self.name}/{self.starts}", self.store)
