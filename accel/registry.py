@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .engines import FOREIGN, Engine, Holdings
+from .engines import FOREIGN, Engine, Holdings, foreign_part
 from .engines.base.gradients import Gradients
 from .engines.base.step import prepare
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError
@@ -58,6 +58,7 @@ class Registry:
         self._runs = run_patches(self._before_backward, self._after_backward)
         self._leaves = leaf_patch(self._leaf)
         self._data = data_patch(self._data_used, self._data_set)
+        self._needed: weakref.WeakKeyDictionary[Engine, list[Patch]] = weakref.WeakKeyDictionary()
 
     def add(self, engine: Engine) -> None:
         """Make ``engine`` the one engine of its module."""
@@ -78,7 +79,8 @@ class Registry:
         if engine.gradients.watched:
             self._watched = self._watched or [register_optimizer_step_pre_hook(self._before_any_step)]
         engine.drift.watch()
-        for patch in self._patches(engine):
+        self._needed[engine] = self._patches(engine)
+        for patch in self._needed[engine]:
             patch.need(engine)
         weakref.finalize(engine, self._prune).atexit = False
 
@@ -101,7 +103,7 @@ class Registry:
         self.divided.discard(engine.serial)
         for module in engine.module.modules():
             self._owners.pop(module, None)
-        for patch in (*self._clipping, *self._runs, self._leaves, self._data, *self._patches(engine)):
+        for patch in self._needed.pop(engine):
             patch.drop(engine)
         self._prune()
 
@@ -169,7 +171,7 @@ class Registry:
 
         Raises:
             SharedParametersError: names the shared parameters.
-            BackendError: a wrapper of another library, by name.
+            BackendError: a wrapper of another library, or a parameter that one has divided, by name.
         """
         for name, child in _walk(module):
             foreign = FOREIGN.intersection(f"{c.__module__}.{c.__qualname__}" for c in type(child).__mro__)
@@ -190,6 +192,9 @@ class Registry:
                     f"({engine.name}) of a {type(engine.module).__name__}: {', '.join(shared[:5])}; "
                     "set up one model that holds both, or tear down the other first"
                 )
+        for name, parameter in module.named_parameters():
+            if (what := foreign_part(parameter)) is not None:
+                raise BackendError(f"{name} {what}")
 
     # -- events ---------------------------------------------------------------------------------------------------
 

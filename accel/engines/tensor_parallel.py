@@ -11,15 +11,15 @@ from ..errors import BackendError
 from .base.engine import Options
 from .fsdp import FSDPEngine
 from .fsdp.mesh import check_size
-from .fsdp.plan import Plan, check_plan, text_of
+from .fsdp.plan import Plan, Planned, check_plan, text_of
 from .fsdp.wrap import Wrap
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorParallel(Options):
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TensorParallel(Planned, Options):
     """Options of ``tensor_parallel``; it is ``accel.FSDP(tensor_parallel=...)`` without a division of the parts.
 
     Args:
@@ -61,12 +61,6 @@ class TensorParallel(Options):
     def __repr__(self) -> str:
         rest = f"size={self.size}, activation_checkpointing={self.activation_checkpointing}, auto_refresh={self.auto_refresh}"
         return f"TensorParallel(plan={text_of(self.plan)}, {rest}, drift_check={self.drift_check})"
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and repr(other) == repr(self)
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
 
 
 @final

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from accel.checkpoint import record, shards, storage
 from accel.errors import CheckpointError
 from tests.distributed import outcomes, refusals, run, wait_for
 from tests.faults import Fault, full_disk
+from tests.interpreters import executable
 
 
 def large(value: float) -> dict[str, Any]:
@@ -108,7 +108,7 @@ accel.save({"x": torch.zeros(5_000_000), "n": 2}, sys.argv[1], wait=False)
 @pytest.mark.parametrize(("how", "status", "value"), [("fails", 1, 1), ("works", 0, 2)])
 def test_exit_waits_and_tells(how: str, status: int, value: int, tmp_path: Path) -> None:
     found = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), how], capture_output=True, text=True, timeout=120, check=False
+        [executable(), "-c", SCRIPT, str(tmp_path), how], capture_output=True, text=True, timeout=120, check=False
     )
     assert found.returncode == status, found.stderr
     assert ("File too large" in found.stderr) is (how == "fails")

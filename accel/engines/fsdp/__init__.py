@@ -31,7 +31,7 @@ from ..base.sequence import sequence_size
 from ..base.step import refuse_steps
 from . import wrap
 from .mesh import axes_of, check_mesh, check_size, data_place
-from .plan import Plan, check_cut, check_plan, shrunk, text_of
+from .plan import Plan, Planned, check_cut, check_plan, shrunk, text_of
 from .wrap import Wrap
 
 if TYPE_CHECKING:
@@ -143,8 +143,8 @@ _WHOLE_MATRICES: tuple[type, ...] = (torch.optim.Muon,) if hasattr(torch.optim, 
 _OWN_KERNELS = {"apex", "bitsandbytes", "deepspeed"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FSDP(SequenceOptions):
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FSDP(Planned, SequenceOptions):
     """Options of ``fsdp``; names and meanings are those of ``fully_shard`` where it has them.
 
     Args:
@@ -217,13 +217,6 @@ class FSDP(SequenceOptions):
         names = [getattr(w, "__qualname__", type(w).__name__) for w in wrap]
         rest = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("wrap", "plan")}
         return f"FSDP(wrap={names}, plan={text_of(self.plan)}, {', '.join(f'{n}={v}' for n, v in rest.items())})"
-
-    def __eq__(self, other: object) -> bool:
-        # Styles are objects that a repeated notebook cell makes anew.
-        return type(other) is type(self) and repr(other) == repr(self) and other.wrap == self.wrap
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
 
 
 FSDP.shown = FSDP(replicas=2), FSDP(tensor_parallel=8)
