@@ -124,12 +124,13 @@ def check_deferred(module: nn.Module) -> None:
 def materialize(module: nn.Module, device: torch.device, undo: contextlib.ExitStack) -> None:
     """Give every parameter on the meta device memory on ``device`` and its first values; ``undo`` takes them away again.
 
-    Values that come from a directory come later.
+    Values that come from a directory come later; on most systems, memory of the host that nobody writes to takes nothing.
     """
     weights, borrowed = weights_of(module), borrowing(module)
     replaced = [p for p in module.parameters() if p.is_meta]
     for parameter in replaced:
-        real = nn.Parameter(without_values(parameter, device), requires_grad=parameter.requires_grad)
+        made = without_values(parameter, device) if weights is None else torch.empty_like(parameter, device=device)
+        real = nn.Parameter(made, requires_grad=parameter.requires_grad)
         swap(parameter, real)
         undo.callback(swap, parameter, real)
     if weights is not None:

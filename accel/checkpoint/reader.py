@@ -193,7 +193,7 @@ class Reader:
             if checksums_of(memoryview(content)) != written.header:
                 raise CheckpointError(f"{path}: its header is damaged, or it is of another save; {_ADVICE}")
             with parsing(f"{path}: its header is not as {NAME} needs it"):
-                self._headers[file] = parse_header(bytes(content), written.size, checked=True)
+                self._headers[file] = parse_header(bytes(content), written.size)
         return self._headers[file]
 
     def locate(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:

@@ -21,6 +21,7 @@ from ...process import Process, reason_of
 from ...process.control import Waiting, agree
 from ...process.rng import put_torch_states, torch_states
 from ...shard import Shard, StateEntry
+from ..base.activations import Choice
 from ..base.engine import Context, Engine, Options, SequenceOptions, lost_weights
 from ..base.gradients import Gradients, refuse_sparse
 from ..base.holdings import Holdings
@@ -32,7 +33,6 @@ from ..base.step import refuse_steps
 from . import wrap
 from .mesh import axes_of, check_mesh, check_size, data_place
 from .plan import Plan, Planned, check_cut, check_plan, shrunk, text_of
-from .wrap import Wrap
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -152,7 +152,6 @@ class FSDP(Planned, SequenceOptions):
             repeat in a ModuleList or Sequential and have submodules of their own.
         reshard_after_forward: free a block's gathered parameters after its forward; False keeps them until backward.
         cpu_offload: shards, their gradients and optimizer state lie in the host's memory.
-        activation_checkpointing: recompute each block's activations in backward.
         replicas: HSDP: so many copies of the model, each divided over the ranks of its own, which are neighbours (those of
             one host, say). Blocks are gathered among these; the copies average what they have of the gradients.
         tensor_parallel: so many neighbours have a part of each layer that the plan names, compute on the same batches, and
@@ -166,10 +165,9 @@ class FSDP(Planned, SequenceOptions):
         auto_refresh: look for a change of ``requires_grad`` before each forward.
     """
 
-    wrap: Wrap = None
+    wrap: Choice = None
     reshard_after_forward: bool = True
     cpu_offload: bool = False
-    activation_checkpointing: bool = False
     replicas: int = 1
     tensor_parallel: int = 1
     plan: Plan = None
@@ -363,7 +361,6 @@ class FSDPEngine(Engine):
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         super().__init__(module, entry, context)
         self.parts: Conversion | None = None
-        self._checkpointed = contextlib.ExitStack()
         #: Of tensor parallelism.
         self._alike: SameInputs | None = None
 
@@ -399,13 +396,11 @@ class FSDPEngine(Engine):
         return tuple(use for use in uses for _ in range(sizes["tensor"])) * sizes["replicate"]
 
     def wrap(self) -> None:
-        """Checkpoint activations; shards come with ``start``, since they need rank 0's weights."""
+        """Refuse what the precision forbids; shards come with ``start``, since they need rank 0's weights."""
         if self.precision.float8 and axes_of(self.options, self.process.place.world_size)["tensor"] > 1:
             raise PrecisionError(
                 "precision 'fp8-mixed' with tensor parallelism would scale each part of a layer by itself: ask for 'bf16-mixed'"
             )
-        if self.options.activation_checkpointing:
-            self._checkpointed = wrap.checkpointed(m for _, m in wrap.blocks(self.module, self.options.wrap))
 
     def attach(self, optimizer: Optimizer) -> None:
         """Refuse what cannot step shards."""
@@ -514,7 +509,6 @@ class FSDPEngine(Engine):
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Whole parameters, in the objects that held them before. Collective."""
-        self._checkpointed.close()
         self.holdings.guard.release_modules()
         if self.parts is not None:
             self.gradients.local_steps.clear()
