@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import accel
+from accel.checkpoint import record
 from accel.errors import CheckpointError
 from tests.distributed import run
 
@@ -156,6 +158,10 @@ def commits_by_half(root: str) -> None:
         other = state(0.0)
         accel.load("ckpt", other)
         assert values(other) == {3.0}
+        with pytest.MonkeyPatch.context() as patch:  # another host is rank 0 now, and its clock is late
+            patch.setattr(record, "time", SimpleNamespace(time=lambda: 1.0))
+            accel.save(other, "later", placement="host")
+        assert accel.latest(".", placement="host") == "./later"
         # A save that fails leaves both, since each is the only one for some host.
         broken = state(4.0) | {"bad": lambda: 0}
         with pytest.raises(CheckpointError):
