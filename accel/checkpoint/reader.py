@@ -235,6 +235,14 @@ class Reader:
                 begin = offset - self.header(file).size
                 yield file, begin // CHUNK, chunks_of(begin + count * size)
 
+    def files(self, wanted: Iterable[Shard]) -> set[int]:
+        """The files that parts of tensors are read from, none of which need be there yet."""
+        found: set[int] = set()
+        for one in wanted:
+            for first, span, *_ in self._strips(one):
+                found.update(file for file, *_ in self._record.tensors[one.name].overlaps(first, first + span))
+        return found
+
     def verify(self, file: int, chunks: Sequence[int]) -> None:
         """Compare the checksums of chunks of a file; raises for the first that is damaged, with a tensor that is in it."""
         self._read_chunks(file, {chunk: [] for chunk in chunks})

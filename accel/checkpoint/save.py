@@ -8,15 +8,14 @@ import itertools
 import logging
 import os
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, final
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, is_url
 from ..process import current
 from ..process.control import locked
 from . import folder, record, shards
@@ -25,7 +24,8 @@ from .failures import exchange, explain, on_every_rank
 from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, parts, unpack, write_items
 from .match import check_engines
 from .objects import KINDS, LocalRange, RankObject, StateObject, engines_of
-from .record import Record, Stored
+from .placement import Disks, broadcast, find_disks, move
+from .record import Record, Stored, encode
 from .shards import Item, Written, earlier_files
 from .state import State, local_ranges, value_range
 from .storage import Claim, storage_of
@@ -42,6 +42,8 @@ def save(
     wait: bool = True,
     keep: int | None = None,
     filter: Callable[[str], bool] | None = None,
+    placement: Literal["shared", "host"] = "shared",
+    replicas: int = 0,
 ) -> Future[None] | None:
     """Write a checkpoint of ``state`` into ``dir``, from one moment to the next. Collective.
 
@@ -55,6 +57,9 @@ def save(
         keep: afterwards remove older checkpoints next to ``dir`` with the same name up to its number
             (``step-100``, ``step-200``), so that the newest ``keep`` are left.
         filter: tells by a tensor's name (``"model/head.weight"``) whether it is saved; an optimizer's always are.
+        placement: "host" where ``dir`` is on each host's own disk: what its ranks write stays there, and a load finds each file
+            on the host that has it.
+        replicas: with ``placement="host"``, on how many other hosts each file is as well, so that it outlives a lost host.
 
     Returns:
         None; with ``wait=False`` a future, done when the checkpoint is durable and this rank knows it: from then on it may
@@ -71,26 +76,46 @@ def save(
         directory = folder.named(dir)
         if keep is not None:
             folder.check_keep(directory, keep)
+        _check_placement(directory, placement, replicas, wait)
         contents = contents_of(state, filter, process.place.world_size)
-        return contents, (directory, (wait, keep), contents.summary())
+        return contents, (directory, (wait, keep, placement, replicas), contents.summary())
 
     contents, told = exchange("accel.save", prepare)
     _check_equal(told)
-    directory, place = folder.absolute(dir), process.place
+    directory = folder.absolute(dir)
+    disks = find_disks(directory, folder.present) if placement == "host" else None
     with contextlib.ExitStack() as resources:
-
-        def begin() -> tuple[Claim | None, SaveMessage]:
-            claim = folder.begin(directory, resources) if place.rank == 0 else None
-            return claim, contents.message([summary for *_, summary in told], place.rank)
-
-        claim, messages = exchange("accel.save (the directory)", begin)
-        plan = functools.partial(Writer, directory, claim, contents, messages, place.rank, keep, not wait)
-        writer = on_every_rank("accel.save (the plan)", plan)
+        writer = _begin(directory, disks, contents, [summary for *_, summary in told], resources, keep, not wait)
+        if disks is not None:
+            _finish_placed(writer, disks, replicas)
+            return None
         if wait:
             _finish(writer)
             return None
-        finish = functools.partial(writer.finish_alone, Words(process, messages[0].save, directory))
+        finish = functools.partial(writer.finish_alone, Words(process, writer.save, directory))
         return background.start(finish, resources.pop_all())
+
+
+def _begin(
+    directory: str,
+    disks: Disks | None,
+    contents: Contents,
+    summaries: Sequence[Summary],
+    resources: contextlib.ExitStack,
+    keep: int | None,
+    copy: bool,
+) -> Writer:
+    """Take the directory, on each disk, and plan what is written. Collective."""
+    rank = current().place.rank
+    first, saves = (0, ()) if disks is None else (disks.leaders[rank], disks.saves)
+
+    def begin() -> tuple[Claim | None, SaveMessage]:
+        claim = folder.begin(directory, resources, saves) if rank == first else None
+        return claim, contents.message(summaries, rank)
+
+    claim, messages = exchange("accel.save (the directory)", begin)
+    plan = functools.partial(Writer, directory, claim, contents, messages, rank, keep, copy)
+    return on_every_rank("accel.save (the plan)", plan)
 
 
 def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> None:
@@ -100,7 +125,8 @@ def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> Non
             raise CheckpointError(f"accel.save: rank 0 saves into {told[0][0]!r}, and rank {rank} into {directory!r}")
         if options != told[0][1]:
             raise CheckpointError(
-                f"accel.save: wait and keep are {told[0][1]} on rank 0, and {options} on rank {rank}; give every rank the same"
+                f"accel.save: wait, keep, placement and replicas are {told[0][1]} on rank 0, and {options} on rank {rank}; give "
+                "every rank the same"
             )
         if summary.structure != told[0][2].structure:
             raise CheckpointError(
@@ -109,14 +135,48 @@ def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> Non
             )
 
 
+def _check_placement(directory: str, placement: str, replicas: object, wait: bool) -> None:
+    folder.check_placement(placement)
+    if placement == "host" and is_url(directory):
+        raise CheckpointError(
+            f"placement='host' of {directory}: all hosts see a store; leave it out, or give a directory"
+        )
+    if type(replicas) is not int or replicas < 0 or (replicas and placement == "shared"):
+        raise CheckpointError(f"replicas={replicas!r}: expected a number of hosts, with placement='host'")
+    if placement == "host" and not wait:
+        raise CheckpointError(
+            "placement='host' with wait=False: the hosts have no directory in which to tell each other; wait"
+        )
+
+
 def _finish(writer: Writer) -> None:
     """Write, and commit once all ranks have. Collective."""
+    on_every_rank("accel.save (the record)", functools.partial(writer.commit, _written_by_all(writer)))
+
+
+def _written_by_all(writer: Writer) -> list[Files]:
     try:
-        _, written = exchange("accel.save (writing)", lambda: (None, writer.write()))
+        return exchange("accel.save (writing)", lambda: (None, writer.write()))[1]
     except CheckpointError:
         writer.discard()  # on all ranks; after another error some may think that all is written
         raise
-    on_every_rank("accel.save (the record)", functools.partial(writer.commit, written))
+
+
+def _finish_placed(writer: Writer, disks: Disks, replicas: int) -> None:
+    """Write, copy to other hosts, and once all of it is durable commit on all; only then goes what was before. Collective."""
+    rank = current().place.rank
+    written = _written_by_all(writer)
+    transfers, hosts = disks.copies(written, replicas)
+    try:
+        move("accel.save (the copies)", writer.directory, writer.save, transfers)
+    except CheckpointError:
+        writer.discard()  # the next save removes what came to other hosts
+        raise
+    content = on_every_rank("accel.save (the record)", lambda: b"" if rank else encode(writer.record(written, hosts)))
+    content = broadcast(content, 0)
+    on_every_rank("accel.save (the commit)", lambda: writer.put(content))
+    # All have it: it is done.
+    writer.remove_older(record.parse(content, writer.directory)[0])
 
 
 def save_alone(state: Mapping[str, Any], directory: str) -> None:
@@ -229,7 +289,7 @@ class Contents:
                 tensors[name] = Stored(dtype, shape, tuple(found.get(number, ())), cuts)
         return Record(
             id=save,
-            time=time.time(),
+            time=record.next_time(),
             world_size=len(written),
             files=files,
             tensors=tensors,
@@ -282,9 +342,10 @@ class Writer:
         keep: int | None,
         copy: bool,
     ) -> None:
-        self._directory, self._contents, self._rank, self._keep = directory, contents, rank, keep
+        self.directory, self._contents, self._rank, self._keep = directory, contents, rank, keep
         self._claim, self._storage = claim, storage_of(directory)
-        self._save, self._world = messages[0].save, len(messages)
+        self.save, self._world = messages[0].save, len(messages)
+        self._before: Sequence[str] = ()  # what was there before the commit; others may save there afterwards
         self._sent = False  # whether the record is on its way to a store, and may arrive after it was given up
         contents.complete(messages)
         self._storage.make(directory)  # a host may not have heard yet that rank 0 made it
@@ -299,50 +360,62 @@ class Writer:
         self._items: Sequence[Sequence[Item]] = background.snapshot(items) if copy else items
 
     def _names(self) -> list[str]:
-        return [folder.shard_name(self._save, self._rank, kind) for kind in KINDS]
+        return [folder.shard_name(self.save, self._rank, kind) for kind in KINDS]
 
     def write(self) -> Files:
         """Write this rank's files, durably."""
         files = list(self._linked)
         for which, (name, items) in enumerate(zip(self._names(), self._items, strict=True)):
             if items:
-                files[which] = shards.write(self._directory, name, items)
+                files[which] = shards.write(self.directory, name, items)
             if which and (file := files[which]) is not None:
-                earlier_files.remember(self._directory, file)
-        self._storage.sync(self._directory)
+                earlier_files.remember(self.directory, file)
+        self._storage.sync(self.directory)
         return tuple(files)
 
     def discard(self) -> None:
         """Remove this rank's files, which no record names."""
         for name in self._names():
             with contextlib.suppress(OSError):
-                self._storage.remove(os.path.join(self._directory, name))
+                self._storage.remove(os.path.join(self.directory, name))
 
     def commit(self, written: Sequence[Files]) -> None:
         """Rank 0: make it the checkpoint of the directory, then remove the one before."""
         if self._claim is None:
             return
         try:
-            new = self._contents.record(self._save, written)
+            new = self.record(written)
             self._check_visible(new)
-            before = self._storage.names(self._directory)  # others may save there afterwards
-            path = os.path.join(self._directory, record.NAME)
-            self._sent = not self._claim.exclusive
-            self._claim.commit(path, record.encode(new), folder.record_name(self._save))
+            self.put(encode(new))
         except BaseException:
             self._clean()
             raise
-        # It is done; what fails from here on is no failure of the save.
+        self.remove_older(new)
+
+    def record(self, written: Sequence[Files], hosts: Sequence[tuple[str, Sequence[int]]] = ()) -> Record:
+        """The record of what all ranks have written, each on its host where hosts are given."""
+        return replace(self._contents.record(self.save, written), hosts=hosts)
+
+    def put(self, content: bytes) -> None:
+        """The first rank of a disk: make ``content`` the record there."""
+        if self._claim is not None:
+            self._before, self._sent = self._storage.names(self.directory), not self._claim.exclusive
+            self._claim.commit(os.path.join(self.directory, record.NAME), content, folder.record_name(self.save))
+
+    def remove_older(self, new: Record) -> None:
+        """The first rank of a disk, once all is done: what fails from here on is no failure of the save."""
+        if self._claim is None:
+            return
         try:
-            self._sweep(new, before)
+            self._sweep(new, self._before)
             if self._keep is not None:
-                folder.prune(self._directory, self._keep)
+                folder.prune(self.directory, self._keep)
         except (OSError, CheckpointError) as error:
-            logger.warning("%s is saved, but older files could not be removed: %s", self._directory, explain(error))
+            logger.warning("%s is saved, but older files could not be removed: %s", self.directory, explain(error))
 
     def _check_visible(self, new: Record) -> None:
         try:
-            folder.check_sizes(self._directory, new)
+            folder.check_sizes(self.directory, new)
         except CheckpointError as error:
             raise CheckpointError(
                 "a rank wrote its part, and rank 0 does not see it whole: save into a directory of this job alone, on a file "
@@ -354,20 +427,20 @@ class Writer:
         with contextlib.suppress(OSError, CheckpointError):
             if self._sent:
                 return  # the next save removes them
-            names = [name for name in self._storage.names(self._directory) if self._save in name]
-            self._sweep(folder.present(self._directory), names)
+            names = [name for name in self._storage.names(self.directory) if self.save in name]
+            self._sweep(folder.present(self.directory), names)
 
     def _sweep(self, kept: Record | None, names: Sequence[str]) -> None:
         """Remove those that are not of this record."""
-        folder.sweep(self._directory, names, [file.name for file in kept.files] if kept else ())
+        folder.sweep(self.directory, names, [file.name for file in kept.files] if kept else ())
 
     def _stands(self) -> bool:
         """Whether the record may name this save's files: it has its name before that is durable, which may fail."""
         try:
-            found = folder.present(self._directory)
+            found = folder.present(self.directory)
         except (OSError, CheckpointError):
             return True
-        return self._sent or (found is not None and found.id == self._save)
+        return self._sent or (found is not None and found.id == self.save)
 
     # -- in the background: without collectives ---------------------------------------------------------------------
 

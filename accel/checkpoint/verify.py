@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -27,8 +26,8 @@ from .values import DEPTH, TAG, Decoder, Json
 _BATCH: Final = 64  # chunks between two words of progress
 
 
-def verify_needed(reader: Reader, found: Record, needs: Sequence[Shard], place: Place) -> None:
-    """Compare the checksums of all chunks that some rank needs, each on one rank of each host. Collective."""
+def verify_needed(reader: Reader, found: Record, needs: Sequence[Shard], place: Place, host: str) -> None:
+    """Compare the checksums of all chunks that some rank needs, each on one rank of each ``host``. Collective."""
     sizes = torch.tensor([chunks_of(file.size) for file in found.files], dtype=torch.int64, device="cpu")
     bases = (sizes.cumsum(0) - sizes).tolist()
 
@@ -38,7 +37,7 @@ def verify_needed(reader: Reader, found: Record, needs: Sequence[Shard], place: 
         for need in needs:
             for file, first, last in reader.chunks(need):
                 needed[bases[file] + first : bases[file] + last] = True
-        return needed, (socket.gethostname(), zlib.compress(memory(needed), 1))
+        return needed, (host, zlib.compress(memory(needed), 1))
 
     needed, told = exchange("accel.load (the files)", mark)
     neighbours = [rank for rank, (host, _) in enumerate(told) if host == told[place.rank][0]]
@@ -83,6 +82,8 @@ def compare_all(directory: str, rank: int, world: int, progress: Callable[[int],
     """Compare one rank's share of all chunks, and the record; ``progress`` hears how many more bytes are done."""
     found, _ = record.read(directory)
     check_record(found, os.path.join(directory, record.NAME))
+    if found.hosts:
+        folder.check_sizes(directory, found)
     reader = Reader(directory, found, stream=False)
     for name, stored in islice(found.tensors.items(), rank, None, world):
         for _ in reader.locate(name, 0, stored.numel):

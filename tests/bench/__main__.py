@@ -18,7 +18,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["PYTHONWARNINGS"] = "ignore"
 warnings.filterwarnings("ignore")
 
-from . import checkpoints, costs, drift, fsdp, loops, memory, pipeline, report, scale, settings, sharded, zero  # noqa: E402
+from . import checkpoints, costs, drift, fsdp, loops, memory, pipeline, report, restart, scale, settings, sharded, zero  # noqa: E402
 from .section import Section  # noqa: E402
 
 SECTIONS = {
@@ -34,6 +34,7 @@ SECTIONS = {
         zero.SECTION,
         checkpoints.SECTION,
         scale.SECTION,
+        restart.SECTION,
         memory.SECTION,
         pipeline.SECTION,
     )
