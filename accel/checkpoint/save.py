@@ -22,7 +22,7 @@ from ..process.control import locked
 from . import folder, record, shards
 from .background import StatusFiles, background, status_names
 from .failures import exchange, explain, on_every_rank
-from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, parts, unpack, write_items
+from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, unpack, write_items
 from .match import check_engines
 from .objects import KINDS, LocalRange, RankObject, StateObject, engines_of
 from .record import Record, Stored
@@ -153,8 +153,9 @@ class Summary:
     """Digests of contents: of what must be equal on all ranks, and of what is sent only where it is not; and the engines."""
 
     structure: str
-    inventories: str
-    tables: str
+    ranges: str
+    forms: str
+    contents: str
     nodes: str
     engines: dict[str, str]
 
@@ -187,10 +188,12 @@ class Contents:
         """What the ranks compare before they send more."""
         compared = [one.shard.name for ranges in self.ranges for one in ranges if not one.equal]
         structure = [[(one.name, one.kind) for one in self.objects], sorted(compared)]
+        digests = [one.digests() for one in self.inventories]
         return Summary(
             digest(structure),
-            digest([one.digest() for one in self.inventories]),
-            digest([one.table for one in self.inventories]),
+            digest([ranges for _, ranges, _ in digests]),
+            digest([form for form, *_ in digests]),
+            digest([contents for *_, contents in digests]),
             digest([node for _, node in self.merged]),
             engines_of(self.objects),
         )
@@ -198,8 +201,8 @@ class Contents:
     def message(self, summaries: Sequence[Summary], rank: int) -> SaveMessage:
         """What the other ranks must be told; each table by one of those that have it."""
         packed = nodes = None
-        if len({s.inventories for s in summaries}) > 1:
-            first = [s.tables for s in summaries].index(summaries[rank].tables)
+        if len({(s.ranges, s.contents) for s in summaries}) > 1:
+            first = [s.forms for s in summaries].index(summaries[rank].forms)
             packed = [one.pack(None if first == rank else first) for one in self.inventories]
         if len({s.nodes for s in summaries}) > 1:
             nodes = [node for _, node in self.merged]
@@ -224,9 +227,9 @@ class Contents:
             for file in (theirs[which] for theirs in written):
                 numbers.append(-1 if file is None else len(files))
                 files += [] if file is None else [file]
-            found = parts(layout.ranges, torch.tensor(numbers, dtype=torch.int64, device="cpu"))
-            for number, (name, dtype, shape, cuts) in enumerate(layout.table):
-                tensors[name] = Stored(dtype, shape, tuple(found.get(number, ())), cuts)
+            found = layout.parts(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
+            for (name, dtype, shape, cuts), own in zip(layout.table, found, strict=True):
+                tensors[name] = Stored(dtype, shape, tuple(own), cuts)
         return Record(
             id=save,
             time=time.time(),
