@@ -43,6 +43,7 @@ lint: $(VENV)/test
 
 types: $(VENV)/test
 	$(PY) -m mypy
+	$(PY) -m basedpyright --pythonpath $(PY)
 
 docs: $(VENV)/test
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --config-file docs/mkdocs.yml --site-dir ../build/site

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .checkpoint.load import load
     from .checkpoint.save import save
     from .checkpoint.verify import verify
+    from .engines._option_classes import *  # noqa: F403
 
 __version__ = "0.1.0"
 
@@ -58,22 +59,23 @@ __version__ = "0.1.0"
 _CHECKPOINTS: Final = ("export", "import_checkpoint", "latest", "link", "load", "save", "verify")
 
 
-def __getattr__(name: str) -> Any:
-    value: Any
-    if name == "__all__":
-        value = [*_NAMES, *engines.option_names()]
-    elif name in _CHECKPOINTS:
-        value = getattr(importlib.import_module(".checkpoint", __name__), name)
-    else:  # the option classes of the backends: a new backend brings its own
-        value = engines.option_class(name)
-    if value is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # to a type checker any name would be there
 
+    def __getattr__(name: str) -> Any:
+        value: Any
+        if name == "__all__":
+            value = [*_NAMES, *engines.option_names()]
+        elif name in _CHECKPOINTS:
+            value = getattr(importlib.import_module(".checkpoint", __name__), name)
+        else:  # the option classes of the backends: a new backend brings its own
+            value = engines.option_class(name)
+        if value is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__getattr__("__all__")})
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})
 
 
 __all__ = [

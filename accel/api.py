@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import nn
@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from . import data, planning, process
 from .data import LoaderHandle, LoaderOptions
 from .deferred import materialize, weights_of
-from .engines import Context, Engine
+from .engines import Context, Engine, Options
 from .engines.base.sequence import prepared
 from .errors import AccelError, BackendError, LoaderError, PrecisionError, RankMismatchError
-from .handles import Handles, HiddenAttribute, ModelHandle, engine_behind, raw
+from .handles import Dataloaders, Handles, HiddenAttribute, Model, ModelHandle, Optimizers, engine_behind, raw
 from .planning import Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
 from .precision import convert_linears, convert_module, convert_optimizer
 from .process import Process, current, ended, running
@@ -33,20 +33,21 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger("accel")
+Batch = TypeVar("Batch")
 
 
 @locked
 def setup(
-    model: nn.Module,
-    optimizers: Any = None,
-    dataloaders: Any = None,
+    model: Model,
+    optimizers: Optimizers = None,  # type: ignore[assignment]
+    dataloaders: Dataloaders = None,  # type: ignore[assignment]
     *,
-    backend: Any = "auto",
+    backend: str | Options = "auto",
     precision: str = "auto",
     devices: Any = "auto",
     loader_options: LoaderOptions | None = None,
     scale_lr: bool = False,
-) -> Handles:
+) -> Handles[Model, Optimizers, Dataloaders]:
     """Give ``model`` its one engine and return handles for the unchanged loop.
 
     Calling it again with the same objects returns the same handles; a later call may add optimizers and dataloaders.
@@ -90,8 +91,12 @@ def setup(
     return execute(plan)
 
 
+@overload
+def teardown(model: Model) -> Model: ...
+@overload
+def teardown() -> None: ...
 @locked
-def teardown(model: Any = None) -> nn.Module | None:
+def teardown(model: Any = None) -> Any:
     """End the model's engine: its raw module has its trained weights, its raw optimizers work by themselves again.
 
     Without a model, ends every engine and the process group that accel made, and returns None. Collective. A model that some
@@ -117,12 +122,12 @@ def teardown(model: Any = None) -> nn.Module | None:
     return None
 
 
-def unwrap(model: nn.Module) -> nn.Module:
+def unwrap(model: Model) -> Model:
     """The raw module of a handle or of a compile wrapper, or the module itself."""
-    if type(model) is ModelHandle:
-        module: nn.Module = raw(model)
-        return module
-    return resolve_module(model)[0]
+    given: Any = model  # a handle has the type of its module
+    module: Any = raw(given) if type(given) is ModelHandle else resolve_module(given)[0]
+    unwrapped: Model = module
+    return unwrapped
 
 
 def backward(
@@ -188,7 +193,7 @@ def mesh(model: nn.Module) -> DeviceMesh | None:
     return registry.of_handle(model).mesh
 
 
-def shard_sequence(model: nn.Module, batch: Any, dim: int = 1) -> Any:
+def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
     """This rank's part of a batch's sequences, for a model with ``sequence_parallel``; else the batch. Collective.
 
     Every tensor that has the sequence along ``dim`` is cut: all that are as long there as ``input_ids``, ``inputs_embeds`` or
@@ -205,7 +210,8 @@ def shard_sequence(model: nn.Module, batch: Any, dim: int = 1) -> Any:
         RankMismatchError: ranks of one sequence have different batches.
     """
     engine = registry.of_handle(model)
-    return prepared(engine.module, batch)[0] if engine.sequence is None else engine.sequence.shard(batch, dim)
+    part: Batch = prepared(engine.module, batch)[0] if engine.sequence is None else engine.sequence.shard(batch, dim)
+    return part
 
 
 @contextlib.contextmanager
@@ -356,7 +362,7 @@ def _difference(everyone: list[dict[str, str]]) -> str:
     return "in the order of their parameters"
 
 
-def execute(plan: Plan) -> Handles:
+def execute(plan: Plan) -> Handles[Any, Any, Any]:
     """Agree, build, agree that all have built, then start from rank 0's weights."""
     seeds = enumerate(_agree_on(plan))
     process = current()

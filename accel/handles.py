@@ -6,24 +6,32 @@ import copy
 import functools
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from typing_extensions import NamedTuple, TypeVar  # typing's own have no parameters and no defaults in Python 3.10
 
 from .data import LoaderHandle as LoaderHandle
 from .errors import AccelError, OptimizerError
 
+#: The types that ``setup`` is given. What ``torch.compile`` returns is a callable to type checkers.
+Model = TypeVar("Model", bound=Callable[..., Any])
+Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer] | Mapping[Any, Optimizer] | None, default=None)
+_Loader = DataLoader[Any]
+Dataloaders = TypeVar("Dataloaders", bound=_Loader | Sequence[_Loader] | Mapping[Any, _Loader] | None, default=None)
 
-class Handles(NamedTuple):
-    """What ``setup`` returns; each part has the form of the argument that it answers."""
 
-    model: Any
-    optimizers: Any
-    dataloaders: Any
+class Handles(NamedTuple, Generic[Model, Optimizers, Dataloaders]):
+    """What ``setup`` returns; each part has the form of the argument that it answers, and to a type checker its type."""
+
+    model: Model
+    optimizers: Optimizers
+    dataloaders: Dataloaders
 
 
 _get = object.__getattribute__

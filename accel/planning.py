@@ -100,7 +100,7 @@ class Plan:
 
 def known_handles(
     model: Any, optimizers: Any, dataloaders: Any, wanted: Wanted, loaders: LoaderOptions | None, scale_lr: bool
-) -> Handles | None:
+) -> Handles[Any, Any, Any] | None:
     """The handles of a repeated call, at the price of a few look-ups; None where there is anything to do or to refuse."""
     try:
         module, _ = resolve_module(model)

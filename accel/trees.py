@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from .errors import AccelError
 
+#: The type of a tree: its containers stay, whatever takes a leaf's place.
+T = TypeVar("T")
 
-def map_tensors(fn: Callable[[Tensor], Any], tree: Any, *, others: bool = False) -> Any:
+
+def map_tensors(fn: Callable[[Tensor], Any], tree: T, *, others: bool = False) -> T:
     """The same nested dicts, lists, tuples, namedtuples and dataclasses with ``fn`` of each tensor.
 
     Containers in which nothing changed are returned themselves; the others are copied.
@@ -60,8 +63,8 @@ def move(tree: Any, to: Callable[[Any], Any]) -> Any:
 
 
 def walk(
-    visit: Callable[[str, Any], Any], tree: Any, path: str, is_leaf: Callable[[Any], bool] = lambda tree: False
-) -> Any:
+    visit: Callable[[str, Any], Any], tree: T, path: str, is_leaf: Callable[[Any], bool] = lambda tree: False
+) -> T:
     """The tree with ``visit(path, leaf)`` in each leaf's place; a container inside of itself is a leaf there.
 
     Args:
@@ -70,7 +73,8 @@ def walk(
         path: what the paths begin with.
         is_leaf: tells of a container that it is a leaf all the same.
     """
-    return _walk(visit, tree, path, is_leaf, set())
+    same: T = _walk(visit, tree, path, is_leaf, set())
+    return same
 
 
 def _walk(

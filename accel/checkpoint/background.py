@@ -20,6 +20,7 @@ from ..errors import CheckpointError
 from ..process import ended
 from .failures import explain
 from .shards import CopiedItem, WriteItem
+from .storage import storage_of
 from .transfer import begun, finish, host_memory, is_remote
 
 _BLOCK: Final = 64 << 20  # a power of two, to which sizes of pinned memory are rounded
@@ -135,6 +136,7 @@ logger = logging.getLogger("accel")
 _WARNING: Final = 60.0  # seconds of waiting after which a rank says so
 #: Seconds for a rank to read how it ended; then it has ended itself, and nothing depends on it.
 _LAST_WAIT: Final = 180.0
+_MAX_STATUS: Final = 1 << 30  # bytes
 
 
 def status_name(save: str, rank: int, kind: str) -> str:
@@ -153,6 +155,7 @@ class StatusFiles:
 
     def __init__(self, directory: str, lock: str, save: str, rank: int, world: int, timeout: float) -> None:
         self._directory = directory
+        self._storage = storage_of(directory)
         self._save = save
         self._rank = rank
         self._world = world
@@ -168,10 +171,10 @@ class StatusFiles:
     def write(self, status: dict[str, Any]) -> None:
         """Tell the other ranks; an OSError where nothing can be written."""
         path = self._path(self._rank)
-        # One that a full disk cuts is taken for a failure.
-        with open(f"{path}.tmp", "wb", buffering=0) as file, contextlib.suppress(OSError):
-            file.write(json.dumps(status).encode("ascii"))
-        os.replace(f"{path}.tmp", path)
+        try:
+            self._storage.put(path, json.dumps(status).encode("ascii"))
+        except OSError:
+            self._storage.put(path, b"")  # a full disk may have room for that, which is taken for a failure
         self._own = path
 
     def read(self, rank: int) -> dict[str, Any]:
@@ -181,15 +184,15 @@ class StatusFiles:
             what = f"its part of {self._directory}"
             if reason := ended():
                 raise CheckpointError(f"rank {rank} may have ended before {what} was done: {reason}")
-            if not os.path.exists(self._own):
+            if not self._storage.exists(self._own):
                 raise CheckpointError(
                     f"{self._directory} was removed or renamed while a background save wrote into it: wait for the future "
                     "(.result()) first"
                 )
             raise CheckpointError(f"rank {rank} did not finish {what} within {self._timeout:g} s")
         try:
-            with open(self._path(rank), "rb") as file:
-                status: dict[str, Any] = json.load(file)
+            content = self._storage.read_whole(self._path(rank), _MAX_STATUS, "what a rank tells")
+            status: dict[str, Any] = json.loads(content)
         except ValueError:
             return {"error": f"rank {rank} could not tell what it has done, as on a full disk"}
         return status
@@ -198,24 +201,23 @@ class StatusFiles:
         """Tell that this rank knows the end, and wait until every rank does; rank 0 then removes all files."""
         own, others = self._path(self._rank, "seen"), set(range(1, self._world)) - self._lost
         with contextlib.suppress(OSError):  # the end is known whatever becomes of the directory now
-            with open(own, "wb"):
-                self._own = own
+            self._storage.put(own, b"")
+            self._own = own
             if self._rank:
-                self._wait(lambda: not os.path.exists(own), 0, self._last_wait)
+                self._wait(lambda: not self._storage.exists(own), 0, self._last_wait)
             elif all(self._wait_for(rank, "seen", self._last_wait) for rank in others):
                 for name in status_names(self._save, self._world):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(os.path.join(self._directory, name))
+                    self._storage.remove(os.path.join(self._directory, name))
 
     def _wait_for(self, rank: int, kind: str, timeout: float) -> bool:
         path = self._path(rank, kind)
-        return self._wait(lambda: os.path.exists(path), rank, timeout)
+        return self._wait(lambda: self._storage.exists(path), rank, timeout)
 
     def _wait(self, look: Callable[[], bool], rank: int, timeout: float) -> bool:
         """Look again and again; False where it is of no use any more."""
         begin, pause, warning = time.monotonic(), 0.005, _WARNING
         while True:
-            lost = bool(ended()) or not os.path.exists(self._own)
+            lost = bool(ended()) or not self._storage.exists(self._own)
             if look():  # after that: what was written last is read
                 return True
             waited = time.monotonic() - begin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -21,8 +22,8 @@ from .match import SavedNames, children_of
 from .reader import Reader
 from .record import Record
 from .safetensors import BY_NAME, ITEM_BYTES, METADATA, NAMES, Entry, build_header, memory
-from .shards import new_file, write_all
 from .source import STEMS, index_file, present, whole_file
+from .storage import Write, storage_of
 from .values import TAG, Decoder, Json
 
 # -- Which tensors of a checkpoint an export writes, and into which files. Writes nothing ------------------------------
@@ -191,14 +192,16 @@ def write_export(
         raise CheckpointError(f"{out} is a checkpoint itself: export into another directory")
     if (there := _weights(out)) and not overwrite:
         raise CheckpointError(f"{out} has weights already ({', '.join(there[:3])}); overwrite=True replaces them")
-    folder.make(out)
-    lock = folder.Lock(out)
+    storage = storage_of(out)
+    storage.make(out)
+    claim = storage.claim(out)
     try:
-        for left in filter(_TEMPORARY.fullmatch, os.listdir(out)):
-            os.unlink(os.path.join(out, left))
+        if claim.exclusive:
+            for left in filter(_TEMPORARY.fullmatch, storage.names(out)):
+                storage.remove(os.path.join(out, left))
         _write(planned, out, STEMS[library], progress)
     finally:
-        lock.remove()
+        claim.remove()
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -206,12 +209,12 @@ def write_export(
 
 def _weights(out: str) -> list[str]:
     """The files of an export that are there, the one that names the others first."""
-    names = os.listdir(out) if os.path.isdir(out) else []
+    names = storage_of(out).names(out) if storage_of(out).is_directory(out) else []
     return present(out)[::-1] + sorted(n for n in names if _SHARD.fullmatch(n))
 
 
 def _write(planned: Export, out: str, stem: str, progress: Callable[[int], Any]) -> None:
-    count = len(planned.files)
+    count, storage = len(planned.files), storage_of(out)
     names = [whole_file(f"{stem}-{i + 1:05d}-of-{count:05d}" if count > 1 else stem) for i in range(count)]
     contents: dict[str, Iterable[bytes | memoryview]] = {
         name: _content(planned, entries, progress) for name, entries in zip(names, planned.files, strict=True)
@@ -221,15 +224,19 @@ def _write(planned: Export, out: str, stem: str, progress: Callable[[int], Any])
     temporaries = {name: os.path.join(out, f".{name}.{secrets.token_hex(6)}.tmp") for name in contents}
     try:
         for name, content in contents.items():
-            with new_file(temporaries[name]) as fd:
-                for part in content:
-                    write_all(fd, part)
+            storage.create(temporaries[name], 0, 0, functools.partial(_pour, content))
         _exchange(out, temporaries)
     except BaseException:
         for path in temporaries.values():
             with contextlib.suppress(OSError):
-                os.unlink(path)
+                storage.remove(path)
         raise
+
+
+def _pour(content: Iterable[bytes | memoryview], write: Write) -> bytes:
+    for part in content:
+        write(memoryview(part))
+    return b""
 
 
 def _content(planned: Export, entries: Sequence[Entry], progress: Callable[[int], Any]) -> Iterator[bytes | memoryview]:
@@ -254,10 +261,11 @@ def _index(names: Sequence[str], planned: Export) -> bytes:
 
 def _exchange(out: str, temporaries: dict[str, str]) -> None:
     """Give the files their names, the one that readers look for last; the old ones never stand among the new."""
-    record.sync(out)
+    storage = storage_of(out)
+    storage.sync(out)
     for old in _weights(out):
         if old not in temporaries or len(temporaries) > 1:
-            os.unlink(os.path.join(out, old))
+            storage.remove(os.path.join(out, old))
     for name, path in temporaries.items():
-        os.replace(path, os.path.join(out, name))
-    record.sync(out)
+        storage.rename(path, os.path.join(out, name))
+    storage.sync(out)

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import re
-import time
-import weakref
 from collections.abc import Iterable
-from typing import Final, final
+from typing import Final
 
 from ..errors import CheckpointError, refuse_url
 from ..process import rank
 from ..process.control import locked
 from .background import background
-from .failures import explain, naming, on_every_rank
-from .record import NAME, Record, commit, encode, exists, is_damaged, read, sync
-from .shards import check_size, unreadable
+from .failures import explain, on_every_rank
+from .record import NAME, Record, encode, exists, is_damaged, read
+from .storage import Claim, check_size, storage_of, unreadable
 
 logger = logging.getLogger("accel")
 
-LOCK: Final = ".accel.lock"
 #: Only names of this form are ever removed: shards, records on their way, and the status files of background saves.
 _OURS: Final = re.compile(
     r"accel-[0-9a-f]{12}-\d{5,}(-still|-apart)?\.safetensors|\.accel-[0-9a-f]{12}(-\d{5,})?\.(record|done|seen)(\.tmp)?"
@@ -56,93 +52,24 @@ def record_name(save: str) -> str:
     return f".accel-{save}.record"
 
 
-def make(directory: str) -> None:
-    """Make a directory and what is above it, durably; an OSError where it cannot be made, or is something else."""
-    missing = []
-    path = os.path.abspath(directory)
-    while not os.path.lexists(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    os.makedirs(directory, exist_ok=True)
-    for made in missing:
-        sync(os.path.dirname(made))
-
-
-@final
-class Lock:
-    """Held by the job that saves into a directory, until its process ends at the latest; refuses another job."""
-
-    def __init__(self, directory: str) -> None:
-        self._path = path = os.path.join(directory, LOCK)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        _open.add(self)
-        try:
-            self._take(path)
-        except BaseException:
-            self.forget()
-            raise
-
-    def _take(self, path: str) -> None:
-        # A process that has just died may hold it for another moment.
-        for wait in (0.0, 0.1, 0.4):
-            time.sleep(wait)
-            with contextlib.suppress(BlockingIOError), naming(path):
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Others must find the file that is locked.
-                if os.path.lexists(path) and os.path.samestat(os.fstat(self._fd), os.lstat(path)):
-                    return
-                raise CheckpointError(f"{path} was removed by another job just now; try again")
-        raise CheckpointError(
-            f"{path} is held by another job that saves here now; give each job a directory of its own, or end the other"
-        )
-
-    def remove(self) -> None:
-        """Let the next job in, and leave no file."""
-        with contextlib.suppress(OSError):
-            os.unlink(self._path)
-        self.release()
-
-    def release(self) -> None:
-        """Let the next job in; again is harmless."""
-        if self._fd >= 0:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-            self.forget()
-
-    def forget(self) -> None:
-        """Close the file; the lock stays with the processes that have it open too."""
-        os.close(self._fd)
-        self._fd = -1
-        _open.discard(self)
-
-
-_open: Final[weakref.WeakSet[Lock]] = weakref.WeakSet()
-
-
-def _forget_all() -> None:
-    for lock in list(_open):
-        lock.forget()
-
-
-# Else a forked process, such as a loader's worker, would keep the lock of a job that has died.
-os.register_at_fork(after_in_child=_forget_all)
-
-
-def begin(directory: str, resources: contextlib.ExitStack) -> None:
+def begin(directory: str, resources: contextlib.ExitStack) -> Claim:
     """Take a directory, made if need be, as long as ``resources`` last, and clean what dead saves left; refuses others' ones."""
-    make(directory)
+    storage_of(directory).make(directory)
     present(directory)  # raises before anything is written into another program's directory
-    resources.callback(Lock(directory).release)
+    claim = storage_of(directory).claim(directory)
+    resources.callback(claim.release)
     old = present(directory)
-    sweep(directory, {file.name for file in old.files} if old else ())
+    if claim.exclusive:
+        sweep(directory, {file.name for file in old.files} if old else ())
+    return claim
 
 
 def sweep(directory: str, keep: Iterable[str]) -> None:
-    """Remove what accel has written into a directory, except the files named. The lock is held."""
-    kept = set(keep)
-    for name in os.listdir(directory):
+    """Remove what accel has written into a directory, except the files named. No other job is writing there."""
+    kept, storage = set(keep), storage_of(directory)
+    for name in storage.names(directory):
         if _OURS.fullmatch(name) and name not in kept:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(directory, name))
+            storage.remove(os.path.join(directory, name))
 
 
 def present(directory: str) -> Record | None:
@@ -175,7 +102,7 @@ def check_sizes(directory: str, record: Record) -> None:
     for file in record.files:
         path = os.path.join(directory, file.name)
         try:
-            size = os.lstat(path).st_size
+            size = storage_of(path).size(path)
         except OSError as error:
             raise CheckpointError(unreadable(error)) from error
         check_size(path, size, file.size)
@@ -183,15 +110,15 @@ def check_sizes(directory: str, record: Record) -> None:
 
 def remove(directory: str) -> None:
     """Remove the checkpoint in a directory, and the directory if nothing else is in it; raises while a job saves there."""
-    lock = Lock(directory)
+    storage = storage_of(directory)
+    claim = storage.claim(directory)
     try:
-        os.unlink(os.path.join(directory, NAME))  # first: from here on it is no checkpoint
-        sync(directory)
+        storage.remove(os.path.join(directory, NAME))  # first: from here on it is no checkpoint
+        storage.sync(directory)
         sweep(directory, ())
     finally:
-        lock.remove()
-    with contextlib.suppress(OSError):
-        os.rmdir(directory)
+        claim.remove()
+    storage.remove_directory(directory)
 
 
 # -- Several checkpoints: the newest one, a second name for one, the oldest ones away ----------------------------------
@@ -215,9 +142,11 @@ def prune(directory: str, keep: int) -> None:
     """Remove the oldest checkpoints of the series of ``directory``, but never that one itself."""
     root, name = os.path.split(os.path.abspath(directory))
     series = _NUMBER.sub("", name)
-    others = [n for n in os.listdir(root) if _NUMBER.sub("", n) == series and n not in (series, name)]
-    paths = [os.path.join(root, other) for other in others]
-    for path in _newest_first(path for path in paths if not os.path.islink(path))[keep - 1 :]:
+    storage = storage_of(root)
+    others = [n for n in storage.names(root) if _NUMBER.sub("", n) == series and n not in (series, name)]
+    real = storage.real(root)
+    paths = [os.path.join(root, n) for n in others if storage.real(os.path.join(real, n)) == os.path.join(real, n)]
+    for path in _newest_first(paths)[keep - 1 :]:
         with contextlib.suppress(CheckpointError):  # somebody saves there
             remove(path)
 
@@ -242,7 +171,7 @@ def latest(root: str | os.PathLike[str]) -> str | None:
     path = named(root)
     candidates = [path]
     try:
-        candidates += [os.path.join(path, name) for name in os.listdir(path)]
+        candidates += [os.path.join(path, name) for name in storage_of(path).names(path)]
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:  # there may be one
@@ -269,24 +198,25 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
 
 
 def _link(src: str, dst: str) -> None:
-    if os.path.realpath(src) == os.path.realpath(dst):
+    storage = storage_of(dst)
+    if storage.real(src) == storage.real(dst):
         return
     one, _ = read(src)
     check_sizes(src, one)
     with contextlib.ExitStack() as resources:
-        begin(dst, resources)
+        claim = begin(dst, resources)
         for number, file in enumerate(one.files):
             _link_file(src, dst, file.name, f".accel-{one.id}-{number:05d}.done.tmp")
-        sync(dst)
-        commit(dst, encode(one), record_name(one.id))
+        storage.sync(dst)
+        claim.commit(os.path.join(dst, NAME), encode(one), record_name(one.id))
         sweep(dst, {file.name for file in one.files})
 
 
 def _link_file(src: str, dst: str, name: str, temporary: str) -> None:
     # By way of another name, since the same save may be there, copied by hand; if linked, the sweep removes that name.
-    passing = os.path.join(dst, temporary)
+    storage, passing = storage_of(dst), os.path.join(dst, temporary)
     try:
-        os.link(os.path.join(src, name), passing)
+        storage.link(os.path.join(src, name), passing)
     except OSError as error:
         raise CheckpointError(f"{explain(error)}; both must be on one file system that has links") from error
-    os.replace(passing, os.path.join(dst, name))
+    storage.rename(passing, os.path.join(dst, name))

@@ -28,8 +28,8 @@ from .failures import naming, on_running_ranks, parsing
 from .objects import LocalRange, StateObject
 from .safetensors import check_tensor
 from .save import save_alone
-from .shards import reserve
 from .source import is_weights_alone
+from .storage import reserve, storage_of
 from .values import DEPTH, TAG, Encoder, Json, place
 
 logger = logging.getLogger("accel")
@@ -75,7 +75,7 @@ def convert(
         raise CheckpointError(f"{directory} has a checkpoint already: import into another directory")
     background.settle()
     parent = os.path.dirname(directory)
-    folder.make(parent)
+    storage_of(parent).make(parent)
     with tempfile.TemporaryDirectory(prefix=".accel-import-", dir=parent) as scratch:
         state, found = recognize(read(source, tensors_in(scratch, progress)), source, optimizer=optimizer)
         save_alone(state, directory)

@@ -21,7 +21,8 @@ from .failures import parsing
 from .layout import entry_of
 from .record import NAME, Record, Stored
 from .safetensors import BY_NAME, CHUNK, ITEM_BYTES, Entry, Header, chunks_of, is_lazy, memory, parse_header
-from .shards import checksum_of, checksums_of, open_file, read_header, read_into
+from .shards import checksum_of, checksums_of
+from .storage import File, storage_of
 from .transfer import begun, finish, host_memory, is_remote
 
 # -- Threads that read and hash, as many as this rank's share of the host's cores --------------------------------------
@@ -187,8 +188,8 @@ class Reader:
         """A file's header, whose checksums are the record's; raises where the file is missing, cut or changed."""
         if file not in self._headers:
             path, written = self._path(file), self._record.files[file]
-            with open_file(path, written.size) as fd:
-                content = read_header(fd, path)
+            with storage_of(path).open(path, written.size) as opened:
+                content = opened.read_header()
             if checksums_of(memoryview(content)) != written.header:
                 raise CheckpointError(f"{path}: its header is damaged, or it is of another save; {_ADVICE}")
             with parsing(f"{path}: its header is not as {NAME} needs it"):
@@ -239,23 +240,25 @@ class Reader:
 
     def _read_chunks(self, file: int, chunks: Mapping[int, list[_Piece]]) -> None:
         """Read what is wanted of chunks; one of which nothing is wanted is compared with its checksum."""
-        with open_file(self._path(file), self._record.files[file].size) as fd:
+        path = self._path(file)
+        with storage_of(path).open(path, self._record.files[file].size) as opened:
             for numbers in _windows(chunks):
                 staged = [piece for number in numbers for piece in chunks[number] if piece.view is None]
                 values = self._staging.take(staged) if staged else []
                 for piece, value in zip(staged, values, strict=True):
                     piece.view = memory(value)
-                self._threads.each(lambda number: self._read_chunk(fd, file, number, chunks[number]), numbers)
+                self._threads.each(lambda number: self._read_chunk(opened, file, number, chunks[number]), numbers)
                 if staged:
                     self._staging.put(staged, values)
 
-    def _read_chunk(self, fd: int, file: int, chunk: int, wanted: list[_Piece]) -> None:
+    def _read_chunk(self, opened: File, file: int, chunk: int, wanted: list[_Piece]) -> None:
         """Read what is wanted into its places; where checksums are compared, all else into this thread's buffer."""
-        header, path = self.header(file), self._path(file)
+        header = self.header(file)
         begin = header.size + chunk * CHUNK
         end = min(begin + CHUNK, self._record.files[file].size)
         compare = self._stream or not wanted
-        views, twice, at = [], [], begin
+        ranges: list[tuple[int, list[memoryview]]] = [(begin, [])]
+        twice, at = [], begin
         for piece in sorted(wanted, key=attrgetter("offset")):
             offset, into = piece.offset, piece.view
             assert into is not None
@@ -263,22 +266,22 @@ class Reader:
                 twice.append(piece)
                 continue
             if compare:
-                views.append(self._threads.buffer[at - begin : offset - begin])
+                ranges[0][1].append(self._threads.buffer[at - begin : offset - begin])
             elif offset > at:
-                read_into(fd, path, views, begin)
-                views, begin = [], offset
-            views.append(into)
+                ranges.append((offset, []))
+            ranges[-1][1].append(into)
             at = offset + len(into)
-        views += [self._threads.buffer[at - begin : end - begin]] if compare else []
-        read_into(fd, path, views, begin)
-        if compare and checksum_of(views) != header.checksums[chunk]:
+        if compare:
+            ranges[0][1].append(self._threads.buffer[at - begin : end - begin])
+        opened.fill(ranges)
+        if compare and checksum_of(ranges[0][1]) != header.checksums[chunk]:
             inside = header.inside(begin, end)
             raise CheckpointError(
-                f"{path} is damaged between bytes {begin} and {end}, in {', '.join(inside[:3])}"
+                f"{opened.path} is damaged between bytes {begin} and {end}, in {', '.join(inside[:3])}"
                 f"{', ...' if len(inside) > 3 else ''}; {_ADVICE}"
             )
         if twice:
-            self._read_chunk(fd, file, chunk, twice)
+            self._read_chunk(opened, file, chunk, twice)
 
     def fill(self, wanted: Iterable[Shard]) -> None:
         """Read parts of tensors into memory of any device, layout and dtype; each chunk once, but of what lies in other boxes."""

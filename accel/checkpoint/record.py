@@ -15,10 +15,11 @@ from typing import Any, Final
 
 from ..boxes import Cuts
 from ..errors import CheckpointError
-from .failures import explain, naming, parsing
+from .failures import explain, parsing
 from .layout import Part
 from .safetensors import BY_NAME, CHUNK, DIGITS, ITEM_BYTES, MAX_DIMS, no_duplicates
-from .shards import Written, checksum, checksum_of, new_file, open_file, read_whole, write_all
+from .shards import Written, checksum, checksum_of
+from .storage import storage_of
 
 NAME: Final = "accel.json"
 FORMAT: Final = "accel-checkpoint"
@@ -120,29 +121,10 @@ def encode(record: Record) -> bytes:
     return _START + checksum(content).encode("ascii") + content[len(_START) + DIGITS :]
 
 
-def commit(directory: str, content: bytes, temporary: str) -> None:
-    """Make ``content`` the record of ``directory``: from one moment to the next, also through a power failure."""
-    path = os.path.join(directory, temporary)
-    with new_file(path, os.O_TRUNC | os.O_NOFOLLOW) as fd:
-        write_all(fd, content)
-    os.replace(path, os.path.join(directory, NAME))
-    sync(directory)
-
-
-def sync(directory: str) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with naming(directory):
-            os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def exists(directory: str) -> bool:
     """Whether a directory has a record; raises where the system does not tell."""
     try:
-        os.lstat(os.path.join(directory, NAME))
+        storage_of(directory).size(os.path.join(directory, NAME))
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
@@ -159,7 +141,9 @@ def read(directory: str) -> tuple[Record, str]:
     ours, whole = _look(path)
     if ours and not whole:
         raise CheckpointError(_DAMAGED.format(path))
-    return parse(read_whole(path, MAX_BYTES if ours else CHUNK, "the record of a checkpoint of accel"), path)
+    return parse(
+        storage_of(path).read_whole(path, MAX_BYTES if ours else CHUNK, "the record of a checkpoint of accel"), path
+    )
 
 
 def is_damaged(path: str) -> bool:
@@ -169,10 +153,12 @@ def is_damaged(path: str) -> bool:
 
 def _look(path: str) -> tuple[bool, bool]:
     """Whether a file begins as accel's records do, and whether its checksum is right; in little memory."""
-    with open_file(path, None) as fd:
-        first, size = os.read(fd, len(_START) + DIGITS), os.fstat(fd).st_size
-        ours, large = first.startswith(_START), size > MAX_BYTES  # a large one `read_whole` refuses
-        return ours, large or (ours and _is_whole(first, iter(lambda: os.read(fd, CHUNK), b"")))
+    with storage_of(path).open(path, None) as file:
+        first = bytes(file.read(0, min(file.size, len(_START) + DIGITS)))
+        ours, large = first.startswith(_START), file.size > MAX_BYTES  # a large one `read_whole` refuses
+        starts = range(len(first), file.size, CHUNK)
+        rest = (memoryview(file.read(at, min(CHUNK, file.size - at))) for at in starts)
+        return ours, large or (ours and _is_whole(first, rest))
 
 
 def _is_whole(first: bytes, rest: Iterable[bytes | memoryview]) -> bool:
@@ -181,14 +167,15 @@ def _is_whole(first: bytes, rest: Iterable[bytes | memoryview]) -> bool:
 
 
 def _absent(directory: str) -> str:
-    if not os.path.isdir(directory):
-        what = "is a file" if os.path.exists(directory) else "does not exist"
+    storage = storage_of(directory)
+    if not storage.is_directory(directory):
+        what = "is a file" if storage.exists(directory) else "does not exist"
         return f"{directory} {what}; expected the directory of a checkpoint that accel.save wrote"
     try:
-        names = sorted(os.listdir(directory))
+        names = sorted(storage.names(directory))
     except OSError as error:
         return f"{directory}: {error.strerror}"
-    inside = [name for name in names if os.path.lexists(os.path.join(directory, name, NAME))]
+    inside = [name for name in names if storage.exists(os.path.join(directory, name, NAME))]
     if inside:
         return f"{directory} holds checkpoints ({', '.join(inside[-5:])}) but is none: name one, or accel.latest({directory!r})"
     return (

@@ -28,6 +28,7 @@ from .objects import KINDS, LocalRange, RankObject, StateObject, engines_of
 from .record import Record, Stored
 from .shards import Item, Written, earlier_files
 from .state import State, local_ranges, value_range
+from .storage import LOCK, Claim, storage_of
 from .values import Encoder, Json
 
 logger = logging.getLogger("accel")
@@ -78,13 +79,12 @@ def save(
     directory, place = folder.absolute(dir), process.place
     with contextlib.ExitStack() as resources:
 
-        def begin() -> tuple[None, SaveMessage]:
-            if place.rank == 0:
-                folder.begin(directory, resources)
-            return None, contents.message([summary for *_, summary in told], place.rank)
+        def begin() -> tuple[Claim | None, SaveMessage]:
+            claim = folder.begin(directory, resources) if place.rank == 0 else None
+            return claim, contents.message([summary for *_, summary in told], place.rank)
 
-        _, messages = exchange("accel.save (the directory)", begin)
-        plan = functools.partial(Writer, directory, contents, messages, place.rank, keep, not wait)
+        claim, messages = exchange("accel.save (the directory)", begin)
+        plan = functools.partial(Writer, directory, claim, contents, messages, place.rank, keep, not wait)
         writer = on_every_rank("accel.save (the plan)", plan)
         if wait:
             _finish(writer)
@@ -123,8 +123,8 @@ def save_alone(state: Mapping[str, Any], directory: str) -> None:
     """``save`` by this process alone, whatever others there are."""
     contents = contents_of(state, None, 1)
     with contextlib.ExitStack() as resources:
-        folder.begin(directory, resources)
-        writer = Writer(directory, contents, [contents.message([contents.summary()], 0)], 0, None, False)
+        claim = folder.begin(directory, resources)
+        writer = Writer(directory, claim, contents, [contents.message([contents.summary()], 0)], 0, None, False)
         try:
             written = writer.write()
         except BaseException:
@@ -278,6 +278,7 @@ class Writer:
     def __init__(
         self,
         directory: str,
+        claim: Claim | None,  # rank 0's
         contents: Contents,
         messages: Sequence[SaveMessage],
         rank: int,
@@ -285,9 +286,10 @@ class Writer:
         copy: bool,
     ) -> None:
         self._directory, self._contents, self._rank, self._keep = directory, contents, rank, keep
+        self._claim, self._storage = claim, storage_of(directory)
         self._save, self._world = messages[0].save, len(messages)
         contents.complete(messages)
-        os.makedirs(directory, exist_ok=True)  # a host may not have heard yet that rank 0 made it
+        self._storage.make(directory)  # a host may not have heard yet that rank 0 made it
         items = list(map(functools.partial(write_items, rank), contents.layouts, contents.ranges))
         self._linked: list[Written | None] = [None] * len(KINDS)
         for which, (kind, name) in enumerate(zip(KINDS, self._names(), strict=True)):
@@ -309,24 +311,25 @@ class Writer:
                 files[which] = shards.write(self._directory, name, items)
             if which and (file := files[which]) is not None:
                 earlier_files.remember(self._directory, file)
-        record.sync(self._directory)
+        self._storage.sync(self._directory)
         return tuple(files)
 
     def discard(self) -> None:
         """Remove this rank's files, which no record names."""
         for name in self._names():
             with contextlib.suppress(OSError):
-                os.unlink(os.path.join(self._directory, name))
+                self._storage.remove(os.path.join(self._directory, name))
 
     def commit(self, written: Sequence[Files]) -> None:
         """Rank 0: make it the checkpoint of the directory, then remove the one before."""
-        if self._rank:
+        if self._claim is None:
             return
         try:
             new = self._contents.record(self._save, written)
             for file in new.files:
                 self._check_visible(file)
-            record.commit(self._directory, record.encode(new), folder.record_name(self._save))
+            path = os.path.join(self._directory, record.NAME)
+            self._claim.commit(path, record.encode(new), folder.record_name(self._save))
         except BaseException:
             self._clean()
             raise
@@ -340,8 +343,8 @@ class Writer:
 
     def _check_visible(self, file: Written) -> None:
         path = os.path.join(self._directory, file.name)
-        there = os.path.exists(path)
-        if not there or os.stat(path).st_size != file.size:
+        there = self._storage.exists(path)
+        if not there or self._storage.size(path) != file.size:
             raise CheckpointError(
                 f"{path}: a rank wrote it, but rank 0 does not see it {'whole' if there else 'at all'}: save into a "
                 "directory on a file system that all hosts share"
@@ -369,7 +372,7 @@ class Writer:
 
     def finish_alone(self, timeout: float) -> None:
         """Write, and commit once all ranks have written; all know how it ended, and raise any rank's failure. In a thread."""
-        lock = os.path.join(self._directory, folder.LOCK)
+        lock = os.path.join(self._directory, LOCK)
         status = StatusFiles(self._directory, lock, self._save, self._rank, self._world, timeout)
         failure: Exception | None = None
         files: Files = (None,) * len(KINDS)

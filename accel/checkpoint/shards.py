@@ -1,30 +1,22 @@
-"""The bytes of shard files: written with checksums and early write-out, or linked where they are on disk; read by ranges."""
+"""The bytes of shard files: written with their checksums, or linked where an earlier save has written them."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import os
-import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
-from typing import Any, Final, TypeVar, final
+from typing import Final, TypeVar, final
 
 import torch
 import xxhash
 
-from ..errors import CheckpointError
-from .failures import explain, naming
-from .safetensors import CHUNK, DIGITS, ITEM_BYTES, MAX_HEADER, Entry, build_header, chunks_of, is_lazy, memory, resolve
+from .safetensors import CHUNK, DIGITS, ITEM_BYTES, Entry, build_header, chunks_of, is_lazy, memory, resolve
+from .storage import Write, storage_of
 from .transfer import PIECE, on_host
 
-_WRITE: Final = 8 << 20  # bytes of one write, after which the kernel is asked to begin writing out
-_MAX_VECTORS: Final = 512
-_SMALL: Final = 256 << 10  # bytes that are copied rather than written by a call of their own
-_START_WRITING: Final = 2  # SYNC_FILE_RANGE_WRITE
+_WRITE: Final = 8 << 20  # bytes that are hashed, and then written while they are in the caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,24 +77,6 @@ def checksums_of(data: bytes | memoryview) -> tuple[str, ...]:
     return tuple(checksum(view[at : at + CHUNK]) for at in range(0, len(view), CHUNK))
 
 
-@cache
-def _libc() -> Any:
-    return ctypes.CDLL(None, use_errno=True)
-
-
-def reserve(fd: int, size: int) -> None:
-    """Take the space at once, where the file system can; one that is full says so before anything is written."""
-    if not hasattr(_libc(), "fallocate") or not size:
-        return
-    if _libc().fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(size)) != 0:
-        number = ctypes.get_errno()
-        if number in _FULL:
-            raise OSError(number, os.strerror(number))
-
-
-_FULL: Final = frozenset({errno.EFBIG, errno.ENOSPC, errno.EDQUOT})
-
-
 def pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
     """Elements ``start`` to ``stop`` in row-major order, as flat contiguous tensors where they are; copies are small."""
     if start >= stop:
@@ -125,9 +99,8 @@ def pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor
 class _Stream:
     """Data on its way into a file, or without one only hashed: by chunk."""
 
-    def __init__(self, fd: int | None) -> None:
-        self._fd = fd
-        self._small = bytearray()  # what is written together
+    def __init__(self, write: Write | None) -> None:
+        self._write = write
         self._hash = xxhash.xxh3_64()
         self._room = CHUNK
         self._checksums: list[str] = []
@@ -137,8 +110,8 @@ class _Stream:
         data = memory(piece)
         for at in range(0, len(data), _WRITE):
             self._checksum(data[at : at + _WRITE])
-            if self._fd is not None:
-                self._write(self._fd, data[at : at + _WRITE])
+            if self._write is not None:
+                self._write(data[at : at + _WRITE])
 
     def _checksum(self, part: memoryview) -> None:
         while len(part) >= self._room:
@@ -149,46 +122,11 @@ class _Stream:
         self._hash.update(part)
         self._room -= len(part)
 
-    def _write(self, fd: int, part: memoryview) -> None:
-        """Small parts are gathered, so that one call writes many of them."""
-        if len(part) < _SMALL and len(self._small) < _WRITE:
-            self._small += part
-            return
-        _write_out(fd, self._small)
-        _write_out(fd, part)
-        self._small = bytearray()
-
     def close(self) -> str:
-        """Write the rest; returns the checksums of all chunks, of which the last ends here."""
-        if self._fd is not None:
-            _write_out(self._fd, self._small)
+        """The checksums of all chunks, of which the last ends here."""
         if self._room < CHUNK:
             self._checksums.append(self._hash.hexdigest())
         return "".join(self._checksums)
-
-
-def _write_out(fd: int, data: bytearray | memoryview) -> None:
-    """Write, and let the kernel begin to write out: waiting for the disk only at the end would leave it idle until then."""
-    begin = os.lseek(fd, 0, os.SEEK_CUR)
-    write_all(fd, data)
-    if data and hasattr(_libc(), "sync_file_range"):
-        _libc().sync_file_range(fd, ctypes.c_longlong(begin), ctypes.c_longlong(len(data)), _START_WRITING)
-
-
-@contextlib.contextmanager
-def new_file(path: str, flags: int = os.O_EXCL) -> Iterator[int]:
-    """Context: a new file, which is durable afterwards, and removed after an error. An OSError names it."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
-    try:
-        with naming(path):
-            yield fd
-            os.fsync(fd)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-        raise
-    finally:
-        os.close(fd)
 
 
 def _arranged(items: Sequence[AnyItem]) -> list[AnyItem]:
@@ -201,24 +139,23 @@ def _header(items: Sequence[Item], checksums: str) -> bytes:
 
 
 def write(directory: str, name: str, items: Sequence[Item]) -> Written:
-    """Write and fsync a new file of ``items``; after an OSError it is removed."""
+    """Write a new file of ``items``, durably; after an error it is not there."""
     items = _arranged(items)
     size = sum(item.entry.nbytes for item in items)
     blank = "0" * (DIGITS * chunks_of(size))  # the checksums are known last, and as long
     header = _header(items, blank)
-    path = os.path.join(directory, name)
-    with new_file(path) as fd:
-        reserve(fd, len(header) + size)
-        os.lseek(fd, len(header), os.SEEK_SET)
-        header = header.replace(blank.encode(), _stream(items, fd).encode(), 1)
-        if os.pwrite(fd, header, 0) != len(header):
-            raise OSError(errno.ENOSPC, "the header was written only in part")
-    return Written(name, len(header) + size, checksums_of(header))
+
+    def content(write: Write) -> bytes:
+        return header.replace(blank.encode(), _stream(items, write).encode(), 1)
+
+    path, whole = os.path.join(directory, name), len(header) + size
+    header = storage_of(directory).create(path, whole, len(header), content)
+    return Written(name, whole, checksums_of(header))
 
 
-def _stream(items: Sequence[Item], fd: int | None) -> str:
+def _stream(items: Sequence[Item], write: Write | None) -> str:
     """Write the items' data into a file, where one is given; returns the checksums that belong into its header."""
-    stream = _Stream(fd)
+    stream = _Stream(write)
     for piece in on_host(chain.from_iterable(item.pieces() for item in items)):
         stream.add(piece)
     return stream.close()
@@ -229,18 +166,12 @@ def _stream(items: Sequence[Item], fd: int | None) -> str:
 _REMEMBERED: Final = 16
 
 
-def _identity(path: str) -> tuple[int, ...]:
-    """Of a file that this process wrote; were it written to since, its inode or time would tell."""
-    status = os.lstat(path)
-    return status.st_size, status.st_dev, status.st_ino, status.st_mtime_ns
-
-
 @final
 class EarlierFiles:
     """Files of earlier saves, by the checksums of their headers, which hold those of all that is in them."""
 
     def __init__(self) -> None:
-        self._files: dict[tuple[str, ...], tuple[str, tuple[int, ...]]] = {}
+        self._files: dict[tuple[str, ...], tuple[str, int, Hashable]] = {}
         #: By the names of several tensors, where they lay, and how often they had been written to.
         self._versions: dict[str, list[tuple[int, int]]] = {}
 
@@ -248,7 +179,7 @@ class EarlierFiles:
         """Note a file that can be linked next time."""
         path = os.path.join(directory, written.name)
         self._files.pop(written.header, None)
-        self._files[written.header] = path, _identity(path)
+        self._files[written.header] = path, written.size, storage_of(path).identity(path)
         while len(self._files) > _REMEMBERED:
             self._files.pop(next(iter(self._files)))
 
@@ -258,15 +189,15 @@ class EarlierFiles:
             return None
         items = _arranged(items)
         header = checksums_of(_header(items, _stream(items, None)))
-        old, identity = self._files.get(header, ("", ()))
-        path = os.path.join(directory, name)
+        old, size, identity = self._files.get(header, ("", 0, None))
+        path, storage = os.path.join(directory, name), storage_of(directory)
         # Where it is gone, was changed, or cannot be linked from there, the tensors are written again.
         with contextlib.suppress(OSError):
-            if old and _identity(old) == identity:
-                os.link(old, path, follow_symlinks=False)
-                if os.lstat(path).st_size == identity[0]:
-                    return Written(name, identity[0], header)
-                os.unlink(path)
+            if old and storage_of(old) is storage and storage.identity(old) == identity:
+                storage.link(old, path)
+                if storage.size(path) == size:
+                    return Written(name, size, header)
+                storage.remove(path)
         return None
 
     def written_since(self, items: Sequence[WriteItem]) -> bool:
@@ -281,85 +212,3 @@ class EarlierFiles:
 
 
 earlier_files: Final = EarlierFiles()
-
-
-# -- Reading -----------------------------------------------------------------------------------------------------------
-
-
-def unreadable(error: OSError) -> str:
-    """What to say of a file of a checkpoint that cannot be read."""
-    missing = error.errno in (errno.ENOENT, errno.ELOOP)
-    return f"{explain(error)}{'; the checkpoint is not complete, load another one' if missing else ''}"
-
-
-@contextlib.contextmanager
-def open_file(path: str, size: int | None) -> Iterator[int]:
-    """Context: a regular file for reading, not through a link; raises where it is missing, something else, or not of ``size``."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(unreadable(error)) from error
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path}: is not a regular file")
-        if size is not None:
-            check_size(path, status.st_size, size)
-        with naming(path):
-            yield fd
-    finally:
-        os.close(fd)
-
-
-def check_size(path: str, found: int, written: int) -> None:
-    """Refuse a file of a checkpoint that has another size than the record says."""
-    if found != written:
-        raise CheckpointError(
-            f"{path}: has {found} bytes, and {written} were written; it was cut or changed, load another checkpoint"
-        )
-
-
-def write_all(fd: int, content: bytes | bytearray | memoryview) -> None:
-    """Write all of it."""
-    view = memoryview(content)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def read_into(fd: int, path: str, views: list[memoryview], offset: int) -> None:
-    """Fill ``views`` with the bytes from ``offset`` on; raises where the file ends before."""
-    views, at = [view for view in views if view], 0
-    while at < len(views):
-        try:
-            count = os.preadv(fd, views[at : at + _MAX_VECTORS], offset)
-        except OSError as error:
-            error.filename = path
-            raise CheckpointError(unreadable(error)) from error
-        if count == 0:
-            raise CheckpointError(f"{path}: ends at byte {offset}, in the middle of a tensor; load another checkpoint")
-        offset += count
-        while at < len(views) and count >= len(views[at]):
-            count -= len(views[at])
-            at += 1
-        if count:  # the rest of a view that was filled in part
-            views = [views[at][count:], *views[at + 1 :]]
-            at = 0
-
-
-def read_header(fd: int, path: str) -> bytearray:
-    """The first bytes of a safetensors file up to its data; none where it has not as many as they say."""
-    size, length = os.fstat(fd).st_size, 8 + int.from_bytes(os.pread(fd, 8, 0), "little")
-    content = bytearray(length if length <= min(size, MAX_HEADER + 8) else 0)
-    read_into(fd, path, [memoryview(content)], 0)
-    return content
-
-
-def read_whole(path: str, limit: int, kind: str) -> bytes:
-    """A small file; raises where it is missing, or too large for ``kind`` (a record, say)."""
-    with open_file(path, None) as fd:
-        size = os.fstat(fd).st_size
-        if size > limit:
-            raise CheckpointError(f"{path}: {size} bytes are too many for {kind}")
-        content = bytearray(size)
-        read_into(fd, path, [memoryview(content)], 0)
-    return bytes(content)

@@ -18,8 +18,9 @@ from .failures import parsing
 from .match import objects_in
 from .record import FILE_NAME, Record, Stored
 from .safetensors import BY_NAME, MAX_DIMS, Entry, Header, no_duplicates, parse_header
-from .shards import Written, checksum, open_file, read_header, read_whole
+from .shards import Written, checksum
 from .state import State
+from .storage import storage_of
 from .values import TAG, Json, place
 from .verify import check_record
 
@@ -82,7 +83,7 @@ def open_checkpoint(directory: str, state: Any) -> Checkpoint:
 def present(directory: str) -> list[str]:
     """Which of the names that other libraries read weights by are in a directory."""
     names = [name for stem in STEMS.values() for name in (whole_file(stem), index_file(stem))]
-    return [name for name in names if os.path.lexists(os.path.join(directory, name))]
+    return [name for name in names if storage_of(directory).exists(os.path.join(directory, name))]
 
 
 def is_weights_alone(directory: str) -> bool:
@@ -92,7 +93,9 @@ def is_weights_alone(directory: str) -> bool:
     if present(directory):
         return True
     try:
-        inside = [name for name in sorted(os.listdir(directory)) if present(os.path.join(directory, name))]
+        inside = [
+            name for name in sorted(storage_of(directory).names(directory)) if present(os.path.join(directory, name))
+        ]
     except OSError:
         inside = []  # `record.read` tells
     if inside:
@@ -138,7 +141,7 @@ def read_weights(directory: str) -> tuple[list[_File], str]:
     if names[0].endswith(".safetensors"):
         file, own = _read_file(directory, names[0])
         return [file], own
-    content = read_whole(inside(directory, names[0]), _MAX_INDEX, "an index")
+    content = storage_of(directory).read_whole(inside(directory, names[0]), _MAX_INDEX, "an index")
     by_file: dict[str, set[str]] = {}
     for key, name in _weight_map(content, os.path.join(directory, names[0])).items():
         by_file.setdefault(name, set()).add(key)
@@ -165,8 +168,9 @@ def _weight_map(content: bytes, path: str) -> Mapping[str, str]:
 
 def inside(directory: str, name: str) -> str:
     """The path of a file of a directory; refuses a link elsewhere, but where a hub's cache keeps its files."""
-    real = os.path.realpath(directory)
-    path = os.path.realpath(os.path.join(real, name))
+    storage = storage_of(directory)
+    real = storage.real(directory)
+    path = storage.real(os.path.join(real, name))
     # <cache>/snapshots/<revision>, and in it the directory of a pipeline's component
     caches = [above.parent for above in PurePath(real).parents[:2] if above.name == "snapshots"]
     if os.path.dirname(path) not in (real, *(str(cache / "blobs") for cache in caches)):
@@ -178,8 +182,8 @@ def inside(directory: str, name: str) -> str:
 
 def _read_file(directory: str, name: str) -> tuple[_File, str]:
     path = inside(directory, name)
-    with open_file(path, None) as fd:
-        size, content = os.fstat(fd).st_size, bytes(read_header(fd, path))
+    with storage_of(path).open(path, None) as file:
+        size, content = file.size, bytes(file.read_header())
     with parsing(f"{path} is not a whole safetensors file"):
         if not content:
             raise ValueError(f"its header would be larger than its {size} bytes, or than any header")

@@ -427,7 +427,7 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
 
 
 @locked
-def gather_for_metrics(data: T, loader: LoaderHandle | None = None) -> T:
+def gather_for_metrics(data: T, loader: LoaderHandle | DataLoader[Any] | None = None) -> T:
     """``data`` of all ranks, in the order of the dataset and without the padding of the last batch. Collective.
 
     Ranks that hold one model together, as the stages of a pipeline do, have the same rows, which come once.

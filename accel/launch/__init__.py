@@ -18,7 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,12 @@ from ..errors import LaunchError
 from ..process.devices import resolve
 from ..process.startup import place_now
 from .pickling import name_of, require, stateful
+
+if TYPE_CHECKING:
+    from typing_extensions import Never, TypeVarTuple, Unpack
+
+    Ts = TypeVarTuple("Ts")
+T = TypeVar("T")
 
 logger = logging.getLogger("accel")
 
@@ -76,7 +82,7 @@ class Failure:
     error: bytes
 
 
-def launch(fn: Callable[..., Any], *args: Any, num_processes: int | None = None, **unknown: Any) -> Any:
+def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int | None = None, **unknown: Never) -> T:
     """Run ``fn(*args)`` in new processes, one a rank, and return rank 0's result; from a script or a notebook cell.
 
     Functions and classes may be defined in the cell or the script. Modules, optimizers, schedulers and whatever else
@@ -102,7 +108,8 @@ def launch(fn: Callable[..., Any], *args: Any, num_processes: int | None = None,
             f"accel.launch has no option {name!r}: arguments of {name_of(fn)} go by position, or as "
             f"functools.partial({name_of(fn)}, {name}=...)"
         )
-    found = stateful({name_of(fn): fn, **{f"args[{i}]": argument for i, argument in enumerate(args)}})
+    given: tuple[Any, ...] = args
+    found = stateful({name_of(fn): fn, **{f"args[{i}]": argument for i, argument in enumerate(given)}})
     with contextlib.ExitStack() as stack:
         payload, states, result = (stack.enter_context(contextlib.closing(Memory())) for _ in range(3))
         payload.write((fn, args, found), "the arguments")
@@ -110,7 +117,8 @@ def launch(fn: Callable[..., Any], *args: Any, num_processes: int | None = None,
         job = _Job(name_of(fn), number, files)
         with contextlib.closing(job):
             job.run()
-        value, returned = result.read(mmap=False), states.read(mmap=True)
+        value: T = result.read(mmap=False)
+        returned = states.read(mmap=True)
         for item, (state, _) in zip(found, returned, strict=True):
             _check_state(item, state)
         for item, (state, buffers) in zip(found, returned, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from . import Process, current
 from .control import Waiting, agree, locked
 from .packing import broadcast_
 
+T = TypeVar("T")
+
 _OPS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
@@ -28,7 +30,7 @@ _OPS = {
 
 @locked
 @torch.no_grad()
-def all_reduce(data: Any, op: str = "sum") -> Any:
+def all_reduce(data: T, op: str = "sum") -> T:
     """Combines each tensor over the ranks, as stacking the ranks' tensors and reducing the new dimension would.
 
     So bool and integer tensors add and multiply as int64, their mean has the default dtype, and NaN wins in "max" and
@@ -61,7 +63,7 @@ def all_reduce(data: Any, op: str = "sum") -> Any:
 
 
 @locked
-def all_gather(data: Any, *, gradients: bool = False) -> Any:
+def all_gather(data: T, *, gradients: bool = False) -> T:
     """Concatenates each tensor of all ranks along its first dimension, which may differ between ranks.
 
     Tensors without dimensions become one of as many values as there are ranks. On one process, an identity.
@@ -128,7 +130,7 @@ _with_gradient: Any = _WithGradient.apply
 
 @locked
 @torch.no_grad()
-def broadcast(data: Any, src: int = 0) -> Any:
+def broadcast(data: T, src: int = 0) -> T:
     """Gives every rank the tensors of rank ``src``. On one process, an identity.
 
     Args:

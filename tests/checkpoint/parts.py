@@ -64,8 +64,11 @@ def save_as_ranks(held: Sequence[Sequence[Shard]], directory: str, *, equal: boo
     summaries = [one.summary() for one in contents]
     messages = [one.message(summaries, rank) for rank, one in enumerate(contents)]
     with contextlib.ExitStack() as resources:
-        folder.begin(directory, resources)
-        writers = [Writer(directory, one, messages, rank, None, False) for rank, one in enumerate(contents)]
+        claim = folder.begin(directory, resources)
+        writers = [
+            Writer(directory, None if rank else claim, one, messages, rank, None, False)
+            for rank, one in enumerate(contents)
+        ]
         writers[0].commit([writer.write() for writer in writers])
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import accel
-from accel.checkpoint import record, shards
+from accel.checkpoint import record, shards, storage
 from accel.errors import CheckpointError
 from tests.distributed import outcomes, refusals, run, wait_for
 from tests.faults import Fault, full_disk
@@ -209,15 +209,15 @@ def fails_after_the_commit(directory: Path, wait: bool) -> tuple[str, float]:
     state = {"x": torch.full((1000,), 1.0)}
     accel.save(state, directory)
     state["x"].fill_(2.0)
-    replace, sync = os.replace, record.sync
+    replace, sync = os.replace, storage.Local.sync
 
-    def fail(path: str) -> None:
+    def fail(self: Any, path: str) -> None:
         raise OSError(5, "the directory is not durable", path)
 
     def replaced(old: Any, new: Any) -> None:
         replace(old, new)
         if str(new).endswith(record.NAME):
-            record.sync = fail
+            storage.Local.sync = fail
 
     os.replace = replaced
     try:
@@ -228,7 +228,7 @@ def fails_after_the_commit(directory: Path, wait: bool) -> tuple[str, float]:
     except CheckpointError as error:
         text = str(error)
     finally:
-        os.replace, record.sync = replace, sync
+        os.replace, storage.Local.sync = replace, sync
     state["x"].zero_()
     accel.load(directory, state)
     return text, state["x"].unique().item()

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import accel
-from accel.checkpoint import folder
+from accel.checkpoint import storage
 from accel.errors import CheckpointError
 from tests.distributed import GUARD, _context, outcomes, refusals, run, wait_for
 from tests.faults import Fault, full_disk
@@ -190,7 +190,7 @@ def test_where_nothing_can_be_written(where: str, message: str, tmp_path: Path) 
 def test_two_jobs_at_once(tmp_path: Path) -> None:
     """The second is refused while the first holds the directory, and let in when it is gone."""
     accel.save(tensors(1.0), tmp_path)
-    lock = folder.Lock(str(tmp_path))
+    lock = storage.Lock(str(tmp_path))
     with pytest.raises(CheckpointError, match="held by another job"):
         accel.save(tensors(2.0), tmp_path)
     assert read(tmp_path) == 1
@@ -200,7 +200,7 @@ def test_two_jobs_at_once(tmp_path: Path) -> None:
 
 
 def hold(directory: str, ready: Any) -> None:
-    lock = folder.Lock(directory)
+    lock = storage.Lock(directory)
     ready.set()
     time.sleep(GUARD)
     lock.release()

@@ -10,16 +10,16 @@ import textwrap
 import threading
 from pathlib import Path
 
-from accel.checkpoint import folder
+from accel.checkpoint import storage
 
 SCRIPT = """
 import contextlib, os, signal, sys, threading, time
 import accel
-from accel.checkpoint import folder
+from accel.checkpoint import storage
 from accel.checkpoint.background import background
 
 gate, stack = threading.Event(), contextlib.ExitStack()
-stack.callback(folder.Lock(sys.argv[1]).release)
+stack.callback(storage.Lock(sys.argv[1]).release)
 background.start(lambda: gate.wait() and None, stack)
 leaves = os.fork()
 if leaves == 0:
@@ -48,7 +48,7 @@ def forking(directory: Path, end: str) -> None:
         child = int(job.stdout.readline())
         try:
             assert job.wait(30) == (-signal.SIGKILL if end == "dies" else 0)
-            folder.Lock(str(directory)).release()
+            storage.Lock(str(directory)).release()
         finally:
             os.kill(child, signal.SIGKILL)
             job.stdout.close()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.checkpoint import folder, record, shards
+from accel.checkpoint import record, shards, storage
 from accel.checkpoint.shards import Written
 from accel.errors import CheckpointError
 from tests.distributed import run
@@ -93,7 +93,7 @@ def test_keep(tmp_path: Path) -> None:
     assert names == {"best", "epoch-1", "step-x1", "step-0", "step-00", "step-1", "step-4", "step-5"}
     assert [p.name for p in (tmp_path / "step-1").iterdir()] == ["mine"]
     assert value_of(tmp_path / "best") == 1
-    lock = folder.Lock(str(tmp_path / "step-4"))
+    lock = storage.Lock(str(tmp_path / "step-4"))
     accel.save(state(6), tmp_path / "step-6", keep=1)  # somebody saves into step-4
     lock.release()
     assert value_of(tmp_path / "step-4") == 4
@@ -149,7 +149,7 @@ def test_linking_again_what_has_very_many_files(tmp_path: Path) -> None:
     for name in names:
         (src / name).touch()
     files = [*whole.files, *(Written(name, 0, ()) for name in names)]
-    record.commit(str(src), record.encode(replace(whole, files=files)), folder.record_name(whole.id))
+    (src / record.NAME).write_bytes(record.encode(replace(whole, files=files)))
     for _ in range(2):
         accel.link(src, dst)
         assert len(os.listdir(dst)) == 2002
@@ -208,7 +208,7 @@ def beside_an_average(root: str, moving: bool, wait: bool) -> tuple[list[int], l
     model, _, _ = accel.setup(net)
     compared = []
     stream = shards._stream
-    shards._stream = lambda items, fd: (compared.append(1) if fd is None else None, stream(items, fd))[1]
+    shards._stream = lambda items, write: (compared.append(1) if write is None else None, stream(items, write))[1]
     inodes: dict[str, list[int]] = {"still": [], "apart": []}
     try:
         for step in range(4):

@@ -114,13 +114,13 @@ class Footprint:
         for parameter in self.parameters:
             for prefix, rest in _numbered(parameter.name):
                 inside.setdefault(prefix, []).append(rest)
-        alike = Counter((prefix.rpartition(".")[0], *names) for prefix, names in inside.items())
+        alike = Counter((prefix.rpartition(".")[0], tuple(names)) for prefix, names in inside.items())
         blocks: dict[str, list[ParameterSize]] = {}
         for parameter in self.parameters:
             repeated = [
                 prefix
                 for prefix, _ in _numbered(parameter.name)
-                if any("." in n for n in inside[prefix]) and alike[(prefix.rpartition(".")[0], *inside[prefix])] > 1
+                if any("." in n for n in inside[prefix]) and alike[prefix.rpartition(".")[0], tuple(inside[prefix])] > 1
             ]
             blocks.setdefault(repeated[-1] if repeated else "", []).append(parameter)
         return blocks

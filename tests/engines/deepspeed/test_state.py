@@ -18,9 +18,18 @@ from tests.engines.deepspeed.training import STAGES, Net, Pair, adamw, whole, ze
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 
+def tensors() -> list[torch.Tensor]:
+    """The tensors of this process that hold numbers of 32 bits."""
+    found = (item for item in gc.get_objects() if issubclass(type(item), torch.Tensor))
+    return [tensor for tensor in found if tensor.device.type == "cpu" and tensor.dtype is torch.float32]
+
+
 def held(stage: int) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer state on this rank, in units of one element, after a step."""
     torch.manual_seed(0)
+    others = set(
+        map(id, earlier := tensors())
+    )  # of programs that this process ran before; kept, so that no address is reused
     width = 64
     raw = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8)))
     config = {"zero_optimization": {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 512}}
@@ -30,14 +39,16 @@ def held(stage: int) -> dict[str, int]:
     gc.collect()
     total = 8 * width * width
     sizes: dict[int, int] = {}
-    for item in gc.get_objects():
-        if issubclass(type(item), torch.Tensor) and item.device.type == "cpu" and item.dtype is torch.float32:
-            with torch._C.DisableTorchFunctionSubclass():  # a divided weight refuses it
-                storage = item.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-            for more in (item.grad if item.is_leaf else None, getattr(item, "ds_tensor", None)):
-                if more is not None:
-                    sizes[more.untyped_storage().data_ptr()] = more.untyped_storage().nbytes()
+    for item in tensors():
+        if id(item) in others:
+            continue
+        with torch._C.DisableTorchFunctionSubclass():  # a divided weight refuses it
+            storage = item.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        for more in (item.grad if item.is_leaf else None, getattr(item, "ds_tensor", None)):
+            if more is not None:
+                sizes[more.untyped_storage().data_ptr()] = more.untyped_storage().nbytes()
+    del earlier
     large = sum(size for size in sizes.values() if size >= 4 * width * width // 4)
     assert len(list(raw.parameters())) == 8
     return {"held": large, "unit": 4 * total}

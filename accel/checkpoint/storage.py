@@ -1,0 +1,437 @@
+"""Where checkpoints lie. All of ``checkpoint/`` asks for its files here, by path: ``storage_of(path).names(path)``.
+
+``Storage`` is what a place must be able to do: a file is there whole or not at all, is never changed afterwards, and the record
+replaces the one before it from one moment to the next (``Claim.commit``). ``Local``: the file systems of this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, Final, final
+
+from ..errors import CheckpointError
+from .failures import explain, naming
+from .safetensors import MAX_HEADER
+
+#: Takes the bytes that come next in a new file, and is done with them when it returns.
+Write = Callable[[memoryview], None]
+
+
+def storage_of(path: str) -> Storage:
+    """The storage in which a path lies."""
+    return _local
+
+
+class File(ABC):
+    """A file that is open for reading, by any thread."""
+
+    def __init__(self, path: str, size: int) -> None:
+        self.path, self.size = path, size
+
+    @abstractmethod
+    def fill(self, ranges: Sequence[tuple[int, list[memoryview]]]) -> None:
+        """Fill memory with what follows each offset, these in order; raises where the file ends before."""
+
+    def read(self, offset: int, count: int) -> bytearray:
+        """So many bytes."""
+        content = bytearray(count)
+        self.fill([(offset, [memoryview(content)])])
+        return content
+
+    def read_header(self) -> bytearray:
+        """The first bytes of a safetensors file up to its data; none where it has not as many as they say."""
+        length = 8 + int.from_bytes(self.read(0, min(8, self.size)), "little")
+        return self.read(0, length if length <= min(self.size, MAX_HEADER + 8) else 0)
+
+
+class Claim(ABC):
+    """What one job has of a directory while it saves there."""
+
+    #: Whether no other job can be writing there until this one lets go.
+    exclusive: bool
+
+    @abstractmethod
+    def commit(self, path: str, content: bytes, temporary: str) -> None:
+        """Make ``content`` the file ``path``, durably, from one moment to the next; ``temporary`` is a name beside it."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let the next job in; again is harmless."""
+
+    @abstractmethod
+    def remove(self) -> None:
+        """The same, and leave nothing in the directory."""
+
+
+class Storage(ABC):
+    """Files by their paths. An OSError says what went wrong, and with which path."""
+
+    @abstractmethod
+    def real(self, path: str) -> str:
+        """The path without links."""
+
+    @abstractmethod
+    def names(self, directory: str) -> list[str]:
+        """What lies in a directory."""
+
+    @abstractmethod
+    def exists(self, path: str) -> bool:
+        """Whether there surely is a file, directory or link."""
+
+    @abstractmethod
+    def is_directory(self, path: str) -> bool: ...
+
+    @abstractmethod
+    def size(self, path: str) -> int:
+        """Of a file."""
+
+    @abstractmethod
+    def identity(self, path: str) -> Hashable:
+        """What is another one if the file is written again, or another is put in its place."""
+
+    @abstractmethod
+    def make(self, directory: str) -> None:
+        """Make a directory and what is above it, durably; an OSError where it cannot be made, or is something else."""
+
+    @abstractmethod
+    def sync(self, directory: str) -> None:
+        """Make the names in a directory durable."""
+
+    @abstractmethod
+    def claim(self, directory: str) -> Claim:
+        """Take a directory for this job, or refuse it where another one saves there now."""
+
+    @abstractmethod
+    def open(self, path: str, size: int | None) -> AbstractContextManager[File]:
+        """Context: a file for reading, not through a link; raises where it is missing, something else, or not of ``size``."""
+
+    def read_whole(self, path: str, limit: int, kind: str) -> bytes:
+        """A small file; raises where it is missing, or too large for ``kind`` (a record, say)."""
+        with self.open(path, None) as file:
+            if file.size > limit:
+                raise CheckpointError(f"{path}: {file.size} bytes are too many for {kind}")
+            return bytes(file.read(0, file.size))
+
+    @abstractmethod
+    def create(self, path: str, size: int, header: int, content: Callable[[Write], bytes]) -> bytes:
+        """Make a new file, durable or, after an error, not there at all; returns its header.
+
+        Args:
+            path: of it.
+            size: to be reserved at once; 0 where it is not known.
+            header: its first bytes, so many, which are known last.
+            content: hands over all that follows them, and returns them; where it is called twice it does so twice.
+        """
+
+    @abstractmethod
+    def put(self, path: str, content: bytes) -> None:
+        """Make a small file, or another one of an old one: it is there whole or not at all, and need not be durable."""
+
+    @abstractmethod
+    def link(self, old: str, new: str) -> None:
+        """Make ``new`` a file like ``old``, each of which can go by itself, without its bytes coming through this process."""
+
+    @abstractmethod
+    def rename(self, old: str, new: str) -> None:
+        """Give a file another name, in place of one that has it: each is there whole at any moment."""
+
+    @abstractmethod
+    def remove(self, path: str) -> None:
+        """Remove a file, if it is there."""
+
+    @abstractmethod
+    def remove_directory(self, directory: str) -> None:
+        """Remove a directory, if it is empty."""
+
+
+def unreadable(error: OSError) -> str:
+    """What to say of a file of a checkpoint that cannot be read."""
+    missing = error.errno in (errno.ENOENT, errno.ELOOP)
+    return f"{explain(error)}{'; the checkpoint is not complete, load another one' if missing else ''}"
+
+
+def check_size(path: str, found: int, written: int) -> None:
+    """Refuse a file of a checkpoint that has another size than the record says."""
+    if found != written:
+        raise CheckpointError(
+            f"{path}: has {found} bytes, and {written} were written; it was cut or changed, load another checkpoint"
+        )
+
+
+# -- The file systems of this machine ----------------------------------------------------------------------------------
+
+LOCK: Final = ".accel.lock"
+_WRITE: Final = 8 << 20  # bytes of small parts that are written together
+_SMALL: Final = 256 << 10  # bytes that are copied rather than written by a call of their own
+_MAX_VECTORS: Final = 512
+_START_WRITING: Final = 2  # SYNC_FILE_RANGE_WRITE
+_FULL: Final = frozenset({errno.EFBIG, errno.ENOSPC, errno.EDQUOT})
+
+
+@final
+class Local(Storage):
+    """Durable by fsync; a directory is one job's by a lock that ends with its process."""
+
+    def real(self, path: str) -> str:
+        return os.path.realpath(path)
+
+    def names(self, directory: str) -> list[str]:
+        return os.listdir(directory)
+
+    def exists(self, path: str) -> bool:
+        return os.path.lexists(path)
+
+    def is_directory(self, path: str) -> bool:
+        return os.path.isdir(path)
+
+    def size(self, path: str) -> int:
+        return os.lstat(path).st_size
+
+    def identity(self, path: str) -> Hashable:
+        status = os.lstat(path)
+        return status.st_size, status.st_dev, status.st_ino, status.st_mtime_ns
+
+    def make(self, directory: str) -> None:
+        missing = []
+        path = os.path.abspath(directory)
+        while not os.path.lexists(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        os.makedirs(directory, exist_ok=True)
+        for made in missing:
+            self.sync(os.path.dirname(made))
+
+    def sync(self, directory: str) -> None:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with naming(directory):
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def claim(self, directory: str) -> Claim:
+        return Lock(directory)
+
+    @contextlib.contextmanager
+    def open(self, path: str, size: int | None) -> Iterator[File]:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(unreadable(error)) from error
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{path}: is not a regular file")
+            if size is not None:
+                check_size(path, status.st_size, size)
+            with naming(path):
+                yield _LocalFile(path, status.st_size, fd)
+        finally:
+            os.close(fd)
+
+    def create(self, path: str, size: int, header: int, content: Callable[[Write], bytes]) -> bytes:
+        with _new_file(path, os.O_EXCL) as fd:
+            reserve(fd, size)
+            os.lseek(fd, header, os.SEEK_SET)
+            writing = _Writing(fd)
+            first = content(writing.write)
+            writing.finish()
+            if os.pwrite(fd, first, 0) != header:
+                raise OSError(errno.ENOSPC, "the header was written only in part")
+        return first
+
+    def put(self, path: str, content: bytes) -> None:
+        with open(f"{path}.tmp", "wb", buffering=0) as file:
+            _write_all(file.fileno(), content)
+        os.replace(f"{path}.tmp", path)
+
+    def link(self, old: str, new: str) -> None:
+        os.link(old, new, follow_symlinks=False)
+
+    def rename(self, old: str, new: str) -> None:
+        os.replace(old, new)
+
+    def remove(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def remove_directory(self, directory: str) -> None:
+        with contextlib.suppress(OSError):
+            os.rmdir(directory)
+
+
+@final
+class _LocalFile(File):
+    def __init__(self, path: str, size: int, fd: int) -> None:
+        super().__init__(path, size)
+        self._fd = fd
+
+    def fill(self, ranges: Sequence[tuple[int, list[memoryview]]]) -> None:
+        for offset, views in ranges:
+            self._fill(offset, views)
+
+    def _fill(self, offset: int, views: list[memoryview]) -> None:
+        views, at = [view for view in views if view], 0
+        while at < len(views):
+            try:
+                count = os.preadv(self._fd, views[at : at + _MAX_VECTORS], offset)
+            except OSError as error:
+                error.filename = self.path
+                raise CheckpointError(unreadable(error)) from error
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.path}: ends at byte {offset}, in the middle of a tensor; load another checkpoint"
+                )
+            offset += count
+            while at < len(views) and count >= len(views[at]):
+                count -= len(views[at])
+                at += 1
+            if count:  # the rest of a view that was filled in part
+                views = [views[at][count:], *views[at + 1 :]]
+                at = 0
+
+
+@final
+class _Writing:
+    """Data on its way into a file: small parts are gathered, so that one call writes many of them."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._small = bytearray()
+
+    def write(self, part: memoryview) -> None:
+        """Take it."""
+        if len(part) < _SMALL and len(self._small) < _WRITE:
+            self._small += part
+            return
+        self.finish()
+        _write_out(self._fd, part)
+
+    def finish(self) -> None:
+        """Write what was gathered."""
+        _write_out(self._fd, self._small)
+        self._small = bytearray()
+
+
+@cache
+def _libc() -> Any:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def reserve(fd: int, size: int) -> None:
+    """Take the space at once, where the file system can; one that is full says so before anything is written."""
+    if not hasattr(_libc(), "fallocate") or not size:
+        return
+    if _libc().fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(size)) != 0:
+        number = ctypes.get_errno()
+        if number in _FULL:
+            raise OSError(number, os.strerror(number))
+
+
+def _write_out(fd: int, data: bytearray | memoryview) -> None:
+    """Write, and let the kernel begin to write out: waiting for the disk only at the end would leave it idle until then."""
+    begin = os.lseek(fd, 0, os.SEEK_CUR)
+    _write_all(fd, data)
+    if data and hasattr(_libc(), "sync_file_range"):
+        _libc().sync_file_range(fd, ctypes.c_longlong(begin), ctypes.c_longlong(len(data)), _START_WRITING)
+
+
+def _write_all(fd: int, content: bytes | bytearray | memoryview) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+@contextlib.contextmanager
+def _new_file(path: str, flags: int) -> Iterator[int]:
+    """Context: a new file, which is durable afterwards, and removed after an error. An OSError names it."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
+    try:
+        with naming(path):
+            yield fd
+            os.fsync(fd)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+@final
+class Lock(Claim):
+    """Held by the job that saves into a directory, until its process ends at the latest; refuses another job."""
+
+    exclusive = True
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._path = path = os.path.join(directory, LOCK)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        _open.add(self)
+        try:
+            self._take(path)
+        except BaseException:
+            self.forget()
+            raise
+
+    def _take(self, path: str) -> None:
+        # A process that has just died may hold it for another moment.
+        for wait in (0.0, 0.1, 0.4):
+            time.sleep(wait)
+            with contextlib.suppress(BlockingIOError), naming(path):
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Others must find the file that is locked.
+                if os.path.lexists(path) and os.path.samestat(os.fstat(self._fd), os.lstat(path)):
+                    return
+                raise CheckpointError(f"{path} was removed by another job just now; try again")
+        raise CheckpointError(
+            f"{path} is held by another job that saves here now; give each job a directory of its own, or end the other"
+        )
+
+    def commit(self, path: str, content: bytes, temporary: str) -> None:
+        passing = os.path.join(self._directory, temporary)
+        with _new_file(passing, os.O_TRUNC | os.O_NOFOLLOW) as fd:
+            _write_all(fd, content)
+        os.replace(passing, path)
+        _local.sync(self._directory)
+
+    def remove(self) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+        self.release()
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            self.forget()
+
+    def forget(self) -> None:
+        """Close the file; the lock stays with the processes that have it open too."""
+        os.close(self._fd)
+        self._fd = -1
+        _open.discard(self)
+
+
+_local: Final = Local()
+_open: Final[weakref.WeakSet[Lock]] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_open):
+        lock.forget()
+
+
+# Else a forked process, such as a loader's worker, would keep the lock of a job that has died.
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,75 @@
+"""Right uses of accel, and wrong ones that an editor and a type checker tell: ``make types`` reads this file, nothing runs it.
+
+Where a line is wrong its comments say so to mypy and to pyright, which both refuse a comment that is not needed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+from torch.utils.data import DataLoader
+from typing_extensions import assert_type
+
+import accel
+
+
+class Net(nn.Module):
+    def generate(self, length: int) -> Tensor:
+        return torch.zeros(length)
+
+
+def train(model: Net, epochs: int, rate: float = 0.1) -> float:
+    return rate * epochs
+
+
+def right(net: Net, one: AdamW, two: SGD, loader: DataLoader[Tensor], batch: dict[str, Tensor]) -> None:
+    model, optimizer, batches = accel.setup(net, one, loader)
+    assert_type(model, Net)
+    assert_type(optimizer, AdamW)
+    assert_type(batches, DataLoader[Tensor])
+    assert_type(model.generate(3), Tensor)
+    assert_type(accel.setup(net).optimizers, None)
+    assert_type(accel.setup(net, one).optimizers, AdamW)
+    assert_type(accel.setup(net, dataloaders=loader).dataloaders, DataLoader[Tensor])
+    assert_type(accel.setup(net, [one]).optimizers, list[AdamW])
+    assert_type(accel.setup(net, (one, two), {"train": loader}).optimizers, tuple[AdamW, SGD])
+    assert_type(accel.setup(net, one, {"train": loader}).dataloaders, dict[str, DataLoader[Tensor]])
+    accel.setup(torch.compile(net), one, backend=accel.FSDP(replicas=2), precision="bf16-mixed")
+    accel.setup(net, backend="deepspeed:3")
+    with accel.no_sync(model):
+        accel.backward(model.generate(1).sum())
+    accel.clip_grad_norm_(model, 1.0)
+    assert_type(accel.gather_for_metrics(batch, batches), dict[str, Tensor])
+    assert_type(accel.all_gather((batch["x"], batch["x"])), tuple[Tensor, Tensor])
+    assert_type(accel.all_reduce(batch["x"], "mean"), Tensor)
+    assert_type(accel.effective_batch_size(batches), int)
+    assert_type(accel.shard_sequence(model, batch), dict[str, Tensor])
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 1}
+    accel.save(state, "run/step-1", wait=False)
+    accel.load("run/step-1", state)
+    assert_type(accel.unwrap(model), Net)
+    assert_type(accel.teardown(model), Net)
+    assert_type(accel.launch(train, net, 3, num_processes=2), float)
+    accel.teardown()
+
+
+def wrong(net: Net, one: AdamW, loader: DataLoader[Tensor]) -> None:
+    accel.DDP(find_unused=True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    accel.DDP(True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    accel.DPP()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    accel.setup(net, backend=accel.FSDP)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    accel.setup(net, precison="bf16-mixed")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    accel.setup(one, net)  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
+    accel.setup(net, net.parameters())  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
+    accel.setup(net, one, [one])  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
+    accel.save("run/step-1", {"model": net})  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    accel.load({"model": net}, "run/step-1")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    accel.load("run/step-1", check="never")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    accel.launch(train, net, epochs=5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    accel.launch(train, net, "three")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    accel.setup(net)[0].generat(3)  # type: ignore[operator]  # pyright: ignore[reportCallIssue]
+    model, optimizer = accel.setup(net, one)  # type: ignore[misc]  # pyright: ignore[reportAssignmentType]
+    accel.LoaderOptions(padd=True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
