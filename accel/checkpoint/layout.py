@@ -14,7 +14,7 @@ import re
 import zlib
 from bisect import bisect_right
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Final
 
@@ -24,7 +24,7 @@ from ..boxes import Box, Cuts, Grid, shape_of
 from ..errors import CheckpointError
 from .objects import LocalRange
 from .safetensors import ITEM_BYTES, NAMES, Entry, from_bytes, memory
-from .shards import WriteItem, checksum_of, pieces
+from .shards import WriteItem, checksum, checksum_of, pieces
 from .transfer import is_remote, on_host
 
 #: A part of a tensor in the record: (first file, first element, elements per file, number of consecutive files).
@@ -284,12 +284,11 @@ class Inventory:
 
     def digests(self) -> tuple[str, str, str]:
         """Equal on ranks that have the same tensors; the same ranges of them; of those compared, the same contents."""
-        form, ranges = (
-            hashlib.blake2b(memory(numbers.contiguous()), digest_size=16).hexdigest()
-            for numbers in (self.form.places, torch.cat([self.kinds[:2], self.kinds[2:] != 0]))
-        )
-        form = digest([self.form.table, form])
-        return form, digest([form, ranges]), digest(self.kinds[2].tolist())
+        table, places = self.form.table, self.form.places
+        form = digest([table, checksum(memory(places))])
+        ranges = checksum(memory(torch.cat([self.kinds[:2], self.kinds[2:] != 0])))
+        held = zip(places[0].tolist(), self.kinds[2, places[1]].tolist(), strict=True)
+        return form, digest([form, ranges]), digest(sorted([table[n], content] for n, content in held if content))
 
     def pack(self, same: int | None) -> PackedInventory:
         """As it is sent; ``same`` is a rank that sends the same form."""
@@ -322,7 +321,8 @@ def _numbers(packed: bytes, rows: int) -> torch.Tensor:
 def inventory(table: list[Row], ranges: Sequence[tuple[int, int, int, int]]) -> Inventory:
     """Of ranges of these tensors: tensor's number, first element, number of elements, what they hold (0: not compared)."""
     kinds: dict[tuple[Any, ...], int] = {}
-    places, columns = [], []
+    places: list[tuple[int, int]] = []
+    columns: list[tuple[int, int, int]] = []
     for number, start, count, content in ranges:
         # What is compared is of a kind of its own, since its contents change.
         key = (table[number][1:], start, count, number if content else -1)
@@ -404,6 +404,10 @@ class Layout:
         for number, start, count in zip(mine.tensor.tolist(), mine.start.tolist(), mine.count.tolist(), strict=True):
             own.setdefault(number, []).append((start, count))
         return ((number, *one) for number, first in enumerate(self.like) for one in own.get(first, ()))
+
+    def part(self, rank: int) -> Layout:
+        """Without what others write."""
+        return replace(self, ranges=self.ranges.select(self.ranges.rank == rank))
 
     def parts(self, files: torch.Tensor) -> list[list[Part]]:
         """The record's parts of each tensor; ``files`` is the file of each rank."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 
@@ -72,7 +72,7 @@ def save(
         if keep is not None:
             folder.check_keep(directory, keep)
         contents = contents_of(state, filter, process.place.world_size)
-        return contents, (directory, (wait, keep), contents.summary())
+        return contents, (directory, (wait, keep), contents.summary(process.place.rank))
 
     contents, told = exchange("accel.save", prepare)
     _check_equal(told)
@@ -124,7 +124,7 @@ def save_alone(state: Mapping[str, Any], directory: str) -> None:
     contents = contents_of(state, None, 1)
     with contextlib.ExitStack() as resources:
         claim = folder.begin(directory, resources)
-        writer = Writer(directory, claim, contents, [contents.message([contents.summary()], 0)], 0, None, False)
+        writer = Writer(directory, claim, contents, [contents.message([contents.summary(0)], 0)], 0, None, False)
         try:
             written = writer.write()
         except BaseException:
@@ -158,6 +158,8 @@ class Summary:
     contents: str
     nodes: str
     engines: dict[str, str]
+    #: Of the plan that this rank has from the save before.
+    plan: str
 
 
 @dataclass(slots=True)
@@ -171,7 +173,8 @@ class Contents:
         own: values that belong to this rank alone, by the object's name.
         ranges: that lie on this rank, for each of ``KINDS``.
         inventories: the same as numbers.
-        layouts: who writes what of each, once it is known.
+        layouts: who writes what of each, once it is known; this rank's part alone, but on rank 0.
+        plan: a name for these.
         own_of_all: every rank's ``own``, likewise.
     """
 
@@ -181,10 +184,11 @@ class Contents:
     own: dict[str, Json]
     ranges: list[list[LocalRange]]
     inventories: list[Inventory]
-    layouts: list[Layout] = field(default_factory=list)
+    layouts: Sequence[Layout] = ()
+    plan: str = ""
     own_of_all: list[dict[str, Json]] = field(default_factory=list)
 
-    def summary(self) -> Summary:
+    def summary(self, rank: int) -> Summary:
         """What the ranks compare before they send more."""
         compared = [one.shard.name for ranges in self.ranges for one in ranges if not one.equal]
         structure = [[(one.name, one.kind) for one in self.objects], sorted(compared)]
@@ -196,27 +200,38 @@ class Contents:
             digest([contents for *_, contents in digests]),
             digest([node for _, node in self.merged]),
             engines_of(self.objects),
+            plans.name if plans.rank == rank else "",
         )
 
     def message(self, summaries: Sequence[Summary], rank: int) -> SaveMessage:
         """What the other ranks must be told; each table by one of those that have it."""
         packed = nodes = None
-        if len({(s.ranges, s.contents) for s in summaries}) > 1:
+        # Contents that are the same everywhere make no difference, and may change from save to save.
+        told = [s.contents for s in summaries] if len({s.contents for s in summaries}) > 1 else []
+        self.plan = digest([[s.ranges for s in summaries], told])
+        if all(s.plan == self.plan for s in summaries):
+            self.layouts = plans.layouts
+        elif told or len({s.ranges for s in summaries}) > 1:
             first = [s.forms for s in summaries].index(summaries[rank].forms)
             packed = [one.pack(None if first == rank else first) for one in self.inventories]
         if len({s.nodes for s in summaries}) > 1:
             nodes = [node for _, node in self.merged]
         return SaveMessage(secrets.token_hex(6), packed, nodes, self.own)
 
-    def complete(self, messages: Sequence[SaveMessage]) -> None:
+    def complete(self, messages: Sequence[SaveMessage], rank: int) -> None:
         """Learn what all ranks have, and divide the work."""
-        for which, mine in enumerate(self.inventories):
-            everyone = unpack([m.inventories[which] for m in messages if m.inventories is not None])
-            self.layouts.append(make_layout(everyone or [mine], len(messages)))
+        if not self.layouts:
+            self.layouts = [self._layout(which, messages, rank) for which in range(len(KINDS))]
+            plans.rank, plans.name, plans.layouts = rank, self.plan, self.layouts
         told = [m.nodes for m in messages if m.nodes is not None]
         for i, (one, node) in enumerate(self.merged):
             one.node.update(one.merge([nodes[i] for nodes in told] or [node]))
         self.own_of_all = [m.own for m in messages]
+
+    def _layout(self, which: int, messages: Sequence[SaveMessage], rank: int) -> Layout:
+        everyone = unpack([m.inventories[which] for m in messages if m.inventories is not None])
+        found = make_layout(everyone or [self.inventories[which]], len(messages))
+        return found.part(rank) if rank else found
 
     def record(self, save: str, written: Sequence[Files]) -> Record:
         """The record of files that each rank has written."""
@@ -239,6 +254,18 @@ class Contents:
             values=self.values,
             ranks=self.own_of_all if any(self.own_of_all) else [],
         )
+
+
+@dataclass(slots=True)
+class _Plans:
+    """Those of the last save: where all ranks have the same ranges again, nothing is listed and planned anew."""
+
+    rank: int = 0
+    name: str = ""
+    layouts: Sequence[Layout] = ()
+
+
+plans: Final = _Plans()
 
 
 def contents_of(state: Any, filter: Callable[[str], bool] | None, world: int) -> Contents:
@@ -288,7 +315,7 @@ class Writer:
         self._directory, self._contents, self._rank, self._keep = directory, contents, rank, keep
         self._claim, self._storage = claim, storage_of(directory)
         self._save, self._world = messages[0].save, len(messages)
-        contents.complete(messages)
+        contents.complete(messages, rank)
         self._storage.make(directory)  # a host may not have heard yet that rank 0 made it
         items = list(map(functools.partial(write_items, rank), contents.layouts, contents.ranges))
         self._linked: list[Written | None] = [None] * len(KINDS)

@@ -37,7 +37,8 @@ from accel.shard import Shard
 from .ranks import run
 from .section import Data, Section, Verdict, answer, brief, failures, table
 
-TENSORS, RANKS, QUICK = 10_000, (256, 1024), (64,)
+TENSORS, RANKS, QUICK = 10_000, (256, 1024, 2816, 16_384), (64,)
+ROWS, SHAPES = 32_768, 7
 ABOUT = f"""{TENSORS} tensors, each divided by rows over all ranks. What each rank does before a save: *list* its tensors, \
 receive the lists of all others, and *plan* who writes what. Rank 0 makes the record, each loading rank reads it, and *load* \
 is that of one rank of half as many, which opens only the *files* that it needs. Seconds are cpu time of one thread \
@@ -65,8 +66,8 @@ class Scale:
 
 def simulate(world: int, tensors: int, loading: int, directory: str) -> Scale:
     """Plan a save of ``tensors`` on ``world`` ranks, and load the share of the middle one of ``loading`` ranks."""
-    table: list[Row] = [(f"model/layers.{i}.weight", "F32", (4096 - i % 7, COLUMNS), ()) for i in range(tensors)]
-    memory = torch.ones(4096, COLUMNS)
+    table: list[Row] = [(f"model/layers.{i}.weight", "F32", (ROWS - i % SHAPES, COLUMNS), ()) for i in range(tensors)]
+    memory = torch.ones(ROWS, COLUMNS)
     mine = [LocalRange(s, equal=True) for s in _rows_of(world // 2, world, table, memory)]
     listing, list_s = _timed(lambda: make_inventory(mine, compare=True))
     packed = [_pack(rank, world, table) for rank in range(world)]
@@ -114,6 +115,8 @@ def _rows_of(rank: int, world: int, table: list[Row], memory: torch.Tensor) -> l
 
 def _pack(rank: int, world: int, table: list[Row]) -> PackedInventory:
     """What a rank sends, without making its tensors."""
+    if rank:
+        table = table[:SHAPES]  # which have a range of each kind
     begin, end = (t.tolist() for t in _rows(rank, world, torch.tensor([shape[0] for _, _, shape, _ in table])))
     ranges = [(i, a * COLUMNS, (b - a) * COLUMNS, 0) for i, (a, b) in enumerate(zip(begin, end, strict=True))]
     return inventory(table, ranges).pack(0 if rank else None)
