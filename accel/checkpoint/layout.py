@@ -267,8 +267,8 @@ def digest(value: Any) -> str:
 class Form:
     """What ranks that have parts of the same tensors have in common: the tensors, and an int64 column for each range.
 
-    A column has the number of the tensor, and that of the range's kind. Ranges of one kind begin at the same element, are as long, and are of
-    tensors of one dtype and shape; so many tensors have few kinds, and a rank of very many need not tell more than those.
+    A column has the number of the tensor, and that of the range's kind. Ranges of one kind begin at the same element, are as
+    long, and are of tensors of one dtype and shape; so many tensors have few kinds, which are all that each rank must tell.
     """
 
     table: list[Row]
@@ -277,7 +277,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """The ranges on one rank; ``kinds`` is int64, a column for each: first element, number of elements, contents (0: not compared)."""
+    """The ranges on one rank; ``kinds`` has int64 columns: first element, number of elements, contents (0: not compared)."""
 
     form: Form
     kinds: torch.Tensor
