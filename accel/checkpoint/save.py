@@ -20,7 +20,7 @@ from ..errors import CheckpointError
 from ..process import current
 from ..process.control import locked
 from . import folder, record, shards
-from .background import StatusFiles, background, status_names
+from .background import Pace, StatusFiles, background, status_names
 from .failures import exchange, explain, on_every_rank
 from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, unpack, write_items
 from .match import check_engines
@@ -89,7 +89,7 @@ def save(
         if wait:
             _finish(writer)
             return None
-        finish = functools.partial(writer.finish_alone, process.timeout.total_seconds())
+        finish = functools.partial(writer.finish_alone, process.timeout.total_seconds(), Pace())
         return background.start(finish, resources.pop_all())
 
 
@@ -330,12 +330,12 @@ class Writer:
     def _names(self) -> list[str]:
         return [folder.shard_name(self._save, self._rank, kind) for kind in KINDS]
 
-    def write(self) -> Files:
-        """Write this rank's files, durably."""
+    def write(self, progress: Callable[[int], Any] = lambda nbytes: None) -> Files:
+        """Write this rank's files, durably; ``progress`` hears how many more bytes are written."""
         files = list(self._linked)
         for which, (name, items) in enumerate(zip(self._names(), self._items, strict=True)):
             if items:
-                files[which] = shards.write(self._directory, name, items)
+                files[which] = shards.write(self._directory, name, items, progress)
             if which and (file := files[which]) is not None:
                 earlier_files.remember(self._directory, file)
         self._storage.sync(self._directory)
@@ -397,14 +397,14 @@ class Writer:
 
     # -- in the background: without collectives ---------------------------------------------------------------------
 
-    def finish_alone(self, timeout: float) -> None:
+    def finish_alone(self, timeout: float, pace: Pace) -> None:
         """Write, and commit once all ranks have written; all know how it ended, and raise any rank's failure. In a thread."""
         lock = os.path.join(self._directory, LOCK)
         status = StatusFiles(self._directory, lock, self._save, self._rank, self._world, timeout)
         failure: Exception | None = None
         files: Files = (None,) * len(KINDS)
         try:
-            files = self.write()
+            files = self.write(pace)
             if self._rank == 0:
                 self.commit([files, *(_written(status.read(rank)) for rank in range(1, self._world))])
         except Exception as error:

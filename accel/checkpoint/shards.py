@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 import xxhash
@@ -16,7 +16,7 @@ from .safetensors import CHUNK, DIGITS, ITEM_BYTES, Entry, build_header, chunks_
 from .storage import Write, storage_of
 from .transfer import PIECE, on_host
 
-_WRITE: Final = 8 << 20  # bytes that are hashed, and then written while they are in the caches
+_WRITE: Final = 1 << 20  # bytes that are hashed, and then written while they are in the caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +138,21 @@ def _header(items: Sequence[Item], checksums: str) -> bytes:
     return build_header([item.entry for item in items], {"accel": "1", "xxh3": checksums})
 
 
-def write(directory: str, name: str, items: Sequence[Item]) -> Written:
-    """Write a new file of ``items``, durably; after an error it is not there."""
+def write(
+    directory: str, name: str, items: Sequence[Item], progress: Callable[[int], Any] = lambda nbytes: None
+) -> Written:
+    """Write a new file of ``items``, durably; after an error it is not there. ``progress`` hears how many more bytes are."""
     items = _arranged(items)
     size = sum(item.entry.nbytes for item in items)
     blank = "0" * (DIGITS * chunks_of(size))  # the checksums are known last, and as long
     header = _header(items, blank)
 
     def content(write: Write) -> bytes:
-        return header.replace(blank.encode(), _stream(items, write).encode(), 1)
+        def told(part: memoryview) -> None:
+            write(part)
+            progress(len(part))
+
+        return header.replace(blank.encode(), _stream(items, told).encode(), 1)
 
     path, whole = os.path.join(directory, name), len(header) + size
     header = storage_of(directory).create(path, whole, len(header), content)
