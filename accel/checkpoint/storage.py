@@ -22,7 +22,7 @@ from typing import Any, Final, final
 
 from ..errors import CheckpointError
 from .failures import explain, naming
-from .safetensors import MAX_HEADER
+from .safetensors import CHUNK, MAX_HEADER
 
 #: Takes the bytes that come next in a new file, and is done with them when it returns.
 Write = Callable[[memoryview], None]
@@ -35,6 +35,9 @@ def storage_of(path: str) -> Storage:
 
 class File(ABC):
     """A file that is open for reading, by any thread."""
+
+    #: Bytes that are read at a time where they are looked at before those that follow.
+    step = CHUNK
 
     def __init__(self, path: str, size: int) -> None:
         self.path, self.size = path, size
@@ -273,6 +276,8 @@ class Local(Storage):
 
 @final
 class _LocalFile(File):
+    step = 512 << 10  # which are in the caches of a core that has read them
+
     def __init__(self, path: str, size: int, fd: int) -> None:
         super().__init__(path, size)
         self._fd = fd
