@@ -19,6 +19,7 @@ from ..process import running
 from ..shard import Shard
 from .failures import parsing
 from .layout import entry_of
+from .progress import Progress
 from .record import NAME, Record, Stored
 from .safetensors import BY_NAME, CHUNK, ITEM_BYTES, Entry, Header, chunks_of, is_lazy, memory, parse_header
 from .shards import checksum_of, checksums_of
@@ -191,6 +192,7 @@ class Reader:
         self._stream = stream and headers is None
         self._headers = dict(enumerate(headers or ()))
         self._threads = ReaderThreads()
+        self.progress: Progress = lambda nbytes: None
         self._staging = _Staging()
 
     def _path(self, file: int) -> str:
@@ -283,6 +285,7 @@ class Reader:
                 ranges[-1][1].append(_place(piece))
                 at = piece.offset + piece.nbytes
             opened.fill(ranges)
+        self.progress(sum(piece.nbytes for piece in once) if wanted else CHUNK)
         if twice:
             self._read_chunk(opened, file, chunk, twice)
 

@@ -25,6 +25,7 @@ from .failures import exchange, explain, on_every_rank
 from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, unpack, write_items
 from .match import check_engines
 from .objects import KINDS, LocalRange, RankObject, StateObject, engines_of
+from .progress import Progress, log_end, progress_bar
 from .record import Record, Stored
 from .shards import Item, Written, earlier_files
 from .state import State, local_ranges, value_range
@@ -42,6 +43,7 @@ def save(
     wait: bool = True,
     keep: int | None = None,
     filter: Callable[[str], bool] | None = None,
+    progress: bool = True,
 ) -> Future[None] | None:
     """Write a checkpoint of ``state`` into ``dir``, from one moment to the next. Collective.
 
@@ -55,6 +57,8 @@ def save(
         keep: afterwards remove older checkpoints next to ``dir`` with the same name up to its number
             (``step-100``, ``step-200``), so that the newest ``keep`` are left.
         filter: tells by a tensor's name (``"model/head.weight"``) whether it is saved; an optimizer's always are.
+        progress: show a bar on rank 0, where that has a terminal or a notebook, it takes over two seconds and tqdm is
+            installed; ``ACCEL_QUIET=1`` shows none.
 
     Returns:
         None; with ``wait=False`` a future, done when the checkpoint is durable and every rank knows it: from then on any of
@@ -87,7 +91,7 @@ def save(
         plan = functools.partial(Writer, directory, claim, contents, messages, place.rank, keep, not wait)
         writer = on_every_rank("accel.save (the plan)", plan)
         if wait:
-            _finish(writer)
+            _finish(writer, progress)
             return None
         finish = functools.partial(writer.finish_alone, process.timeout.total_seconds(), Pace())
         return background.start(finish, resources.pop_all())
@@ -109,10 +113,11 @@ def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> Non
             )
 
 
-def _finish(writer: Writer) -> None:
+def _finish(writer: Writer, shown: bool) -> None:
     """Write, and commit once all ranks have. Collective."""
     try:
-        _, written = exchange("accel.save (writing)", lambda: (None, writer.write()))
+        with progress_bar("accel.save", writer.nbytes, shown=shown) as progress:
+            _, written = exchange("accel.save (writing)", lambda: (None, writer.write(progress)))
     except CheckpointError:
         writer.discard()  # on all ranks; after another error some may think that all is written
         raise
@@ -315,6 +320,7 @@ class Writer:
         self._directory, self._contents, self._rank, self._keep = directory, contents, rank, keep
         self._claim, self._storage = claim, storage_of(directory)
         self._save, self._world = messages[0].save, len(messages)
+        self._begin = time.monotonic()
         contents.complete(messages, rank)
         self._storage.make(directory)  # a host may not have heard yet that rank 0 made it
         items = list(map(functools.partial(write_items, rank), contents.layouts, contents.ranges))
@@ -330,7 +336,12 @@ class Writer:
     def _names(self) -> list[str]:
         return [folder.shard_name(self._save, self._rank, kind) for kind in KINDS]
 
-    def write(self, progress: Callable[[int], Any] = lambda nbytes: None) -> Files:
+    @property
+    def nbytes(self) -> int:
+        """Of what this rank writes."""
+        return sum(item.entry.nbytes for items in self._items for item in items)
+
+    def write(self, progress: Progress = lambda nbytes: None) -> Files:
         """Write this rank's files, durably; ``progress`` hears how many more bytes are written."""
         files = list(self._linked)
         for which, (name, items) in enumerate(zip(self._names(), self._items, strict=True)):
@@ -361,6 +372,7 @@ class Writer:
             self._clean()
             raise
         # It is done; what fails from here on is no failure of the save.
+        log_end(self._directory, "saved", new.nbytes, self._begin)
         try:
             self._sweep(new)
             if self._keep is not None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final, TypeVar, final
+from typing import Final, TypeVar, final
 
 import torch
 import xxhash
 
+from .progress import Progress
 from .safetensors import CHUNK, DIGITS, ITEM_BYTES, Entry, build_header, chunks_of, is_lazy, memory, resolve
 from .storage import Write, storage_of
 from .transfer import PIECE, on_host
@@ -138,9 +139,7 @@ def _header(items: Sequence[Item], checksums: str) -> bytes:
     return build_header([item.entry for item in items], {"accel": "1", "xxh3": checksums})
 
 
-def write(
-    directory: str, name: str, items: Sequence[Item], progress: Callable[[int], Any] = lambda nbytes: None
-) -> Written:
+def write(directory: str, name: str, items: Sequence[Item], progress: Progress = lambda nbytes: None) -> Written:
     """Write a new file of ``items``, durably; after an error it is not there. ``progress`` hears how many more bytes are."""
     items = _arranged(items)
     size = sum(item.entry.nbytes for item in items)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from . import folder, record
 from .failures import exchange, on_every_rank, on_running_ranks, parsing
 from .match import children_of, objects_in
 from .objects import ModuleObject, OptimizerObject, RankObject, StatefulObject, StateObject, TensorObject
+from .progress import Progress, log_end, progress_bar
 from .reader import Reader
 from .record import Record
 from .safetensors import BY_NAME, CHUNK, chunks_of
@@ -70,18 +72,28 @@ def _share(needed: torch.Tensor, told: Sequence[tuple[list[int], bool]], me: int
 
 
 @locked
-def verify(dir: str | os.PathLike[str]) -> None:
+def verify(dir: str | os.PathLike[str], *, progress: bool = True) -> None:
     """Compare every byte of a checkpoint with its checksums, and its record with the format. Collective on several ranks.
+
+    Args:
+        dir: the checkpoint's directory.
+        progress: as for ``save``.
 
     Raises:
         CheckpointError: names what is missing, damaged or nonsense.
     """
     directory = folder.absolute(dir)
-    on_running_ranks("accel.verify", lambda rank, world: compare_all(directory, rank, world))
+
+    def act(rank: int, world: int) -> None:
+        with progress_bar("accel.verify", shown=progress) as more:
+            compare_all(directory, rank, world, more)
+
+    on_running_ranks("accel.verify", act)
 
 
-def compare_all(directory: str, rank: int, world: int, progress: Callable[[int], Any] = lambda nbytes: None) -> None:
+def compare_all(directory: str, rank: int, world: int, progress: Progress = lambda nbytes: None) -> None:
     """Compare one rank's share of all chunks, and the record; ``progress`` hears how many more bytes are done."""
+    begin = time.monotonic()
     found, _ = record.read(directory)
     check_record(found, os.path.join(directory, record.NAME))
     reader = Reader(directory, found, stream=False)
@@ -94,6 +106,8 @@ def compare_all(directory: str, rank: int, world: int, progress: Callable[[int],
             chunks = mine[at : at + _BATCH]
             reader.verify(file, chunks)
             progress(len(chunks) * CHUNK)
+    part = f"1 of {world} parts " if world > 1 else ""
+    log_end(directory, f"{part}verified", found.nbytes // world, begin)
 
 
 # -- Whether all of a record can be what accel wrote: the kinds of values, their ranges, and what they refer to --------
