@@ -18,7 +18,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["PYTHONWARNINGS"] = "ignore"
 warnings.filterwarnings("ignore")
 
-from . import checkpoints, costs, drift, fsdp, loops, memory, pipeline, report, scale, settings, sharded, zero  # noqa: E402
+from . import checkpoints, costs, drift, during, fsdp, loops, memory, pipeline, report, scale, settings, sharded, zero  # noqa: E402
 from .section import Section  # noqa: E402
 
 SECTIONS = {
@@ -33,6 +33,7 @@ SECTIONS = {
         sharded.SECTION,
         zero.SECTION,
         checkpoints.SECTION,
+        during.SECTION,
         scale.SECTION,
         memory.SECTION,
         pipeline.SECTION,
