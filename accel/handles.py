@@ -83,11 +83,14 @@ class ModelHandle(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name == "_torchdynamo_orig_callable":  # what torch.compile asks for first
             raise AccelError(
-                "torch.compile cannot wrap a handle: call model.compile(...) on it, which compiles in place and has the same "
-                "options, or torch.compile on the raw module before accel.setup"
+                "a torch.compile that was imported before accel.setup cannot wrap a handle: write torch.compile(model, ...), or "
+                "model.compile(...), which compiles in place and has the same options"
             )
+        module = _engine(self).module
+        if name == "_orig_mod" and module._compiled_call_impl is not None:  # as what torch.compile returns has it
+            return module
         # Reached only when the raw module lacks the attribute: this raises the error that it would raise.
-        return getattr(_engine(self).module, name)
+        return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(_engine(self).module, name, value)
@@ -150,6 +153,8 @@ def _through_engine(bound: MethodType) -> Callable[..., Any]:
         engine = _engine(handle)
         if name == "load_state_dict":
             return engine.holdings.load_state_dict(None, args, kwargs)
+        if name == "compile" and torchs:
+            return engine.compile(*args, **kwargs)
         plain = torchs and not (name == "train" and any(isinstance(a, torch.Tensor) for a in args))
         out = bound(*args, **kwargs) if plain else engine.call(bound, args, kwargs)
         return handle if out is engine.module else out
@@ -219,7 +224,7 @@ class OptimizerHandle(Optimizer):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
         """Drop (or zero) the gradients, wherever the engine keeps them; the arguments are the raw optimizer's own."""
-        _engine(self)
+        self._accel_engine or _engine(self)
         return self._accel_raw.zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -21,13 +21,21 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .engines import FOREIGN, Engine, Holdings
+from .engines import FOREIGN, Engine, Holdings, foreign_part
 from .engines.base.gradients import Gradients
 from .engines.base.step import prepare
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError
 from .gradients.clip import total_norm
 from .gradients.log import remove_hooks
-from .gradients.patches import Patch, clip_patches, data_patch, leaf_patch, run_patches
+from .gradients.patches import (
+    BackwardListener,
+    Patch,
+    clip_patches,
+    compile_patch,
+    data_patch,
+    leaf_patch,
+    run_patches,
+)
 from .handles import HiddenAttribute, ModelHandle, OptimizerHandle, raw
 from .precision import LossScale, all_finite
 from .process.control import agree
@@ -50,20 +58,22 @@ class Registry:
         #: whatever was garbage-collected here.
         self.divided: set[int] = set()
         self._owners: Any = WeakIdKeyDictionary()
-        #: The engines that hear of backwards, in order.
-        self._reducing: tuple[weakref.ref[Engine], ...] = ()
+        #: What hears of backwards, in the engines' order.
+        self._listeners: list[weakref.ref[BackwardListener]] = []
         self._hooks: list[RemovableHandle] = []
         self._watched: list[RemovableHandle] = []
         self._clipping = clip_patches(self)
-        self._runs = run_patches(self._before_backward, self._after_backward)
+        self._runs = run_patches(self._listeners)
         self._leaves = leaf_patch(self._leaf)
+        self._compiling = compile_patch(ModelHandle)
         self._data = data_patch(self._data_used, self._data_set)
+        self._needed: weakref.WeakKeyDictionary[Engine, list[Patch]] = weakref.WeakKeyDictionary()
 
     def add(self, engine: Engine) -> None:
         """Make ``engine`` the one engine of its module."""
         HiddenAttribute.put(engine.module, engine)
         self.engines.add(engine)
-        self._find_reducing()
+        self._find_listeners()
         if engine.distributed and engine.gradients.partial:
             self.divided.add(engine.serial)
         reference = weakref.ref(engine)
@@ -78,13 +88,14 @@ class Registry:
         if engine.gradients.watched:
             self._watched = self._watched or [register_optimizer_step_pre_hook(self._before_any_step)]
         engine.drift.watch()
-        for patch in self._patches(engine):
+        self._needed[engine] = self._patches(engine)
+        for patch in self._needed[engine]:
             patch.need(engine)
         weakref.finalize(engine, self._prune).atexit = False
 
     def _patches(self, engine: Engine) -> list[Patch]:
         """What this engine needs to hear of."""
-        needed = list(self._clipping) if engine.gradients.watched else []
+        needed = [self._compiling, *(self._clipping if engine.gradients.watched else ())]
         if engine.gradients.watched and engine.distributed:
             needed += self._runs
         if engine.distributed and type(engine.gradients).leaf is not Gradients.leaf:
@@ -101,19 +112,17 @@ class Registry:
         self.divided.discard(engine.serial)
         for module in engine.module.modules():
             self._owners.pop(module, None)
-        for patch in (*self._clipping, *self._runs, self._leaves, self._data, *self._patches(engine)):
+        for patch in self._needed.pop(engine):
             patch.drop(engine)
         self._prune()
 
-    def _find_reducing(self) -> None:
-        kind = Gradients.after_backward
-        self._reducing = tuple(
-            weakref.ref(e) for e in self.in_order() if e.distributed and type(e.gradients).after_backward is not kind
-        )
+    def _find_listeners(self) -> None:
+        found = [e.gradients.listener for e in self.in_order() if e.distributed]
+        self._listeners[:] = [weakref.ref(listener) for listener in found if listener is not None]
 
     def _prune(self) -> None:
         engines = list(self.engines)
-        self._find_reducing()
+        self._find_listeners()
         if not engines:
             remove_hooks(self._hooks)
             self.loss_scale = LossScale()
@@ -169,7 +178,7 @@ class Registry:
 
         Raises:
             SharedParametersError: names the shared parameters.
-            BackendError: a wrapper of another library, by name.
+            BackendError: a wrapper of another library, or a parameter that one has divided, by name.
         """
         for name, child in _walk(module):
             foreign = FOREIGN.intersection(f"{c.__module__}.{c.__qualname__}" for c in type(child).__mro__)
@@ -190,6 +199,9 @@ class Registry:
                     f"({engine.name}) of a {type(engine.module).__name__}: {', '.join(shared[:5])}; "
                     "set up one model that holds both, or tear down the other first"
                 )
+        for name, parameter in module.named_parameters():
+            if (what := foreign_part(parameter)) is not None:
+                raise BackendError(f"{name} {what}")
 
     # -- events ---------------------------------------------------------------------------------------------------
 
@@ -253,16 +265,6 @@ class Registry:
                     f"torch.nn.utils finds no final gradients in p.grad of a {type(engine.module).__name__} with backend "
                     f"{engine.name!r}, which keeps them elsewhere: use accel.clip_grad_norm_(model, max_norm)"
                 )
-
-    def _before_backward(self, run: object) -> None:
-        for reference in self._reducing:
-            if (engine := reference()) is not None:
-                engine.gradients.before_backward(run)
-
-    def _after_backward(self, run: object) -> None:
-        for reference in self._reducing:
-            if (engine := reference()) is not None:
-                engine.gradients.after_backward(run)
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in the graph that a parameter of a live engine stands for."""

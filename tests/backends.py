@@ -38,8 +38,14 @@ def _reason(backend: Any, build: Callable[[], nn.Module]) -> str:
     return ""
 
 
+def small() -> nn.Module:
+    """A module that every backend takes."""
+    return nn.Sequential(*(nn.Linear(1, 1) for _ in range(4)))
+
+
 @functools.cache
-def _refused(backend: Any, world: int, build: Callable[[], nn.Module]) -> str:
+def refused(backend: Any, world: int = 1, build: Callable[[], nn.Module] = small) -> str:
+    """Why the backend cannot take such a module here, if so."""
     return run(world, _reason, backend, build)[0]
 
 
@@ -51,14 +57,9 @@ def deepspeed_alone(**arguments: Any) -> Any:
         return deepspeed.initialize(**arguments)
 
 
-def small() -> nn.Module:
-    """A module that every backend takes."""
-    return nn.Sequential(*(nn.Linear(1, 1) for _ in range(4)))
-
-
 def need(backend: Any, world: int = 1, build: Callable[[], nn.Module] = small) -> None:
     """Skip the test where the backend's package or device is missing, or where it does not take such a module."""
-    if reason := _refused(backend, world, build):
+    if reason := refused(backend, world, build):
         pytest.skip(reason)
 
 

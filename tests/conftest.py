@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import contextlib
-import gc
+import importlib
 import os
 from collections.abc import Iterator
 
 import pytest
 
 import accel
-from tests.distributed import close_all
+from tests.distributed import close_all, freeze_modules
 
 with contextlib.suppress(ImportError):  # not in the environments of the packages that need one of their own
     from hypothesis import HealthCheck, settings
@@ -20,9 +20,8 @@ with contextlib.suppress(ImportError):  # not in the environments of the package
 
 
 def pytest_collection_finish() -> None:
-    """Engines collect garbage where they end: not all that has been imported by now."""
-    gc.collect()
-    gc.freeze()
+    """Engines collect garbage where they end: not what the first optimizer would import."""
+    importlib.import_module("torch._dynamo")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,5 +33,6 @@ def _workers() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _end() -> Iterator[None]:
     """A test leaves no engine in this process."""
+    freeze_modules()
     yield
     accel.teardown()

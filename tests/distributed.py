@@ -46,6 +46,18 @@ class Outcome:
     seconds: float = 0.0
 
 
+_frozen = 0
+
+
+def freeze_modules() -> None:
+    """Let no later collection look at what has been imported since the last time: that takes longer than most tests."""
+    global _frozen
+    if len(sys.modules) > _frozen:
+        gc.collect()
+        gc.freeze()
+        _frozen = len(sys.modules)
+
+
 def _initialise(rank: int, world: int, rendezvous: str) -> None:
     import torch
     import torch.distributed as dist
@@ -84,17 +96,13 @@ def _serve(rank: int, world: int, rendezvous: str, connection: Connection) -> No
     stacks = os.open(f"{rendezvous}.{rank}", os.O_CREAT | os.O_WRONLY)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     _initialise(rank, world, rendezvous)
-    known = len(sys.modules)
     while True:
         try:
             fn, args, clean, plan, test = pickle.loads(connection.recv_bytes())
         except EOFError:
             os._exit(0)
         os.environ["PYTEST_CURRENT_TEST"] = test
-        if len(sys.modules) > known:  # a collection is not of them either
-            gc.collect()
-            gc.freeze()
-            known = len(sys.modules)
+        freeze_modules()
         outcome = _perform(fn, args, plan)
         if clean:
             _clean()

@@ -7,21 +7,26 @@ import gc
 import importlib
 import os
 
+from tests import interpreters
+
 # deepspeed looks for a GPU when it is imported: not by the CUDA runtime, which no process forked from here could use then.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-NAMES = (
-    *("torch._dynamo", "torch.distributed.fsdp", "accel", "fairscale", "deepspeed", "safetensors.torch"),
-    *(
-        "pytest.__main__",
-        "hypothesis",
-        "numpy",
-        "tests.backends",
-        "tests.distributed",
-    ),  # __main__: a worker imports its parent's
-)
-for name in NAMES:
-    with contextlib.suppress(ImportError):
-        importlib.import_module(name)
+
+
+def _import(*names: str) -> None:
+    for name in names:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+_import("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.launcher.api", "numpy")
+gc.collect()
+gc.freeze()
+interpreters.serve()
+_import("accel", "fairscale", "deepspeed", "safetensors.torch")
+_import(
+    "pytest.__main__", "hypothesis", "tests.backends", "tests.distributed"
+)  # __main__: a worker imports its parent's
 # A worker collects after each call: not what all these modules are made of.
 gc.collect()
 gc.freeze()

@@ -7,7 +7,6 @@ import os
 import random
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import psutil
 
 from tests import faults
 from tests.distributed import GUARD
+from tests.interpreters import executable
 
 ROOT = Path(__file__).parent.parent
 LAUNCHERS = (
@@ -56,7 +56,7 @@ def scripts(
     """Runs ``code`` in one process per environment, together."""
     results = []
     with faults.declared(fails) as plan, contextlib.ExitStack() as ends:
-        command = [sys.executable, "-c", f"from tests import faults; faults.begin()\n{code}" if fails else code]
+        command = [executable(), "-c", f"from tests import faults; faults.begin()\n{code}" if fails else code]
         workers = []
         for environ in environs:
             whole = clean_environ() | plan.environ | dict(environ)
@@ -83,7 +83,7 @@ def started(
     try:
         for index, (command, environ) in enumerate(zip(commands, environs, strict=True)):
             with (folder / f"{index}.log").open("w") as log:
-                environ = clean_environ() | environ
+                environ = clean_environ() | {"PYTHON_EXEC": executable()} | environ
                 processes.append(psutil.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT))
         yield processes
     finally:

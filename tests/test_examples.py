@@ -9,12 +9,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.distributed import run
+from tests.interpreters import executable
 from tests.programs import ROOT
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -23,9 +23,9 @@ LAUNCHERS = {1: (), 2: TORCHRUN}
 
 def train(launcher: tuple[str, ...], example: str, *arguments: str, timeout: float = 240) -> str:
     """What an example prints; its whole process group is killed at the timeout."""
-    command = [sys.executable, *launcher, str(ROOT / "examples" / example), *arguments]
+    command = [executable(), *launcher, str(ROOT / "examples" / example), *arguments]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCEL_")}
-    environment.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    environment.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), PYTHON_EXEC=executable())
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

@@ -7,11 +7,11 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.interpreters import executable
 from tests.programs import ROOT
 
 PAGE = ROOT / "docs/migrating.md"
@@ -51,8 +51,8 @@ def test_before_and_after_train_the_same_weights(section: str, tmp_path: Path) -
     script = tmp_path / "both.py"
     script.write_text(script_of(section))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("ACCEL_")}
-    environment = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "accel", "run", "--processes", "2", str(script)]
+    environment = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHON_EXEC": executable()}
+    command = [executable(), "-m", "accel", "run", "--processes", "2", str(script)]
     out = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200, cwd=tmp_path)
     assert out.returncode == 0, out.stderr
     weights = json.loads(out.stdout.partition("weights:")[2].splitlines()[0])

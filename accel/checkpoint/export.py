@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -223,11 +223,12 @@ def _weights(out: str) -> list[str]:
 def _write(planned: Export, out: str, stem: str, progress: Progress) -> None:
     count, storage = len(planned.files), storage_of(out)
     names = [whole_file(f"{stem}-{i + 1:05d}-of-{count:05d}" if count > 1 else stem) for i in range(count)]
-    contents: dict[str, Iterable[bytes | memoryview]] = {
-        name: _content(planned, entries, progress) for name, entries in zip(names, planned.files, strict=True)
+    contents: dict[str, Callable[[], Iterable[bytes | memoryview]]] = {
+        name: functools.partial(_content, planned, entries, progress)
+        for name, entries in zip(names, planned.files, strict=True)
     }
     if count > 1:
-        contents[index_file(stem)] = [_index(names, planned)]
+        contents[index_file(stem)] = lambda: [_index(names, planned)]
     temporaries = {name: os.path.join(out, f".{name}.{secrets.token_hex(6)}.tmp") for name in contents}
     try:
         for name, content in contents.items():
@@ -240,8 +241,8 @@ def _write(planned: Export, out: str, stem: str, progress: Progress) -> None:
         raise
 
 
-def _pour(content: Iterable[bytes | memoryview], write: Write) -> bytes:
-    for part in content:
+def _pour(content: Callable[[], Iterable[bytes | memoryview]], write: Write) -> bytes:
+    for part in content():
         write(memoryview(part))
     return b""
 

@@ -79,10 +79,11 @@ def convert(
     if record.exists(directory):
         raise CheckpointError(f"{directory} has a checkpoint already: import into another directory")
     background.settle()
-    parent = os.path.dirname(directory)
-    storage_of(parent).make(parent)
-    with tempfile.TemporaryDirectory(prefix=".accel-import-", dir=parent) as scratch:
-        state, found = recognize(read(source, tensors_in(scratch, progress)), source, optimizer=optimizer)
+    with tempfile.TemporaryDirectory(
+        prefix=".accel-import-", dir=storage_of(directory).workplace(directory)
+    ) as scratch:
+        here = storage_of(source).fetched(source, scratch)
+        state, found = recognize(read(here, tensors_in(scratch, progress)), source, optimizer=optimizer)
         save_alone(state, directory)
     return found
 

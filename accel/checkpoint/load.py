@@ -315,9 +315,10 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
         CheckpointError: what ``deferred_init(weights=...)`` names is not there, or does not fit the module; lists both sides.
         BackendError: the module's parameters are to come from several places.
     """
-    directory = weights_of(module)
-    if directory is None:
+    source = weights_of(module)
+    if source is None:
         return None
+    directory = folder.absolute(source)
     state = _state_for(directory, module)
     with contextlib.ExitStack() as undo:
         whole = open_checkpoint(directory, state)

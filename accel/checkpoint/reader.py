@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar, final
 import torch
 
 from ..boxes import Grid, divided, in_box, shape_of
-from ..errors import CheckpointError
+from ..errors import CheckpointError, is_url
 from ..process import running
 from ..shard import Shard
 from .failures import parsing
@@ -47,13 +47,13 @@ class ReaderThreads:
         self._pool: ThreadPoolExecutor | None = None
         self._own = threading.local()
 
-    def each(self, act: Callable[[T], object], items: Sequence[T]) -> None:
-        """Do ``act`` for all items.
+    def each(self, act: Callable[[T], object], items: Sequence[T], threads: int = 0) -> None:
+        """Do ``act`` for all items; ``threads`` at a time, or as many as this rank's share of the cores.
 
         Raises:
             Exception: that of the first item, in their order, that failed; what had not begun is not done.
         """
-        threads = share()
+        threads = threads or share()
         if threads == 1 or len(items) < 2:
             for item in items:
                 act(item)
@@ -196,7 +196,8 @@ class Reader:
         self._staging = _Staging()
 
     def _path(self, file: int) -> str:
-        return os.path.join(self._directory, self._record.files[file].name)
+        name = self._record.files[file].name  # another library's is a whole path
+        return name if is_url(name) else os.path.join(self._directory, name)
 
     def header(self, file: int) -> Header:
         """A file's header, whose checksums are the record's; raises where the file is missing, cut or changed."""
@@ -207,7 +208,7 @@ class Reader:
             if checksums_of(memoryview(content)) != written.header:
                 raise CheckpointError(f"{path}: its header is damaged, or it is of another save; {_ADVICE}")
             with parsing(f"{path}: its header is not as {NAME} needs it"):
-                self._headers[file] = parse_header(bytes(content), written.size, checked=True)
+                self._headers[file] = parse_header(bytes(content), written.size)
         return self._headers[file]
 
     def locate(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
@@ -261,7 +262,9 @@ class Reader:
                 values = self._staging.take(staged) if staged else []
                 for piece, value in zip(staged, values, strict=True):
                     piece.view = memory(value)
-                self._threads.each(lambda number: self._read_chunk(opened, file, number, chunks[number]), numbers)
+                self._threads.each(
+                    lambda number: self._read_chunk(opened, file, number, chunks[number]), numbers, opened.in_flight
+                )
                 if staged:
                     self._staging.put(staged, values)
 

@@ -19,9 +19,9 @@ from .failures import explain, parsing
 from .layout import Part
 from .safetensors import BY_NAME, CHUNK, DIGITS, ITEM_BYTES, MAX_DIMS, no_duplicates
 from .shards import Written, checksum, checksum_of
-from .storage import storage_of
+from .storage import RECORD, read_whole, storage_of
 
-NAME: Final = "accel.json"
+NAME: Final = RECORD
 FORMAT: Final = "accel-checkpoint"
 #: Of the format; the second has tensors that are cut into boxes, and is written only where there are some.
 VERSIONS: Final = (1, 2)
@@ -141,9 +141,7 @@ def read(directory: str) -> tuple[Record, str]:
     ours, whole = _look(path)
     if ours and not whole:
         raise CheckpointError(_DAMAGED.format(path))
-    return parse(
-        storage_of(path).read_whole(path, MAX_BYTES if ours else CHUNK, "the record of a checkpoint of accel"), path
-    )
+    return parse(read_whole(path, MAX_BYTES if ours else CHUNK, "the record of a checkpoint of accel"), path)
 
 
 def is_damaged(path: str) -> bool:

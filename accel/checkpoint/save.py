@@ -20,7 +20,7 @@ from ..errors import CheckpointError
 from ..process import current
 from ..process.control import locked
 from . import folder, record, shards
-from .background import Pace, StatusFiles, background, status_names
+from .background import Pace, Words, background
 from .failures import exchange, explain, on_every_rank
 from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, unpack, write_items
 from .match import check_engines
@@ -29,7 +29,7 @@ from .progress import Progress, log_end, progress_bar
 from .record import Record, Stored
 from .shards import Item, Written, earlier_files
 from .state import State, local_ranges, value_range
-from .storage import LOCK, Claim, storage_of
+from .storage import Claim, storage_of
 from .values import Encoder, Json
 
 logger = logging.getLogger("accel")
@@ -52,7 +52,7 @@ def save(
     Args:
         state: a nested dict of handles, raw modules and optimizers, objects with a state dict, tensors and plain values.
             Where the ranks have different plain values or tensors of their own, rank 0's are saved.
-        dir: the checkpoint's directory, the same on all ranks, on a file system that all of them see.
+        dir: the checkpoint's directory, the same on all ranks, on a file system that all of them see; or a URL in a store.
         wait: return when the checkpoint is durable; else as soon as a copy of this rank's part is in memory.
         keep: afterwards remove older checkpoints next to ``dir`` with the same name up to its number
             (``step-100``, ``step-200``), so that the newest ``keep`` are left.
@@ -61,8 +61,8 @@ def save(
             installed; ``ACCEL_QUIET=1`` shows none.
 
     Returns:
-        None; with ``wait=False`` a future, done when the checkpoint is durable and every rank knows it: from then on any of
-        them may rename or remove ``dir``.
+        None; with ``wait=False`` a future, done when the checkpoint is durable and this rank knows it: from then on it may
+        rename or remove ``dir``.
 
     Raises:
         CheckpointError: something cannot be stored (nothing is written), another job saves there, or the disk fails;
@@ -93,7 +93,8 @@ def save(
         if wait:
             _finish(writer, progress)
             return None
-        finish = functools.partial(writer.finish_alone, process.timeout.total_seconds(), Pace())
+        words = Words(process, messages[0].save, directory)
+        finish = functools.partial(writer.finish_alone, words, Pace())
         return background.start(finish, resources.pop_all())
 
 
@@ -321,6 +322,7 @@ class Writer:
         self._claim, self._storage = claim, storage_of(directory)
         self._save, self._world = messages[0].save, len(messages)
         self._begin = time.monotonic()
+        self._sent = False  # whether the record is on its way to a store, and may arrive after it was given up
         contents.complete(messages, rank)
         self._storage.make(directory)  # a host may not have heard yet that rank 0 made it
         items = list(map(functools.partial(write_items, rank), contents.layouts, contents.ranges))
@@ -364,9 +366,10 @@ class Writer:
             return
         try:
             new = self._contents.record(self._save, written)
-            for file in new.files:
-                self._check_visible(file)
+            self._check_visible(new)
+            before = self._storage.names(self._directory)  # others may save there afterwards
             path = os.path.join(self._directory, record.NAME)
+            self._sent = not self._claim.exclusive
             self._claim.commit(path, record.encode(new), folder.record_name(self._save))
         except BaseException:
             self._clean()
@@ -374,30 +377,32 @@ class Writer:
         # It is done; what fails from here on is no failure of the save.
         log_end(self._directory, "saved", new.nbytes, self._begin)
         try:
-            self._sweep(new)
+            self._sweep(new, before)
             if self._keep is not None:
                 folder.prune(self._directory, self._keep)
         except (OSError, CheckpointError) as error:
             logger.warning("%s is saved, but older files could not be removed: %s", self._directory, explain(error))
 
-    def _check_visible(self, file: Written) -> None:
-        path = os.path.join(self._directory, file.name)
-        there = self._storage.exists(path)
-        if not there or self._storage.size(path) != file.size:
+    def _check_visible(self, new: Record) -> None:
+        try:
+            folder.check_sizes(self._directory, new)
+        except CheckpointError as error:
             raise CheckpointError(
-                f"{path}: a rank wrote it, but rank 0 does not see it {'whole' if there else 'at all'}: save into a "
-                "directory on a file system that all hosts share"
-            )
+                "a rank wrote its part, and rank 0 does not see it whole: save into a directory of this job alone, on a file "
+                f"system that all hosts share ({error})"
+            ) from error
 
     def _clean(self) -> None:
         """Remove what this save has written."""
         with contextlib.suppress(OSError, CheckpointError):
-            self._sweep(folder.present(self._directory))
+            if self._sent:
+                return  # the next save removes them
+            names = [name for name in self._storage.names(self._directory) if self._save in name]
+            self._sweep(folder.present(self._directory), names)
 
-    def _sweep(self, kept: Record | None) -> None:
-        """Remove what is neither of this record, nor needed by ranks that wait for the end of this save."""
-        names = [file.name for file in kept.files] if kept else []
-        folder.sweep(self._directory, names + status_names(self._save, self._world))
+    def _sweep(self, kept: Record | None, names: Sequence[str]) -> None:
+        """Remove those that are not of this record."""
+        folder.sweep(self._directory, names, [file.name for file in kept.files] if kept else ())
 
     def _stands(self) -> bool:
         """Whether the record may name this save's files: it has its name before that is durable, which may fail."""
@@ -405,26 +410,24 @@ class Writer:
             found = folder.present(self._directory)
         except (OSError, CheckpointError):
             return True
-        return found is not None and found.id == self._save
+        return self._sent or (found is not None and found.id == self._save)
 
     # -- in the background: without collectives ---------------------------------------------------------------------
 
-    def finish_alone(self, timeout: float, pace: Pace) -> None:
+    def finish_alone(self, words: Words, pace: Pace) -> None:
         """Write, and commit once all ranks have written; all know how it ended, and raise any rank's failure. In a thread."""
-        lock = os.path.join(self._directory, LOCK)
-        status = StatusFiles(self._directory, lock, self._save, self._rank, self._world, timeout)
         failure: Exception | None = None
         files: Files = (None,) * len(KINDS)
         try:
             files = self.write(pace)
             if self._rank == 0:
-                self.commit([files, *(_written(status.read(rank)) for rank in range(1, self._world))])
+                self.commit([files, *(_written(words.read(rank)) for rank in range(1, self._world))])
         except Exception as error:
             failure = error
             if self._rank == 0:
                 self._clean()
         if self._world > 1:
-            end = self._tell(status, files, failure)
+            end = self._tell(words, files, failure)
             if end["error"] and self._rank:
                 # What went wrong here may follow from the end of the save, which removes files.
                 if not end.get("stands", True):
@@ -433,18 +436,18 @@ class Writer:
         if failure is not None:
             raise failure
 
-    def _tell(self, status: StatusFiles, files: Files, failure: Exception | None) -> Mapping[str, Any]:
+    def _tell(self, words: Words, files: Files, failure: Exception | None) -> Mapping[str, Any]:
         """Tell what this rank has done, and hear from rank 0 how the save has ended, as every rank does."""
         error = ""
         if failure is not None:
             error = f"rank {self._rank}: {explain(failure)}" if self._rank else explain(failure)
         told = [None if file is None else [file.name, file.size, file.header] for file in files]
         try:
-            status.write({"error": error, "files": told, "stands": failure is None or self._stands()})
-            end = status.read(0)
+            words.tell({"error": error, "files": told, "stands": failure is None or self._stands()})
+            end = words.read(0)
         except (OSError, CheckpointError) as lost:
             raise failure or lost from None
-        status.finish()
+        words.finish()
         return end
 
 

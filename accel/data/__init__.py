@@ -21,6 +21,7 @@ from ..errors import LoaderError
 from ..process import ended, rank, running, world_size
 from ..process.collectives import all_gather
 from ..process.control import agree, locked
+from ..process.prints import Prints, Read, other_values
 from ..process.rng import Generators, from_plain, to_plain
 from ..trees import map_tensors
 from .readers import WHOLE, EpochReader, Kept, Position, SamplerReader, Start, UndividedReader, length_of, shape_of
@@ -459,24 +460,18 @@ def gather_for_metrics(data: T, loader: LoaderHandle | DataLoader[Any] | None = 
 
 def _once(data: T, replica: int) -> T:
     """No rows on all but the first rank of each replica, since its ranks all have the same rows. Collective."""
-    mine: list[tuple[float, float]] = []
-
-    def note(tensor: torch.Tensor) -> None:
-        values = (tensor.abs() if tensor.is_complex() else tensor).double().reshape(-1)
-        order = torch.linspace(1, 2, len(values), dtype=torch.float64, device=values.device)
-        mine.append((float(values @ order), float(values.abs().sum())))
-
-    map_tensors(note, data)
-    told = agree("gather_for_metrics", (replica, mine))
-    firsts: dict[int, list[tuple[float, float]]] = {}
-    for theirs, sums in told:
-        for (one, room), (other, _) in zip(firsts.setdefault(theirs, sums), sums, strict=True):
-            if abs(one - other) > 1e-5 * room:  # not where they are nan
-                raise LoaderError(
-                    "gather_for_metrics: ranks that read one batch have other rows, and those of one of them would be taken. "
-                    "Where each has a part of the sequence, reduce over it first, or use accel.all_gather"
-                )
-    first = [theirs for theirs, _ in told].index(replica) == rank()
+    mine: list[torch.Tensor] = []
+    map_tensors(mine.append, data)
+    told = agree("gather_for_metrics", (replica, Prints(mine).read()))
+    together: dict[int, dict[int, Read]] = {}
+    for number, (theirs, sums) in enumerate(told):
+        together.setdefault(theirs, {})[number] = sums
+    if any(map(other_values, together.values())):
+        raise LoaderError(
+            "gather_for_metrics: ranks that read one batch have other rows, and those of one of them would be taken. "
+            "Where each has a part of the sequence, reduce over it first, or use accel.all_gather"
+        )
+    first = next(iter(together[replica])) == rank()
     rows: T = map_tensors(lambda t: (t if t.dim() else t[None])[: None if first else 0], data)
     return rows
 

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator, MutableMapping
 from typing import Any, Final, final
 
+from torch import nn
+
 from ..errors import BackendError
 from ..process import Process
 from .base.engine import Context as Context
@@ -33,6 +35,15 @@ FOREIGN = frozenset(
         "lightning_fabric.wrappers._FabricModule",
     }
 )
+
+
+def foreign_part(parameter: nn.Parameter) -> str | None:
+    """What another library has made of a parameter of which each rank has other values than the next; None if none has."""
+    if hasattr(parameter, "ds_id"):
+        return "was divided by deepspeed.zero.Init: build the model outside of it, or inside accel.deferred_init()"
+    if getattr(parameter, "allreduce", True) is False and getattr(parameter, "group_name", "") != "ep_size_1":
+        return "is an expert's, and other ranks have other experts: accel needs all of them on every rank (ep_size=1)"
+    return None
 
 
 @final

@@ -11,12 +11,12 @@ import torch
 from torch.optim import Optimizer
 
 from ..gradients.average import average_gradients_
-from .base.engine import Engine, Options
+from .base.engine import Engine, LayerOptions
 from .base.gradients import Gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AveragingOptions(Options):
+class AveragingOptions(LayerOptions):
     """Options of every such engine, which its own class explains."""
 
     broadcast_buffers: bool = True

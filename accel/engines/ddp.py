@@ -93,7 +93,7 @@ class DDPGradients(Gradients):
         # Where the parameters of a step are not known beforehand, the last bucket's reduction is noted.
         options = self.engine.options
         noted = options.find_unused_parameters or options.static_graph or options.comm_hook is not None
-        self.reduction = Reduction(parameters, self.log, noted)
+        self.listener = self.reduction = Reduction(parameters, self.log, noted, self._end_without)
 
     def build(self, core: nn.Module) -> None:
         """A new reducer of the parameters that are trainable now, around what a forward calls."""
@@ -133,18 +133,8 @@ class DDPGradients(Gradients):
         assigned = not explained and any(p.grad is not None for p in self.engine.parameters)
         return assigned or reduction.local or reduction.unfinished or bool(reduction.changed)
 
-    def before_backward(self, run: object) -> None:
-        """End a reduction before another backward comes by the same parameters, as with a trunk's two heads and losses."""
-        reduction = self.reduction
-        if reduction.unfinished and not reduction.running and (missing := reduction.missing()):
-            self._end_without(missing)
-        reduction.begin(run)
-
-    def after_backward(self, run: object) -> None:
-        """Take in what it brought."""
-        self.reduction.end(run)
-
     def _end_without(self, missing: Sequence[int]) -> None:
+        """End a reduction before another backward comes by the same parameters, as with a trunk's two heads and losses."""
         if self.engine.options.static_graph or self.joining:
             setting = "accel.join" if self.joining else "static_graph=True"
             raise BackendError(

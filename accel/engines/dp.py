@@ -11,26 +11,38 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from .base.engine import Engine, Options
+from .base.activations import Recomputed, offloaded
+from .base.engine import Engine, LayerOptions
 
 logger = logging.getLogger("accel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DP(Options):
-    """Options of ``dp``: it has none."""
+class DP(LayerOptions):
+    """Options of ``dp``: those that every engine of whole layers has."""
 
 
 @final
 class Replicas(nn.DataParallel[nn.Module]):
     """Each device's replica computes under the caller's autocast: torch's threads know whether it is on, and not its dtype."""
 
-    def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device], offloads: bool) -> None:
         super().__init__(module, list(devices), devices[0])
+        self._offloads = offloads
+
+    def replicate(self, module: Any, device_ids: Any) -> list[Any]:
+        """Blocks that are computed again use their own replica's weights."""
+        replicas = super().replicate(module, device_ids)
+        for part in (part for replica in replicas for part in replica.modules()):
+            if isinstance(forward := vars(part).get("forward"), Recomputed):
+                vars(part)["forward"] = forward.of(part)
+        return replicas
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         kind = self.src_device_obj.type
         modules: list[Any] = [_as_here(replica, kind) for replica in replicas]
+        if self._offloads:
+            modules = list(map(offloaded, replicas, modules))
         return super().parallel_apply(modules, inputs, kwargs)
 
 
@@ -65,7 +77,7 @@ class DPEngine(Engine):
         self._parallel: nn.Module = self.entry
         devices = self.process.devices
         if len(devices) > 1:
-            self._parallel = Replicas(self.entry, devices)
+            self._parallel = Replicas(self.entry, devices, self.offloads)
         else:
             _say_single(str(self.process.device))
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
-from .base.engine import Engine, Options
+from .base.engine import Engine, LayerOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Single(Options):
-    """Options of ``single``: it has none."""
+class Single(LayerOptions):
+    """Options of ``single``: those that every engine of whole layers has."""
 
 
 @final

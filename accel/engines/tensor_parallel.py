@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
 
 from ..errors import BackendError
-from .base.engine import Options
+from .base.activations import Choice
+from .base.engine import LayerOptions
 from .fsdp import FSDPEngine
 from .fsdp.mesh import check_size
-from .fsdp.plan import Plan, check_plan, text_of
-from .fsdp.wrap import Wrap
+from .fsdp.plan import Plan, Planned, check_plan, text_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorParallel(Options):
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TensorParallel(Planned, LayerOptions):
     """Options of ``tensor_parallel``; it is ``accel.FSDP(tensor_parallel=...)`` without a division of the parts.
 
     Args:
         size: so many neighbouring ranks have a part of each layer that the plan names, and compute on the same batches. None:
             all of them; else the others have copies, and batches of their own.
         plan: as of ``accel.FSDP``.
-        activation_checkpointing: recompute each block's activations in backward.
         auto_refresh: look for a change of ``requires_grad`` before each forward.
     """
 
     size: int | None = None
     plan: Plan = None
-    activation_checkpointing: bool = False
     auto_refresh: bool = True
 
     # What it leaves of the options of fsdp.
-    wrap: ClassVar[Wrap] = None
+    wrap: ClassVar[Choice] = None
     reshard_after_forward: ClassVar[bool] = True
     cpu_offload: ClassVar[bool] = False
     mesh: ClassVar[DeviceMesh | None] = None
@@ -59,14 +58,8 @@ class TensorParallel(Options):
         return {"replicate": world_size // size, "shard": 1, "tensor": size}
 
     def __repr__(self) -> str:
-        rest = f"size={self.size}, activation_checkpointing={self.activation_checkpointing}, auto_refresh={self.auto_refresh}"
-        return f"TensorParallel(plan={text_of(self.plan)}, {rest}, drift_check={self.drift_check})"
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and repr(other) == repr(self)
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
+        rest = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "plan"}
+        return f"TensorParallel(plan={text_of(self.plan)}, {', '.join(f'{n}={v}' for n, v in rest.items())})"
 
 
 @final

@@ -193,27 +193,55 @@ def leaf_patch(leaf: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
 # replaced in both modules that have it: torch's tracer puts the one that it finds in the second into the first.
 
 
-def run_patches(before: Callable[[object], None], after: Callable[[object], None]) -> tuple[Patch, ...]:
-    """The replaced functions; ``before`` and ``after`` are given the same object for one backward."""
+class BackwardListener(Protocol):
+    """What hears of all backwards, those inside of others too; ``run`` is the same object when one begins and has ended."""
+
+    def begin(self, run: object) -> None: ...
+    def end(self, run: object) -> None: ...
+
+
+def run_patches(listeners: Sequence[weakref.ref[BackwardListener]]) -> tuple[Patch, ...]:
+    """The replaced functions; ``listeners`` are those that are there then."""
 
     def make(found: Callable[..., Any], needed: Callable[[], bool]) -> Callable[..., Any]:
         @functools.wraps(found)
         def patched(*args: Any, **kwargs: Any) -> Any:
-            if not kwargs.get("accumulate_grad", True) or not needed():  # torch.autograd.grad leaves no gradients
+            # torch.autograd.grad leaves no gradients; where something listens, it is needed.
+            if not kwargs.get("accumulate_grad", True) or not (listeners or needed()):
                 return found(*args, **kwargs)
             run = object()
             try:
-                before(run)
+                for reference in listeners:
+                    if (listener := reference()) is not None:
+                        listener.begin(run)
                 return found(*args, **kwargs)
             except RuntimeError as error:
                 raise_lost("a backward", error)
                 raise
             finally:
-                after(run)
+                for reference in listeners:
+                    if (listener := reference()) is not None:
+                        listener.end(run)
 
         return patched
 
     return tuple(Patch(vars(module), "_engine_run_backward", make) for module in (torch.autograd, torch.autograd.graph))
+
+
+# -- Lets ``torch.compile`` take a handle ------------------------------------------------------------------------------
+# It would compile what stands between the loop and the model, and give a module that is not the handle.
+
+
+def compile_patch(kind: type[torch.nn.Module]) -> Patch:
+    """The replaced function: objects of this class compile their own model, and are what it returns."""
+
+    def compile(original: Callable[..., Any], model: Any = None, **options: Any) -> Any:
+        if type(model) is not kind:
+            return original(model, **options)
+        model.compile(**options)
+        return model
+
+    return around(vars(torch), "compile", compile)
 
 
 # -- Makes torch's own clipping functions see final gradients ----------------------------------------------------------

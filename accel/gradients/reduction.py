@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias, final
 
 import torch
@@ -34,12 +34,16 @@ class Reduction:
         parameters: all of the module.
         log: gets an entry for each backward that brought something.
         noted: parameters may go without a gradient, so that the end of a reduction is noted in ``marks``.
+        late: is given the parameters that a reduction waits for when another backward begins, and ends it without them.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], log: GradientLog, noted: bool) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], log: GradientLog, noted: bool, late: Callable[[list[int]], None]
+    ) -> None:
         self._parameters = parameters
         self.log = log
         self.noted = noted
+        self._late = late
         self.marks: list[None] = []
         #: All existing gradients are known to be final; some came that no reduction since has covered.
         self.settled = self.local = False
@@ -47,6 +51,9 @@ class Reduction:
         #: The backwards that run; what is watched in them, and its gradients before.
         self.running: set[object] = set()
         self._before = _NOTHING
+        #: Of one that may be all of an armed reduction: whether there is one, a parameter's gradient, and its writes before.
+        self._usual = False
+        self._first: tuple[torch.Tensor | None, int] = (None, 0)
         self.reset(None, ())
 
     def reset(self, reducer: Any, expected: Sequence[int], whole: bool = True) -> None:
@@ -91,22 +98,43 @@ class Reduction:
 
     def begin(self, run: object) -> None:
         """A backward begins, maybe inside of another one."""
-        self.running.add(run)
-        if not self._before[1]:
+        running = self.running
+        if not running:
+            if self.unfinished and (missing := self.missing()):
+                self._late(missing)
+            if self.armed and not (self.noted or self.unfinished):
+                grad = self._trained[0].grad
+                self._usual, self._first = True, (grad, 0 if grad is None else grad._version)
+        running.add(run)
+        if not (self._usual or self._before[1]):
             self._remember()
 
     def end(self, run: object) -> None:
         """It has ended, well or not."""
-        self.running.discard(run)
-        if self.armed or not self.running:
+        running = self.running
+        running.discard(run)
+        if self._usual and not running and self._reduced():
+            self._usual, self._first = False, (None, 0)
+            self.armed, self.local = False, not self._whole
+            self.log.entries.append(None)
+        elif self.armed or not running:
             self.look()
             if self.running:
                 self._remember()
             else:
                 self._before = _NOTHING
 
+    def _reduced(self) -> bool:
+        """Whether it was that, and nothing has changed in between."""
+        grad, (before, writes) = self._trained[0].grad, self._first
+        if grad is None or (grad is before and grad._version == writes) or not self.armed or self._complaint():
+            return False
+        return self._mask.now() == self._mask.known and self._trained[0].dtype is self._dtypes[0]
+
     def look(self) -> None:
         """Take in what the backward that runs has brought by now."""
+        if self._usual:
+            self._usual, self._before = False, (self._trained[:1], [self._first])
         watched, before_it = self._before
         if not before_it:
             return

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import accel
@@ -97,3 +98,18 @@ def loops(name: str, world: int) -> Makers:
     makers["Accelerate"] = lambda: by_accelerate(workload)
     makers["Fabric"] = lambda: by_fabric(workload, world)
     return makers
+
+
+def compiled(name: str) -> Makers:
+    """Raw DDP and accel, given to ``torch.compile`` by the same line after they were made."""
+    workload = workload_of(name)
+
+    def by_raw(**settings: Any) -> Step:
+        model, optimizer = workload.build()
+        return plain_step(workload, torch.compile(DistributedDataParallel(model, **settings)), optimizer)
+
+    def by_handle() -> Step:
+        model, optimizer, _ = accel.setup(*workload.build(), devices="cpu")
+        return plain_step(workload, torch.compile(model), optimizer)
+
+    return {RAW: by_raw, RAW_AGAIN: by_raw, RAW_TUNED: lambda: by_raw(**accel_settings()), ACCEL: by_handle}

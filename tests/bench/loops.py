@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from .contenders import ACCEL, RAW, RAW_AGAIN, RAW_TUNED, RIVALS, loops
+from .contenders import ACCEL, RAW, RAW_AGAIN, RAW_TUNED, RIVALS, compiled, loops
 from .section import Data, Panel, Section, Verdict, answer
 from .steps import Comparison, compare, ratio_panel, rows, tell
 from .workloads import WORKLOADS
 
 STEP_CAUSE = "the calls of the handles, of the engine and of the optimizer's hooks around raw torch's own"
+COMPILED = "compiled gpt"
 DDP_CAUSE = "these calls, and what a backward's begin and end tell the engine"
 ABOUT = """zero_grad, forward, loss, backward and step in fp32, by each library's own loop (`accelerator.backward`, \
 `fabric.backward`); times in microseconds per step. Overheads are held against their targets in *thread* time: all that \
@@ -20,15 +21,19 @@ overhead, do not."""
 
 def _measure(world: int, quick: bool) -> Data:
     seconds = (2.0 if world == 1 else 3.0) if quick else (30.0 if world == 1 else 60.0)
-    return compare({w.name: Comparison(w.title, world, loops, (w.name, world), w.steps) for w in WORKLOADS}, seconds)
+    comparisons = {w.name: Comparison(w.title, world, loops, (w.name, world), w.steps) for w in WORKLOADS}
+    if world > 1:
+        title = "small GPT, AdamW, both by torch.compile (inductor)"
+        comparisons[COMPILED] = Comparison(title, world, compiled, ("gpt",))
+    return compare(comparisons, seconds)
 
 
 def _judge(world: int, data: Data) -> Iterator[Verdict]:
-    for workload in WORKLOADS:
-        found = rows(data, workload.name)
+    for name in [*(w.name for w in WORKLOADS), *([COMPILED] if world > 1 else [])]:
+        found = rows(data, name)
         if ACCEL not in found:
-            lost = "; ".join(data["tables"].get(workload.name, {}).get("failed", {}).values())
-            yield Verdict(f"step over raw torch, {workload.name}", "", "none", f"**not measured**: {lost}")
+            lost = "; ".join(data["tables"].get(name, {}).get("failed", {}).values())
+            yield Verdict(f"step over raw torch, {name}", "", "none", f"**not measured**: {lost}")
             continue
         own, again = found[ACCEL], found[RAW_AGAIN]
         noise = max(own.thread_noise, abs(again.thread_over), again.thread_noise)
@@ -41,12 +46,12 @@ def _judge(world: int, data: Data) -> Iterator[Verdict]:
             )
         for what, over in lines:
             verdict = answer(over, limit, noise, cause)
-            yield Verdict(f"{what}, {workload.name}", f"{limit:.0f} us", f"{over:+.1f} us", verdict)
-        others = {name: found[name].thread_over for name in RIVALS if name in found}
+            yield Verdict(f"{what}, {name}", f"{limit:.0f} us", f"{over:+.1f} us", verdict)
+        others = {rival: found[rival].thread_over for rival in RIVALS if rival in found}
         if others:
             told = ", ".join(f"{k} {v:+.1f} us" for k, v in others.items())
             verdict = answer(own.thread_over, min(others.values()), noise, cause)
-            yield Verdict(f"overhead below the rivals', {workload.name}", told, f"{own.thread_over:+.1f} us", verdict)
+            yield Verdict(f"overhead below the rivals', {name}", told, f"{own.thread_over:+.1f} us", verdict)
     if world > 1:
         yield from _least_cpu(data)
 

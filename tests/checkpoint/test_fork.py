@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 from pathlib import Path
 
 from accel.checkpoint import storage
+from tests.interpreters import executable
 
 SCRIPT = """
 import contextlib, os, signal, sys, threading, time
@@ -39,7 +39,7 @@ background.wait()
 def forking(directory: Path, end: str) -> None:
     """A lock of the parent ends with its save or its process, though a child lives on."""
     script = textwrap.dedent(SCRIPT)
-    job = subprocess.Popen([sys.executable, "-c", script, directory, end], stdout=subprocess.PIPE, text=True)
+    job = subprocess.Popen([executable(), "-c", script, directory, end], stdout=subprocess.PIPE, text=True)
     timer = threading.Timer(60, job.kill)
     timer.start()
     assert job.stdout is not None

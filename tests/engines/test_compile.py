@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,15 @@ def _in_place(module: Any) -> Any:
     return module
 
 
+def _returned(module: Any) -> Any:
+    with pytest.raises(accel.AccelError, match=r"imported before accel\.setup cannot wrap a handle"):
+        inspect.unwrap(torch.compile)(module, backend="eager")
+    compiled = torch.compile(module, backend="eager")
+    assert compiled is module
+    assert compiled._orig_mod is accel.unwrap(module)
+    return compiled
+
+
 def _block(module: Any) -> Any:
     module.block.compile(backend="eager")
     return module
@@ -67,7 +77,7 @@ def trained(backend: str, before: Callable[[Any], Any], after: Callable[[Any], A
     raw = Net()
     given = before(raw)
     model, optimizer, _ = accel.setup(given, torch.optim.AdamW(raw.parameters(), lr=0.01), backend=backend)
-    after(model)
+    model = after(model)
     for step in range(4):
         optimizer.zero_grad()
         model(rows(10 * step + accel.rank(), 8, 4)).square().mean().backward()
@@ -76,13 +86,14 @@ def trained(backend: str, before: Callable[[Any], Any], after: Callable[[Any], A
         assert counters["stats"]["unique_graphs"] == compiled
         assert not counters["graph_break"]
     accel.teardown(model)
+    assert (raw._compiled_call_impl is None) == (before is not _in_place)
     return [p.detach() for p in raw.parameters()]
 
 
 def alike(backend: str) -> None:
     plain = trained(backend, _nothing, _nothing)
     befores = [(way, _nothing) for way in (_whole, _in_place, _block, _exchanged_block)]
-    for before, after in [*befores, (_nothing, _in_place), (_nothing, _block)]:
+    for before, after in [*befores, (_nothing, _in_place), (_nothing, _returned), (_nothing, _block)]:
         for p, q in zip(trained(backend, before, after), plain, strict=True):
             torch.testing.assert_close(p, q, msg=f"{before.__name__}, {after.__name__}")
 
@@ -105,3 +116,12 @@ def test_compiled_before_or_after_setup(backend: str, world: int) -> None:
     if backend in ("sharded", "horovod", "deepspeed"):
         pytest.importorskip({"sharded": "fairscale"}.get(backend, backend))
     run(world, alike, backend)
+
+
+def test_a_handle_is_refused_where_it_is_not_called_as_a_whole() -> None:
+    model = accel.setup(nn.Sequential(nn.Linear(4, 4)), backend="pipeline").model
+    for compiled in (_in_place, torch.compile):
+        with pytest.raises(accel.BackendError, match="compile the children instead"):
+            compiled(model)
+    assert not hasattr(model, "_orig_mod")
+    accel.teardown(model)

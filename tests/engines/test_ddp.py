@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -54,6 +57,37 @@ def train_beside_raw_ddp(bn: bool, accumulation: int, option: dict[str, Any]) ->
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
 def test_bit_equal_to_raw_ddp(bn: bool, accumulation: int, option: dict[str, Any]) -> None:
     assert run(2, train_beside_raw_ddp, bn, accumulation, option) == [True, True]
+
+
+def calls_of_a_usual_step() -> tuple[list[str], list[str]]:
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend="ddp")
+    home, calls = accel.__path__[0], list[str]()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(home):
+            calls.append(frame.f_code.co_qualname)
+
+    def counted(act: Callable[[], object]) -> list[str]:
+        calls.clear()
+        sys.setprofile(note)
+        try:
+            act()
+        finally:
+            sys.setprofile(None)
+        return [*calls]
+
+    for step in range(5):  # after the drift guard's first comparison
+        optimizer.zero_grad()
+        loss = model(data(step, accel.rank())).mean()
+        found = counted(loss.backward), counted(optimizer.step)
+    return found
+
+
+def test_a_usual_step_makes_few_calls() -> None:
+    for backward, step in run(2, calls_of_a_usual_step):
+        assert len(backward) <= 6, backward
+        assert len(step) <= 8, step
 
 
 def compressed(hook: str) -> list[float]:

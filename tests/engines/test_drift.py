@@ -7,11 +7,8 @@ import copy
 import gc
 import pickle
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +22,7 @@ from accel.engines.base.drift import digest, sums
 from accel.process.control import agree
 from tests.backends import need
 from tests.distributed import outcomes, run
+from tests.programs import by_hand, free_port, scripts
 
 EVERY = 3
 DRIFT_AT = 4
@@ -558,14 +556,11 @@ for number in range(3):
 """
 
 
-def test_a_program_may_end_with_a_message_on_its_way(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(_SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "terminate" not in done.stderr
-    assert "Error" not in done.stderr
+def test_a_program_may_end_with_a_message_on_its_way() -> None:
+    port = free_port()
+    for done in scripts(_SCRIPT, by_hand(0, 2, port), by_hand(1, 2, port)):
+        assert "terminate" not in done.stderr
+        assert "Error" not in done.stderr
 
 
 # -- digests ----------------------------------------------------------------------------------------------------------

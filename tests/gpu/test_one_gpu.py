@@ -200,3 +200,56 @@ def test_visible_devices() -> None:
     assert out.stdout.strip() == "cpu"
     with pytest.raises(accel.DeviceError, match="cuda"):
         accel.setup(net(), devices=[torch.cuda.device_count()])
+
+
+class Layer(nn.Module):
+    """A block of which a forward saves much more than its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(512, 2048), nn.Linear(2048, 512), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(nn.functional.gelu(self.up(x))))
+
+
+def held(**options: Any) -> tuple[list[torch.Tensor], int]:
+    """Weights after some steps, and what the last forward left on the device for its backward."""
+    torch.manual_seed(0)
+    raw = nn.Sequential(*(Layer() for _ in range(12)))
+    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=accel.Single(**options))
+    x = torch.randn(2048, 512, generator=torch.Generator().manual_seed(1)).cuda()
+    for _ in range(4):
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        loss = model(x).square().mean()
+        added = torch.cuda.memory_allocated() - before
+        loss.backward()
+        optimizer.step()
+    accel.teardown(model)
+    return [p.detach().cpu() for p in raw.parameters()], added
+
+
+@pytest.mark.parametrize("more", [{}, {"activation_checkpointing": True}], ids=["alone", "checkpointing"])
+def test_offloaded_activations_leave_the_device_and_come_back(more: dict[str, Any]) -> None:
+    plain, plain_bytes = held(**more)
+    moved, bytes_left = held(activation_offload=True, **more)
+    assert all(map(torch.equal, moved, plain))
+    assert bytes_left < (0.4 if not more else 0.8) * plain_bytes
+
+
+def test_an_offloaded_forward_and_backward_wait_for_nothing() -> None:
+    raw = nn.Sequential(*(Layer() for _ in range(6)))
+    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=accel.Single(activation_offload=True))
+    x = torch.randn(2048, 512, device="cuda")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    step()
+    with no_reads():
+        step()
+    accel.teardown(model)

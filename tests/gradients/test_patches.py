@@ -347,7 +347,7 @@ def test_a_library_without_a_private_name_is_refused_by_it() -> None:
 def test_an_older_version_than_was_run_is_refused_although_it_has_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed 0.19.7 has them, and computed other weights in a test of configurations."""
     names = [("torch:", "_foreach_norm", "norms")]
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.19.7+cpu")
+    monkeypatch.setattr(private, "_version", lambda package: "0.19.7+cpu")
     private.require("backend 'some'", "torch", names, ("0.19.7", "0.20"))
     with pytest.raises(
         BackendError, match="'some' is not known to be right with torch 0.19.7.* run with torch 0.19.8 and 0.20:"

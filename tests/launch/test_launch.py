@@ -28,6 +28,7 @@ import accel
 from accel.launch import Memory
 from accel.launch.pickling import stateful
 from tests.distributed import GUARD, wait_for
+from tests.interpreters import executable
 from tests.programs import ROOT
 
 
@@ -334,7 +335,7 @@ def test_the_end_of_the_caller_is_the_end_of_all(number: int, status: int, tmp_p
     """Ctrl-C, and a kill of the parent; one of the workers is stopped and could not even hear a SIGTERM."""
     script = tmp_path / "wait.py"
     script.write_text(WAITING)
-    process = subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=environment(), start_new_session=True)
+    process = subprocess.Popen([executable(), str(script), str(tmp_path)], env=environment(), start_new_session=True)
     try:
         wait_for(lambda: all((tmp_path / str(rank)).exists() for rank in (0, 1)), GUARD)
         pids = [pid for rank in (0, 1) for pid in json.loads((tmp_path / str(rank)).read_text())]

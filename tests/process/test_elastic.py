@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from torch import nn
 import accel
 from tests.distributed import GUARD, run
 from tests.faults import Fault, declared
+from tests.interpreters import executable
 from tests.programs import ROOT, clean_environ, free_port, started
 
 EXAMPLE = ROOT / "examples" / "elastic.py"
@@ -28,7 +28,7 @@ def agents(folder: Path, rendezvous: str, fault: Fault) -> Iterator[list[psutil.
     """Two torchrun agents of one worker each; the first one has the store, and the fault is the second one's."""
     port = free_port()
     torchrun = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1",
+        executable(), "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1",
         "--max-restarts=9", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1",
         "--monitor-interval=0.1",
     ]  # fmt: skip
@@ -60,7 +60,7 @@ def weights(root: str) -> dict[str, torch.Tensor]:
 def trained_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """The weights of a run that nothing disturbs."""
     path = tmp_path_factory.mktemp("alone")
-    command = [sys.executable, str(EXAMPLE), f"--steps={STEPS}", f"--checkpoints={path}"]
+    command = [executable(), str(EXAMPLE), f"--steps={STEPS}", f"--checkpoints={path}"]
     subprocess.run(command, env=clean_environ(), check=True, capture_output=True, timeout=GUARD)
     found: dict[str, torch.Tensor] = run(1, weights, str(path))[0]
     return found

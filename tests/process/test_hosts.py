@@ -14,6 +14,7 @@ import pytest
 
 from tests.distributed import GUARD, wait_for
 from tests.faults import Fault, declared
+from tests.interpreters import executable
 from tests.programs import by_hand, free_port, started
 
 TRAIN = """
@@ -64,9 +65,9 @@ def wait_for_training(folder: Path) -> None:
         pytest.fail(log(folder, 0) + log(folder, 1))
 
 
-def agent(node: int, address: str, port: int, script: Path, workers: int) -> list[str]:
+def agent(node: int, address: str, port: int, script: Path, workers: int, python: str | None = None) -> list[str]:
     return [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}", f"--nproc-per-node={workers}",
+        python or executable(), "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}", f"--nproc-per-node={workers}",
         f"--master-addr={address}", f"--master-port={port}", "--monitor-interval=0.1", str(script),
     ]  # fmt: skip
 
@@ -102,7 +103,7 @@ def test_a_killed_agent_ends_the_other_host_with_an_error(tmp_path: Path) -> Non
 def test_a_host_that_hangs_is_named(tmp_path: Path) -> None:
     script, port = tmp_path / "train.py", free_port()
     script.write_text(FOREVER)
-    commands = [[sys.executable, str(script)]] * 2
+    commands = [[executable(), str(script)]] * 2
     with (
         declared([Fault("SIGSTOP", at="step", rank=1, turn=6)]) as plan,
         started(commands, [by_hand(rank, 2, port) | plan.environ for rank in range(2)], tmp_path) as ranks,
@@ -144,10 +145,10 @@ def test_two_hosts_train_one_model(namespaces: list[str], tmp_path: Path) -> Non
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     commands = [
-        ["ip", "netns", "exec", name, *agent(node, "10.203.0.1", 29500, script, 1)]
+        ["ip", "netns", "exec", name, *agent(node, "10.203.0.1", 29500, script, 1, sys.executable)]
         for node, name in enumerate(namespaces)
     ]
-    interfaces = [{"GLOO_SOCKET_IFNAME": f"wire{node}"} for node in range(2)]
+    interfaces = [{"GLOO_SOCKET_IFNAME": f"wire{node}", "PYTHON_EXEC": sys.executable} for node in range(2)]
     with started(commands, interfaces, tmp_path) as agents:
         assert [each.wait(GUARD) for each in agents] == [0, 0], log(tmp_path, 0) + log(tmp_path, 1)
     check_training(tmp_path, workers=1)

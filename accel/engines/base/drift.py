@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from ...errors import RankMismatchError
 from ...gradients.log import remove_hooks
 from ...process.control import agree, agree_later
+from ...process.prints import to_host
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -407,16 +408,3 @@ def _weights(length: int, device: torch.device, salt: int) -> torch.Tensor:
     """Odd numbers, mixed as by splitmix64's multiplications."""
     mixed = torch.arange(1, length + 1, dtype=torch.int64, device=device) * (0x1E3779B97F4A7C15 + 2 * salt)
     return ((mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9) | 1
-
-
-def to_host(remote: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-    """The values on their way to the host, and what waits until they are there."""
-    stacked = torch.stack([value.to(remote[0].device) for value in remote])
-    kind = stacked.device.type
-    if kind != "cuda":
-        return stacked, lambda: None
-    values = torch.empty(stacked.shape, dtype=stacked.dtype, device="cpu", pin_memory=True)
-    values.copy_(stacked, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return values, event.synchronize

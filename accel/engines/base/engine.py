@@ -22,6 +22,7 @@ from ...handles import HiddenAttribute, ModelHandle, OptimizerHandle, end
 from ...precision import Dtypes, LossScale, Precision, restore_dtypes
 from ...process import Process
 from ...process.control import announce, raise_lost, require_equal
+from .activations import offloaded, offloads
 from .drift import DriftGuard
 from .gradients import Gradients
 from .holdings import Holdings
@@ -84,6 +85,11 @@ class Options:
             raise BackendError(
                 f"{type(self).__name__}(sequence_parallel={size!r}): expected a number of ranks that have parts of a sequence"
             )
+        again = getattr(self, "activation_checkpointing", False)
+        if type(again) is not bool and not (type(again) is tuple and all(isinstance(c, type) for c in again)):
+            raise BackendError(
+                f"{type(self).__name__}(activation_checkpointing={again!r}): expected True, False or a tuple of module classes"
+            )
         for option in dataclasses.fields(self):
             value = getattr(self, option.name)
             if option.type in (bool, "bool") and type(value) is not bool:
@@ -99,7 +105,23 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceOptions(Options):
+class LayerOptions(Options):
+    """Of engines whose forward is the model's own.
+
+    Args:
+        activation_checkpointing: blocks keep only their inputs, and compute their activations again in backward: those that
+            repeat in a ModuleList or Sequential and have submodules (with ``wrap``: those that it chooses), or modules of
+            the classes in a tuple.
+        activation_offload: what a forward saves for backward goes to the host's memory, and comes back in time; nothing
+            where the model computes there.
+    """
+
+    activation_checkpointing: bool | tuple[type[nn.Module], ...] = False
+    activation_offload: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceOptions(LayerOptions):
     """Of engines whose ranks compute whole layers each, and average gradients.
 
     Args:
@@ -120,6 +142,8 @@ class Context:
     options: Any
     #: The engine's number, the same on all ranks, and no other engine's.
     serial: int
+    #: The parameters' values are read from files once ``start`` is over.
+    reads: bool = False
 
 
 class Engine(ABC):
@@ -151,7 +175,7 @@ class Engine(ABC):
         self.entry = entry
         self.process, self.options = context.process, context.options
         self.precision, self.loss_scale = context.precision, context.loss_scale
-        self.serial = context.serial
+        self.serial, self.reads = context.serial, context.reads
         #: Its name in whatever the ranks tell each other: models of one class must not be taken for each other.
         self.label = f"{type(module).__name__} #{self.serial}"
         self.distributed = context.process.place.world_size > 1
@@ -163,8 +187,9 @@ class Engine(ABC):
         #: The raw ones, in the order in which they were added.
         self.optimizers: list[Optimizer] = []
         self.dtypes: Dtypes = []
-        #: Ends the 8 bits of Linears.
-        self.linears = contextlib.ExitStack()
+        #: Takes away what stands in the module: 8 bits of Linears, forwards that are computed again.
+        self.undo = contextlib.ExitStack()
+        self.offloads = offloads(self.options, self.process.device)
         self.gradients = self.gradients_type(self)
         self._read_parameters()
         self.holdings = self.holdings_type(self)
@@ -194,6 +219,14 @@ class Engine(ABC):
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         """Refuse what cannot work before anything changes. Local and pure."""
         return
+
+    @classmethod
+    def divides_from_host(cls, options: Any) -> bool:
+        """Whether ``start`` takes this rank's part of the weights to its device, out of memory of the host. Pure.
+
+        Values that are read from files go into such parts only: until then the whole lies there untouched, and takes nothing.
+        """
+        return False
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
@@ -273,7 +306,7 @@ class Engine(ABC):
             self._finish_gradients()
             optimizers = list(self.optimizers)
             last.callback(restore_dtypes, self.dtypes, optimizers)
-            last.callback(self.linears.close)
+            last.callback(self.undo.close)
             for optimizer in optimizers:
                 self.detach(optimizer)
             self.gradients.close()
@@ -306,6 +339,12 @@ class Engine(ABC):
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``function`` through the backend: ``entry``, which is a forward, or a method that may use parameters."""
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """``torch.compile`` the model in place, until ``teardown``."""
+        kept = vars(self.module).get("_compiled_call_impl")
+        self.undo.callback(vars(self.module).__setitem__, "_compiled_call_impl", kept)
+        self.module.compile(*args, **kwargs)
+
     @final
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward (``entry``), or a method of the user's, in the engine's precision."""
@@ -316,10 +355,11 @@ class Engine(ABC):
                 return self.call(function, args, kwargs)
         if self._watching_mask and function is self.entry and torch.is_grad_enabled() and self.mask.changed():
             self.refresh()
+        run = offloaded(self.module, self.run) if self.offloads else self.run
         try:
             if self.precision.plain:
-                return self.run(function, args, kwargs)
-            return self.precision.call(self.run, (function, args, kwargs), {})
+                return run(function, args, kwargs)
+            return self.precision.call(run, (function, args, kwargs), {})
         except RuntimeError as error:
             name = "a forward" if function is self.entry else f"the method {getattr(function, '__name__', function)}"
             raise_lost(f"{name} ({self.label})", error)

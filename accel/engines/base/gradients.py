@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ...errors import BackendError, OptimizerError, PrecisionError
 from ...gradients.log import BackwardEnd, GradientLog
+from ...gradients.patches import BackwardListener
 from ...precision import Accumulator, all_finite, here
 from ...process import Process
 from ...process.control import agree
@@ -53,9 +54,12 @@ class Gradients:
         #: Inside ``no_sync``; whether a backward there left gradients that ``end_backward`` would have made final.
         self.accumulating = self.held_back = False
         self._backward_end = BackwardEnd((), self._end_backward)
+        #: Hears of every backward, of whatever graph, over several ranks.
+        self.listener: BackwardListener | None = None
         kind = type(self)
-        #: Whether ``before_step`` and ``after_step`` do something here.
+        #: Whether ``before_step``, ``stepped_as`` and ``after_step`` do something here.
         self.prepares_steps = kind.before_step is not Gradients.before_step
+        self.replaces_steps = kind.stepped_as is not Gradients.stepped_as
         self.finishes_steps = kind.after_step is not Gradients.after_step
 
     @property
@@ -110,14 +114,6 @@ class Gradients:
         return all(agree(f"the gradients' finiteness ({self.engine.label})", mine)) if self.partial else mine
 
     # -- making them final ----------------------------------------------------------------------------------------
-
-    def before_backward(self, run: object) -> None:
-        """Hear that a backward is about to begin, of whatever graph, maybe inside of another; ``run`` stands for it."""
-        return
-
-    def after_backward(self, run: object) -> None:
-        """Hear that a backward has ended, well or not. Local."""
-        return
 
     def end_backward(self, indices: Sequence[int]) -> None:
         """At the end of a backward: make final what no step will, the gradients of parameters in no optimizer. Collective.

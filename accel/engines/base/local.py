@@ -28,6 +28,7 @@ _VIEWS: Final = {
     k: type(k.__name__, (k,), {"__slots__": ("state",), "param_groups": property(lambda view: view.state.groups())})
     for k in ELEMENTWISE
 }
+_LOCAL: Final = operator.attrgetter("_local_tensor")
 #: What a subclass may change of them without changing what ``step`` computes; of ``step`` itself see ``_by_torch``.
 _OUTSIDE: Final = {"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"}
 
@@ -99,21 +100,26 @@ class LocalSteps:
         """What of them lies here, with the gradients."""
         if not self._stepped:
             self._own = self._attributes["state"]
-            found = [*self._own.values(), *chain.from_iterable(state.values() for state in self._own.values())]
+            found = [*self._own.values(), *chain.from_iterable(map(dict.values, self._own.values()))]
             known = self._known
             if known is None or len(found) != len(known) or not all(map(operator.is_, found, known)):
                 self._states.clear()
                 self._known = found
-        parts, written = [local_of(p) for p in parameters], []
-        for parameter, part in zip(parameters, parts, strict=True):
-            if part is not parameter:
-                gradient: Any = parameter.grad
+        parts, written, stepped = parts_of(parameters), [], []
+        with torch._C.DisableTorchFunctionSubclass():
+            grads: list[Any] = [p.grad for p in parameters]
+            for parameter, part, gradient in zip(parameters, parts, grads, strict=True):
+                if part is parameter:
+                    continue
+                if gradient is None:
+                    part.grad = None
+                    continue
                 usual = getattr(gradient, "_spec", None) is parameter._spec  # type: ignore[attr-defined]
                 part.grad = gradient._local_tensor if usual else _rows(gradient, parameter)
-                if gradient is not None:
-                    self._whole[id(part)] = parameter
-                    self._stepped.append(part)
-                    written.append(parameter)
+                stepped.append(part)
+                written.append(parameter)
+        self._stepped += stepped
+        self._whole.update(zip(map(id, stepped), written, strict=True))
         self._stepping(written)
         return parts
 
@@ -137,9 +143,17 @@ def local_of(value: Any) -> Any:
     return getattr(value, "_local_tensor", value)
 
 
-def _rows(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
+def parts_of(tensors: Sequence[Any]) -> list[Any]:
+    """``local_of`` of each."""
+    try:
+        return list(map(_LOCAL, tensors))
+    except AttributeError:  # one that every rank has whole
+        return list(map(local_of, tensors))
+
+
+def _rows(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """What lies here of a gradient that was assigned by hand: it may be divided otherwise."""
-    return None if gradient is None else here(torch.empty_like(parameter).copy_(gradient))
+    return here(torch.empty_like(parameter).copy_(gradient))
 
 
 @final

@@ -134,7 +134,7 @@ def require(user: str, package: str, names: Names, ran: tuple[str, ...]) -> None
     Raises:
         BackendError: says which are missing, the installed version and those.
     """
-    version, problem = importlib.metadata.version(package), ""
+    version, problem = _version(package), ""
     if missing := [
         f"{o}{n} ({reason})" for o, names_of, reason in names for n in names_of.split() if not _found(o + n)
     ]:
@@ -146,6 +146,11 @@ def require(user: str, package: str, names: Names, ran: tuple[str, ...]) -> None
         raise BackendError(
             f"{user} {problem}; it was run with {package} {' and '.join(ran)}: install one of these, or choose another backend"
         )
+
+
+@functools.cache
+def _version(package: str) -> str:
+    return importlib.metadata.version(package)
 
 
 def _numbers(version: str) -> list[int]:

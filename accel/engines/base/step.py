@@ -144,15 +144,6 @@ class Stepper:
         engine = self._engine()
         if engine is None:
             return None
-        replaced = self._make_ready(engine, optimizer, args, kwargs)
-        stepped = engine.gradients.stepped_as(optimizer)
-        if stepped is not optimizer:
-            args, kwargs = replaced or (args, kwargs)
-            replaced = (stepped, *args[1:]), kwargs
-        return replaced
-
-    def _make_ready(self, engine: Engine, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Final gradients; returns the arguments of ``step`` where a closure was replaced."""
         drift = engine.drift
         drift.steps += 1
         if drift.steps >= drift.due:
@@ -164,14 +155,21 @@ class Stepper:
             engine.gradients.check(optimizer)
             engine.gradients.find_unoptimized()
             self._num_parameters = num_parameters
-        self.awaits_closure = False
-        if (len(args) > 1 or kwargs) and (replaced := self._with_global_closure(engine, args, kwargs)):
-            self.awaits_closure = True
-            if self._foreign:  # it may use the gradients that are there already
-                prepare(engine, optimizer)
-            else:
-                engine.gradients.before_step(optimizer)
-            return replaced
+        replaced = self._with_global_closure(engine, args, kwargs) if len(args) > 1 or kwargs else None
+        self.awaits_closure = replaced is not None
+        if replaced is None:
+            self._make_ready(engine, optimizer)
+        elif self._foreign:  # it may use the gradients that are there already
+            prepare(engine, optimizer)
+        else:
+            engine.gradients.before_step(optimizer)
+        if engine.gradients.replaces_steps and (stepped := engine.gradients.stepped_as(optimizer)) is not optimizer:
+            args, kwargs = replaced or (args, kwargs)
+            replaced = (stepped, *args[1:]), kwargs
+        return replaced
+
+    def _make_ready(self, engine: Engine, optimizer: Optimizer) -> None:
+        """Final gradients, and whether the step is skipped."""
         found_inf = optimizer.__dict__.get("found_inf")
         if found_inf is not None:
             self._note(engine, self._prepare_scaled(engine, found_inf))
@@ -184,7 +182,6 @@ class Stepper:
                 self.skipped = False
         # By this mark a scheduler built on the other object knows that a step came before its own.
         optimizer._opt_called = True  # type: ignore[attr-defined]
-        return None
 
     def _prepare_scaled(self, engine: Engine, found_inf: torch.Tensor) -> bool | torch.Tensor:
         """Ready for a step by a GradScaler; whether it is skipped."""

@@ -25,6 +25,7 @@ from ..base.gradients import Gradients, refuse_sparse
 from ..base.memory import Footprint, MemoryUse
 from . import overrides
 from .config import Configuration, refuse_parameters
+from .files import new_state, store_state
 from .library import release_groups
 from .optimizers import choose_adam, level_steps, refuse_optimizer
 from .partitions import Flat, Partitions
@@ -85,6 +86,7 @@ class ZeROGradients(Gradients):
         super().__init__(engine)
         #: Steps, or is about to.
         self.stepping: Optimizer | None = None
+        self._creating = contextlib.ExitStack()
         #: Groups that have fragments now, with the parameters in whose places these are.
         self.held: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
         #: Parameters with final gradients in fragments, and those of them that were stepped with and not dropped since.
@@ -307,6 +309,8 @@ class ZeROGradients(Gradients):
         if zero is not None:
             self.announce_step(optimizer)
             self._place(optimizer, zero)  # at once: some optimizers write before their closure
+            if (folder := self.engine.configuration.state_folder) is not None:
+                self._creating.enter_context(new_state(zero.stepped, folder))
         if self.log.repeats(optimizer):
             self._final = False
 
@@ -349,6 +353,7 @@ class ZeROGradients(Gradients):
     def break_step(self) -> None:
         """Put the parameters back."""
         self.stepping = None
+        self._creating.close()
         for group, parameters in self.held:
             group["params"] = parameters
         if self.held and self.engine.zero is not None:
@@ -366,6 +371,8 @@ class ZeROGradients(Gradients):
         level_steps(optimizer)
         self.break_step()
         if self.engine.zero is not None:
+            if (folder := self.engine.configuration.state_folder) is not None:
+                store_state([optimizer.state[w] for w in self.engine.zero.stepped if w in optimizer.state], folder)
             self._spent = set(self._kept)
             self.engine.zero.spread()
 
@@ -402,6 +409,11 @@ class DeepSpeedEngine(Engine):
         """What the stage divides, divided."""
         return Configuration(options).predicted(footprint, world_size)
 
+    @classmethod
+    def divides_from_host(cls, options: Any) -> bool:
+        """At stage 3."""
+        return Configuration(options).stage == 3
+
     def wrap(self) -> None:
         """Refuse what needs the precision; DeepSpeed itself divides in ``start``."""
         self.configuration.check_precision(self.precision.name)
@@ -429,8 +441,7 @@ class DeepSpeedEngine(Engine):
             self.holdings.take(optimizer, state)
             self.holdings.guard.watch(optimizer)
         if self.zero is not None and self.configuration.chooses_adam:
-            weights = [fragment.weights for fragment in self.zero.fragments.values()]
-            choose_adam(optimizers, weights, self.zero.library, self.configuration.compiles_adam)
+            choose_adam(optimizers, self.zero.stepped, self.zero.library, self.configuration.compiles_adam)
 
     def _divide(self) -> None:
         self.zero = zero = Stage3(self) if self.stage == 3 else Flat(self)

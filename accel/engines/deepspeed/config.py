@@ -14,6 +14,7 @@ from torch import nn
 from ...errors import BackendError, PrecisionError
 from ..base import memory
 from ..base.memory import Footprint, MemoryUse
+from . import files
 
 #: Keys that are handed on as they are.
 _PASSED: Final = frozenset(
@@ -100,13 +101,13 @@ class Configuration:
         self._zero: dict[str, Any] = self._given.get("zero_optimization", {})
         #: The ZeRO stage; 2 where neither says.
         self.stage = self._stage(options.stage)
-        #: Whether what the optimizer steps is in CPU memory, and whether the parts of weights are.
-        self.offload_optimizer = self._offloaded("offload_optimizer", options.offload_optimizer)
-        self.offload_parameters = self._offloaded("offload_param", options.offload_parameters)
+        #: Whether what the optimizer steps is in CPU memory, and whether the parts of weights are; where in files, their folder.
+        self.offload_optimizer, self.state_folder = self._offloaded("offload_optimizer", options.offload_optimizer)
+        self.offload_parameters, self.weights_folder = self._offloaded("offload_param", options.offload_parameters)
         given: Any = self._zero.get("offload_optimizer")
         unpinned = isinstance(given, Mapping) and given.get("pin_memory") is False
         #: Whether what the optimizer steps there is pinned memory.
-        self.pins = self.offload_optimizer and not unpinned
+        self.pins = self.offload_optimizer and not unpinned and self.state_folder is None
         #: Whether DeepSpeed's Adam steps there in the place of torch's, and whether its op may have to be compiled first.
         self.compiles_adam = self._given.get("zero_force_ds_cpu_optimizer") is True
         self.chooses_adam = self.offload_optimizer and self._given.get("zero_force_ds_cpu_optimizer") is not False
@@ -128,15 +129,15 @@ class Configuration:
             raise BackendError(f"DeepSpeed(stage={found!r}): expected 0, 1, 2 or 3")
         return int(found)
 
-    def _offloaded(self, key: str, option: bool) -> bool:
+    def _offloaded(self, key: str, option: bool) -> tuple[bool, str | None]:
         given = self._zero.get(key)
         device = given.get("device", "none") if isinstance(given, Mapping) else "none" if _off(given) else given
-        if device == "nvme":
-            expected = "DeepSpeed's op async_io serves its own optimizers' steps; a raw loop's are in memory: use 'cpu'"
-            raise _contradiction(f"zero_optimization.{key}.device", device, expected)
-        if device not in ("cpu", "none"):
-            raise _contradiction(f"zero_optimization.{key}.device", device, "'cpu' or 'none' was expected")
-        return option or device == "cpu"
+        folder = given.get("nvme_path") if isinstance(given, Mapping) and device == "nvme" else None
+        if device not in ("cpu", "nvme", "none"):
+            raise _contradiction(f"zero_optimization.{key}.device", device, "'cpu', 'nvme' or 'none' was expected")
+        if device == "nvme" and not folder:
+            raise _contradiction(f"zero_optimization.{key}.device", device, "there is no 'nvme_path', a folder on it")
+        return option or device != "none", folder and str(folder)
 
     def check(self, world_size: int) -> None:
         """Refuse what would be ignored, be without effect, or contradict the loop.
@@ -153,12 +154,18 @@ class Configuration:
         steps = self._given.get("gradient_accumulation_steps", 1)
         if steps not in (1, "auto", None):
             raise _contradiction("gradient_accumulation_steps", steps, "a raw loop accumulates by itself: drop the key")
+        whole, each = (self._given.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu"))
+        if isinstance(whole, int) and isinstance(each, int) and whole != each * world_size:
+            expected = f"{world_size} batches of {each} are a step, and a raw loop accumulates by itself: drop the key"
+            raise _contradiction("train_batch_size", whole, expected)
         self._check_zero(world_size)
         if self.masters and self.stage == 0:
             raise _contradiction(
                 "bf16", self._given["bf16"], "stage 0 has no master weights: use stage 1, or drop the key"
             )
         self._check_divided(world_size)
+        for folder in filter(None, (self.state_folder, self.weights_folder)):
+            files.check(folder)
 
     def _check_zero(self, world_size: int) -> None:
         for key, reason in _REFUSED.items():

@@ -7,23 +7,26 @@ here, by parameter: so a frozen or unused parameter is left alone exactly as in 
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ...errors import BackendError
 from ...gradients.average import held_by_any, held_here
 from ...gradients.log import at_end_of_backward
 from ...process.control import Waiting, announce
 from ..base.absent import plainly
 from ..base.gradients import Interruption
+from .files import stored
 from .library import Snapshot, accelerator, initialise, library
 
 if TYPE_CHECKING:
@@ -68,6 +71,22 @@ class Fragment:
             self.grad = self.grad.to(self.weights.dtype)
 
 
+#: What ``deepspeed.utils.safe_get_*`` and ``safe_set_*`` call, of a parameter or of the library's optimizer.
+_ACCESS: Final = (
+    "get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad", "get_fp32_grad_for_param",
+    "set_fp32_grad_for_param", "get_local_fp32_param", "set_local_hp_param", "get_local_fp32_grad_for_param",
+    "set_local_grad_for_param",
+)  # fmt: skip
+
+
+def _refuse_access(*_: Any, **__: Any) -> NoReturn:
+    raise BackendError(
+        "deepspeed.utils.safe_get_* and safe_set_* look into DeepSpeed's own optimizer, which does not step here, and would find "
+        "zeros: read weights and state by accel.full_state_dict(model) and (optimizer), on every rank, set them by "
+        "load_state_dict(full) of the handles, and clip gradients by accel.clip_grad_norm_"
+    )
+
+
 def _arrived(partitions: weakref.ref[Partitions], index: int, _: torch.Tensor) -> None:
     if (owner := partitions()) is not None:
         owner.arrived(index)
@@ -97,6 +116,7 @@ class Partitions(ABC):
         #: Weights that are stepped are other memory than the homes; memory of the host that devices use directly.
         self.apart = self.masters or self._weights_on is not None
         self._pinned = engine.configuration.pins and engine.process.device.type != "cpu"
+        self._folders = engine.configuration.state_folder, engine.configuration.weights_folder
         self._hooks: list[RemovableHandle] = []
         self.interruption = Interruption()
         #: What backwards left in ``p.grad``.
@@ -124,6 +144,9 @@ class Partitions(ABC):
                     parameter.data = parameter.data.view(())
             self.snapshot.changed()
             self.arrange()
+            for owner, name in itertools.product((self.zero, *self.divided.values()), _ACCESS):
+                if hasattr(owner, name):
+                    setattr(owner, name, _refuse_access)
             for index, parameter in self.divided.items():
                 # Weakly: autograd keeps the hook where no garbage collector looks.
                 hook = functools.partial(_arrived, weakref.ref(self), index)
@@ -137,7 +160,13 @@ class Partitions(ABC):
         dtype = torch.float32 if self.masters and home.is_floating_point() else home.dtype
         weights = home.detach().to(self._weights_on or home.device, dtype, copy=self.apart)
         pinned = self._pinned and weights.device != home.device
-        self.fragments[index] = Fragment(start, home, weights.pin_memory() if pinned else weights, pinned=pinned)
+        weights = weights.pin_memory() if pinned else stored(weights, self._folders[0])
+        self.fragments[index] = Fragment(start, home, weights, pinned=pinned)
+
+    @property
+    def stepped(self) -> list[torch.Tensor]:
+        """What optimizers step here."""
+        return [fragment.weights for fragment in self.fragments.values()]
 
     # -- gradients ------------------------------------------------------------------------------------------------
 

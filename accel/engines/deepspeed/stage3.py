@@ -21,6 +21,7 @@ from ...process import Process
 from ...process.control import Waiting, announce, is_lost
 from ...trees import walk
 from ..base.absent import plainly
+from .files import stored
 from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
 from .overrides import Method
 from .partitions import Fragment, Partitions
@@ -246,6 +247,7 @@ class Stage3(Partitions):
     def arrange(self) -> None:
         """A fragment for each parameter of which this rank's part is not padding only."""
         zero = self.zero
+        self._store_parts()
         owned = {}
         parameters: Sequence[Any] = self.parameters
         for index, parameter in enumerate(parameters):
@@ -287,6 +289,14 @@ class Stage3(Partitions):
         adopt = weakref.WeakMethod(self.adopt)
         for weight in self.parameters:
             vars(weight)["partition"] = adopting(adopt, vars(weight)["partition"])
+
+    def _store_parts(self) -> None:
+        """Put this rank's parts of the weights into files, where the configuration has a folder for them."""
+        if self._folders[1] is not None:
+            parameters: Sequence[Any] = self.parameters
+            for part in [p.ds_tensor for p in parameters if not p.ds_persist]:
+                part.data = stored(part.data, self._folders[1])
+            self.zero.fp16_partitioned_groups_flat, self.zero.param_groups_fp16_flat_cpu_memory = [], []
 
     @plainly
     @torch.no_grad()

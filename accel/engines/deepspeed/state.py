@@ -21,6 +21,7 @@ from ..base.absent import plainly
 from ..base.gather import Item
 from ..base.holdings import Holdings
 from ..base.step import refuse_steps
+from .files import room
 from .library import without_groups
 from .partitions import Fragment, Partitions
 
@@ -301,9 +302,10 @@ class DeepSpeedHoldings(Holdings):
     def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """As large as the fragment."""
         divided, _ = self._fragment(entry.name)
-        return super().new_state(
+        made = super().new_state(
             entry, key, tuple(entry.parameter.shape) if divided and shape == entry.shape else shape, dtype
         )
+        return room(made, self.engine.configuration.state_folder) if divided else made
 
     @classmethod
     def read_foreign(cls, path: str, load: Any, new: Any) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from ...process import Process, reason_of
 from ...process.control import Waiting, agree
 from ...process.rng import put_torch_states, torch_states
 from ...shard import Shard, StateEntry
+from ..base.activations import Choice
 from ..base.engine import Context, Engine, Options, SequenceOptions, lost_weights
 from ..base.gradients import Gradients, refuse_sparse
 from ..base.holdings import Holdings
@@ -31,8 +32,7 @@ from ..base.sequence import sequence_size
 from ..base.step import refuse_steps
 from . import wrap
 from .mesh import axes_of, check_mesh, check_size, data_place
-from .plan import Plan, check_cut, check_plan, shrunk, text_of
-from .wrap import Wrap
+from .plan import Plan, Planned, check_cut, check_plan, shrunk, text_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -143,8 +143,8 @@ _WHOLE_MATRICES: tuple[type, ...] = (torch.optim.Muon,) if hasattr(torch.optim, 
 _OWN_KERNELS = {"apex", "bitsandbytes", "deepspeed"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FSDP(SequenceOptions):
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FSDP(Planned, SequenceOptions):
     """Options of ``fsdp``; names and meanings are those of ``fully_shard`` where it has them.
 
     Args:
@@ -152,7 +152,6 @@ class FSDP(SequenceOptions):
             repeat in a ModuleList or Sequential and have submodules of their own.
         reshard_after_forward: free a block's gathered parameters after its forward; False keeps them until backward.
         cpu_offload: shards, their gradients and optimizer state lie in the host's memory.
-        activation_checkpointing: recompute each block's activations in backward.
         replicas: HSDP: so many copies of the model, each divided over the ranks of its own, which are neighbours (those of
             one host, say). Blocks are gathered among these; the copies average what they have of the gradients.
         tensor_parallel: so many neighbours have a part of each layer that the plan names, compute on the same batches, and
@@ -166,10 +165,9 @@ class FSDP(SequenceOptions):
         auto_refresh: look for a change of ``requires_grad`` before each forward.
     """
 
-    wrap: Wrap = None
+    wrap: Choice = None
     reshard_after_forward: bool = True
     cpu_offload: bool = False
-    activation_checkpointing: bool = False
     replicas: int = 1
     tensor_parallel: int = 1
     plan: Plan = None
@@ -217,13 +215,6 @@ class FSDP(SequenceOptions):
         names = [getattr(w, "__qualname__", type(w).__name__) for w in wrap]
         rest = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("wrap", "plan")}
         return f"FSDP(wrap={names}, plan={text_of(self.plan)}, {', '.join(f'{n}={v}' for n, v in rest.items())})"
-
-    def __eq__(self, other: object) -> bool:
-        # Styles are objects that a repeated notebook cell makes anew.
-        return type(other) is type(self) and repr(other) == repr(self) and other.wrap == self.wrap
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
 
 
 FSDP.shown = FSDP(replicas=2), FSDP(tensor_parallel=8)
@@ -370,7 +361,6 @@ class FSDPEngine(Engine):
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         super().__init__(module, entry, context)
         self.parts: Conversion | None = None
-        self._checkpointed = contextlib.ExitStack()
         #: Of tensor parallelism.
         self._alike: SameInputs | None = None
 
@@ -406,13 +396,11 @@ class FSDPEngine(Engine):
         return tuple(use for use in uses for _ in range(sizes["tensor"])) * sizes["replicate"]
 
     def wrap(self) -> None:
-        """Checkpoint activations; shards come with ``start``, since they need rank 0's weights."""
+        """Refuse what the precision forbids; shards come with ``start``, since they need rank 0's weights."""
         if self.precision.float8 and axes_of(self.options, self.process.place.world_size)["tensor"] > 1:
             raise PrecisionError(
                 "precision 'fp8-mixed' with tensor parallelism would scale each part of a layer by itself: ask for 'bf16-mixed'"
             )
-        if self.options.activation_checkpointing:
-            self._checkpointed = wrap.checkpointed(m for _, m in wrap.blocks(self.module, self.options.wrap))
 
     def attach(self, optimizer: Optimizer) -> None:
         """Refuse what cannot step shards."""
@@ -521,7 +509,6 @@ class FSDPEngine(Engine):
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Whole parameters, in the objects that held them before. Collective."""
-        self._checkpointed.close()
         self.holdings.guard.release_modules()
         if self.parts is not None:
             self.gradients.local_steps.clear()

@@ -19,7 +19,7 @@ from ...precision import here
 from ...process.control import agree, raise_together
 from ...process.packing import broadcast_
 from ...shard import Shard
-from ..base.local import local_of
+from ..base.local import parts_of
 from . import standin
 from .module import ShardedModule, drop, kept_whole, place_of, wrap
 from .pending import Backwards
@@ -151,7 +151,9 @@ class Conversion:
         self.known.update((id(whole), shard) for whole, shard in self.sharded.gathered())
         self._gathered = {id(shard): whole for whole, shard in self.sharded.gathered()}
         mesh = self.sharded.mesh
-        self._first = {id(p) for p in self.known_shards() if not any(mesh.place[axis] for axis in mesh.copies(p))}
+        shards = [*self.known_shards()]
+        self._first = {id(p) for p in shards if not any(mesh.place[axis] for axis in mesh.copies(p))}
+        self._first_of_all = len(self._first) == len(shards)
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -169,14 +171,18 @@ class Conversion:
 
     def age(self, shards: Iterable[torch.Tensor]) -> None:
         """Mark gathered parameters as changed whose shards will be changed."""
-        torch.autograd.graph.increment_version([self._gathered[id(s)] for s in shards if id(s) in self._gathered])
+        found = map(self._gathered.get, map(id, shards))
+        torch.autograd.graph.increment_version([whole for whole in found if whole is not None])
 
     def gradients(self, parameters: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What lies here of the final gradients of these: what this rank is the first to have, and the rest."""
+        having = [p for p in parameters if p.grad is not None]
+        grads = parts_of([p.grad for p in having])
+        if self._first_of_all:
+            return grads, []
         found: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        for p in parameters:
-            if p.grad is not None:
-                found[id(self.known.get(id(p), p)) not in self._first].append(local_of(p.grad))
+        for p, grad in zip(having, grads, strict=True):
+            found[id(self.known.get(id(p), p)) not in self._first].append(grad)
         return found
 
     def whole(self, value: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,19 @@ def check_plan(plan: Any) -> None:
             raise BackendError(f"plan[{name!r}] is {style!r}: {known}")
 
 
+class Planned:
+    """Options with a plan: equal where their texts are, since styles are objects that a repeated notebook cell makes anew."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        wraps = [getattr(options, "wrap", None) for options in (self, other)]  # of which a text has the names only
+        return type(other) is type(self) and repr(other) == repr(self) and wraps[0] == wraps[1]
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+
 def text_of(plan: Plan) -> str:
     """A plan as text, the same on all ranks for styles of the same settings."""
 

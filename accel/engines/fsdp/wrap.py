@@ -2,50 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections import Counter
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ...errors import BackendError
-from ...gradients.patches import replaced
-
-#: Classes of modules to gather as one, or a function that says so of a module; None is the automatic rule.
-Wrap = tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | None
+from ..base.activations import Choice, chosen, is_container
 
 
-def blocks(module: nn.Module, wrap: Wrap) -> list[tuple[str, nn.Module]]:
+def blocks(module: nn.Module, wrap: Choice) -> list[tuple[str, nn.Module]]:
     """The submodules that become groups of their own, inner ones first; ``module`` itself takes what is left."""
-    if wrap is None:
-        repeated = _repeated(module)
-        wanted = [(n, m) for n, m in module.named_modules() if id(m) in repeated]
-    elif isinstance(wrap, tuple):
-        wanted = [(n, m) for n, m in module.named_modules() if isinstance(m, wrap)]
-    else:
-        wanted = [(n, m) for n, m in module.named_modules() if m is not module and wrap(m)]
-    chosen = {n: m for n, m in wanted if m is not module and any(True for _ in m.parameters())}
-    _leave_out_tied(module, chosen)
-    return list(reversed(chosen.items()))
-
-
-def _repeated(module: nn.Module) -> set[int]:
-    """Children of ModuleLists and Sequentials that have submodules of their own and a sibling of their class."""
-    found: set[int] = set()
-    for container in module.modules():
-        if isinstance(container, (nn.ModuleList, nn.Sequential)):
-            children = [c for c in container.children() if not _is_container(c) and any(True for _ in c.children())]
-            kinds = Counter(type(c) for c in children)
-            found.update(id(c) for c in children if kinds[type(c)] > 1)
-    return found
-
-
-def _is_container(module: nn.Module) -> bool:
-    """Whether it has no forward of its own, so that nothing would gather it."""
-    return type(module).forward in (nn.ModuleList.forward, nn.ModuleDict.forward)
+    groups = {n: m for n, m in chosen(module, wrap) if any(True for _ in m.parameters())}
+    _leave_out_tied(module, groups)
+    return list(reversed(groups.items()))
 
 
 def owners(module: nn.Module) -> dict[int, list[str]]:
@@ -85,12 +54,12 @@ def check_module(module: nn.Module, options: Any) -> None:
         BackendError: names the parameters or modules.
     """
     if options.wrap is not None:
-        empty = [n for n, m in blocks(module, options.wrap) if _is_container(m)]
+        empty = [n for n, m in blocks(module, options.wrap) if is_container(m)]
         if empty:
             raise BackendError(
                 f"FSDP(wrap=...) chose {', '.join(empty[:5])}, which has no forward: choose its children"
             )
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) and _is_container(module):
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and is_container(module):
         raise BackendError(
             f"a {type(module).__name__} has no forward, where its weights would be gathered: give accel.setup a module with "
             "one, which calls these children, or choose backend='ddp'"
@@ -118,15 +87,3 @@ def _check_dtypes(module: nn.Module, options: Any) -> None:
             raise BackendError(
                 f"trainable parameters of one group have different dtypes: {listed}; convert the model first"
             )
-
-
-def checkpointed(blocks: Iterable[nn.Module]) -> contextlib.ExitStack:
-    """Until it is closed, a block's forward keeps only its inputs and runs again in backward; one inside another with that."""
-    undo, inside = contextlib.ExitStack(), set[int]()
-    for block in reversed(list(blocks)):
-        if id(block) not in inside:
-            inside.update(id(m) for m in block.modules())
-            # Of a bound method, since a copy or a pickle of the block is to run its own.
-            run_again = functools.partial(checkpoint, block.forward, use_reentrant=False)
-            undo.enter_context(replaced(vars(block), "forward", run_again))
-    return undo

@@ -246,6 +246,11 @@ class PipelineEngine(Engine):
         return predicted(footprint, options.balance, world_size)
 
     @classmethod
+    def divides_from_host(cls, options: Any) -> bool:
+        """Unless the whole is to run once, so that its time is known."""
+        return bool(options.balance != "time")
+
+    @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
         """All ranks hold one model together."""
         return 0, 1
@@ -253,12 +258,16 @@ class PipelineEngine(Engine):
     def wrap(self) -> None:
         """Place the stages on this process's devices, where it has the whole model."""
         if self.entry is not self.module:
-            raise BackendError(
-                "a pipeline calls the children of the Sequential, so a torch.compile of the whole never runs: compile "
-                "the children instead (child.compile())"
-            )
+            self.compile()
         if not self.distributed and (self._balance != "time" or len(self.process.devices) == 1):
             self._place(listed(self._balance, self._children, count_stages(self._balance, self.process)))
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse it."""
+        raise BackendError(
+            "a pipeline calls the children of the Sequential, so a torch.compile of the whole never runs: compile "
+            "the children instead (child.compile())"
+        )
 
     def _place(self, balance: Sequence[int]) -> None:
         """Build the stages, each on its device."""
@@ -281,6 +290,8 @@ class PipelineEngine(Engine):
     def _divide(self, balance: Sequence[int]) -> None:
         stages = split(self._children, balance)
         self.holdings.divide(stages)
+        for _, child in stages[self._channel.rank] if self.reads else ():
+            convert_module(child, self.process.device, None, ExitStack())
         self._stages = [Stage(stages[self._channel.rank], self.process.device)]
 
     # -- forward and backward -----------------------------------------------------------------------------------------

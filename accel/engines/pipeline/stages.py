@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ...errors import BackendError
 from ...process import Process
 from ...trees import map_tensors, walk
+from ..base.activations import buffers_of, run_again, swapped
 from ..base.memory import Footprint, MemoryUse, layers, stages
 
 Named = tuple[str, nn.Module]
@@ -133,12 +133,7 @@ class Stage:
         """The forward; without ``keep`` its activations are computed again in backward instead of kept."""
         if keep or not torch.is_grad_enabled():
             return self._forward(value)
-        again = _Again(self)
-        out = checkpoint(
-            self._forward_of_copy, value, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), again)
-        )
-        again.forward_ended()
-        return out
+        return run_again(self._forward_of_copy, self.modules, (value,), {})
 
     def _forward_of_copy(self, value: Any) -> Any:
         # A module that works in place would else spoil the input of the second computation.
@@ -166,80 +161,6 @@ def run_here(
             if at < len(values):
                 values[at] = stage.run(moved(values[at], stage.device), keep[at])
     return moved(put_together(values, where), device)
-
-
-_Buffer = tuple[nn.Module, str, torch.Tensor]
-#: Bytes of a buffer of which a copy for each micro-batch costs less than to wait for the device to compare it.
-_SMALL: Final = 1 << 20
-
-
-def _buffers_of(modules: Iterable[nn.Module]) -> Iterator[_Buffer]:
-    return ((m, name, b) for m in modules for name, b in m._buffers.items() if b is not None)
-
-
-@final
-class _Again:
-    """Around a second computation of a forward: it sees the buffers of the first one, and changes none.
-
-    BatchNorm would count a batch twice, and a module that reads what it updates would see another value.
-    """
-
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
-        self._form = self._look()
-        self._before = _copied(_buffers_of(stage.modules))
-        self._undo = contextlib.ExitStack()
-
-    def _look(self) -> tuple[list[int], list[bool]]:
-        return [p._version for p in self._stage.parameters], [m.training for m in self._stage.modules]
-
-    def forward_ended(self) -> None:
-        """Let go of the old values of large buffers that the forward did not change; what is small is kept unread."""
-        now = [m._buffers[name] for m, name, _ in self._before]
-        same = {
-            number: (old == new).all().to(self._stage.device)
-            for number, ((_, _, old), new) in enumerate(zip(self._before, now, strict=True))
-            if old.nbytes > _SMALL and new is not None and _form(new) == _form(old)
-        }
-        if same:
-            read = zip(same, torch.stack([*same.values()]).tolist(), strict=True)
-            unchanged = {number for number, equal in read if equal}
-            self._before = [entry for number, entry in enumerate(self._before) if number not in unchanged]
-
-    def __enter__(self) -> None:
-        if self._look() != self._form:
-            raise BackendError(
-                "parameters, or train() and eval(), changed between a forward and its backward, which computes the "
-                "activations again: call backward before the step, or use Pipeline(checkpoint='never')"
-            )
-        self._undo.enter_context(swapped(self._before))
-
-    def __exit__(self, *error: object) -> None:
-        self._undo.close()
-
-
-def _form(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
-
-
-def _copied(values: Iterable[_Buffer]) -> list[_Buffer]:
-    """Copies of values; of what stands in several places, one."""
-    copies: dict[int, torch.Tensor] = {}
-    return [(m, name, copies.setdefault(id(v), v.clone())) for m, name, v in values]
-
-
-@contextlib.contextmanager
-def swapped(values: Iterable[_Buffer]) -> Iterator[None]:
-    """Inside, copies of values are in buffers' places."""
-    copies = _copied(values)
-    own = [(m, name, m._buffers[name]) for m, name, _ in copies]
-    for module, name, value in copies:
-        module._buffers[name] = value
-    try:
-        yield
-    finally:
-        for module, name, buffer in own:
-            module._buffers[name] = buffer
 
 
 @contextlib.contextmanager
@@ -289,7 +210,7 @@ def times_of(children: Sequence[Named], value: Any) -> list[float]:
             leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
             wanted = [t for t in (*leaves, *child.parameters()) if t.requires_grad]
             best = float("inf")
-            with swapped(_buffers_of(child.modules())), without_hooks(wanted):
+            with swapped(buffers_of(child.modules())), without_hooks(wanted):
                 for _ in range(3):
                     copies = [t.clone() for t in leaves]  # a child may work in place
                     start = time.perf_counter()

@@ -15,6 +15,7 @@ from torch import nn
 import accel
 from accel.engines.deepspeed import DeepSpeed
 from accel.engines.deepspeed.config import Configuration
+from accel.engines.deepspeed.library import library
 from tests.distributed import refusals, run
 from tests.engines.deepspeed.training import STAGES, Net, Pair, adamw, data, loss_of, whole, zero
 
@@ -24,9 +25,25 @@ def clip_pending(pair: Pair) -> None:
     torch.nn.utils.clip_grad_norm_(list(pair.raw.parameters()), 1.0)
 
 
+def look_through_the_library(pair: Pair) -> None:
+    """DeepSpeed's own functions would give zeros, or change nothing."""
+    access, weight, zeros = library("deepspeed.utils"), pair.raw.left.weight, torch.zeros(3, 7)
+    for look in (
+        lambda: access.safe_get_full_grad(weight),
+        lambda: access.safe_set_full_grad(weight, zeros),
+        lambda: access.safe_get_full_optimizer_state(weight, "exp_avg"),
+        lambda: access.safe_set_full_optimizer_state(weight, zeros, "exp_avg"),
+        lambda: access.safe_set_full_fp32_param(weight, zeros),
+    ):
+        with pytest.raises(accel.BackendError, match="would find zeros"):
+            look()
+    access.safe_get_full_fp32_param(weight)
+
+
 SEES_A_PART: list[Callable[[Pair], Any]] = [
     lambda pair: torch.nn.utils.clip_grad_norm_(pair.model.parameters(), 1.0),
     clip_pending,
+    look_through_the_library,
     lambda pair: torch.nn.utils.clip_grad_value_(pair.raw.parameters(), 1.0),
     lambda pair: adamw(pair.raw).step(),
     lambda pair: pair.raw_optimizer.state_dict(),
@@ -146,13 +163,24 @@ def test_what_would_see_a_part_raises_and_changes_nothing(stage: int) -> None:
     run(2, refuse_all, stage)
 
 
+NOWHERE = {"device": "nvme", "nvme_path": "/dev/null/x"}
 CONTRADICTIONS: list[tuple[Any, dict[str, Any], str]] = [
     ({"optimizer": {"type": "Adam"}}, {}, "'optimizer'"),
     ({"scheduler": {"type": "WarmupLR"}}, {}, "'scheduler'"),
     ({"fp16": {"enabled": True}}, {}, "'fp16'"),
     ({"gradient_accumulation_steps": 4}, {}, "gradient_accumulation_steps"),
     ({"zero_optimization": {"stage": 1}}, {"stage": 2}, "zero_optimization.stage"),
-    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, {}, "async_io"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, {}, "there is no 'nvme_path'"),
+    (
+        {"zero_optimization": {"stage": 3, "offload_param": NOWHERE}},
+        {},
+        "'nvme_path' is '/dev/null/x', but nothing can",
+    ),
+    (
+        {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4},
+        {},
+        "'train_batch_size' is 64, but 2 batches of 4 are a step",
+    ),
     ({"bf16": {"enabled": True}}, {}, "precision='bf16-true'"),
     ({"curriculum_learning": {"enabled": True}}, {}, "'curriculum_learning'"),
     ("/nowhere.json", {}, "cannot be read"),
@@ -176,7 +204,7 @@ CONTRADICTIONS: list[tuple[Any, dict[str, Any], str]] = [
     ({"zero_optimization": {"zero_hpz_partition_size": 2}}, {"stage": 2}, "the stage is 2, on 2"),
     ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, {}, "offload_optimizer.ratio"),
     ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}}, {}, "super_offload"),
-    ({"zero_optimization": {"offload_optimizer": {"device": "disk"}}}, {}, "'cpu' or 'none' was expected"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "disk"}}}, {}, "'cpu', 'nvme' or 'none' was expected"),
     ({"bf16": {"enabled": True}}, {"stage": 0}, "stage 0 has no master weights"),
 ]
 
@@ -201,6 +229,26 @@ def test_options_are_checked(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(accel.BackendError, match="expected a JSON object, found list"):
         Configuration(DeepSpeed(config=tmp_path / "list.json"))
+
+
+def divided_by_the_library() -> None:
+    accel.setup(raw := Net(), adamw(raw), backend=zero(3))  # it has its process groups now
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    with library().zero.Init(config_dict_or_path=config):
+        divided = nn.Linear(4, 2)
+    experts = library("deepspeed.moe.layer").MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=2)
+    experts.set_deepspeed_parallelism()
+    for model, text in ((divided, "weight was divided by deepspeed.zero.Init"), (experts, "is an expert's, and other")):
+        for backend in ("ddp", zero(2), zero(3)):
+            with pytest.raises(accel.BackendError, match=text):
+                accel.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), backend=backend)
+    every = library("deepspeed.moe.layer").MoE(4, nn.Linear(4, 4), num_experts=2)
+    every.set_deepspeed_parallelism()
+    accel.setup(every, backend="ddp")
+
+
+def test_what_the_library_has_divided_by_itself_is_refused() -> None:
+    run(2, divided_by_the_library)
 
 
 WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [

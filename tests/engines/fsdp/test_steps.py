@@ -305,6 +305,26 @@ def assigned() -> None:
     accel.teardown(model)
 
 
+def groups_without_gradients() -> None:
+    """Also one between others, which had some in the step before."""
+    torch.manual_seed(0)
+    net = mlp(4, 6)
+    parameters = list(net.parameters())
+    raw = torch.optim.AdamW([{"params": [p]} for p in parameters], lr=0.1)
+    model, handle, _ = accel.setup(net, raw, backend="fsdp")
+    for step in range(3):
+        handle.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        shards = list(model.parameters())
+        if step == 1:
+            shards[1].grad = shards[-1].grad = None
+        before = [p.full_tensor().clone() for p in shards]
+        handle.step()
+        moved = [not torch.equal(p.full_tensor(), q) for p, q in zip(shards, before, strict=True)]
+        assert moved == [step != 1 or i not in (1, len(shards) - 1) for i in range(len(shards))], (step, moved)
+    accel.teardown(model)
+
+
 def with_closures(model: Any, handle: Any, raw: torch.optim.Optimizer, loss_of: Any, kind: type) -> None:
     def closure() -> Any:
         raw.zero_grad()
@@ -342,6 +362,7 @@ def everything_else() -> None:
         groups_edited_in_a_step,
         edited,
         assigned,
+        groups_without_gradients,
         closures,
         stale_after_a_closure,
     ):

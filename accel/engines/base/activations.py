@@ -1,0 +1,352 @@
+"""What a forward keeps for its backward: less of it, computed again (checkpointing), or elsewhere, in the host's memory."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from ...errors import BackendError
+from ...gradients.patches import replaced
+
+logger = logging.getLogger("accel")
+
+# -- which modules -----------------------------------------------------------------------------------------------------
+
+#: Classes of modules, or a function that says so of a module; None is the rule of ``repeated``.
+Choice = tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | None
+
+
+def chosen(module: nn.Module, choice: Choice) -> list[tuple[str, nn.Module]]:
+    """The submodules of a choice, outer ones first."""
+    if choice is None:
+        found = _repeated(module)
+        return [(n, m) for n, m in module.named_modules() if id(m) in found and m is not module]
+    wanted = (lambda m: isinstance(m, choice)) if isinstance(choice, tuple) else choice
+    return [(n, m) for n, m in module.named_modules() if m is not module and wanted(m)]
+
+
+def _repeated(module: nn.Module) -> set[int]:
+    """Children of ModuleLists and Sequentials that have submodules of their own and a sibling of their class."""
+    found: set[int] = set()
+    for container in module.modules():
+        if isinstance(container, (nn.ModuleList, nn.Sequential)):
+            children = [c for c in container.children() if not is_container(c) and any(True for _ in c.children())]
+            kinds = Counter(type(c) for c in children)
+            found.update(id(c) for c in children if kinds[type(c)] > 1)
+    return found
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether it has no forward of its own."""
+    return type(module).forward in (nn.ModuleList.forward, nn.ModuleDict.forward)
+
+
+# -- computed again ----------------------------------------------------------------------------------------------------
+
+
+def checkpointed(module: nn.Module, options: Any) -> contextlib.ExitStack:
+    """Until it is closed, chosen blocks keep only their inputs and run again in backward; one inside another with that.
+
+    Raises:
+        BackendError: there are none.
+    """
+    undo, inside = contextlib.ExitStack(), set[int]()
+    asked: Any = getattr(options, "activation_checkpointing", False)
+    choice: Choice = getattr(options, "wrap", None) if asked is True else asked
+    found = [m for _, m in chosen(module, choice) if not is_container(m)] if asked else []
+    if asked and not found:
+        raise BackendError(
+            f"activation_checkpointing={asked} finds no blocks in this {type(module).__name__}: modules that repeat in a "
+            "ModuleList or Sequential and have submodules; give their classes, activation_checkpointing=(Block,)"
+        )
+    for block in found:
+        if id(block) not in inside:
+            inside.update(id(m) for m in block.modules())
+            undo.enter_context(replaced(vars(block), "forward", Recomputed(block.forward, block)))
+    return undo
+
+
+@final
+class Recomputed:
+    """A block's forward that keeps only its inputs. A copy or a pickle of the block runs its own."""
+
+    def __init__(self, forward: Callable[..., Any], block: nn.Module) -> None:
+        functools.update_wrapper(self, forward)
+        self._forward, self._block = forward, block
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        if torch.compiler.is_compiling():  # a compiled graph writes buffers once, and guards the rest
+            return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+        return run_again(self._forward, list(self._block.modules()), args, kwargs)
+
+    def of(self, replica: Any) -> Recomputed:
+        """That of a replica, with its own parameters."""
+        return Recomputed(self._forward.__func__.__get__(replica), replica)  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> Any:
+        return self._forward.__reduce__()
+
+
+def run_again(function: Callable[..., Any], modules: Sequence[nn.Module], args: Any, kwargs: Any) -> Any:
+    """Call a function of these modules, whose activations are computed again in backward instead of kept."""
+    again = _Again(modules)
+    contexts = lambda: (contextlib.nullcontext(), again)  # noqa: E731
+    out = checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    again.forward_ended()
+    return out
+
+
+_Buffer = tuple[nn.Module, str, torch.Tensor]
+#: Bytes of a buffer of which a copy for each forward costs less than to wait for the device to compare it.
+_SMALL: Final = 1 << 20
+
+
+def buffers_of(modules: Iterable[nn.Module]) -> Iterator[_Buffer]:
+    """Each buffer with its place."""
+    return ((m, name, b) for m in modules for name, b in m._buffers.items() if b is not None)
+
+
+@final
+class _Again:
+    """Around a second computation of a forward: it sees the buffers of the first one, and changes none.
+
+    BatchNorm would count a batch twice, and a module that reads what it updates would see another value.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        # The very objects: an engine may put others in their places and back.
+        parameters = dict.fromkeys(p for m in modules for p in m._parameters.values() if p is not None)
+        self._versions = [(p, p._version) for p in parameters]
+        self._modes = [(m, m.training) for m in modules]
+        self._before = _copied(buffers_of(modules))
+        self._undo = contextlib.ExitStack()
+
+    def forward_ended(self) -> None:
+        """Let go of the old values of large buffers that the forward did not change; what is small is kept unread."""
+        now = [m._buffers[name] for m, name, _ in self._before]
+        same = {
+            number: (old == new).all().to(self._before[0][2].device)
+            for number, ((_, _, old), new) in enumerate(zip(self._before, now, strict=True))
+            if old.nbytes > _SMALL and new is not None and _form(new) == _form(old)
+        }
+        if same:
+            read = zip(same, torch.stack([*same.values()]).tolist(), strict=True)
+            unchanged = {number for number, equal in read if equal}
+            self._before = [entry for number, entry in enumerate(self._before) if number not in unchanged]
+
+    def __enter__(self) -> None:
+        if any(p._version != v for p, v in self._versions) or any(m.training is not t for m, t in self._modes):
+            raise BackendError(
+                "parameters, or train() and eval(), changed between a forward and its backward, which computes the "
+                "activations again: call backward before the step, or do without activation checkpointing"
+            )
+        self._undo.enter_context(swapped(self._before))
+
+    def __exit__(self, *error: object) -> None:
+        self._undo.close()
+
+
+def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _copied(values: Iterable[_Buffer]) -> list[_Buffer]:
+    """Copies of values; of what stands in several places, one."""
+    copies: dict[int, torch.Tensor] = {}
+    return [(m, name, copies.setdefault(id(v), v.clone())) for m, name, v in values]
+
+
+@contextlib.contextmanager
+def swapped(values: Iterable[_Buffer]) -> Iterator[None]:
+    """Inside, copies of values are in buffers' places."""
+    copies = _copied(values)
+    own = [(m, name, m._buffers[name]) for m, name, _ in copies]
+    for module, name, value in copies:
+        module._buffers[name] = value
+    try:
+        yield
+    finally:
+        for module, name, buffer in own:
+            module._buffers[name] = buffer
+
+
+# -- kept in the host's memory -----------------------------------------------------------------------------------------
+
+#: Kinds of devices whose memory is the host's.
+_HOSTS: Final = frozenset({"cpu"})
+_LEAST: Final = 16 << 10  # bytes of a tensor whose way to the host and back is worth it
+_PART: Final = 8  # a smaller part of a storage than one in so many stays with the rest
+_NEAR: Final = 4  # storages that are on their way to the host, or back, at once
+#: Sets ``tensor.data``; that of the class in C++, since the other one may be watched for what programs write.
+_put: Final[Any] = vars(torch._C.TensorBase)["data"].__set__
+
+
+@functools.cache
+def _say_useless(kind: str) -> None:
+    """Once."""
+    logger.warning("activation_offload=True does nothing on %s: activations lie in the host's memory already", kind)
+
+
+def offloads(options: Any, device: torch.device) -> bool:
+    """Whether an engine's activations are moved; BackendError where they should be, and the device has no streams for it."""
+    asked: bool = getattr(options, "activation_offload", False)
+    if asked and device.type not in ("cpu", "cuda"):
+        raise BackendError(f"activation_offload=True needs a CUDA device; this process uses {device}")
+    if asked and device.type in _HOSTS:
+        _say_useless(device.type)
+    return asked and device.type not in _HOSTS
+
+
+def offloaded(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, which calls this module: what it saves for backward goes to the host, and comes back when its time is near."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        saved = _Saved(module)
+        with saved_tensors_hooks(saved.pack, saved.unpack):
+            out = run(*args, **kwargs)
+        saved.end()
+        return out
+
+    return call
+
+
+@final
+class _Moved:
+    """A storage in the device's memory, in the host's, or in both. What is on its way to one of them is there after ``ready``."""
+
+    __slots__ = ("__weakref__", "before", "device", "here", "host", "known", "ready")
+
+    def __init__(self, storage: torch.UntypedStorage, device: torch.device, before: _Moved | None) -> None:
+        self.device, self.known = device, StorageWeakRef(storage)
+        #: The one that the forward saved before, which the backward needs next.
+        self.before = None if before is None else weakref.ref(before)
+        self.here: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+        self.host = torch.empty(self.here.shape, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+        self.ready = _copy(self.host, self.here, device)
+
+    def leave(self) -> None:
+        """Let go of the device's memory, which whatever is launched from now on may use."""
+        if self.ready is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.ready)
+        self.here = None
+
+    def come(self) -> torch.Tensor:
+        """Begin the way back, where it has not been begun."""
+        if self.here is None:
+            self.here = torch.empty(self.host.shape, dtype=torch.uint8, device=self.device)
+            self.ready = _copy(self.here, self.host, self.device)
+        return self.here
+
+    def get(self) -> torch.UntypedStorage:
+        """The storage on the device, for what is launched from now on; and those before it begin their way."""
+        here, near = self.come(), self
+        if self.ready is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(self.ready)
+            here.record_stream(current)
+        for _ in range(_NEAR):
+            found = None if near.before is None else near.before()
+            if found is None:
+                break
+            near = found
+            near.come()
+        return here.untyped_storage()
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> torch.cuda.Event | None:
+    """Copy after all that was launched before, and beside what comes; the event of its end."""
+    if device.type != "cuda":
+        target.copy_(source)
+        return None
+    stream = _stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+    if target.is_cuda:  # its memory is given to nobody before; a source is let go of only after the event
+        target.record_stream(stream)
+    event: torch.cuda.Event = stream.record_event()
+    return event
+
+
+#: What stands for a saved tensor, the number of writes to it, and its place where it was moved: offset, shape, strides.
+_Packed = tuple[torch.Tensor, int, tuple[_Moved, Any, Any, Any] | None]
+
+
+@final
+class _Saved:
+    """What one forward saves. A storage is moved once, however many tensors that are saved lie in it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        tables: Any = [t for m in module.modules() for t in (m._buffers, vars(m).get("_former_parameters", {}))]
+        self._own = {t.untyped_storage()._cdata for table in tables for t in table.values() if t is not None}
+        self._moved: weakref.WeakValueDictionary[tuple[int, int], _Moved] = weakref.WeakValueDictionary()
+        #: The last ones, which the backward needs first: they are here still.
+        self._near: deque[_Moved] = deque()
+
+    def pack(self, tensor: torch.Tensor) -> _Packed:
+        """A saved tensor as its place in a moved storage, or itself; with what tells whether it was written to since."""
+        version = tensor._version
+        if not self._worth(tensor):
+            # A leaf may be given other memory until backward; the graph of anything else would hold itself.
+            return tensor if tensor.is_leaf else tensor.detach(), version, None
+        storage = tensor.untyped_storage()
+        moved = self._moved.get((storage._cdata, version))
+        if moved is None:
+            moved = _Moved(storage, tensor.device, self._near[-1] if self._near else None)
+            self._moved[storage._cdata, version] = moved
+            self._near.append(moved)
+            if len(self._near) > _NEAR:
+                self._near.popleft().leave()
+        witness = tensor.detach()  # which counts the writes, and holds no memory
+        _put(witness, tensor.new_empty(0))
+        return witness, version, (moved, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def unpack(self, packed: _Packed) -> torch.Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: it was written to.
+        """
+        tensor, version, place = packed
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"{tensor.dtype} tensor is at version {tensor._version}; expected version {version} instead"
+            )
+        if place is None:
+            return tensor
+        moved, offset, shape, stride = place
+        return torch.empty(0, dtype=tensor.dtype, device=moved.device).set_(moved.get(), offset, shape, stride)
+
+    def end(self) -> None:
+        """The forward has ended."""
+        self._near.clear()
+        self._moved.clear()
+
+    def _worth(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) is not torch.Tensor or tensor.device.type in _HOSTS or tensor.layout is not torch.strided:
+            return False
+        if tensor.nbytes < _LEAST or isinstance(tensor._base, nn.Parameter):
+            return False
+        storage = tensor.untyped_storage()
+        return storage.nbytes() <= _PART * tensor.nbytes and storage._cdata not in self._own
