@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, final
 from urllib.parse import unquote
@@ -28,6 +29,7 @@ from .layout import digest
 from .match import Apply, Differences, Match, check_engines, check_objects, plain, report, unfit, value_tensors
 from .objects import ModuleObject, RankObject, StatefulObject, StateObject, TensorObject, engines_of
 from .placement import Placed, Sight, find, sight
+from .progress import log_end, progress_bar
 from .reader import Reader
 from .record import Stored
 from .safetensors import BY_NAME
@@ -47,6 +49,7 @@ def load(
     strict: bool = True,
     check: Literal["first", "stream"] = "first",
     convert: bool = False,
+    progress: bool = True,
 ) -> dict[Any, Any]:
     """Fill ``state`` in place from the checkpoint in ``dir``, whatever world size and backend saved it. Collective.
 
@@ -63,6 +66,7 @@ def load(
         check: "first" compares all checksums before anything is changed; "stream" while it fills, in one pass, so that
             after an error the state may be partly filled.
         convert: convert tensors that were saved with another dtype; else they are differences.
+        progress: as for ``save``.
 
     Returns:
         ``state``.
@@ -70,11 +74,11 @@ def load(
     Raises:
         CheckpointError: the checkpoint is missing, damaged or of another format, or does not fit; on every rank.
     """
-    process = current()
+    process, begin = current(), time.monotonic()
     rank = process.place.rank
     if check not in ("first", "stream"):
         raise CheckpointError(f"check={check!r}: expected 'first' or 'stream'")
-    with contextlib.ExitStack() as undo:
+    with progress_bar("accel.load", shown=progress) as more, contextlib.ExitStack() as undo:
         checkpoint, placed = _open(dir, state, (strict, check, convert))
 
         def prepare() -> tuple[Loading, tuple[Differences, str, dict[str, str]]]:
@@ -82,6 +86,7 @@ def load(
             return loading, (loading.differences, *loading.objects())
 
         loading, told = exchange("accel.load", prepare)
+        loading.reader.progress = more
         report(checkpoint.directory, [differences for differences, *_ in told], strict, rank)
         check_objects([objects for _, objects, _ in told])
         check_engines("accel.load", [engines for *_, engines in told])
@@ -92,8 +97,9 @@ def load(
             verify_needed(loading.reader, checkpoint.record, loading.needs(), process.place, host)
         on_every_rank("accel.load (the values)", loading.decode)
         undo.pop_all()
-    result = on_every_rank("accel.load", loading.apply)
+        result = on_every_rank("accel.load", loading.apply)
     loading.filled()
+    log_end(checkpoint.directory, "loaded", sum(one.tensor.nbytes for one in loading.needs()), begin)
     return result if state is None else state
 
 

@@ -8,10 +8,11 @@ import itertools
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Final, Literal, NamedTuple, final
 
 import torch
 
@@ -19,12 +20,13 @@ from ..errors import CheckpointError, is_url
 from ..process import current
 from ..process.control import locked
 from . import folder, record, shards
-from .background import Words, background
+from .background import Pace, Words, background
 from .failures import exchange, explain, on_every_rank
-from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, parts, unpack, write_items
+from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, unpack, write_items
 from .match import check_engines
 from .objects import KINDS, LocalRange, RankObject, StateObject, engines_of
 from .placement import Disks, broadcast, find_disks, move
+from .progress import Progress, log_end, progress_bar
 from .record import Record, Stored, encode
 from .shards import Item, Written, earlier_files
 from .state import State, local_ranges, value_range
@@ -44,6 +46,7 @@ def save(
     filter: Callable[[str], bool] | None = None,
     placement: Literal["shared", "host"] = "shared",
     replicas: int = 0,
+    progress: bool = True,
 ) -> Future[None] | None:
     """Write a checkpoint of ``state`` into ``dir``, from one moment to the next. Collective.
 
@@ -60,6 +63,8 @@ def save(
         placement: "host" where ``dir`` is on each host's own disk: what its ranks write stays there, and a load finds each file
             on the host that has it.
         replicas: with ``placement="host"``, on how many other hosts each file is as well, so that it outlives a lost host.
+        progress: show a bar on rank 0, where that has a terminal or a notebook, it takes over two seconds and tqdm is
+            installed; ``ACCEL_QUIET=1`` shows none.
 
     Returns:
         None; with ``wait=False`` a future, done when the checkpoint is durable and this rank knows it: from then on it may
@@ -78,7 +83,7 @@ def save(
             folder.check_keep(directory, keep)
         _check_placement(directory, placement, replicas, wait)
         contents = contents_of(state, filter, process.place.world_size)
-        return contents, (directory, (wait, keep, placement, replicas), contents.summary())
+        return contents, (directory, (wait, keep, placement, replicas), contents.summary(process.place.rank))
 
     contents, told = exchange("accel.save", prepare)
     _check_equal(told)
@@ -87,12 +92,13 @@ def save(
     with contextlib.ExitStack() as resources:
         writer = _begin(directory, disks, contents, [summary for *_, summary in told], resources, keep, not wait)
         if disks is not None:
-            _finish_placed(writer, disks, replicas)
+            _finish_placed(writer, disks, replicas, progress)
             return None
         if wait:
-            _finish(writer)
+            _finish(writer, progress)
             return None
-        finish = functools.partial(writer.finish_alone, Words(process, writer.save, directory))
+        words = Words(process, writer.save, directory)
+        finish = functools.partial(writer.finish_alone, words, Pace())
         return background.start(finish, resources.pop_all())
 
 
@@ -149,23 +155,24 @@ def _check_placement(directory: str, placement: str, replicas: object, wait: boo
         )
 
 
-def _finish(writer: Writer) -> None:
+def _finish(writer: Writer, shown: bool) -> None:
     """Write, and commit once all ranks have. Collective."""
-    on_every_rank("accel.save (the record)", functools.partial(writer.commit, _written_by_all(writer)))
+    on_every_rank("accel.save (the record)", functools.partial(writer.commit, _written_by_all(writer, shown)))
 
 
-def _written_by_all(writer: Writer) -> list[Files]:
+def _written_by_all(writer: Writer, shown: bool) -> list[Files]:
     try:
-        return exchange("accel.save (writing)", lambda: (None, writer.write()))[1]
+        with progress_bar("accel.save", writer.nbytes, shown=shown) as progress:
+            return exchange("accel.save (writing)", lambda: (None, writer.write(progress)))[1]
     except CheckpointError:
         writer.discard()  # on all ranks; after another error some may think that all is written
         raise
 
 
-def _finish_placed(writer: Writer, disks: Disks, replicas: int) -> None:
+def _finish_placed(writer: Writer, disks: Disks, replicas: int, shown: bool) -> None:
     """Write, copy to other hosts, and once all of it is durable commit on all; only then goes what was before. Collective."""
     rank = current().place.rank
-    written = _written_by_all(writer)
+    written = _written_by_all(writer, shown)
     transfers, hosts = disks.copies(written, replicas)
     try:
         move("accel.save (the copies)", writer.directory, writer.save, transfers)
@@ -176,7 +183,7 @@ def _finish_placed(writer: Writer, disks: Disks, replicas: int) -> None:
     content = broadcast(content, 0)
     on_every_rank("accel.save (the commit)", lambda: writer.put(content))
     # All have it: it is done.
-    writer.remove_older(record.parse(content, writer.directory)[0])
+    writer.committed(record.parse(content, writer.directory)[0])
 
 
 def save_alone(state: Mapping[str, Any], directory: str) -> None:
@@ -184,7 +191,7 @@ def save_alone(state: Mapping[str, Any], directory: str) -> None:
     contents = contents_of(state, None, 1)
     with contextlib.ExitStack() as resources:
         claim = folder.begin(directory, resources)
-        writer = Writer(directory, claim, contents, [contents.message([contents.summary()], 0)], 0, None, False)
+        writer = Writer(directory, claim, contents, [contents.message([contents.summary(0)], 0)], 0, None, False)
         try:
             written = writer.write()
         except BaseException:
@@ -213,10 +220,13 @@ class Summary:
     """Digests of contents: of what must be equal on all ranks, and of what is sent only where it is not; and the engines."""
 
     structure: str
-    inventories: str
-    tables: str
+    ranges: str
+    forms: str
+    contents: str
     nodes: str
     engines: dict[str, str]
+    #: Of the plan that this rank has from the save before.
+    plan: str
 
 
 @dataclass(slots=True)
@@ -230,7 +240,8 @@ class Contents:
         own: values that belong to this rank alone, by the object's name.
         ranges: that lie on this rank, for each of ``KINDS``.
         inventories: the same as numbers.
-        layouts: who writes what of each, once it is known.
+        layouts: who writes what of each, once it is known; this rank's part alone, but on rank 0.
+        plan: a name for these.
         own_of_all: every rank's ``own``, likewise.
     """
 
@@ -240,40 +251,54 @@ class Contents:
     own: dict[str, Json]
     ranges: list[list[LocalRange]]
     inventories: list[Inventory]
-    layouts: list[Layout] = field(default_factory=list)
+    layouts: Sequence[Layout] = ()
+    plan: str = ""
     own_of_all: list[dict[str, Json]] = field(default_factory=list)
 
-    def summary(self) -> Summary:
+    def summary(self, rank: int) -> Summary:
         """What the ranks compare before they send more."""
         compared = [one.shard.name for ranges in self.ranges for one in ranges if not one.equal]
         structure = [[(one.name, one.kind) for one in self.objects], sorted(compared)]
+        digests = [one.digests() for one in self.inventories]
         return Summary(
             digest(structure),
-            digest([one.digest() for one in self.inventories]),
-            digest([one.table for one in self.inventories]),
+            digest([ranges for _, ranges, _ in digests]),
+            digest([form for form, *_ in digests]),
+            digest([contents for *_, contents in digests]),
             digest([node for _, node in self.merged]),
             engines_of(self.objects),
+            plans.name if plans.rank == rank else "",
         )
 
     def message(self, summaries: Sequence[Summary], rank: int) -> SaveMessage:
         """What the other ranks must be told; each table by one of those that have it."""
         packed = nodes = None
-        if len({s.inventories for s in summaries}) > 1:
-            first = [s.tables for s in summaries].index(summaries[rank].tables)
+        # Contents that are the same everywhere make no difference, and may change from save to save.
+        told = [s.contents for s in summaries] if len({s.contents for s in summaries}) > 1 else []
+        self.plan = digest([[s.ranges for s in summaries], told])
+        if all(s.plan == self.plan for s in summaries):
+            self.layouts = plans.layouts
+        elif told or len({s.ranges for s in summaries}) > 1:
+            first = [s.forms for s in summaries].index(summaries[rank].forms)
             packed = [one.pack(None if first == rank else first) for one in self.inventories]
         if len({s.nodes for s in summaries}) > 1:
             nodes = [node for _, node in self.merged]
         return SaveMessage(secrets.token_hex(6), packed, nodes, self.own)
 
-    def complete(self, messages: Sequence[SaveMessage]) -> None:
+    def complete(self, messages: Sequence[SaveMessage], rank: int) -> None:
         """Learn what all ranks have, and divide the work."""
-        for which, mine in enumerate(self.inventories):
-            everyone = unpack([m.inventories[which] for m in messages if m.inventories is not None])
-            self.layouts.append(make_layout(everyone or [mine], len(messages)))
+        if not self.layouts:
+            self.layouts = [self._layout(which, messages, rank) for which in range(len(KINDS))]
+            plans.rank, plans.name, plans.layouts = rank, self.plan, self.layouts
         told = [m.nodes for m in messages if m.nodes is not None]
         for i, (one, node) in enumerate(self.merged):
             one.node.update(one.merge([nodes[i] for nodes in told] or [node]))
         self.own_of_all = [m.own for m in messages]
+
+    def _layout(self, which: int, messages: Sequence[SaveMessage], rank: int) -> Layout:
+        everyone = unpack([m.inventories[which] for m in messages if m.inventories is not None])
+        found = make_layout(everyone or [self.inventories[which]], len(messages))
+        return found.part(rank) if rank else found
 
     def record(self, save: str, written: Sequence[Files]) -> Record:
         """The record of files that each rank has written."""
@@ -284,9 +309,9 @@ class Contents:
             for file in (theirs[which] for theirs in written):
                 numbers.append(-1 if file is None else len(files))
                 files += [] if file is None else [file]
-            found = parts(layout.ranges, torch.tensor(numbers, dtype=torch.int64, device="cpu"))
-            for number, (name, dtype, shape, cuts) in enumerate(layout.table):
-                tensors[name] = Stored(dtype, shape, tuple(found.get(number, ())), cuts)
+            found = layout.parts(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
+            for (name, dtype, shape, cuts), own in zip(layout.table, found, strict=True):
+                tensors[name] = Stored(dtype, shape, tuple(own), cuts)
         return Record(
             id=save,
             time=record.next_time(),
@@ -296,6 +321,18 @@ class Contents:
             values=self.values,
             ranks=self.own_of_all if any(self.own_of_all) else [],
         )
+
+
+@dataclass(slots=True)
+class _Plans:
+    """Those of the last save: where all ranks have the same ranges again, nothing is listed and planned anew."""
+
+    rank: int = 0
+    name: str = ""
+    layouts: Sequence[Layout] = ()
+
+
+plans: Final = _Plans()
 
 
 def contents_of(state: Any, filter: Callable[[str], bool] | None, world: int) -> Contents:
@@ -346,8 +383,9 @@ class Writer:
         self._claim, self._storage = claim, storage_of(directory)
         self.save, self._world = messages[0].save, len(messages)
         self._before: Sequence[str] = ()  # what was there before the commit; others may save there afterwards
+        self._begin = time.monotonic()
         self._sent = False  # whether the record is on its way to a store, and may arrive after it was given up
-        contents.complete(messages)
+        contents.complete(messages, rank)
         self._storage.make(directory)  # a host may not have heard yet that rank 0 made it
         items = list(map(functools.partial(write_items, rank), contents.layouts, contents.ranges))
         self._linked: list[Written | None] = [None] * len(KINDS)
@@ -362,12 +400,17 @@ class Writer:
     def _names(self) -> list[str]:
         return [folder.shard_name(self.save, self._rank, kind) for kind in KINDS]
 
-    def write(self) -> Files:
-        """Write this rank's files, durably."""
+    @property
+    def nbytes(self) -> int:
+        """Of what this rank writes."""
+        return sum(item.entry.nbytes for items in self._items for item in items)
+
+    def write(self, progress: Progress = lambda nbytes: None) -> Files:
+        """Write this rank's files, durably; ``progress`` hears how many more bytes are written."""
         files = list(self._linked)
         for which, (name, items) in enumerate(zip(self._names(), self._items, strict=True)):
             if items:
-                files[which] = shards.write(self.directory, name, items)
+                files[which] = shards.write(self.directory, name, items, progress)
             if which and (file := files[which]) is not None:
                 earlier_files.remember(self.directory, file)
         self._storage.sync(self.directory)
@@ -390,7 +433,7 @@ class Writer:
         except BaseException:
             self._clean()
             raise
-        self.remove_older(new)
+        self.committed(new)
 
     def record(self, written: Sequence[Files], hosts: Sequence[tuple[str, Sequence[int]]] = ()) -> Record:
         """The record of what all ranks have written, each on its host where hosts are given."""
@@ -402,10 +445,11 @@ class Writer:
             self._before, self._sent = self._storage.names(self.directory), not self._claim.exclusive
             self._claim.commit(os.path.join(self.directory, record.NAME), content, folder.record_name(self.save))
 
-    def remove_older(self, new: Record) -> None:
-        """The first rank of a disk, once all is done: what fails from here on is no failure of the save."""
+    def committed(self, new: Record) -> None:
+        """The first rank of a disk, once all is done: remove what was before. What fails here is no failure of the save."""
         if self._claim is None:
             return
+        log_end(self.directory, "saved", new.nbytes, self._begin)
         try:
             self._sweep(new, self._before)
             if self._keep is not None:
@@ -444,12 +488,12 @@ class Writer:
 
     # -- in the background: without collectives ---------------------------------------------------------------------
 
-    def finish_alone(self, words: Words) -> None:
+    def finish_alone(self, words: Words, pace: Pace) -> None:
         """Write, and commit once all ranks have written; all know how it ended, and raise any rank's failure. In a thread."""
         failure: Exception | None = None
         files: Files = (None,) * len(KINDS)
         try:
-            files = self.write()
+            files = self.write(pace)
             if self._rank == 0:
                 self.commit([files, *(_written(words.read(rank)) for rank in range(1, self._world))])
         except Exception as error:
