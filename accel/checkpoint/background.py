@@ -25,6 +25,8 @@ from .transfer import begun, finish, host_memory, is_remote
 
 _BLOCK: Final = 64 << 20  # a power of two, to which sizes of pinned memory are rounded
 _ALIGN: Final = 64
+_LOOK: Final = 4 << 20  # bytes between two looks at what a save costs
+_SHARE: Final = 0.04  # of a core that may be taken from the loop
 
 
 @final
@@ -94,6 +96,39 @@ class Background:
             sys.stderr.flush()
             logging.shutdown()
             os._exit(1)  # the only way to another exit status from here
+
+
+@final
+class Pace:
+    """Slows this thread down where it takes cores from another one, the one that made this: hears how many more bytes are done.
+
+    What is taken is at most what this thread has computed, and what either has waited for a core, as Linux tells: so cores
+    that nobody needs are used, and so are those of a thread that waits for this one. Other systems do not tell.
+    """
+
+    def __init__(self) -> None:
+        self._trains = threading.get_native_id()
+        self._bytes = 0
+        self._before: tuple[float, float, float] | None = None
+
+    def __call__(self, nbytes: int) -> None:
+        """Sleep until what was taken since the last look is no more than a share of the time."""
+        self._bytes += nbytes
+        if self._before is not None and self._bytes < _LOOK:
+            return
+        now = time.monotonic(), time.thread_time(), self._waited()
+        if self._before is not None:
+            wall, cpu, waited = (b - a for a, b in zip(self._before, now, strict=True))
+            time.sleep(max(min(cpu, waited) / _SHARE - wall, 0.0))
+        self._bytes, self._before = 0, (time.monotonic(), *now[1:])
+
+    def _waited(self) -> float:
+        """Seconds that both threads were ready, and had no core."""
+        total = 0
+        for number in (self._trains, threading.get_native_id()):
+            with contextlib.suppress(OSError, IndexError), open(f"/proc/self/task/{number}/schedstat", "rb") as file:
+                total += int(file.read().split()[1])
+        return total / 1e9
 
 
 @final

@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol, final
 
 from ..errors import CheckpointError, is_url
 from .failures import explain, naming
-from .safetensors import MAX_HEADER
+from .safetensors import CHUNK, MAX_HEADER
 
 #: Takes the bytes that come next in a new file, and is done with them when it returns.
 Write = Callable[[memoryview], None]
@@ -95,6 +95,8 @@ class Claim(Protocol):
 class File(ABC):
     """A file that is open for reading, by any thread."""
 
+    #: Bytes that are read at a time where they are looked at before those that follow.
+    step = CHUNK
     in_flight = 0  #: Threads that read from it, where it matters more than how many cores there are.
 
     def __init__(self, path: str, size: int) -> None:
@@ -257,6 +259,8 @@ class Local:
 
 @final
 class _LocalFile(File):
+    step = 512 << 10  # which are in the caches of a core that has read them
+
     def __init__(self, path: str, size: int, fd: int) -> None:
         super().__init__(path, size)
         self._fd = fd
