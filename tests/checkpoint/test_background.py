@@ -20,6 +20,7 @@ from accel.errors import CheckpointError
 from tests.distributed import outcomes, refusals, run, wait_for
 from tests.faults import Fault, full_disk
 from tests.interpreters import executable
+from tests.programs import by_hand, free_port, scripts
 
 
 def large(value: float) -> dict[str, Any]:
@@ -215,6 +216,30 @@ def test_a_rank_that_is_done_may_take_the_directory_away(who: int, how: str, tmp
     left = run(2, done_and_gone, tmp_path, who, how)
     assert left[who] == [[".json", ".lock", ".safetensors", ".safetensors"]] * 3
     assert how == "removed" or [accel.load(tmp_path / f"final-{n}")["n"] for n in range(3)] == [0, 1, 2]
+
+
+ONE_WAITS = """
+import sys, time, torch, torch.distributed as dist, accel
+from accel.checkpoint import shards
+
+accel.init(timeout=20)
+if accel.rank() == 1:
+    write = shards.write
+    shards.write = lambda *args: (time.sleep(0.5), write(*args))[1]
+pending = accel.save({{"x": torch.ones(3)}}, {directory!r}, wait=False)
+if accel.rank() == 1:
+    pending.result()
+dist.new_group()
+pending.result()
+"""
+
+
+def test_one_rank_may_wait_for_it_while_another_waits_for_that_rank(tmp_path: Path) -> None:
+    """Rank 0 makes a process group, for which it waits in the store, and rank 1 comes once the save is done."""
+    begin, port = time.monotonic(), free_port()
+    scripts(ONE_WAITS.format(directory=str(tmp_path / "c")), by_hand(0, 2, port), by_hand(1, 2, port), timeout=60)
+    assert time.monotonic() - begin < 20
+    assert accel.latest(tmp_path) == str(tmp_path / "c")
 
 
 def taken_away_too_early(directory: Path) -> None:
