@@ -42,7 +42,7 @@ def remote(url: str) -> Remote:
     try:
         from fsspec import get_filesystem_class
     except ImportError as error:
-        raise CheckpointError(f"{url} needs fsspec: pip install 'accel[remote]'") from error
+        raise CheckpointError(f"{url} needs fsspec: pip install 'fsspec>=2025.3'") from error
     protocol = url.partition("://")[0].lower()
     try:
         options = get_filesystem_class(protocol)._get_kwargs_from_urls(url)

@@ -79,9 +79,7 @@ def save(
     def prepare() -> tuple[Contents, tuple[str, tuple[object, ...], Summary]]:
         background.settle()
         directory = folder.named(dir)
-        if keep is not None:
-            folder.check_keep(directory, keep)
-        _check_placement(directory, placement, replicas, wait)
+        _check_options(directory, wait, keep, placement, replicas)
         contents = contents_of(state, filter, process.place.world_size)
         return contents, (directory, (wait, keep, placement, replicas), contents.summary(process.place.rank))
 
@@ -91,11 +89,8 @@ def save(
     disks = find_disks(directory, folder.present) if placement == "host" else None
     with contextlib.ExitStack() as resources:
         writer = _begin(directory, disks, contents, [summary for *_, summary in told], resources, keep, not wait)
-        if disks is not None:
-            _finish_placed(writer, disks, replicas, progress)
-            return None
         if wait:
-            _finish(writer, progress)
+            _finish(writer, disks, replicas, progress)
             return None
         words = Words(process, writer.save, directory)
         finish = functools.partial(writer.finish_alone, words, Pace())
@@ -141,7 +136,9 @@ def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> Non
             )
 
 
-def _check_placement(directory: str, placement: str, replicas: object, wait: bool) -> None:
+def _check_options(directory: str, wait: bool, keep: int | None, placement: str, replicas: object) -> None:
+    if keep is not None:
+        folder.check_keep(directory, keep)
     folder.check_placement(placement)
     if placement == "host" and is_url(directory):
         raise CheckpointError(
@@ -155,9 +152,13 @@ def _check_placement(directory: str, placement: str, replicas: object, wait: boo
         )
 
 
-def _finish(writer: Writer, shown: bool) -> None:
+def _finish(writer: Writer, disks: Disks | None, replicas: int, shown: bool) -> None:
     """Write, and commit once all ranks have. Collective."""
-    on_every_rank("accel.save (the record)", functools.partial(writer.commit, _written_by_all(writer, shown)))
+    written = _written_by_all(writer, shown)
+    if disks is None:
+        on_every_rank("accel.save (the record)", functools.partial(writer.commit, written))
+    else:
+        _commit_placed(writer, written, disks, replicas)
 
 
 def _written_by_all(writer: Writer, shown: bool) -> list[Files]:
@@ -169,10 +170,9 @@ def _written_by_all(writer: Writer, shown: bool) -> list[Files]:
         raise
 
 
-def _finish_placed(writer: Writer, disks: Disks, replicas: int, shown: bool) -> None:
-    """Write, copy to other hosts, and once all of it is durable commit on all; only then goes what was before. Collective."""
+def _commit_placed(writer: Writer, written: Sequence[Files], disks: Disks, replicas: int) -> None:
+    """Copy to other hosts, and once all of it is durable commit on all; only then goes what was before. Collective."""
     rank = current().place.rank
-    written = _written_by_all(writer, shown)
     transfers, hosts = disks.copies(written, replicas)
     try:
         move("accel.save (the copies)", writer.directory, writer.save, transfers)

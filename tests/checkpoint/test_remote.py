@@ -219,7 +219,7 @@ def test_damage_is_found(prefix: str) -> None:
 def begun(url: str, value: float, resources: contextlib.ExitStack) -> Writer:
     """A save of another job."""
     contents = contents_of(state(value), None, 1)
-    message = contents.message([contents.summary()], 0)
+    message = contents.message([contents.summary(0)], 0)
     return Writer(url, folder.begin(url, resources), contents, [message], 0, None, False)
 
 
