@@ -30,22 +30,40 @@ _SHARE: Final = 0.04  # of a core that may be taken from the loop
 
 
 @final
+class Pending(Future[None]):
+    """Of a save in the background, which no longer gives way to others once somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.awaited = threading.Event()
+
+    def result(self, timeout: float | None = None) -> None:
+        self.awaited.set()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self.awaited.set()
+        return super().exception(timeout)
+
+
+@final
 class Background:
     """The save that is under way, and the memory that its copy is in, which the next one uses again."""
 
     def __init__(self) -> None:
-        self._future: Future[None] | None = None
+        self._future: Pending | None = None
         self._blocks: list[torch.Tensor] = []
 
-    def start(self, finish: Callable[[], None], resources: contextlib.ExitStack) -> Future[None]:
+    def start(self, finish: Callable[[Pace], None], resources: contextlib.ExitStack) -> Future[None]:
         """Run ``finish`` in a thread, then let go of ``resources``."""
-        future: Future[None] = Future()
+        future = Pending()
+        pace = Pace(future.awaited)
         future.set_running_or_notify_cancel()  # a save that has begun cannot be cancelled
 
         def run() -> None:
             try:
                 with resources:
-                    finish()
+                    finish(pace)
             except CheckpointError as error:
                 future.set_exception(error)
             except BaseException as error:
@@ -63,6 +81,7 @@ class Background:
     def wait(self) -> None:
         """Wait for the save that is under way; its failure is the next save's to raise."""
         if (future := self._future) is not None:
+            future.awaited.set()
             wait([future])  # not for the thread, which may be in a callback that calls this
 
     def settle(self) -> None:
@@ -103,10 +122,12 @@ class Pace:
     """Slows this thread down where it takes cores from another one, the one that made this: hears how many more bytes are done.
 
     What is taken is at most what this thread has computed, and what either has waited for a core, as Linux tells: so cores
-    that nobody needs are used, and so are those of a thread that waits for this one. Other systems do not tell.
+    that nobody needs are used, and so are those of a thread that waits for this one. Other systems do not tell. Once the save is
+    ``awaited`` nothing is left to others: what waits for it would wait longer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, awaited: threading.Event) -> None:
+        self._awaited = awaited
         self._trains = threading.get_native_id()
         self._bytes = 0
         self._before: tuple[float, float, float] | None = None
@@ -119,7 +140,7 @@ class Pace:
         now = time.monotonic(), time.thread_time(), self._waited()
         if self._before is not None:
             wall, cpu, waited = (b - a for a, b in zip(self._before, now, strict=True))
-            time.sleep(max(min(cpu, waited) / _SHARE - wall, 0.0))
+            self._awaited.wait(max(min(cpu, waited) / _SHARE - wall, 0.0))
         self._bytes, self._before = 0, (time.monotonic(), *now[1:])
 
     def _waited(self) -> float:

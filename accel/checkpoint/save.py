@@ -93,8 +93,7 @@ def save(
             _finish(writer, disks, replicas, progress)
             return None
         words = Words(process, writer.save, directory)
-        finish = functools.partial(writer.finish_alone, words, Pace())
-        return background.start(finish, resources.pop_all())
+        return background.start(functools.partial(writer.finish_alone, words), resources.pop_all())
 
 
 def _begin(

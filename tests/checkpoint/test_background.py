@@ -72,21 +72,23 @@ def test_it_returns_before_the_files_are_written(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("needed", [True, False])
+@pytest.mark.parametrize("awaited", [True, False])
 def test_it_takes_a_share_of_cores_that_are_needed_and_all_of_others(
-    needed: bool, monkeypatch: pytest.MonkeyPatch
+    needed: bool, awaited: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slept: list[float] = []
-    sleep = time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: (slept.append(seconds), sleep(seconds)))
     monkeypatch.setattr(background.Pace, "_waited", lambda self: time.monotonic() if needed else 0.0)
-    pace = background.Pace()
+    pending = background.Pending()
+    pace = background.Pace(pending.awaited)
+    if awaited:
+        with pytest.raises(TimeoutError):
+            pending.result(0)
     pace(1)
     begin = time.monotonic(), time.thread_time()
     for _ in range(5):
         xxhash.xxh3_64_digest(bytes(8 << 20))
         pace(8 << 20)
     wall, cpu = time.monotonic() - begin[0], time.thread_time() - begin[1]
-    assert (cpu < 0.06 * wall) if needed else not any(slept)
+    assert (cpu < 0.06 * wall) == (needed and not awaited)
 
 
 def listed(directory: str) -> list[bool]:
