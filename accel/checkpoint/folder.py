@@ -220,12 +220,13 @@ def _candidates(path: str) -> list[str]:
 
 @locked
 def _latest_of_hosts(root: str | os.PathLike[str]) -> str | None:
-    def look() -> tuple[None, dict[str, Sight]]:
+    def look() -> tuple[dict[str, Record], dict[str, Sight]]:
         background.wait()
-        found = ((path, complete(path, elsewhere=True)) for path in _candidates(named(root)))
-        return None, {path: sight(path, one) for path, one in found if one is not None}
+        looked = ((path, complete(path, elsewhere=True)) for path in _candidates(named(root)))
+        found = {path: one for path, one in looked if one is not None}
+        return found, {path: sight(path, one) for path, one in found.items()}
 
-    return newest(exchange("accel.latest", look)[1])
+    return newest(*exchange("accel.latest", look))
 
 
 @locked

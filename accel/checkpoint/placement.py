@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from operator import or_
 from typing import Final, NamedTuple, final
 
@@ -118,19 +118,32 @@ def sight(directory: str, found: Record) -> Sight:
     return Sight(found.id, found.time, len(found.files), whole)
 
 
-def _absent(wholes: Sequence[int], files: int) -> list[int]:
+def _absent(wholes: Collection[int], files: int) -> list[int]:
     """The files that nobody has."""
     found = reduce(or_, wholes)
     return [number for number in range(files) if not found >> number & 1]
 
 
-def newest(told: Sequence[Mapping[str, Sight]]) -> str | None:
-    """Of checkpoints by their names, as each rank sees them, the newest all of whose files some rank sees."""
-    seen: dict[tuple[float, str, str, int], list[int]] = {}
-    for names in told:
+def newest(own: Mapping[str, Record], told: Sequence[Mapping[str, Sight]]) -> str | None:
+    """Of checkpoints by their names, as each rank sees them, the newest all of whose files some rank sees. Collective."""
+    seen: dict[tuple[float, str, str, int], dict[int, int]] = {}
+    for rank, names in enumerate(told):
         for name, one in names.items():
-            seen.setdefault((one.time, one.save, name, one.files), []).append(one.whole)
-    return max((key for key, wholes in seen.items() if not _absent(wholes, key[3])), default=(0, "", None))[2]
+            seen.setdefault((one.time, one.save, name, one.files), {})[rank] = one.whole
+    for (_, save, name, files), wholes in sorted(seen.items(), reverse=True):
+        found: Collection[int] = wholes.values()
+        if _absent(found, files) and len(wholes) < len(told):  # hosts without this record may have the files
+            *_, found = _everywhere(name, own.get(name), save, min(wholes))
+        if not _absent(found, files):
+            return name
+    return None
+
+
+def _everywhere(directory: str, own: Record | None, save: str, source: int) -> tuple[Record, str, list[int]]:
+    """The record of a save, which rank ``source`` has, its checksum, and which files each rank sees whole. Collective."""
+    content = record.encode(own) if own is not None and own.id == save else b""
+    found, digits = record.parse(broadcast(content, source), os.path.join(directory, record.NAME))
+    return found, digits, exchange("the files of a checkpoint", lambda: (None, sight(directory, found).whole))[1]
 
 
 @final
@@ -180,15 +193,10 @@ def find(directory: str, own: Record | None, told: Sequence[Sight | None]) -> Pl
     Raises:
         CheckpointError: each lacks files; names those of the newest, and the hosts that wrote them.
     """
-    path = os.path.join(directory, record.NAME)
     saves = {(one.time, one.save): rank for rank, one in reversed(list(enumerate(told))) if one is not None}
     problem = ""
     for (_, save), source in sorted(saves.items(), reverse=True):
-        content = record.encode(own) if own is not None and own.id == save else b""
-        found, digits = record.parse(broadcast(content, source), path)
-        _, wholes = exchange(
-            "the files of a checkpoint", partial(lambda one: (None, sight(directory, one).whole), found)
-        )
+        found, digits, wholes = _everywhere(directory, own, save, source)
         if not (absent := _absent(wholes, len(found.files))):
             return Placed(found, digits, wholes)
         hosts = sorted({name for number in absent for name in found.hosts_of(number)})

@@ -14,6 +14,7 @@ from torch import nn
 
 import accel
 from accel.checkpoint import record
+from accel.checkpoint.save import Writer
 from accel.errors import CheckpointError
 from tests.distributed import run
 
@@ -176,3 +177,26 @@ def commits_by_half(root: str) -> None:
 
 def test_a_commit_on_one_host_is_the_commit(tmp_path: Path) -> None:
     run(2, commits_by_half, str(tmp_path))
+
+
+def ends_in_a_commit(root: str) -> tuple[str | None, float]:
+    """Rank 0's host has the record of the second save, rank 1's that of the first."""
+    with At(root, f"host{accel.rank()}"):
+        accel.save(state(2.0), "ckpt", placement="host")
+        put = Writer.put
+        if accel.rank() == 1:
+            Writer.put = lambda self, content: os.stat("no such file")  # type: ignore[method-assign,assignment]
+        try:
+            with pytest.raises(CheckpointError, match="no such file"):
+                accel.save(state(3.0), "ckpt", placement="host")
+        finally:
+            Writer.put = put  # type: ignore[method-assign]
+        found = accel.latest("ckpt", placement="host")
+        other = state(0.0)
+        accel.load("ckpt", other)
+        return found, other["value"]
+
+
+def test_a_save_that_ended_in_the_commit_is_found(tmp_path: Path) -> None:
+    """``latest`` finds what ``load`` does: else a job would begin anew."""
+    assert run(2, ends_in_a_commit, str(tmp_path)) == [("ckpt", 3.0)] * 2
