@@ -389,6 +389,7 @@ def execute(plan: Plan) -> Handles[Any, Any, Any]:
             if plan.fill is not None:
                 undo.callback(registry.remove, engine)
                 plan.fill(engine.handle)
+                engine.reads = False
         undo.pop_all()
     handles = Handles(
         engine.handle,
@@ -416,17 +417,28 @@ def _tell(plan: Plan, engine: Engine, process: Process) -> None:
             logger.info("effective batch size: %d x %d %s = %d", size, places, what, size * places)
 
 
+def _give_memory(plan: Plan, process: Process, undo: contextlib.ExitStack) -> None:
+    """To parameters that have none; with first values, where these are not read later."""
+    alone, kind = process.place.world_size == 1, plan.engine_type
+    if alone or not kind.materializes:
+        host = plan.fill is not None and not alone and kind.divides_from_host(plan.options)
+        materialize(plan.module, torch.device("cpu") if host else process.device, undo)
+
+
 def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
     assert plan.precision is not None
     engine = plan.engine
     if engine is None:
-        if process.place.world_size == 1 or not plan.engine_type.materializes:
-            materialize(plan.module, process.device, undo)
+        reads = plan.fill is not None
+        if not reads:
+            _give_memory(plan, process, undo)
         dtypes = convert_module(plan.module, process.device, plan.precision.storage, undo)
+        if reads:  # at once in the dtypes that they are to have
+            _give_memory(plan, process, undo)
         changes = convert_linears(plan.module, process.device) if plan.precision.float8 else contextlib.ExitStack()
         undo.push(changes)
         changes.enter_context(checkpointed(plan.module, plan.options))
-        context = Context(process, plan.precision, registry.loss_scale, plan.options, plan.serial)
+        context = Context(process, plan.precision, registry.loss_scale, plan.options, plan.serial, reads)
         engine = plan.engine_type(plan.module, plan.entry, context)
         undo.callback(engine.teardown)
         engine.dtypes, engine.undo = dtypes, changes

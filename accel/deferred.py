@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from .errors import BackendError, CheckpointError, refuse_url
+from .errors import BackendError, CheckpointError, is_url, refuse_url
 
 #: On a parameter that waits for its first values: the module that it was made for, and the directory that they come from.
 _MARK: Final = "_accel_deferred"
@@ -35,7 +35,9 @@ def deferred_init(weights: str | os.PathLike[str] | None = None) -> Iterator[Non
     """
     source = None
     if weights is not None:
-        source = os.path.abspath(os.path.expanduser(refuse_url(os.fspath(weights), CheckpointError)))
+        source = os.fspath(weights)
+        if not is_url(source):
+            source = os.path.abspath(os.path.expanduser(refuse_url(source, CheckpointError)))
     hook = register_module_parameter_registration_hook(functools.partial(_without_memory, source))
     try:
         yield
@@ -124,12 +126,13 @@ def check_deferred(module: nn.Module) -> None:
 def materialize(module: nn.Module, device: torch.device, undo: contextlib.ExitStack) -> None:
     """Give every parameter on the meta device memory on ``device`` and its first values; ``undo`` takes them away again.
 
-    Values that come from a directory come later.
+    Values that come from a directory come later; on most systems, memory of the host that nobody writes to takes nothing.
     """
     weights, borrowed = weights_of(module), borrowing(module)
     replaced = [p for p in module.parameters() if p.is_meta]
     for parameter in replaced:
-        real = nn.Parameter(without_values(parameter, device), requires_grad=parameter.requires_grad)
+        made = without_values(parameter, device) if weights is None else torch.empty_like(parameter, device=device)
+        real = nn.Parameter(made, requires_grad=parameter.requires_grad)
         swap(parameter, real)
         undo.callback(swap, parameter, real)
     if weights is not None:

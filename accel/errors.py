@@ -61,6 +61,11 @@ class TimeoutError(AccelError, builtins.TimeoutError):
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/|:)")
 
 
+def is_url(path: str) -> bool:
+    """Whether a path is a URL of one store: neither a chain of them, nor what a Path has made of one."""
+    return bool(re.match("[A-Za-z][A-Za-z0-9+.-]+://", path))
+
+
 def refuse_url(path: str, error: type[AccelError]) -> str:
     """The same path, unless it is a URL, of which the system would make a local directory named ``s3:``.
 
@@ -71,6 +76,8 @@ def refuse_url(path: str, error: type[AccelError]) -> str:
         how = "mount the bucket, or copy what was written there"
         if match[1].lower() == "file":
             how = f"give the path alone, {'/' + path[len(match[0]) :].lstrip('/')!r}"
+        if not is_url(path):
+            how = "give it as text, as 's3://bucket/run' (a Path loses a slash), and without a chain of caches"
         raise error(
             f"{path} is a URL, and accel reads and writes the file systems of this machine: {how} (a directory that does have "
             f"this name is './{path}')"

@@ -1,7 +1,6 @@
 """Training that survives lost processes: torchrun starts it again with those that are left, and it goes on from its checkpoint.
 
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:2 --max-restarts=3 --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT \
-examples/elastic.py
+torchrun --nnodes=1:2 --max-restarts=3 --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT examples/elastic.py
 """
 
 import argparse

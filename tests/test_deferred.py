@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import accel
-from accel.checkpoint import shards
+from accel.checkpoint import storage
+from accel.errors import CheckpointError
 from tests.distributed import refusals, run
 
 
@@ -48,7 +54,7 @@ def refuse_reset(module: nn.Module) -> None:
 def fill(directory: str, backend: str) -> tuple[dict[str, Any], int]:
     """A model set up from a directory, trained for a step; and how many bytes of weights this rank read."""
     read = 0
-    original = shards.os.preadv
+    original = storage.os.preadv
 
     def count(fd: int, views: Any, offset: int) -> int:
         nonlocal read
@@ -63,11 +69,11 @@ def fill(directory: str, backend: str) -> tuple[dict[str, Any], int]:
     options = accel.DeepSpeed(stage=3) if backend == "deepspeed" else backend
     saved = nn.Linear.reset_parameters, nn.Embedding.reset_parameters
     nn.Linear.reset_parameters = nn.Embedding.reset_parameters = refuse_reset
-    shards.os.preadv = count
+    storage.os.preadv = count
     try:
         model, optimizer, _ = accel.setup(net, raw, backend=options)
     finally:
-        shards.os.preadv = original
+        storage.os.preadv = original
         nn.Linear.reset_parameters, nn.Embedding.reset_parameters = saved
     state = {n: t.clone() for n, t in accel.full_state_dict(model).items()}
     model(torch.arange(8)).square().sum().backward()
@@ -94,11 +100,88 @@ def test_values_come_from_the_directory(tmp_path: Path, backend: str) -> None:
 def test_each_rank_reads_its_part(tmp_path: Path) -> None:
     net = source()
     save_file({n: t for n, t in net.state_dict().items() if n != "head.weight"}, tmp_path / "model.safetensors")
-    size = (tmp_path / "model.safetensors").stat().st_size
-    header = 8 + int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little")
+    size = sum(t.nbytes for n, t in net.state_dict().items() if n != "head.weight")
     for _, read in run(2, fill, str(tmp_path), "fsdp"):
-        data = read - 2 * (header - 8)  # read to check what is there, and to load
-        assert 0 < data <= (size - header) / 2 + 64
+        assert size / 3 < read <= size / 2 + 64
+
+
+# -- Memory -----------------------------------------------------------------------------------------------------------
+
+WIDTH, LAYERS = 1448, 16
+TENSOR = WIDTH * WIDTH * 4  # bytes
+PLAN = {str(i): (RowwiseParallel if i % 2 else ColwiseParallel)() for i in range(LAYERS)}
+#: How much of the model a rank of two holds, and what else its backend takes while it starts.
+HELD: dict[str, tuple[Any, float]] = {
+    "ddp": ("ddp", 1),
+    "sharded": ("sharded", 1),
+    "tensor_parallel": (accel.TensorParallel(plan=PLAN), 0.5),
+    "pipeline": ("pipeline", 0.5),
+    # DeepSpeed makes copies of this rank's half for an optimizer, and as many gradients, which accel drops.
+    "zero-3": (accel.DeepSpeed(stage=3), 0.5 + 1),
+}
+
+
+def wide() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+
+def memory() -> tuple[int, int]:
+    """Bytes of this process that lie in memory, and the most that did since it was asked to count anew."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["VmRSS"].split()[0]) << 10, int(lines["VmHWM"].split()[0]) << 10
+
+
+def peaks(directory: str, cases: list[tuple[str, str]]) -> list[tuple[float, bool]]:
+    """For each case by how many bytes setup raised this process's memory at most, and whether all weights are the file's."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-3, 1 << 20)  # whatever is larger goes back to the system once it is free
+    expected = torch.load(f"{directory}/expected.pt")
+    found = []
+    for name, precision in cases:
+        with accel.deferred_init(weights=directory):
+            net = wide()
+        raw = torch.optim.SGD(net.parameters(), lr=0.1)
+        gc.collect()
+        libc.malloc_trim(0)
+        before, _ = memory()
+        Path("/proc/self/clear_refs").write_text("5")
+        model, _, _ = accel.setup(net, raw, backend=HELD[name][0], precision=precision)
+        most = memory()[1] - before
+        state = accel.full_state_dict(model)
+        dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+        found.append((most, all(torch.equal(state[n].flatten()[::997], t.to(dtype)) for n, t in expected.items())))
+        del state
+        accel.teardown()
+    return found
+
+
+def sharded_files(net: nn.Module, directory: Path, stem: str = "model", variant: str = "") -> None:
+    """The weights in two files and an index, as transformers and diffusers write them."""
+    state = {n: t.clone() for n, t in net.state_dict().items()}
+    parts = [list(state)[i::2] for i in range(2)]
+    files = [f"{stem}{variant}-0000{i + 1}-of-00002.safetensors" for i in range(2)]
+    for file, names in zip(files, parts, strict=True):
+        save_file({n: state[n] for n in names}, directory / file)
+    places = {n: file for file, names in zip(files, parts, strict=True) for n in names}
+    index = json.dumps({"metadata": {}, "weight_map": places})
+    (directory / f"{stem}.safetensors.index{variant}.json").write_text(index)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counts what Linux counts")
+def test_no_rank_has_more_than_its_part_and_a_tensor(tmp_path: Path) -> None:
+    """From several files, on every backend; with bf16 converted on the way."""
+    cases = [(name, "32-true") for name in HELD] + [("sharded", "bf16-true")]
+    torch.manual_seed(0)
+    net = wide()
+    sharded_files(net, tmp_path)
+    torch.save({n: t.flatten()[::997].clone() for n, t in net.state_dict().items()}, tmp_path / "expected.pt")
+    whole = sum(t.nbytes for t in net.state_dict().values())
+    for found in run(2, peaks, str(tmp_path), cases):
+        for (name, precision), (most, equal) in zip(cases, found, strict=True):
+            assert equal, name
+            held = HELD[name][1] * whole / (2 if precision == "bf16-true" else 1)
+            # 32 MiB of buffers, where values are converted, and a margin for all that is small.
+            assert most < held + (40 << 20), (name, precision, (most - held) / 2**20)
 
 
 def build(directory: str, backend: str) -> None:
@@ -146,3 +229,61 @@ def two_places(directory: str) -> None:
 def test_two_places_are_refused() -> None:
     for message in refusals(1, two_places, "x", error="BackendError"):
         assert "from several places" in message
+
+
+@pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model"])
+def test_a_file_or_an_index_by_its_name(tmp_path: Path, stem: str) -> None:
+    """Beside a variant, which transformers and diffusers name in one way; of a directory only the usual names count."""
+    net, half = nn.Linear(3, 2), nn.Linear(3, 2)
+    sharded_files(half.half(), tmp_path, stem, ".fp16")
+    with pytest.raises(CheckpointError, match=f"it holds .*{stem}.safetensors.index.fp16.json"):
+        accel.load(tmp_path, {"model": nn.Linear(3, 2)})
+    save_file(dict(net.state_dict()), tmp_path / f"{stem}.safetensors")
+    save_file(dict(half.state_dict()), tmp_path / f"{stem}.fp16.safetensors")
+    for path, expected in (
+        (tmp_path, net),
+        (tmp_path / f"{stem}.safetensors", net),
+        (tmp_path / f"{stem}.fp16.safetensors", half),
+        (tmp_path / f"{stem}.safetensors.index.fp16.json", half),
+    ):
+        with accel.deferred_init(weights=path):
+            deferred = nn.Linear(3, 2)
+        model = accel.setup(deferred).model
+        assert torch.equal(deferred.weight, expected.weight.float())
+        loaded = accel.load(path, {"model": nn.Linear(3, 2)}, convert=expected is half)["model"]
+        assert torch.equal(loaded.bias, expected.bias.float())
+        accel.teardown(model)
+    with pytest.raises(CheckpointError, match=r"float16 in the checkpoint, torch.float32 here \(convert=True"):
+        accel.load(tmp_path / f"{stem}.fp16.safetensors", {"model": nn.Linear(3, 2)})
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="config.json is no index of weights"):
+        accel.load(tmp_path / "config.json", {"model": nn.Linear(3, 2)})
+
+
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file(dict(nn.Linear(3, 2).state_dict()), tmp_path / "model.safetensors")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(CheckpointError, match="pip install -U safetensors"):
+        accel.load(tmp_path, {"model": nn.Linear(3, 2)})
+
+
+def test_every_layout_is_filled(tmp_path: Path) -> None:
+    """Numbers, empty ones, channels last, transposed; and a file whose values would not fit their dtype."""
+    values = {
+        "number": torch.tensor(3.0),
+        "empty": torch.zeros(0, 3),
+        "image": torch.randn(2, 3, 4, 5),
+        "turned": torch.randn(4, 6),
+        "counts": torch.arange(5),
+    }
+    save_file(values, tmp_path / "model.safetensors")
+    model = nn.Module()
+    for name, value in values.items():
+        model.register_buffer(name, torch.zeros_like(value))
+    model.image = model.image.to(memory_format=torch.channels_last)
+    model.turned = torch.zeros(6, 4).t()
+    accel.load(tmp_path, {"model": model})
+    assert all(torch.equal(getattr(model, name), value) for name, value in values.items())
+    model.image = model.image.to(torch.int64)
+    with pytest.raises(CheckpointError, match=r"torch.float32 in the checkpoint, torch.int64 here, which cannot hold"):
+        accel.load(tmp_path, {"model": model}, convert=True)

@@ -64,12 +64,12 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "an option like none": (
         lambda: ANY.Single(xyz=1),
         accel.BackendError,
-        "Single(xyz=...): there is no such option; its options are drift_check",
+        "Single(xyz=...): there is no such option; its options are drift_check, activation_checkpointing, activation_offload",
     ),
     "an option without its name": (
         lambda: ANY.Single(True),
         accel.BackendError,
-        "Single(True): options go by their names: drift_check",
+        "Single(True): options go by their names: drift_check, activation_checkpointing, activation_offload",
     ),
     "an option outside, without its name": (
         lambda: accel.setup(net(), backend="ddp:4"),

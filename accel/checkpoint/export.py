@@ -8,9 +8,10 @@ import json
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 
@@ -19,6 +20,7 @@ from ..process.control import locked
 from . import folder, record
 from .failures import on_running_ranks
 from .match import SavedNames, children_of
+from .progress import Progress, log_end, progress_bar
 from .reader import Reader
 from .record import Record
 from .safetensors import BY_NAME, ITEM_BYTES, METADATA, NAMES, Entry, build_header, memory
@@ -154,6 +156,7 @@ def export(
     dtype: str | torch.dtype | None = None,
     overwrite: bool = False,
     library: Literal["transformers", "diffusers"] = "transformers",
+    progress: bool = True,
 ) -> None:
     """Write a model of the checkpoint ``dir`` as ``out/model.safetensors``, or in parts with ``model.safetensors.index.json``.
 
@@ -169,6 +172,7 @@ def export(
         dtype: convert floating-point tensors to it, such as ``"bfloat16"``.
         overwrite: replace weights that ``out`` has, of either name.
         library: whose names the files get.
+        progress: as for ``save``.
 
     Raises:
         CheckpointError: the checkpoint is damaged, has no such model, or ``out`` cannot be written or has weights already.
@@ -177,13 +181,14 @@ def export(
     def act(rank: int, world: int) -> None:
         if rank == 0:
             planned = plan_export(folder.absolute(dir), name, max_shard_size, dtype)
-            write_export(planned, folder.absolute(out), library, overwrite=overwrite)
+            with progress_bar("accel.export", planned.nbytes, shown=progress) as more:
+                write_export(planned, folder.absolute(out), library, overwrite=overwrite, progress=more)
 
     on_running_ranks("accel.export", act)
 
 
 def write_export(
-    planned: Export, out: str, library: str, *, overwrite: bool, progress: Callable[[int], Any] = lambda nbytes: None
+    planned: Export, out: str, library: str, *, overwrite: bool, progress: Progress = lambda nbytes: None
 ) -> None:
     """Write the files, in this process; ``progress`` hears how many more bytes were written."""
     if library not in STEMS:
@@ -199,7 +204,9 @@ def write_export(
         if claim.exclusive:
             for left in filter(_TEMPORARY.fullmatch, storage.names(out)):
                 storage.remove(os.path.join(out, left))
+        begin = time.monotonic()
         _write(planned, out, STEMS[library], progress)
+        log_end(out, "exported", planned.nbytes, begin)
     finally:
         claim.remove()
 
@@ -213,14 +220,15 @@ def _weights(out: str) -> list[str]:
     return present(out)[::-1] + sorted(n for n in names if _SHARD.fullmatch(n))
 
 
-def _write(planned: Export, out: str, stem: str, progress: Callable[[int], Any]) -> None:
+def _write(planned: Export, out: str, stem: str, progress: Progress) -> None:
     count, storage = len(planned.files), storage_of(out)
     names = [whole_file(f"{stem}-{i + 1:05d}-of-{count:05d}" if count > 1 else stem) for i in range(count)]
-    contents: dict[str, Iterable[bytes | memoryview]] = {
-        name: _content(planned, entries, progress) for name, entries in zip(names, planned.files, strict=True)
+    contents: dict[str, Callable[[], Iterable[bytes | memoryview]]] = {
+        name: functools.partial(_content, planned, entries, progress)
+        for name, entries in zip(names, planned.files, strict=True)
     }
     if count > 1:
-        contents[index_file(stem)] = [_index(names, planned)]
+        contents[index_file(stem)] = lambda: [_index(names, planned)]
     temporaries = {name: os.path.join(out, f".{name}.{secrets.token_hex(6)}.tmp") for name in contents}
     try:
         for name, content in contents.items():
@@ -233,13 +241,13 @@ def _write(planned: Export, out: str, stem: str, progress: Callable[[int], Any])
         raise
 
 
-def _pour(content: Iterable[bytes | memoryview], write: Write) -> bytes:
-    for part in content:
+def _pour(content: Callable[[], Iterable[bytes | memoryview]], write: Write) -> bytes:
+    for part in content():
         write(memoryview(part))
     return b""
 
 
-def _content(planned: Export, entries: Sequence[Entry], progress: Callable[[int], Any]) -> Iterator[bytes | memoryview]:
+def _content(planned: Export, entries: Sequence[Entry], progress: Progress) -> Iterator[bytes | memoryview]:
     yield build_header(entries, {}, align=8)
     pieces = []
     for entry in entries:

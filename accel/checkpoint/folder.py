@@ -6,27 +6,28 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Container, Iterable
+from typing import Final, Literal
 
-from ..errors import CheckpointError, refuse_url
+from ..errors import CheckpointError, is_url, refuse_url
 from ..process import rank
 from ..process.control import locked
 from .background import background
-from .failures import explain, on_every_rank
+from .failures import exchange, explain, on_every_rank
+from .placement import Sight, newest, sight
 from .record import NAME, Record, encode, exists, is_damaged, read
-from .storage import Claim, check_size, storage_of, unreadable
+from .storage import Claim, StoreError, check_size, storage_of, unreadable
 
 logger = logging.getLogger("accel")
 
 #: Only names of this form are ever removed: shards, records on their way, and the status files of background saves.
 _OURS: Final = re.compile(
-    r"accel-[0-9a-f]{12}-\d{5,}(-still|-apart)?\.safetensors|\.accel-[0-9a-f]{12}(-\d{5,})?\.(record|done|seen)(\.tmp)?"
+    r"accel-[0-9a-f]{12}-\d{5,}(-still|-apart)?\.safetensors(\.tmp)?|\.accel-[0-9a-f]{12}(-\d{5,})?\.(record|done|seen)(\.tmp)?"
 )
 
 
 def named(path: object) -> str:
-    """A directory as a user names it; ``~`` at its beginning is the home directory. Refuses what is no path, and URLs."""
+    """A directory or URL as a user names it; ``~`` at its beginning is the home directory. Refuses what is neither."""
     if path is None:
         raise CheckpointError("expected a directory, found None; accel.latest gives None where there is no checkpoint")
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
@@ -34,12 +35,18 @@ def named(path: object) -> str:
         found = repr(path) if isinstance(path, str | bytes) else f"a {type(path).__name__}"
         swapped = ": the order is accel.save(state, dir) and accel.load(dir, state)" if isinstance(path, dict) else ""
         raise CheckpointError(f"expected the path of a directory, found {found}{swapped}")
-    return os.path.expanduser(refuse_url(text, CheckpointError))
+    if not is_url(text):
+        return os.path.expanduser(refuse_url(text, CheckpointError))
+    protocol, _, rest = text.partition("://")
+    if protocol.lower() in ("file", "local"):
+        return rest if rest.startswith("/") else refuse_url(text, CheckpointError)
+    return text.rstrip("/")
 
 
 def absolute(path: object) -> str:
     """The same from the root on, whatever the working directory becomes."""
-    return os.path.abspath(named(path))
+    text = named(path)
+    return text if is_url(text) else os.path.abspath(text)
 
 
 def shard_name(save: str, rank: int, kind: str) -> str:
@@ -52,23 +59,28 @@ def record_name(save: str) -> str:
     return f".accel-{save}.record"
 
 
-def begin(directory: str, resources: contextlib.ExitStack) -> Claim:
-    """Take a directory, made if need be, as long as ``resources`` last, and clean what dead saves left; refuses others' ones."""
+def begin(directory: str, resources: contextlib.ExitStack, saves: Container[str] = ()) -> Claim:
+    """Take a directory, made if need be, as long as ``resources`` last, and clean what dead saves left; refuses others' ones.
+
+    ``saves`` are not dead: other hosts have records of them.
+    """
     storage_of(directory).make(directory)
     present(directory)  # raises before anything is written into another program's directory
     claim = storage_of(directory).claim(directory)
     resources.callback(claim.release)
     old = present(directory)
     if claim.exclusive:
-        sweep(directory, {file.name for file in old.files} if old else ())
+        sweep(
+            directory, storage_of(directory).names(directory), {file.name for file in old.files} if old else (), saves
+        )
     return claim
 
 
-def sweep(directory: str, keep: Iterable[str]) -> None:
-    """Remove what accel has written into a directory, except the files named. No other job is writing there."""
+def sweep(directory: str, names: Iterable[str], keep: Iterable[str], saves: Container[str] = ()) -> None:
+    """Remove those of the files named that accel has written, except some and those of ``saves``; no other save can need them."""
     kept, storage = set(keep), storage_of(directory)
-    for name in storage.names(directory):
-        if _OURS.fullmatch(name) and name not in kept:
+    for name in names:
+        if _OURS.fullmatch(name) and name not in kept and name.removeprefix("accel-")[:12] not in saves:
             storage.remove(os.path.join(directory, name))
 
 
@@ -84,14 +96,20 @@ def present(directory: str) -> Record | None:
         raise
 
 
-def complete(directory: str) -> Record | None:
-    """The record of a checkpoint whose files are there; None if there is none, or, with a warning, one that cannot be loaded."""
+def complete(directory: str, *, elsewhere: bool = False) -> Record | None:
+    """The record of a checkpoint whose files are there; None if there is none, or, with a warning, one that cannot be loaded.
+
+    ``elsewhere``: files that were left on other hosts need not be there.
+    """
     try:
         if not exists(directory):
             return None
         record, _ = read(directory)
-        check_sizes(directory, record)
+        if not (elsewhere and record.hosts):
+            check_sizes(directory, record)
     except (CheckpointError, OSError, MemoryError) as error:
+        if isinstance(error, StoreError) or isinstance(error.__cause__, StoreError):
+            raise CheckpointError(f"{directory} may be a checkpoint: {explain(error)}") from error
         logger.warning("%s is passed over: %s", directory, explain(error))
         return None
     return record
@@ -99,13 +117,20 @@ def complete(directory: str) -> Record | None:
 
 def check_sizes(directory: str, record: Record) -> None:
     """Compare the files of a checkpoint with the sizes that its record names; raises for the first that is missing or another."""
-    for file in record.files:
-        path = os.path.join(directory, file.name)
-        try:
-            size = storage_of(path).size(path)
-        except OSError as error:
-            raise CheckpointError(unreadable(error)) from error
-        check_size(path, size, file.size)
+    storage, names = storage_of(directory), [file.name for file in record.files]
+    try:
+        sizes = list(storage.sizes(directory, names))
+    except OSError as error:
+        left = [n for n, name in enumerate(names) if record.hosts and not storage.exists(os.path.join(directory, name))]
+        if left:
+            path, hosts = os.path.join(directory, names[left[0]]), " and ".join(record.hosts_of(left[0]))
+            raise CheckpointError(
+                f"{path} lies on the disk of host {hosts}, since it was saved with placement='host': accel.load on all hosts and "
+                "accel.latest(..., placement='host') find it"
+            ) from error
+        raise CheckpointError(unreadable(error)) from error
+    for file, size in zip(record.files, sizes, strict=True):
+        check_size(os.path.join(directory, file.name), size, file.size)
 
 
 def remove(directory: str) -> None:
@@ -113,9 +138,10 @@ def remove(directory: str) -> None:
     storage = storage_of(directory)
     claim = storage.claim(directory)
     try:
+        old = None if claim.exclusive else present(directory)
         storage.remove(os.path.join(directory, NAME))  # first: from here on it is no checkpoint
         storage.sync(directory)
-        sweep(directory, ())
+        sweep(directory, storage.names(directory) if old is None else [file.name for file in old.files], ())
     finally:
         claim.remove()
     storage.remove_directory(directory)
@@ -140,43 +166,66 @@ def check_keep(directory: str, keep: object) -> None:
 
 def prune(directory: str, keep: int) -> None:
     """Remove the oldest checkpoints of the series of ``directory``, but never that one itself."""
-    root, name = os.path.split(os.path.abspath(directory))
+    root, name = os.path.split(directory)
     series = _NUMBER.sub("", name)
     storage = storage_of(root)
     others = [n for n in storage.names(root) if _NUMBER.sub("", n) == series and n not in (series, name)]
     real = storage.real(root)
     paths = [os.path.join(root, n) for n in others if storage.real(os.path.join(real, n)) == os.path.join(real, n)]
-    for path in _newest_first(paths)[keep - 1 :]:
+    for path in _newest_first(paths, elsewhere=True)[keep - 1 :]:
         with contextlib.suppress(CheckpointError):  # somebody saves there
             remove(path)
 
 
-def _newest_first(paths: Iterable[str]) -> list[str]:
+def _newest_first(paths: Iterable[str], *, elsewhere: bool = False) -> list[str]:
     """Those of them that are complete checkpoints."""
-    found = [(record.time, path) for path in paths if (record := complete(path)) is not None]
+    found = [(one.time, path) for path in paths if (one := complete(path, elsewhere=elsewhere)) is not None]
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def latest(root: str | os.PathLike[str]) -> str | None:
+def latest(root: str | os.PathLike[str], *, placement: Literal["shared", "host"] = "shared") -> str | None:
     """The newest complete checkpoint in ``root``, or ``root`` itself; None if there is none. Local.
 
     Args:
         root: a directory of checkpoints; it need not exist. One in it that is damaged or not complete is passed over, with a
             warning that names it.
+        placement: "host" where checkpoints were saved so: the newest whose files are all on some host, the same on every rank.
+            Collective.
 
     Raises:
         CheckpointError: ``root`` is there, and cannot be read.
     """
+    check_placement(placement)
+    if placement == "host":
+        return _latest_of_hosts(root)
     background.wait()
-    path = named(root)
-    candidates = [path]
+    return next(iter(_newest_first(_candidates(named(root)))), None)
+
+
+def check_placement(placement: object) -> None:
+    """Refuse what is none."""
+    if placement not in ("shared", "host"):
+        raise CheckpointError(f"placement={placement!r}: expected 'shared' or 'host'")
+
+
+def _candidates(path: str) -> list[str]:
+    """What may be checkpoints: a directory, and what is in it."""
     try:
-        candidates += [os.path.join(path, name) for name in storage_of(path).names(path)]
+        return [path, *(os.path.join(path, name) for name in storage_of(path).names(path))]
     except (FileNotFoundError, NotADirectoryError):
-        pass
+        return [path]
     except OSError as error:  # there may be one
         raise CheckpointError(f"accel.latest: {explain(error)}") from error
-    return next(iter(_newest_first(candidates)), None)
+
+
+@locked
+def _latest_of_hosts(root: str | os.PathLike[str]) -> str | None:
+    def look() -> tuple[None, dict[str, Sight]]:
+        background.wait()
+        found = ((path, complete(path, elsewhere=True)) for path in _candidates(named(root)))
+        return None, {path: sight(path, one) for path, one in found if one is not None}
+
+    return newest(exchange("accel.latest", look)[1])
 
 
 @locked
@@ -201,22 +250,19 @@ def _link(src: str, dst: str) -> None:
     storage = storage_of(dst)
     if storage.real(src) == storage.real(dst):
         return
+    if storage_of(src) is not storage:
+        raise CheckpointError(f"{src} cannot be linked to {dst}: both must be in one store, or on one file system")
     one, _ = read(src)
     check_sizes(src, one)
     with contextlib.ExitStack() as resources:
         claim = begin(dst, resources)
-        for number, file in enumerate(one.files):
-            _link_file(src, dst, file.name, f".accel-{one.id}-{number:05d}.done.tmp")
+        names = [file.name for file in one.files]
+        try:
+            for name in names:
+                storage.link(os.path.join(src, name), os.path.join(dst, name))
+        except OSError as error:
+            raise CheckpointError(f"{explain(error)}; both must be on one file system that has links") from error
         storage.sync(dst)
+        before = storage.names(dst)
         claim.commit(os.path.join(dst, NAME), encode(one), record_name(one.id))
-        sweep(dst, {file.name for file in one.files})
-
-
-def _link_file(src: str, dst: str, name: str, temporary: str) -> None:
-    # By way of another name, since the same save may be there, copied by hand; if linked, the sweep removes that name.
-    storage, passing = storage_of(dst), os.path.join(dst, temporary)
-    try:
-        storage.link(os.path.join(src, name), passing)
-    except OSError as error:
-        raise CheckpointError(f"{explain(error)}; both must be on one file system that has links") from error
-    storage.rename(passing, os.path.join(dst, name))
+        sweep(dst, before, names)

@@ -26,6 +26,7 @@ from . import folder, record
 from .background import background
 from .failures import naming, on_running_ranks, parsing
 from .objects import LocalRange, StateObject
+from .progress import Progress, progress_bar
 from .safetensors import check_tensor
 from .save import save_alone
 from .source import is_weights_alone
@@ -40,7 +41,7 @@ NewTensor = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 @locked
 def import_checkpoint(
-    source: str | os.PathLike[str], dir: str | os.PathLike[str], *, optimizer: bool = True
+    source: str | os.PathLike[str], dir: str | os.PathLike[str], *, optimizer: bool = True, progress: bool = True
 ) -> dict[str, list[str]]:
     """Write a checkpoint of another library as one of accel's, which ``load`` takes into any backend.
 
@@ -53,6 +54,7 @@ def import_checkpoint(
         source: what is read. Nothing in it is run: pickled objects other than tensors and plain values are refused.
         dir: a directory without a checkpoint.
         optimizer: take optimizers' state too.
+        progress: as for ``save``.
 
     Returns:
         The keys that were found, under ``"models"``, ``"optimizers"``, ``"values"`` and ``"left out"``; empty but on rank 0.
@@ -62,22 +64,26 @@ def import_checkpoint(
     """
 
     def act(rank: int, world: int) -> dict[str, list[str]]:
-        return {} if rank else convert(folder.absolute(source), folder.absolute(dir), optimizer=optimizer)
+        if rank:
+            return {}
+        with progress_bar("accel.import_checkpoint", shown=progress) as more:
+            return convert(folder.absolute(source), folder.absolute(dir), optimizer=optimizer, progress=more)
 
     return on_running_ranks("accel.import_checkpoint", act)
 
 
 def convert(
-    source: str, directory: str, *, optimizer: bool, progress: Callable[[int], Any] = lambda nbytes: None
+    source: str, directory: str, *, optimizer: bool, progress: Progress = lambda nbytes: None
 ) -> dict[str, list[str]]:
     """``import_checkpoint`` in this process; ``progress`` hears how many bytes of tensors were put together."""
     if record.exists(directory):
         raise CheckpointError(f"{directory} has a checkpoint already: import into another directory")
     background.settle()
-    parent = os.path.dirname(directory)
-    storage_of(parent).make(parent)
-    with tempfile.TemporaryDirectory(prefix=".accel-import-", dir=parent) as scratch:
-        state, found = recognize(read(source, tensors_in(scratch, progress)), source, optimizer=optimizer)
+    with tempfile.TemporaryDirectory(
+        prefix=".accel-import-", dir=storage_of(directory).workplace(directory)
+    ) as scratch:
+        here = storage_of(source).fetched(source, scratch)
+        state, found = recognize(read(here, tensors_in(scratch, progress)), source, optimizer=optimizer)
         save_alone(state, directory)
     return found
 
@@ -143,7 +149,7 @@ class Inert:
         self.state = state
 
 
-def tensors_in(directory: str, progress: Callable[[int], Any]) -> NewTensor:
+def tensors_in(directory: str, progress: Progress) -> NewTensor:
     """What makes tensors of zeros in files of a directory, so that they need not fit into memory."""
     numbers = itertools.count()
 

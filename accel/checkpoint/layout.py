@@ -13,8 +13,8 @@ import math
 import re
 import zlib
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Final
 
@@ -24,7 +24,7 @@ from ..boxes import Box, Cuts, Grid, shape_of
 from ..errors import CheckpointError
 from .objects import LocalRange
 from .safetensors import ITEM_BYTES, NAMES, Entry, from_bytes, memory
-from .shards import WriteItem, checksum_of, pieces
+from .shards import WriteItem, checksum, checksum_of, pieces
 from .transfer import is_remote, on_host
 
 #: A part of a tensor in the record: (first file, first element, elements per file, number of consecutive files).
@@ -62,7 +62,9 @@ def vector(numbers: Sequence[int]) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
-def assign(world: int, sizes: Sizes, held: Ranges, *, replicated: bool = False) -> Ranges:
+def assign(
+    world: int, sizes: Sizes, held: Ranges, *, replicated: bool = False, like: torch.Tensor | None = None
+) -> Ranges:
     """Decide who writes what.
 
     Args:
@@ -70,16 +72,21 @@ def assign(world: int, sizes: Sizes, held: Ranges, *, replicated: bool = False) 
         sizes: the tensors.
         held: what lies on the ranks.
         replicated: ``held`` is one rank's, and every rank has the same.
+        like: the first tensor of those that lie alike, for each tensor; ``held`` then has the first ones only.
 
     Returns:
         Ranges that cover each tensor exactly once, in the tensors' order; ``rank`` writes them. Each is in one range of ``held``.
+        Where no rank has what another one has, those of the first tensors of ``like`` stand for all.
 
     Raises:
         CheckpointError: a range of a tensor lies on no rank.
     """
+    tensors = torch.arange(len(sizes.numels), device="cpu")
+    like = tensors if like is None else like
     numels = vector(sizes.numels)
-    ends = numels.cumsum(0)
-    bases = ends - numels
+    # The others take no place on the line.
+    ends = torch.where(like == tensors, numels, 0).cumsum(0)
+    bases = ends - torch.where(like == tensors, numels, 0)
     held = held.select(held.count > 0)
     first = bases[held.tensor] + held.start
     if bool((first[1:] < first[:-1]).any()):
@@ -89,27 +96,37 @@ def assign(world: int, sizes: Sizes, held: Ranges, *, replicated: bool = False) 
     if not replicated and bool((first[1:] >= last[:-1]).all()):
         _check_cover(first, last, sizes, ends)
         return held
-    segments, holders = _overlay(first, last, held.rank, bases, world)
+    segments, members = _overlay(first, last, held.rank, bases, world)
     if replicated:
-        segments[2] = -1
-        holders = [(torch.arange(world, device="cpu"), torch.arange(segments.shape[1], device="cpu"))]
+        segments[2], members = -1, [torch.arange(world, device="cpu")]
     _check_cover(segments[0], segments[1], sizes, ends)
+    segments = _for_all(segments, bases, numels, like)
+    ends = numels.cumsum(0)
     itemsizes = vector(sizes.itemsizes)[torch.searchsorted(ends, segments[0], right=True)]
-    first, last, rank = _deal(segments, holders, itemsizes, world)
+    first, last, rank = _deal(segments, members, itemsizes, world)
     tensor = torch.searchsorted(ends, first, right=True)
-    return Ranges(tensor, first - bases[tensor], last - first, rank)
+    return Ranges(tensor, first - (ends - numels)[tensor], last - first, rank)
 
 
-#: Sets of several ranks, each with the numbers of the segments that it holds.
-_Holders = list[tuple[torch.Tensor, torch.Tensor]]
+def _for_all(segments: torch.Tensor, bases: torch.Tensor, numels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The segments on the line of all tensors, of those on that of the first of each that lie alike."""
+    begin = torch.searchsorted(segments[0].contiguous(), bases[like])
+    counts = torch.searchsorted(segments[0].contiguous(), bases[like] + numels) - begin
+    shift = numels.cumsum(0) - numels - bases[like]
+    index = torch.arange(int(counts.sum()), device="cpu") + torch.repeat_interleave(
+        begin - counts.cumsum(0) + counts, counts
+    )
+    found = segments[:, index]
+    found[:2] += torch.repeat_interleave(shift, counts)
+    return found
 
 
 def _overlay(
     first: torch.Tensor, last: torch.Tensor, rank: torch.Tensor, bases: torch.Tensor, world: int
-) -> tuple[torch.Tensor, _Holders]:
-    """The segments of overlapping intervals, and who holds those that several ranks have.
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The segments of overlapping intervals, and the sets of ranks that hold some of them together.
 
-    A segment is a column: the first element on the line, the one after the last, the rank (-1: several).
+    A segment is a column: the first element on the line, the one after the last, the rank (-1 - n: the set n).
     """
     cuts = torch.unique(torch.cat([first, last, bases]))
     begin, end = torch.searchsorted(cuts, first), torch.searchsorted(cuts, last)
@@ -131,9 +148,8 @@ def _overlay(
     example = torch.full((len(keys),), len(cuts), dtype=torch.int64, device="cpu")
     example.scatter_reduce_(0, inverse, shared, "amin")
     members = _members(example, begin, end, rank)
-    number_of = held.cumsum(0) - 1
-    of_sets = number_of[shared[inverse.argsort(stable=True)]].split(torch.bincount(inverse).tolist())
-    return torch.stack([cuts[:-1], cuts[1:], owner])[:, held], list(zip(members, of_sets, strict=True))
+    owner[shared] = -1 - inverse
+    return torch.stack([cuts[:-1], cuts[1:], owner])[:, held], members
 
 
 def _members(example: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, rank: torch.Tensor) -> list[torch.Tensor]:
@@ -171,13 +187,16 @@ def _check_cover(first: torch.Tensor, last: torch.Tensor, sizes: Sizes, ends: to
         raise CheckpointError(f"elements {at - base} to {stop - base - 1} of {sizes.names[tensor]} lie on no rank")
 
 
-def _deal(segments: torch.Tensor, holders: _Holders, itemsizes: torch.Tensor, world: int) -> torch.Tensor:
+def _deal(segments: torch.Tensor, members: Sequence[torch.Tensor], itemsizes: torch.Tensor, world: int) -> torch.Tensor:
     """Give every segment that several ranks hold to one of them, cut where that makes their bytes level."""
     size = (segments[1] - segments[0]) * itemsizes
     alone = segments[2] >= 0
     loads = torch.zeros(world, dtype=torch.int64, device="cpu").index_add_(0, segments[2, alone], size[alone])
     pieces = [segments[:, alone]]
-    for ranks, which in sorted(holders, key=lambda pair: len(pair[0])):
+    shared = torch.nonzero(~alone).squeeze(1)
+    sets = -1 - segments[2, shared]
+    of_sets = shared[sets.argsort(stable=True)].split(torch.bincount(sets, minlength=len(members)).tolist())
+    for ranks, which in sorted(zip(members, of_sets, strict=True), key=lambda pair: len(pair[0])):
         first, last, item = segments[0, which], segments[1, which], itemsizes[which]
         behind = size[which].cumsum(0)
         if not len(behind):
@@ -236,7 +255,6 @@ def parts(ranges: Ranges, files: torch.Tensor) -> dict[int, list[Part]]:
 
 #: Name, dtype and shape of a tensor, and the box of it that is meant, () for all of it.
 Row = tuple[str, str, tuple[int, ...], Box]
-_COLUMNS: Final = 4
 _START: Final = itemgetter(0)
 
 
@@ -246,41 +264,76 @@ def digest(value: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Inventory:
-    """The ranges on one rank.
+class Form:
+    """What ranks that have parts of the same tensors have in common: the tensors, and an int64 column for each range.
 
-    ``numbers`` is int64, a column for each: tensor's number, first element, number of elements, what they hold (0: not compared).
+    A column has the number of the tensor, and that of the range's kind. Ranges of one kind begin at the same element, are as
+    long, and are of tensors of one dtype and shape; so many tensors have few kinds, which are all that each rank must tell.
     """
 
     table: list[Row]
-    numbers: torch.Tensor
+    places: torch.Tensor
 
-    def digest(self) -> str:
-        """Equal on ranks that have the same ranges."""
-        return digest([self.table, hashlib.blake2b(memory(self.numbers), digest_size=16).hexdigest()])
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """The ranges on one rank; ``kinds`` has int64 columns: first element, number of elements, contents (0: not compared)."""
+
+    form: Form
+    kinds: torch.Tensor
+
+    def digests(self) -> tuple[str, str, str]:
+        """Equal on ranks that have the same tensors; the same ranges of them; of those compared, the same contents."""
+        table, places = self.form.table, self.form.places
+        form = digest([table, checksum(memory(places))])
+        ranges = checksum(memory(torch.cat([self.kinds[:2], self.kinds[2:] != 0])))
+        held = zip(places[0].tolist(), self.kinds[2, places[1]].tolist(), strict=True)
+        return form, digest([form, ranges]), digest(sorted([table[n], content] for n, content in held if content))
 
     def pack(self, same: int | None) -> PackedInventory:
-        """As it is sent; ``same`` is a rank that sends the same table."""
-        return PackedInventory(self.table if same is None else same, zlib.compress(memory(self.numbers), 1))
+        """As it is sent; ``same`` is a rank that sends the same form."""
+        form = (self.form.table, zlib.compress(memory(self.form.places), 1)) if same is None else same
+        return PackedInventory(form, zlib.compress(memory(self.kinds), 1))
 
 
 @dataclass(frozen=True, slots=True)
 class PackedInventory:
-    """One on its way: its table, or the rank that sends the same, and its numbers, compressed."""
+    """One on its way: its form, or the rank that sends the same, and its kinds; numbers are compressed."""
 
-    table: list[Row] | int
-    numbers: bytes
+    form: tuple[list[Row], bytes] | int
+    kinds: bytes
 
 
 def unpack(packed: Sequence[PackedInventory]) -> list[Inventory]:
-    """Those of all ranks; equal tables are one object."""
+    """Those of all ranks; equal forms are one object."""
     found: list[Inventory] = []
     for one in packed:
-        table = one.table if isinstance(one.table, list) else found[one.table].table
-        content = zlib.decompress(one.numbers)
-        shape = _COLUMNS, len(content) // (_COLUMNS * torch.int64.itemsize)
-        found.append(Inventory(table, from_bytes(content, torch.int64, shape)))
+        form = found[one.form].form if isinstance(one.form, int) else Form(one.form[0], _numbers(one.form[1], 2))
+        found.append(Inventory(form, _numbers(one.kinds, 3)))
     return found
+
+
+def _numbers(packed: bytes, rows: int) -> torch.Tensor:
+    content = zlib.decompress(packed)
+    return from_bytes(content, torch.int64, (rows, len(content) // (rows * torch.int64.itemsize)))
+
+
+def inventory(table: list[Row], ranges: Sequence[tuple[int, int, int, int]]) -> Inventory:
+    """Of ranges of these tensors: tensor's number, first element, number of elements, what they hold (0: not compared)."""
+    kinds: dict[tuple[Any, ...], int] = {}
+    places: list[tuple[int, int]] = []
+    columns: list[tuple[int, int, int]] = []
+    for number, start, count, content in ranges:
+        # What is compared is of a kind of its own, since its contents change.
+        key = (table[number][1:], start, count, number if content else -1)
+        if (kind := kinds.setdefault(key, len(kinds))) == len(columns):
+            columns.append((start, count, content))
+        places.append((number, kind))
+    return Inventory(Form(table, _transposed(places, 2)), _transposed(columns, 3))
+
+
+def _transposed(columns: Sequence[tuple[int, ...]], rows: int) -> torch.Tensor:
+    return torch.tensor(columns, dtype=torch.int64, device="cpu").view(-1, rows).T.contiguous()
 
 
 def make_inventory(ranges: Sequence[LocalRange], compare: bool) -> Inventory:
@@ -301,8 +354,7 @@ def make_inventory(ranges: Sequence[LocalRange], compare: bool) -> Inventory:
         number = numbers.setdefault((s.name, s.box), len(numbers))
         content = _content(s.tensor) if compare and s.tensor.numel() == numel and not one.equal else 0
         columns.append((number, s.start, s.tensor.numel(), content))
-    numbers_of_all = torch.tensor(columns, dtype=torch.int64, device="cpu").view(-1, _COLUMNS)
-    return Inventory(list(table.values()), numbers_of_all.T.contiguous())
+    return inventory(list(table.values()), columns)
 
 
 def _content(tensor: torch.Tensor) -> int:
@@ -336,21 +388,61 @@ def content_there(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The tensors of a checkpoint, each with its dtype, shape and cuts, and which rank writes which range of their lines."""
+    """The tensors of a checkpoint, each with its dtype, shape and cuts, and which rank writes which range of their lines.
+
+    ``ranges`` has those of the tensors that are in ``like``, which says for each tensor whose ranges are written of it.
+    """
 
     table: Sequence[tuple[str, str, tuple[int, ...], Cuts]]
     ranges: Ranges
+    like: Sequence[int]
+
+    def of(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """What a rank writes, in the tensors' order: tensor's number, first element, number of elements."""
+        mine = self.ranges.select(self.ranges.rank == rank)
+        own: dict[int, list[tuple[int, int]]] = {}
+        for number, start, count in zip(mine.tensor.tolist(), mine.start.tolist(), mine.count.tolist(), strict=True):
+            own.setdefault(number, []).append((start, count))
+        return ((number, *one) for number, first in enumerate(self.like) for one in own.get(first, ()))
+
+    def part(self, rank: int) -> Layout:
+        """Without what others write."""
+        return replace(self, ranges=self.ranges.select(self.ranges.rank == rank))
+
+    def parts(self, files: torch.Tensor) -> list[list[Part]]:
+        """The record's parts of each tensor; ``files`` is the file of each rank."""
+        found = parts(self.ranges, files)
+        return [found.get(first, []) for first in self.like]
 
 
 def make_layout(inventories: Sequence[Inventory], world: int) -> Layout:
     """Divide the work between ranks with these inventories (one, if all have the same), if they fit together."""
-    rows, columns = _merge(inventories)
+    # In large jobs very many tensors lie alike on all ranks: who writes what is found for the first of them.
+    like = _alike(list({id(one.form): one.form for one in inventories}.values()))
+    rows, columns = _merge(inventories, set(like.values()))
     tensor, start, count, content, rank = columns
     ranges = _lowest(Ranges(tensor, start, count, rank), content, len(rows))
     del tensor, start, count, content, rank, columns  # of many ranks they are large
     table, ranges = _whole(rows, ranges)
     sizes = Sizes([r[0] for r in table], [math.prod(r[2]) for r in table], [ITEM_BYTES[r[1]] for r in table])
-    return Layout(table, assign(world, sizes, ranges, replicated=len(inventories) == 1 and world > 1))
+    numbers = {name: i for i, name in enumerate(like)}
+    first = [numbers[one] for one in like.values()]
+    ranges = assign(world, sizes, ranges, replicated=len(inventories) == 1 and world > 1, like=vector(first))
+    own = set(torch.unique(ranges.tensor).tolist())
+    return Layout(table, ranges, [i if i in own else one for i, one in enumerate(first)])
+
+
+def _alike(forms: Sequence[Form]) -> dict[str, str]:
+    """The first of the tensors that lie on all ranks as each one does, by name."""
+    traits: dict[str, list[tuple[Any, ...]]] = {}
+    for which, form in enumerate(forms):
+        kinds: list[list[int]] = [[] for _ in form.table]
+        for number, kind in form.places.T.tolist():
+            kinds[number].append(kind)
+        for (name, *row), own in zip(form.table, kinds, strict=True):
+            traits.setdefault(name, []).append((which, *row, *own))
+    first: dict[tuple[Any, ...], str] = {}
+    return {name: first.setdefault(tuple(own), name) for name, own in traits.items()}
 
 
 def _whole(rows: list[Row], ranges: Ranges) -> tuple[Sequence[tuple[str, str, tuple[int, ...], Cuts]], Ranges]:
@@ -369,16 +461,19 @@ def _whole(rows: list[Row], ranges: Ranges) -> tuple[Sequence[tuple[str, str, tu
     return table, Ranges(number[ranges.tensor], ranges.start + first[ranges.tensor], ranges.count, ranges.rank)
 
 
-def _merge(inventories: Sequence[Inventory]) -> tuple[list[Row], torch.Tensor]:
-    """One table, and the inventories' columns after one another, with the ranks as the last."""
+def _merge(inventories: Sequence[Inventory], names: Container[str]) -> tuple[list[Row], torch.Tensor]:
+    """The tensors of these names, and the inventories' columns of them after one another, with the ranks as the last."""
     table: dict[tuple[str, Box], tuple[int, Row]] = {}
-    numbering: dict[int, torch.Tensor] = {}  # ranks whose tables are one object share it
+    taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # ranks whose forms are one object share it
     columns = []
     for rank, one in enumerate(inventories):
-        if id(one.table) not in numbering:
-            numbering[id(one.table)] = _number(one.table, table, f"rank {rank}")
-        number = numbering[id(one.table)][one.numbers[0]]
-        columns.append(torch.stack([number, *one.numbers[1:], torch.full_like(number, rank)]))
+        if id(one.form) not in taken:
+            number = _number(one.form.table, table, f"rank {rank}")
+            chosen = torch.tensor([row[0] in names for row in one.form.table], dtype=torch.bool, device="cpu")
+            places = one.form.places[:, chosen[one.form.places[0]]]
+            taken[id(one.form)] = number[places[0]], places[1]
+        number, kind = taken[id(one.form)]
+        columns.append(torch.stack([number, *one.kinds[:, kind], torch.full_like(number, rank)]))
     rows = [row for _, row in table.values()]
     if len({column.shape[1] for column in columns}) == 1:
         # Ranks that have the same tensors: then the ranges of one tensor are neighbours, and need no sorting.
@@ -424,8 +519,7 @@ def write_items(rank: int, layout: Layout, ranges: Sequence[LocalRange]) -> list
     for held in places.values():
         held.sort(key=_START)
     found = []
-    mine = layout.ranges.select(layout.ranges.rank == rank)
-    for number, start, count in zip(mine.tensor.tolist(), mine.start.tolist(), mine.count.tolist(), strict=True):
+    for number, start, count in layout.of(rank):
         name, dtype, shape, cuts = layout.table[number]
         first, tensor = places[name][bisect_right(places[name], start, key=_START) - 1]
         entry = Entry(name, dtype, shape, start, count)

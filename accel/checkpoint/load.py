@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable
-from typing import Any, Literal, final
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, final
 from urllib.parse import unquote
 
 import torch
@@ -17,7 +19,7 @@ from ..data import LoaderHandle
 from ..deferred import weights_of
 from ..errors import CheckpointError
 from ..process import current
-from ..process.control import locked
+from ..process.control import locked, raise_together
 from ..shard import Manifest, Shard
 from . import folder, record
 from .background import background
@@ -26,13 +28,15 @@ from .failures import exchange, explain, on_every_rank
 from .layout import digest
 from .match import Apply, Differences, Match, check_engines, check_objects, plain, report, unfit, value_tensors
 from .objects import ModuleObject, RankObject, StatefulObject, StateObject, TensorObject, engines_of
+from .placement import Placed, Sight, find, sight
+from .progress import log_end, progress_bar
 from .reader import Reader
 from .record import Stored
 from .safetensors import BY_NAME
 from .source import Checkpoint, is_weights_alone, open_checkpoint
 from .state import OF_VALUES, State
 from .values import Decoder, Json
-from .verify import verify_needed
+from .verify import check_record, verify_needed
 
 logger = logging.getLogger("accel")
 
@@ -45,6 +49,7 @@ def load(
     strict: bool = True,
     check: Literal["first", "stream"] = "first",
     convert: bool = False,
+    progress: bool = True,
 ) -> dict[Any, Any]:
     """Fill ``state`` in place from the checkpoint in ``dir``, whatever world size and backend saved it. Collective.
 
@@ -61,6 +66,7 @@ def load(
         check: "first" compares all checksums before anything is changed; "stream" while it fills, in one pass, so that
             after an error the state may be partly filled.
         convert: convert tensors that were saved with another dtype; else they are differences.
+        progress: as for ``save``.
 
     Returns:
         ``state``.
@@ -68,55 +74,99 @@ def load(
     Raises:
         CheckpointError: the checkpoint is missing, damaged or of another format, or does not fit; on every rank.
     """
-    process = current()
+    process, begin = current(), time.monotonic()
     rank = process.place.rank
     if check not in ("first", "stream"):
         raise CheckpointError(f"check={check!r}: expected 'first' or 'stream'")
-    with contextlib.ExitStack() as undo:
-        checkpoint = _open(dir, state, (strict, check, convert))
+    with progress_bar("accel.load", shown=progress) as more, contextlib.ExitStack() as undo:
+        checkpoint, placed = _open(dir, state, (strict, check, convert))
 
         def prepare() -> tuple[Loading, tuple[Differences, str, dict[str, str]]]:
             loading = Loading(checkpoint, state, undo, rank, stream=check == "stream", convert=convert)
             return loading, (loading.differences, *loading.objects())
 
         loading, told = exchange("accel.load", prepare)
+        loading.reader.progress = more
         report(checkpoint.directory, [differences for differences, *_ in told], strict, rank)
         check_objects([objects for _, objects, _ in told])
         check_engines("accel.load", [engines for *_, engines in told])
+        host = socket.gethostname()
+        if placed is not None:
+            host = placed.fetch(checkpoint.directory, loading.files())
         if check == "first" and checkpoint.headers is None:
-            verify_needed(loading.reader, checkpoint.record, loading.needs(), process.place)
+            verify_needed(loading.reader, checkpoint.record, loading.needs(), process.place, host)
         on_every_rank("accel.load (the values)", loading.decode)
         undo.pop_all()
-    result = on_every_rank("accel.load", loading.apply)
+        result = on_every_rank("accel.load", loading.apply)
     loading.filled()
+    log_end(checkpoint.directory, "loaded", sum(one.tensor.nbytes for one in loading.needs()), begin)
     return result if state is None else state
 
 
-def _open(dir: str | os.PathLike[str], state: Any, options: tuple[object, ...]) -> Checkpoint:
-    """What is there, which is the same on all ranks. Collective."""
+class Sighting(NamedTuple):
+    """What a rank tells of what it is to load."""
 
-    def look() -> tuple[Checkpoint, tuple[str, str, tuple[object, ...]]]:
+    name: str
+    digits: str
+    options: tuple[object, ...]
+    problem: str = ""  # where it sees none
+    sight: Sight | None = None
+
+
+def _open(dir: str | os.PathLike[str], state: Any, options: tuple[object, ...]) -> tuple[Checkpoint, Placed | None]:
+    """What is there, which is the same on all ranks; and where it is, if that is on disks of hosts. Collective."""
+    problem: CheckpointError | None = None
+
+    def look() -> tuple[Checkpoint | None, Sighting]:
+        nonlocal problem
         background.wait()
-        found = open_checkpoint(folder.absolute(dir), state)
+        name = folder.named(dir)
+        try:
+            found = open_checkpoint(folder.absolute(dir), state)
+        except CheckpointError as error:
+            problem = error  # another host may have it
+            return None, Sighting(name, "", options, str(error))
+        if found.record.hosts:
+            return found, Sighting(name, found.digits, options, sight=sight(found.directory, found.record))
         # Before anything is made in the sizes that the record names.
         reads = state is not None or any(name.startswith(OF_VALUES) for name in found.record.tensors)
         if reads and found.headers is None and current().place.rank == 0:
             folder.check_sizes(found.directory, found.record)
-        return found, (found.directory, found.digits, options)
+        return found, Sighting(name, found.digits, options)
 
     found, seen = exchange("accel.load (the record)", look)
-    if any(digits != seen[0][1] for _, digits, _ in seen):
+    _check_options(seen)
+    if any(one.sight for one in seen) and all(one.sight or one.problem for one in seen):
+        return _open_placed(folder.absolute(dir), found, seen)
+    raise_together("accel.load (the record)", problem, [one.problem for one in seen], CheckpointError)
+    assert found is not None
+    if any(one.digits != seen[0].digits for one in seen):
         raise CheckpointError(
-            f"{seen[0][0]}: the ranks see different checkpoints there; load after the save is done, from a file system "
+            f"{found.directory}: the ranks see different checkpoints there; load after the save is done, from a file system "
             "that all of them see"
         )
-    for rank, (_, _, theirs) in enumerate(seen):
-        if theirs != seen[0][2]:
+    return found, None
+
+
+def _check_options(seen: Sequence[Sighting]) -> None:
+    for rank, one in enumerate(seen):
+        if one.options != seen[0].options:
             raise CheckpointError(
-                f"accel.load: strict, check and convert are {seen[0][2]} on rank 0, and {theirs} on rank {rank}; give every "
-                "rank the same"
+                f"accel.load: strict, check and convert are {seen[0].options} on rank 0, and {one.options} on rank {rank}; give "
+                "every rank the same"
             )
-    return found
+
+
+def _open_placed(directory: str, found: Checkpoint | None, seen: Sequence[Sighting]) -> tuple[Checkpoint, Placed]:
+    """Of what the hosts have, the newest save that is whole. Collective."""
+    if len(names := {one.name for one in seen}) > 1:
+        raise CheckpointError(
+            f"accel.load: the ranks name different directories ({', '.join(sorted(names))}); accel.latest(root, "
+            "placement='host') gives all the same"
+        )
+    placed = find(directory, None if found is None else found.record, [one.sight for one in seen])
+    objects = check_record(placed.record, os.path.join(directory, record.NAME))
+    return Checkpoint(directory, placed.record, placed.digits, objects), placed
 
 
 @final
@@ -237,6 +287,13 @@ class Loading:
             Shard(n, t.shape, 0, torch.empty(t.numel, dtype=torch.uint8, device="meta")) for n, t in found
         ]
 
+    def files(self) -> set[int]:
+        """The numbers of the files that this rank reads."""
+        tied = [name for pair in self._tied for name in pair] if self.rank == 0 else []
+        blank = torch.empty(0, dtype=torch.uint8, device="meta")
+        whole = [Shard(n, t.shape, 0, blank.new_empty(t.numel)) for n in tied for t in [self.found.tensors[n]]]
+        return self.reader.files([*self.needs(), *whole])
+
     def _in_values(self) -> list[str]:
         """The tensors that values consist of."""
         nodes = [*self._match.plain, *(node for _, node in self._match.objects)]
@@ -309,9 +366,10 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
         CheckpointError: what ``deferred_init(weights=...)`` names is not there, or does not fit the module; lists both sides.
         BackendError: the module's parameters are to come from several places.
     """
-    directory = weights_of(module)
-    if directory is None:
+    source = weights_of(module)
+    if source is None:
         return None
+    directory = folder.absolute(source)
     state = _state_for(directory, module)
     with contextlib.ExitStack() as undo:
         whole = open_checkpoint(directory, state)

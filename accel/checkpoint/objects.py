@@ -233,7 +233,9 @@ class ModuleObject(StateObject):
         parts = shard.extra_modules(self.module).items()
         extra = {own: found[names[id(part)]] for own, part in parts if names[id(part)] in found}
         # What only one rank has cannot be in the shards, whose plan is made of tensors that all ranks know of.
-        return {"extra": (Encoder(None) if self.merged else encoder).encode(extra, f"{self.path}.state_dict()")}
+        encoder = Encoder(None) if self.merged else encoder
+        by = {} if self.engine is None else {"backend": self.engine.name}
+        return {"extra": encoder.encode(extra, f"{self.path}.state_dict()"), **by}
 
     def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
         return [(s.name, s) for s in self._shards()]

@@ -14,11 +14,12 @@ from typing import Any, Final, TypeVar, final
 import torch
 
 from ..boxes import Grid, divided, in_box, shape_of
-from ..errors import CheckpointError
+from ..errors import CheckpointError, is_url
 from ..process import running
 from ..shard import Shard
 from .failures import parsing
 from .layout import entry_of
+from .progress import Progress
 from .record import NAME, Record, Stored
 from .safetensors import BY_NAME, CHUNK, ITEM_BYTES, Entry, Header, chunks_of, is_lazy, memory, parse_header
 from .shards import checksum_of, checksums_of
@@ -46,13 +47,13 @@ class ReaderThreads:
         self._pool: ThreadPoolExecutor | None = None
         self._own = threading.local()
 
-    def each(self, act: Callable[[T], object], items: Sequence[T]) -> None:
-        """Do ``act`` for all items.
+    def each(self, act: Callable[[T], object], items: Sequence[T], threads: int = 0) -> None:
+        """Do ``act`` for all items; ``threads`` at a time, or as many as this rank's share of the cores.
 
         Raises:
             Exception: that of the first item, in their order, that failed; what had not begun is not done.
         """
-        threads = share()
+        threads = threads or share()
         if threads == 1 or len(items) < 2:
             for item in items:
                 act(item)
@@ -141,6 +142,18 @@ class _Staging:
             finish(copies)
 
 
+def _place(piece: _Piece) -> memoryview:
+    assert piece.view is not None
+    return piece.view
+
+
+def _read_in_steps(opened: File, offset: int, step: int, steps: Iterable[list[memoryview]]) -> Iterator[memoryview]:
+    """The memory of each step once it is filled, with the bytes from ``offset`` on."""
+    for number, views in enumerate(steps):
+        opened.fill([(offset + number * step, views)])
+        yield from views
+
+
 def _put(tensor: torch.Tensor, first: int, values: torch.Tensor) -> None:
     """Write elements from ``first`` on, in row-major order; from pinned memory to a device without waiting for it."""
     if values.dtype is not tensor.dtype:
@@ -179,10 +192,12 @@ class Reader:
         self._stream = stream and headers is None
         self._headers = dict(enumerate(headers or ()))
         self._threads = ReaderThreads()
+        self.progress: Progress = lambda nbytes: None
         self._staging = _Staging()
 
     def _path(self, file: int) -> str:
-        return os.path.join(self._directory, self._record.files[file].name)
+        name = self._record.files[file].name  # another library's is a whole path
+        return name if is_url(name) else os.path.join(self._directory, name)
 
     def header(self, file: int) -> Header:
         """A file's header, whose checksums are the record's; raises where the file is missing, cut or changed."""
@@ -193,7 +208,7 @@ class Reader:
             if checksums_of(memoryview(content)) != written.header:
                 raise CheckpointError(f"{path}: its header is damaged, or it is of another save; {_ADVICE}")
             with parsing(f"{path}: its header is not as {NAME} needs it"):
-                self._headers[file] = parse_header(bytes(content), written.size, checked=True)
+                self._headers[file] = parse_header(bytes(content), written.size)
         return self._headers[file]
 
     def locate(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
@@ -234,6 +249,14 @@ class Reader:
                 begin = offset - self.header(file).size
                 yield file, begin // CHUNK, chunks_of(begin + count * size)
 
+    def files(self, wanted: Iterable[Shard]) -> set[int]:
+        """The files that parts of tensors are read from, none of which need be there yet."""
+        found: set[int] = set()
+        for one in wanted:
+            for first, span, *_ in self._strips(one):
+                found.update(file for file, *_ in self._record.tensors[one.name].overlaps(first, first + span))
+        return found
+
     def verify(self, file: int, chunks: Sequence[int]) -> None:
         """Compare the checksums of chunks of a file; raises for the first that is damaged, with a tensor that is in it."""
         self._read_chunks(file, {chunk: [] for chunk in chunks})
@@ -247,41 +270,63 @@ class Reader:
                 values = self._staging.take(staged) if staged else []
                 for piece, value in zip(staged, values, strict=True):
                     piece.view = memory(value)
-                self._threads.each(lambda number: self._read_chunk(opened, file, number, chunks[number]), numbers)
+                self._threads.each(
+                    lambda number: self._read_chunk(opened, file, number, chunks[number]), numbers, opened.in_flight
+                )
                 if staged:
                     self._staging.put(staged, values)
 
     def _read_chunk(self, opened: File, file: int, chunk: int, wanted: list[_Piece]) -> None:
-        """Read what is wanted into its places; where checksums are compared, all else into this thread's buffer."""
-        header = self.header(file)
+        """Read what is wanted into its places; where checksums are compared, all of it."""
+        begin = self.header(file).size + chunk * CHUNK
+        once: list[_Piece] = []
+        twice: list[_Piece] = []
+        at = begin
+        for piece in sorted(wanted, key=attrgetter("offset")):
+            (twice if piece.offset < at else once).append(piece)
+            at = max(at, piece.offset + piece.nbytes)
+        if self._stream or not wanted:
+            self._compare_chunk(opened, file, chunk, once)
+        else:
+            ranges: list[tuple[int, list[memoryview]]] = []
+            at = -1
+            for piece in once:
+                if piece.offset > at:
+                    ranges.append((piece.offset, []))
+                ranges[-1][1].append(_place(piece))
+                at = piece.offset + piece.nbytes
+            opened.fill(ranges)
+        self.progress(sum(piece.nbytes for piece in once) if wanted else CHUNK)
+        if twice:
+            self._read_chunk(opened, file, chunk, twice)
+
+    def _compare_chunk(self, opened: File, file: int, chunk: int, wanted: Sequence[_Piece]) -> None:
+        """Read a whole chunk, what is not wanted into this thread's buffer; raises where its checksum is another."""
+        header, step = self.header(file), opened.step
         begin = header.size + chunk * CHUNK
         end = min(begin + CHUNK, self._record.files[file].size)
-        compare = self._stream or not wanted
-        ranges: list[tuple[int, list[memoryview]]] = [(begin, [])]
-        twice, at = [], begin
-        for piece in sorted(wanted, key=attrgetter("offset")):
-            offset, into = piece.offset, piece.view
-            assert into is not None
-            if offset < at:
-                twice.append(piece)
-                continue
-            if compare:
-                ranges[0][1].append(self._threads.buffer[at - begin : offset - begin])
-            elif offset > at:
-                ranges.append((offset, []))
-            ranges[-1][1].append(into)
-            at = offset + len(into)
-        if compare:
-            ranges[0][1].append(self._threads.buffer[at - begin : end - begin])
-        opened.fill(ranges)
-        if compare and checksum_of(ranges[0][1]) != header.checksums[chunk]:
+        # Hashed at each step, while it is in the caches of the core that has read it.
+        steps: list[list[memoryview]] = [[] for _ in range(-(-(end - begin) // step))]
+
+        def add(low: int, high: int, view: memoryview | None) -> None:
+            for number in range(low // step, -(-high // step)):
+                a, b = max(low, number * step), min(high, (number + 1) * step)
+                part = self._threads.buffer[a % step : a % step + b - a] if view is None else view[a - low : b - low]
+                steps[number].append(part)
+
+        at = 0
+        for piece in wanted:
+            offset = piece.offset - begin
+            add(at, offset, None)
+            at = offset + piece.nbytes
+            add(offset, at, _place(piece))
+        add(at, end - begin, None)
+        if checksum_of(_read_in_steps(opened, begin, step, steps)) != header.checksums[chunk]:
             inside = header.inside(begin, end)
             raise CheckpointError(
                 f"{opened.path} is damaged between bytes {begin} and {end}, in {', '.join(inside[:3])}"
                 f"{', ...' if len(inside) > 3 else ''}; {_ADVICE}"
             )
-        if twice:
-            self._read_chunk(opened, file, chunk, twice)
 
     def fill(self, wanted: Iterable[Shard]) -> None:
         """Read parts of tensors into memory of any device, layout and dtype; each chunk once, but of what lies in other boxes."""

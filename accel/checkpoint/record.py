@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,9 @@ from .failures import explain, parsing
 from .layout import Part
 from .safetensors import BY_NAME, CHUNK, DIGITS, ITEM_BYTES, MAX_DIMS, no_duplicates
 from .shards import Written, checksum, checksum_of
-from .storage import storage_of
+from .storage import RECORD, read_whole, storage_of
 
-NAME: Final = "accel.json"
+NAME: Final = RECORD
 FORMAT: Final = "accel-checkpoint"
 #: Of the format; the second has tensors that are cut into boxes, and is written only where there are some.
 VERSIONS: Final = (1, 2)
@@ -34,6 +35,21 @@ _FIRST: Final = itemgetter(1)  # element of a part
 _DAMAGED: Final = "{} is damaged: its checksum does not fit; load another checkpoint"
 #: Of a record, written or read: 16,384 ranks' files take 4 MB, a tensor about 100 bytes and 25 for each range of it.
 MAX_BYTES: Final = 1 << 30
+
+
+#: The time of the newest record that this process knows of. The clocks of hosts differ, and a new one shall be newer.
+_newest = 0.0
+
+
+def later_than(time: float) -> None:
+    """Note the time of a record."""
+    global _newest
+    _newest = max(_newest, time)
+
+
+def next_time() -> float:
+    """Of a new one."""
+    return max(time.time(), _newest + 1e-3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +93,7 @@ class Record:
         tensors: by name.
         values: the state with what is no tensor, as ``values.py`` writes it.
         ranks: what each rank has of its own, by path.
+        hosts: where the files lie on disks of hosts: the host's name, and the numbers of the files that it has; else empty.
     """
 
     id: str
@@ -86,6 +103,11 @@ class Record:
     tensors: Mapping[str, Stored]
     values: Any
     ranks: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    hosts: Sequence[tuple[str, Sequence[int]]] = ()
+
+    def hosts_of(self, file: int) -> list[str]:
+        """The names of the hosts on whose disks a file was left."""
+        return [name for name, files in self.hosts if file in files]
 
     @property
     def nbytes(self) -> int:
@@ -110,6 +132,8 @@ def encode(record: Record) -> bytes:
         "values": record.values,
         "ranks": list(record.ranks),
     }
+    if record.hosts:
+        body["hosts"] = [{"name": name, "files": list(files)} for name, files in record.hosts]
     text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
     content = _START + _ZEROS + b'",' + text[1:]
     if len(content) > MAX_BYTES:
@@ -141,9 +165,7 @@ def read(directory: str) -> tuple[Record, str]:
     ours, whole = _look(path)
     if ours and not whole:
         raise CheckpointError(_DAMAGED.format(path))
-    return parse(
-        storage_of(path).read_whole(path, MAX_BYTES if ours else CHUNK, "the record of a checkpoint of accel"), path
-    )
+    return parse(read_whole(path, MAX_BYTES if ours else CHUNK, "the record of a checkpoint of accel"), path)
 
 
 def is_damaged(path: str) -> bool:
@@ -227,6 +249,7 @@ def _build(body: dict[str, Any]) -> Record:
         raise ValueError("the values or the time of the save are missing")
     if not all(isinstance(values, dict) for values in ranks):
         raise ValueError("the values of a rank are no object")
+    later_than(body["time"])
     return Record(
         id=_digits(body["id"]),
         time=body["time"],
@@ -235,7 +258,18 @@ def _build(body: dict[str, Any]) -> Record:
         tensors=tensors,
         values=body["values"],
         ranks=ranks,
+        hosts=_hosts(body.get("hosts", []), len(files)),
     )
+
+
+def _hosts(value: Any, files: int) -> list[tuple[str, list[int]]]:
+    """The hosts, which together have all files."""
+    hosts = [(host["name"], [_number(number) for number in host["files"]]) for host in value]
+    if any(type(name) is not str for name, _ in hosts) or (
+        hosts and {n for _, f in hosts for n in f} != set(range(files))
+    ):
+        raise ValueError("the hosts do not have the files")
+    return hosts
 
 
 def _stored(name: str, value: dict[str, Any], sizes: Sequence[int]) -> Stored:

@@ -185,8 +185,8 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def parse_header(content: bytes, file_size: int, *, checked: bool) -> Header:
-    """Read the first bytes of a file, whose entries follow one another and fill it; ``checked``: one of accel's, with checksums.
+def parse_header(content: bytes, file_size: int) -> Header:
+    """Read the first bytes of a file of accel's, whose entries follow one another and fill it.
 
     Raises:
         failures.MALFORMED: it is not so.
@@ -201,8 +201,8 @@ def parse_header(content: bytes, file_size: int, *, checked: bool) -> Header:
         at = end
     if size + at != file_size:
         raise ValueError(f"its entries end at byte {size + at}, the file at {file_size}")
-    digits = metadata["xxh3"] if checked else ""
+    digits = metadata["xxh3"]
     checksums = [digits[i : i + DIGITS] for i in range(0, len(digits), DIGITS)]
-    if checked and (metadata["accel"] != "1" or len(checksums) != chunks_of(at)):
+    if metadata["accel"] != "1" or len(checksums) != chunks_of(at):
         raise ValueError("its number of checksums does not fit its size")
     return Header(size, table, checksums)

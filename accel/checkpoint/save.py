@@ -11,24 +11,26 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal, NamedTuple, final
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, is_url
 from ..process import current
 from ..process.control import locked
 from . import folder, record, shards
-from .background import StatusFiles, background, status_names
+from .background import Pace, Words, background
 from .failures import exchange, explain, on_every_rank
-from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, parts, unpack, write_items
+from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, unpack, write_items
 from .match import check_engines
 from .objects import KINDS, LocalRange, RankObject, StateObject, engines_of
-from .record import Record, Stored
+from .placement import Disks, broadcast, find_disks, move
+from .progress import Progress, log_end, progress_bar
+from .record import Record, Stored, encode
 from .shards import Item, Written, earlier_files
 from .state import State, local_ranges, value_range
-from .storage import LOCK, Claim, storage_of
+from .storage import Claim, storage_of
 from .values import Encoder, Json
 
 logger = logging.getLogger("accel")
@@ -42,6 +44,9 @@ def save(
     wait: bool = True,
     keep: int | None = None,
     filter: Callable[[str], bool] | None = None,
+    placement: Literal["shared", "host"] = "shared",
+    replicas: int = 0,
+    progress: bool = True,
 ) -> Future[None] | None:
     """Write a checkpoint of ``state`` into ``dir``, from one moment to the next. Collective.
 
@@ -50,15 +55,20 @@ def save(
     Args:
         state: a nested dict of handles, raw modules and optimizers, objects with a state dict, tensors and plain values.
             Where the ranks have different plain values or tensors of their own, rank 0's are saved.
-        dir: the checkpoint's directory, the same on all ranks, on a file system that all of them see.
+        dir: the checkpoint's directory, the same on all ranks, on a file system that all of them see; or a URL in a store.
         wait: return when the checkpoint is durable; else as soon as a copy of this rank's part is in memory.
         keep: afterwards remove older checkpoints next to ``dir`` with the same name up to its number
             (``step-100``, ``step-200``), so that the newest ``keep`` are left.
         filter: tells by a tensor's name (``"model/head.weight"``) whether it is saved; an optimizer's always are.
+        placement: "host" where ``dir`` is on each host's own disk: what its ranks write stays there, and a load finds each file
+            on the host that has it.
+        replicas: with ``placement="host"``, on how many other hosts each file is as well, so that it outlives a lost host.
+        progress: show a bar on rank 0, where that has a terminal or a notebook, it takes over two seconds and tqdm is
+            installed; ``ACCEL_QUIET=1`` shows none.
 
     Returns:
-        None; with ``wait=False`` a future, done when the checkpoint is durable and every rank knows it: from then on any of
-        them may rename or remove ``dir``.
+        None; with ``wait=False`` a future, done when the checkpoint is durable and this rank knows it: from then on it may
+        rename or remove ``dir``.
 
     Raises:
         CheckpointError: something cannot be stored (nothing is written), another job saves there, or the disk fails;
@@ -69,28 +79,44 @@ def save(
     def prepare() -> tuple[Contents, tuple[str, tuple[object, ...], Summary]]:
         background.settle()
         directory = folder.named(dir)
-        if keep is not None:
-            folder.check_keep(directory, keep)
+        _check_options(directory, wait, keep, placement, replicas)
         contents = contents_of(state, filter, process.place.world_size)
-        return contents, (directory, (wait, keep), contents.summary())
+        return contents, (directory, (wait, keep, placement, replicas), contents.summary(process.place.rank))
 
     contents, told = exchange("accel.save", prepare)
     _check_equal(told)
-    directory, place = folder.absolute(dir), process.place
+    directory = folder.absolute(dir)
+    disks = find_disks(directory, folder.present) if placement == "host" else None
     with contextlib.ExitStack() as resources:
-
-        def begin() -> tuple[Claim | None, SaveMessage]:
-            claim = folder.begin(directory, resources) if place.rank == 0 else None
-            return claim, contents.message([summary for *_, summary in told], place.rank)
-
-        claim, messages = exchange("accel.save (the directory)", begin)
-        plan = functools.partial(Writer, directory, claim, contents, messages, place.rank, keep, not wait)
-        writer = on_every_rank("accel.save (the plan)", plan)
+        writer = _begin(directory, disks, contents, [summary for *_, summary in told], resources, keep, not wait)
         if wait:
-            _finish(writer)
+            _finish(writer, disks, replicas, progress)
             return None
-        finish = functools.partial(writer.finish_alone, process.timeout.total_seconds())
+        words = Words(process, writer.save, directory)
+        finish = functools.partial(writer.finish_alone, words, Pace())
         return background.start(finish, resources.pop_all())
+
+
+def _begin(
+    directory: str,
+    disks: Disks | None,
+    contents: Contents,
+    summaries: Sequence[Summary],
+    resources: contextlib.ExitStack,
+    keep: int | None,
+    copy: bool,
+) -> Writer:
+    """Take the directory, on each disk, and plan what is written. Collective."""
+    rank = current().place.rank
+    first, saves = (0, ()) if disks is None else (disks.leaders[rank], disks.saves)
+
+    def begin() -> tuple[Claim | None, SaveMessage]:
+        claim = folder.begin(directory, resources, saves) if rank == first else None
+        return claim, contents.message(summaries, rank)
+
+    claim, messages = exchange("accel.save (the directory)", begin)
+    plan = functools.partial(Writer, directory, claim, contents, messages, rank, keep, copy)
+    return on_every_rank("accel.save (the plan)", plan)
 
 
 def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> None:
@@ -100,7 +126,8 @@ def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> Non
             raise CheckpointError(f"accel.save: rank 0 saves into {told[0][0]!r}, and rank {rank} into {directory!r}")
         if options != told[0][1]:
             raise CheckpointError(
-                f"accel.save: wait and keep are {told[0][1]} on rank 0, and {options} on rank {rank}; give every rank the same"
+                f"accel.save: wait, keep, placement and replicas are {told[0][1]} on rank 0, and {options} on rank {rank}; give "
+                "every rank the same"
             )
         if summary.structure != told[0][2].structure:
             raise CheckpointError(
@@ -109,14 +136,54 @@ def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> Non
             )
 
 
-def _finish(writer: Writer) -> None:
+def _check_options(directory: str, wait: bool, keep: int | None, placement: str, replicas: object) -> None:
+    if keep is not None:
+        folder.check_keep(directory, keep)
+    folder.check_placement(placement)
+    if placement == "host" and is_url(directory):
+        raise CheckpointError(
+            f"placement='host' of {directory}: all hosts see a store; leave it out, or give a directory"
+        )
+    if type(replicas) is not int or replicas < 0 or (replicas and placement == "shared"):
+        raise CheckpointError(f"replicas={replicas!r}: expected a number of hosts, with placement='host'")
+    if placement == "host" and not wait:
+        raise CheckpointError(
+            "placement='host' with wait=False: the hosts have no directory in which to tell each other; wait"
+        )
+
+
+def _finish(writer: Writer, disks: Disks | None, replicas: int, shown: bool) -> None:
     """Write, and commit once all ranks have. Collective."""
+    written = _written_by_all(writer, shown)
+    if disks is None:
+        on_every_rank("accel.save (the record)", functools.partial(writer.commit, written))
+    else:
+        _commit_placed(writer, written, disks, replicas)
+
+
+def _written_by_all(writer: Writer, shown: bool) -> list[Files]:
     try:
-        _, written = exchange("accel.save (writing)", lambda: (None, writer.write()))
+        with progress_bar("accel.save", writer.nbytes, shown=shown) as progress:
+            return exchange("accel.save (writing)", lambda: (None, writer.write(progress)))[1]
     except CheckpointError:
         writer.discard()  # on all ranks; after another error some may think that all is written
         raise
-    on_every_rank("accel.save (the record)", functools.partial(writer.commit, written))
+
+
+def _commit_placed(writer: Writer, written: Sequence[Files], disks: Disks, replicas: int) -> None:
+    """Copy to other hosts, and once all of it is durable commit on all; only then goes what was before. Collective."""
+    rank = current().place.rank
+    transfers, hosts = disks.copies(written, replicas)
+    try:
+        move("accel.save (the copies)", writer.directory, writer.save, transfers)
+    except CheckpointError:
+        writer.discard()  # the next save removes what came to other hosts
+        raise
+    content = on_every_rank("accel.save (the record)", lambda: b"" if rank else encode(writer.record(written, hosts)))
+    content = broadcast(content, 0)
+    on_every_rank("accel.save (the commit)", lambda: writer.put(content))
+    # All have it: it is done.
+    writer.committed(record.parse(content, writer.directory)[0])
 
 
 def save_alone(state: Mapping[str, Any], directory: str) -> None:
@@ -124,7 +191,7 @@ def save_alone(state: Mapping[str, Any], directory: str) -> None:
     contents = contents_of(state, None, 1)
     with contextlib.ExitStack() as resources:
         claim = folder.begin(directory, resources)
-        writer = Writer(directory, claim, contents, [contents.message([contents.summary()], 0)], 0, None, False)
+        writer = Writer(directory, claim, contents, [contents.message([contents.summary(0)], 0)], 0, None, False)
         try:
             written = writer.write()
         except BaseException:
@@ -153,10 +220,13 @@ class Summary:
     """Digests of contents: of what must be equal on all ranks, and of what is sent only where it is not; and the engines."""
 
     structure: str
-    inventories: str
-    tables: str
+    ranges: str
+    forms: str
+    contents: str
     nodes: str
     engines: dict[str, str]
+    #: Of the plan that this rank has from the save before.
+    plan: str
 
 
 @dataclass(slots=True)
@@ -170,7 +240,8 @@ class Contents:
         own: values that belong to this rank alone, by the object's name.
         ranges: that lie on this rank, for each of ``KINDS``.
         inventories: the same as numbers.
-        layouts: who writes what of each, once it is known.
+        layouts: who writes what of each, once it is known; this rank's part alone, but on rank 0.
+        plan: a name for these.
         own_of_all: every rank's ``own``, likewise.
     """
 
@@ -180,40 +251,54 @@ class Contents:
     own: dict[str, Json]
     ranges: list[list[LocalRange]]
     inventories: list[Inventory]
-    layouts: list[Layout] = field(default_factory=list)
+    layouts: Sequence[Layout] = ()
+    plan: str = ""
     own_of_all: list[dict[str, Json]] = field(default_factory=list)
 
-    def summary(self) -> Summary:
+    def summary(self, rank: int) -> Summary:
         """What the ranks compare before they send more."""
         compared = [one.shard.name for ranges in self.ranges for one in ranges if not one.equal]
         structure = [[(one.name, one.kind) for one in self.objects], sorted(compared)]
+        digests = [one.digests() for one in self.inventories]
         return Summary(
             digest(structure),
-            digest([one.digest() for one in self.inventories]),
-            digest([one.table for one in self.inventories]),
+            digest([ranges for _, ranges, _ in digests]),
+            digest([form for form, *_ in digests]),
+            digest([contents for *_, contents in digests]),
             digest([node for _, node in self.merged]),
             engines_of(self.objects),
+            plans.name if plans.rank == rank else "",
         )
 
     def message(self, summaries: Sequence[Summary], rank: int) -> SaveMessage:
         """What the other ranks must be told; each table by one of those that have it."""
         packed = nodes = None
-        if len({s.inventories for s in summaries}) > 1:
-            first = [s.tables for s in summaries].index(summaries[rank].tables)
+        # Contents that are the same everywhere make no difference, and may change from save to save.
+        told = [s.contents for s in summaries] if len({s.contents for s in summaries}) > 1 else []
+        self.plan = digest([[s.ranges for s in summaries], told])
+        if all(s.plan == self.plan for s in summaries):
+            self.layouts = plans.layouts
+        elif told or len({s.ranges for s in summaries}) > 1:
+            first = [s.forms for s in summaries].index(summaries[rank].forms)
             packed = [one.pack(None if first == rank else first) for one in self.inventories]
         if len({s.nodes for s in summaries}) > 1:
             nodes = [node for _, node in self.merged]
         return SaveMessage(secrets.token_hex(6), packed, nodes, self.own)
 
-    def complete(self, messages: Sequence[SaveMessage]) -> None:
+    def complete(self, messages: Sequence[SaveMessage], rank: int) -> None:
         """Learn what all ranks have, and divide the work."""
-        for which, mine in enumerate(self.inventories):
-            everyone = unpack([m.inventories[which] for m in messages if m.inventories is not None])
-            self.layouts.append(make_layout(everyone or [mine], len(messages)))
+        if not self.layouts:
+            self.layouts = [self._layout(which, messages, rank) for which in range(len(KINDS))]
+            plans.rank, plans.name, plans.layouts = rank, self.plan, self.layouts
         told = [m.nodes for m in messages if m.nodes is not None]
         for i, (one, node) in enumerate(self.merged):
             one.node.update(one.merge([nodes[i] for nodes in told] or [node]))
         self.own_of_all = [m.own for m in messages]
+
+    def _layout(self, which: int, messages: Sequence[SaveMessage], rank: int) -> Layout:
+        everyone = unpack([m.inventories[which] for m in messages if m.inventories is not None])
+        found = make_layout(everyone or [self.inventories[which]], len(messages))
+        return found.part(rank) if rank else found
 
     def record(self, save: str, written: Sequence[Files]) -> Record:
         """The record of files that each rank has written."""
@@ -224,18 +309,30 @@ class Contents:
             for file in (theirs[which] for theirs in written):
                 numbers.append(-1 if file is None else len(files))
                 files += [] if file is None else [file]
-            found = parts(layout.ranges, torch.tensor(numbers, dtype=torch.int64, device="cpu"))
-            for number, (name, dtype, shape, cuts) in enumerate(layout.table):
-                tensors[name] = Stored(dtype, shape, tuple(found.get(number, ())), cuts)
+            found = layout.parts(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
+            for (name, dtype, shape, cuts), own in zip(layout.table, found, strict=True):
+                tensors[name] = Stored(dtype, shape, tuple(own), cuts)
         return Record(
             id=save,
-            time=time.time(),
+            time=record.next_time(),
             world_size=len(written),
             files=files,
             tensors=tensors,
             values=self.values,
             ranks=self.own_of_all if any(self.own_of_all) else [],
         )
+
+
+@dataclass(slots=True)
+class _Plans:
+    """Those of the last save: where all ranks have the same ranges again, nothing is listed and planned anew."""
+
+    rank: int = 0
+    name: str = ""
+    layouts: Sequence[Layout] = ()
+
+
+plans: Final = _Plans()
 
 
 def contents_of(state: Any, filter: Callable[[str], bool] | None, world: int) -> Contents:
@@ -282,10 +379,13 @@ class Writer:
         keep: int | None,
         copy: bool,
     ) -> None:
-        self._directory, self._contents, self._rank, self._keep = directory, contents, rank, keep
+        self.directory, self._contents, self._rank, self._keep = directory, contents, rank, keep
         self._claim, self._storage = claim, storage_of(directory)
-        self._save, self._world = messages[0].save, len(messages)
-        contents.complete(messages)
+        self.save, self._world = messages[0].save, len(messages)
+        self._before: Sequence[str] = ()  # what was there before the commit; others may save there afterwards
+        self._begin = time.monotonic()
+        self._sent = False  # whether the record is on its way to a store, and may arrive after it was given up
+        contents.complete(messages, rank)
         self._storage.make(directory)  # a host may not have heard yet that rank 0 made it
         items = list(map(functools.partial(write_items, rank), contents.layouts, contents.ranges))
         self._linked: list[Written | None] = [None] * len(KINDS)
@@ -298,91 +398,110 @@ class Writer:
         self._items: Sequence[Sequence[Item]] = background.snapshot(items) if copy else items
 
     def _names(self) -> list[str]:
-        return [folder.shard_name(self._save, self._rank, kind) for kind in KINDS]
+        return [folder.shard_name(self.save, self._rank, kind) for kind in KINDS]
 
-    def write(self) -> Files:
-        """Write this rank's files, durably."""
+    @property
+    def nbytes(self) -> int:
+        """Of what this rank writes."""
+        return sum(item.entry.nbytes for items in self._items for item in items)
+
+    def write(self, progress: Progress = lambda nbytes: None) -> Files:
+        """Write this rank's files, durably; ``progress`` hears how many more bytes are written."""
         files = list(self._linked)
         for which, (name, items) in enumerate(zip(self._names(), self._items, strict=True)):
             if items:
-                files[which] = shards.write(self._directory, name, items)
+                files[which] = shards.write(self.directory, name, items, progress)
             if which and (file := files[which]) is not None:
-                earlier_files.remember(self._directory, file)
-        self._storage.sync(self._directory)
+                earlier_files.remember(self.directory, file)
+        self._storage.sync(self.directory)
         return tuple(files)
 
     def discard(self) -> None:
         """Remove this rank's files, which no record names."""
         for name in self._names():
             with contextlib.suppress(OSError):
-                self._storage.remove(os.path.join(self._directory, name))
+                self._storage.remove(os.path.join(self.directory, name))
 
     def commit(self, written: Sequence[Files]) -> None:
         """Rank 0: make it the checkpoint of the directory, then remove the one before."""
         if self._claim is None:
             return
         try:
-            new = self._contents.record(self._save, written)
-            for file in new.files:
-                self._check_visible(file)
-            path = os.path.join(self._directory, record.NAME)
-            self._claim.commit(path, record.encode(new), folder.record_name(self._save))
+            new = self.record(written)
+            self._check_visible(new)
+            self.put(encode(new))
         except BaseException:
             self._clean()
             raise
-        # It is done; what fails from here on is no failure of the save.
-        try:
-            self._sweep(new)
-            if self._keep is not None:
-                folder.prune(self._directory, self._keep)
-        except (OSError, CheckpointError) as error:
-            logger.warning("%s is saved, but older files could not be removed: %s", self._directory, explain(error))
+        self.committed(new)
 
-    def _check_visible(self, file: Written) -> None:
-        path = os.path.join(self._directory, file.name)
-        there = self._storage.exists(path)
-        if not there or self._storage.size(path) != file.size:
+    def record(self, written: Sequence[Files], hosts: Sequence[tuple[str, Sequence[int]]] = ()) -> Record:
+        """The record of what all ranks have written, each on its host where hosts are given."""
+        return replace(self._contents.record(self.save, written), hosts=hosts)
+
+    def put(self, content: bytes) -> None:
+        """The first rank of a disk: make ``content`` the record there."""
+        if self._claim is not None:
+            self._before, self._sent = self._storage.names(self.directory), not self._claim.exclusive
+            self._claim.commit(os.path.join(self.directory, record.NAME), content, folder.record_name(self.save))
+
+    def committed(self, new: Record) -> None:
+        """The first rank of a disk, once all is done: remove what was before. What fails here is no failure of the save."""
+        if self._claim is None:
+            return
+        log_end(self.directory, "saved", new.nbytes, self._begin)
+        try:
+            self._sweep(new, self._before)
+            if self._keep is not None:
+                folder.prune(self.directory, self._keep)
+        except (OSError, CheckpointError) as error:
+            logger.warning("%s is saved, but older files could not be removed: %s", self.directory, explain(error))
+
+    def _check_visible(self, new: Record) -> None:
+        try:
+            folder.check_sizes(self.directory, new)
+        except CheckpointError as error:
             raise CheckpointError(
-                f"{path}: a rank wrote it, but rank 0 does not see it {'whole' if there else 'at all'}: save into a "
-                "directory on a file system that all hosts share"
-            )
+                "a rank wrote its part, and rank 0 does not see it whole: save into a directory of this job alone, on a file "
+                f"system that all hosts share ({error})"
+            ) from error
 
     def _clean(self) -> None:
         """Remove what this save has written."""
         with contextlib.suppress(OSError, CheckpointError):
-            self._sweep(folder.present(self._directory))
+            if self._sent:
+                return  # the next save removes them
+            names = [name for name in self._storage.names(self.directory) if self.save in name]
+            self._sweep(folder.present(self.directory), names)
 
-    def _sweep(self, kept: Record | None) -> None:
-        """Remove what is neither of this record, nor needed by ranks that wait for the end of this save."""
-        names = [file.name for file in kept.files] if kept else []
-        folder.sweep(self._directory, names + status_names(self._save, self._world))
+    def _sweep(self, kept: Record | None, names: Sequence[str]) -> None:
+        """Remove those that are not of this record."""
+        folder.sweep(self.directory, names, [file.name for file in kept.files] if kept else ())
 
     def _stands(self) -> bool:
         """Whether the record may name this save's files: it has its name before that is durable, which may fail."""
         try:
-            found = folder.present(self._directory)
+            found = folder.present(self.directory)
         except (OSError, CheckpointError):
             return True
-        return found is not None and found.id == self._save
+        return self._sent or (found is not None and found.id == self.save)
 
     # -- in the background: without collectives ---------------------------------------------------------------------
 
-    def finish_alone(self, timeout: float) -> None:
+    def finish_alone(self, words: Words, pace: Pace) -> None:
         """Write, and commit once all ranks have written; all know how it ended, and raise any rank's failure. In a thread."""
-        lock = os.path.join(self._directory, LOCK)
-        status = StatusFiles(self._directory, lock, self._save, self._rank, self._world, timeout)
         failure: Exception | None = None
         files: Files = (None,) * len(KINDS)
         try:
-            files = self.write()
+            files = self.write(pace)
             if self._rank == 0:
-                self.commit([files, *(_written(status.read(rank)) for rank in range(1, self._world))])
+                self.commit([files, *(_written(words.read(rank)) for rank in range(1, self._world))])
         except Exception as error:
             failure = error
             if self._rank == 0:
                 self._clean()
         if self._world > 1:
-            end = self._tell(status, files, failure)
+            end = self._tell(words, files, failure)
             if end["error"] and self._rank:
                 # What went wrong here may follow from the end of the save, which removes files.
                 if not end.get("stands", True):
@@ -391,18 +510,18 @@ class Writer:
         if failure is not None:
             raise failure
 
-    def _tell(self, status: StatusFiles, files: Files, failure: Exception | None) -> Mapping[str, Any]:
+    def _tell(self, words: Words, files: Files, failure: Exception | None) -> Mapping[str, Any]:
         """Tell what this rank has done, and hear from rank 0 how the save has ended, as every rank does."""
         error = ""
         if failure is not None:
             error = f"rank {self._rank}: {explain(failure)}" if self._rank else explain(failure)
         told = [None if file is None else [file.name, file.size, file.header] for file in files]
         try:
-            status.write({"error": error, "files": told, "stands": failure is None or self._stands()})
-            end = status.read(0)
+            words.tell({"error": error, "files": told, "stands": failure is None or self._stands()})
+            end = words.read(0)
         except (OSError, CheckpointError) as lost:
             raise failure or lost from None
-        status.finish()
+        words.finish()
         return end
 
 

@@ -12,11 +12,12 @@ from typing import Final, TypeVar, final
 import torch
 import xxhash
 
+from .progress import Progress
 from .safetensors import CHUNK, DIGITS, ITEM_BYTES, Entry, build_header, chunks_of, is_lazy, memory, resolve
 from .storage import Write, storage_of
 from .transfer import PIECE, on_host
 
-_WRITE: Final = 8 << 20  # bytes that are hashed, and then written while they are in the caches
+_WRITE: Final = 1 << 20  # bytes that are hashed, and then written while they are in the caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +139,19 @@ def _header(items: Sequence[Item], checksums: str) -> bytes:
     return build_header([item.entry for item in items], {"accel": "1", "xxh3": checksums})
 
 
-def write(directory: str, name: str, items: Sequence[Item]) -> Written:
-    """Write a new file of ``items``, durably; after an error it is not there."""
+def write(directory: str, name: str, items: Sequence[Item], progress: Progress = lambda nbytes: None) -> Written:
+    """Write a new file of ``items``, durably; after an error it is not there. ``progress`` hears how many more bytes are."""
     items = _arranged(items)
     size = sum(item.entry.nbytes for item in items)
     blank = "0" * (DIGITS * chunks_of(size))  # the checksums are known last, and as long
     header = _header(items, blank)
 
     def content(write: Write) -> bytes:
-        return header.replace(blank.encode(), _stream(items, write).encode(), 1)
+        def told(part: memoryview) -> None:
+            write(part)
+            progress(len(part))
+
+        return header.replace(blank.encode(), _stream(items, told).encode(), 1)
 
     path, whole = os.path.join(directory, name), len(header) + size
     header = storage_of(directory).create(path, whole, len(header), content)

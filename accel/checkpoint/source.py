@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import math
 import os
-from collections.abc import Container, Mapping, Sequence
+import tempfile
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Final
@@ -17,10 +20,10 @@ from . import record
 from .failures import parsing
 from .match import objects_in
 from .record import FILE_NAME, Record, Stored
-from .safetensors import BY_NAME, MAX_DIMS, Entry, Header, no_duplicates, parse_header
+from .safetensors import BY_NAME, MAX_DIMS, Entry, Header, no_duplicates
 from .shards import Written, checksum
 from .state import State
-from .storage import storage_of
+from .storage import File, read_whole, storage_of
 from .values import TAG, Json, place
 from .verify import check_record
 
@@ -86,11 +89,20 @@ def present(directory: str) -> list[str]:
     return [name for name in names if storage_of(directory).exists(os.path.join(directory, name))]
 
 
+def is_named(path: str) -> bool:
+    """Whether a path is that of a file of weights, or of an index, itself: under any name, such as a variant's."""
+    return (
+        path.endswith((".safetensors", ".json"))
+        and storage_of(path).exists(path)
+        and not storage_of(path).is_directory(path)
+    )
+
+
 def is_weights_alone(directory: str) -> bool:
     """Whether a directory has weights under other libraries' names, and no checkpoint; raises where its directories have some."""
     if record.exists(directory):
         return False
-    if present(directory):
+    if is_named(directory) or present(directory):
         return True
     try:
         inside = [
@@ -131,17 +143,18 @@ def _values(value: Any, target: str, path: str = "state") -> Any:
 _File = tuple[Written, Header, dict[str, Entry]]
 
 
-def read_weights(directory: str) -> tuple[list[_File], str]:
+def read_weights(path: str) -> tuple[list[_File], str]:
     """The files, and a checksum of all headers; raises where one is missing, damaged, elsewhere, or not as the index says."""
-    names = present(directory)
+    directory, names = (os.path.dirname(path), [os.path.basename(path)]) if is_named(path) else (path, present(path))
     if len(names) > 1:
         raise CheckpointError(
-            f"{directory} has {' and '.join(names)}, of which libraries take different ones: remove the one that is out of date"
+            f"{directory} has {' and '.join(names)}, of which libraries take different ones: name the file that counts, or "
+            "remove the other"
         )
     if names[0].endswith(".safetensors"):
         file, own = _read_file(directory, names[0])
         return [file], own
-    content = storage_of(directory).read_whole(inside(directory, names[0]), _MAX_INDEX, "an index")
+    content = read_whole(inside(directory, names[0]), _MAX_INDEX, "an index")
     by_file: dict[str, set[str]] = {}
     for key, name in _weight_map(content, os.path.join(directory, names[0])).items():
         by_file.setdefault(name, set()).add(key)
@@ -182,26 +195,44 @@ def inside(directory: str, name: str) -> str:
 
 def _read_file(directory: str, name: str) -> tuple[_File, str]:
     path = inside(directory, name)
-    with storage_of(path).open(path, None) as file:
-        size, content = file.size, bytes(file.read_header())
-    with parsing(f"{path} is not a whole safetensors file"):
-        if not content:
-            raise ValueError(f"its header would be larger than its {size} bytes, or than any header")
-        header = parse_header(content, size, checked=False)
-        entries = {key: _entry(key, described) for key, described in header.entries.items()}
-    # The rest of accel asks for its own form of an entry.
-    forms = {key: e.described(header.entries[key]["data_offsets"][0])[1] for key, e in entries.items()}
-    return (Written(path, size, ()), Header(header.size, forms), entries), checksum(b"%d " % size + content)
+    entries: dict[str, Entry] = {}
+    forms, end = {}, 0
+    with storage_of(path).open(path, None) as file, _header(file) as header:
+        for key in header.offset_keys():
+            described = header.get_slice(key)
+            dtype, shape = described.get_dtype(), tuple(described.get_shape())
+            if dtype not in BY_NAME or len(shape) > MAX_DIMS:
+                raise CheckpointError(
+                    f"{path}: {key!r} has dtype {dtype} and {len(shape)} dimensions, which accel cannot load"
+                )
+            entry = entries[key] = Entry(key, dtype, shape, 0, math.prod(shape))
+            forms[key], end = entry.described(end)[1], end + entry.nbytes
+    # The package has made sure that the data fills the rest of the file.
+    found = Written(path, file.size, ()), Header(file.size - end, forms), entries
+    return found, checksum(repr((file.size, forms)).encode())
 
 
-def _entry(key: str, described: Mapping[str, Any]) -> Entry:
-    """An entry whose size is that of its shape, so that nothing larger than the file is ever allocated."""
-    dtype, shape, (begin, end) = described["dtype"], described["shape"], described["data_offsets"]
-    if any(type(n) is not int or not 0 <= n < 2**62 for n in shape) or len(shape) > MAX_DIMS:
-        raise ValueError(f"the shape or the place of {key!r} is no such thing")
-    if dtype not in BY_NAME:
-        raise ValueError(f"{key!r} has dtype {dtype}, which torch does not know by this name")
-    entry = Entry(key, dtype, tuple(shape), 0, math.prod(shape))
-    if end - begin != entry.nbytes:
-        raise ValueError(f"the data of {key!r} has another size than its shape")
-    return entry
+@contextlib.contextmanager
+def _header(file: File) -> Iterator[Any]:
+    """Context: what the package safetensors reads in a header; of a file elsewhere in a copy that has nothing behind it."""
+    try:
+        library: Any = importlib.import_module("safetensors")
+        if not hasattr(library.safe_open, "offset_keys"):
+            raise ImportError(f"safetensors {library.__version__} does not tell in which order tensors lie")
+    except ImportError as error:
+        raise CheckpointError(
+            f"{file.path}: its header is read by the package safetensors, 0.6.2 or newer: pip install -U safetensors ({error})"
+        ) from error
+    with contextlib.ExitStack() as stack:
+        path = file.path
+        if not os.path.exists(path):
+            copy = stack.enter_context(tempfile.NamedTemporaryFile())
+            copy.write(file.read_header())
+            copy.truncate(file.size)
+            copy.flush()
+            path = copy.name
+        try:
+            header = stack.enter_context(library.safe_open(path, framework="pt"))
+        except library.SafetensorError as error:
+            raise CheckpointError(f"{file.path} is not a whole safetensors file ({error})") from error
+        yield header

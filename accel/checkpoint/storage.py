@@ -1,7 +1,7 @@
 """Where checkpoints lie. All of ``checkpoint/`` asks for its files here, by path: ``storage_of(path).names(path)``.
 
-``Storage`` is what a place must be able to do: a file is there whole or not at all, is never changed afterwards, and the record
-replaces the one before it from one moment to the next (``Claim.commit``). ``Local``: the file systems of this machine.
+A file is there whole or not at all, and never changed afterwards; the record replaces the one before it from one moment to the
+next (``Claim.commit``). ``Local``: the file systems of this machine; ``remote.py``: object stores.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, is_url
 from .failures import explain, naming
-from .safetensors import MAX_HEADER
+from .safetensors import CHUNK, MAX_HEADER
 
 #: Takes the bytes that come next in a new file, and is done with them when it returns.
 Write = Callable[[memoryview], None]
@@ -30,11 +30,74 @@ Write = Callable[[memoryview], None]
 
 def storage_of(path: str) -> Storage:
     """The storage in which a path lies."""
-    return _local
+    if not is_url(path):
+        return _local
+    from .remote import remote  # what it needs is not always installed
+
+    return remote(path)
+
+
+class Storage(Protocol):
+    """Files by their paths. An OSError says what went wrong, and with which path.
+
+    ``claim``      takes a directory for this job, or refuses it where another one saves there now
+    ``create``     a new file, durable or, after an error, not there at all: ``header`` bytes that are known last, and what
+                   follows them. ``content`` hands that over and returns the header, and the same if it is called again.
+                   ``size`` is to be reserved, 0 where it is not known. Returns the header
+    ``exists``     whether there surely is a file, directory or link
+    ``fetched``    the same file or directory on this machine; in ``folder`` where it was not
+    ``identity``   is another one if a file is written again, or another is put in its place
+    ``link``       makes ``new`` a file like ``old``, each of which can go by itself; their bytes do not come through this process
+    ``make``       a directory and what is above it, durably
+    ``open``       a file for reading; a CheckpointError where it is missing, a link, something else, or not of ``size``
+    ``real``       the path without links
+    ``remove``     a file, if it is there; ``remove_directory`` an empty one
+    ``rename``     gives a file another name, in place of one that has it: each is there whole at any moment
+    ``sync``       makes the names in a directory durable
+    ``workplace``  a directory of this machine for what is to come into ``directory`` later
+    """
+
+    def claim(self, directory: str) -> Claim: ...
+    def create(self, path: str, size: int, header: int, content: Callable[[Write], bytes]) -> bytes: ...
+    def exists(self, path: str) -> bool: ...
+    def fetched(self, path: str, folder: str) -> str: ...
+    def identity(self, path: str) -> Hashable: ...
+    def is_directory(self, path: str) -> bool: ...
+    def link(self, old: str, new: str) -> None: ...
+    def make(self, directory: str) -> None: ...
+    def names(self, directory: str) -> list[str]: ...
+    def open(self, path: str, size: int | None) -> AbstractContextManager[File]: ...
+    def real(self, path: str) -> str: ...
+    def remove(self, path: str) -> None: ...
+    def remove_directory(self, directory: str) -> None: ...
+    def rename(self, old: str, new: str) -> None: ...
+    def size(self, path: str) -> int: ...
+    def sizes(self, directory: str, names: Sequence[str]) -> Iterator[int]: ...
+    def sync(self, directory: str) -> None: ...
+    def workplace(self, directory: str) -> str: ...
+
+
+class Claim(Protocol):
+    """What one job has of a directory while it saves there.
+
+    ``exclusive``  no other job can be writing there until this one lets go
+    ``commit``     makes ``content`` the file ``path``, durably, from one moment to the next; ``temporary`` is a name beside it
+    ``release``    lets the next job in; again is harmless. ``remove`` leaves nothing in the directory, too
+    """
+
+    exclusive: bool
+
+    def commit(self, path: str, content: bytes, temporary: str) -> None: ...
+    def release(self) -> None: ...
+    def remove(self) -> None: ...
 
 
 class File(ABC):
     """A file that is open for reading, by any thread."""
+
+    #: Bytes that are read at a time where they are looked at before those that follow.
+    step = CHUNK
+    in_flight = 0  #: Threads that read from it, where it matters more than how many cores there are.
 
     def __init__(self, path: str, size: int) -> None:
         self.path, self.size = path, size
@@ -55,104 +118,16 @@ class File(ABC):
         return self.read(0, length if length <= min(self.size, MAX_HEADER + 8) else 0)
 
 
-class Claim(ABC):
-    """What one job has of a directory while it saves there."""
-
-    #: Whether no other job can be writing there until this one lets go.
-    exclusive: bool
-
-    @abstractmethod
-    def commit(self, path: str, content: bytes, temporary: str) -> None:
-        """Make ``content`` the file ``path``, durably, from one moment to the next; ``temporary`` is a name beside it."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Let the next job in; again is harmless."""
-
-    @abstractmethod
-    def remove(self) -> None:
-        """The same, and leave nothing in the directory."""
+def read_whole(path: str, limit: int, kind: str) -> bytes:
+    """A small file; raises where it is missing, or too large for ``kind`` (a record, say)."""
+    with storage_of(path).open(path, None) as file:
+        if file.size > limit:
+            raise CheckpointError(f"{path}: {file.size} bytes are too many for {kind}")
+        return bytes(file.read(0, file.size))
 
 
-class Storage(ABC):
-    """Files by their paths. An OSError says what went wrong, and with which path."""
-
-    @abstractmethod
-    def real(self, path: str) -> str:
-        """The path without links."""
-
-    @abstractmethod
-    def names(self, directory: str) -> list[str]:
-        """What lies in a directory."""
-
-    @abstractmethod
-    def exists(self, path: str) -> bool:
-        """Whether there surely is a file, directory or link."""
-
-    @abstractmethod
-    def is_directory(self, path: str) -> bool: ...
-
-    @abstractmethod
-    def size(self, path: str) -> int:
-        """Of a file."""
-
-    @abstractmethod
-    def identity(self, path: str) -> Hashable:
-        """What is another one if the file is written again, or another is put in its place."""
-
-    @abstractmethod
-    def make(self, directory: str) -> None:
-        """Make a directory and what is above it, durably; an OSError where it cannot be made, or is something else."""
-
-    @abstractmethod
-    def sync(self, directory: str) -> None:
-        """Make the names in a directory durable."""
-
-    @abstractmethod
-    def claim(self, directory: str) -> Claim:
-        """Take a directory for this job, or refuse it where another one saves there now."""
-
-    @abstractmethod
-    def open(self, path: str, size: int | None) -> AbstractContextManager[File]:
-        """Context: a file for reading, not through a link; raises where it is missing, something else, or not of ``size``."""
-
-    def read_whole(self, path: str, limit: int, kind: str) -> bytes:
-        """A small file; raises where it is missing, or too large for ``kind`` (a record, say)."""
-        with self.open(path, None) as file:
-            if file.size > limit:
-                raise CheckpointError(f"{path}: {file.size} bytes are too many for {kind}")
-            return bytes(file.read(0, file.size))
-
-    @abstractmethod
-    def create(self, path: str, size: int, header: int, content: Callable[[Write], bytes]) -> bytes:
-        """Make a new file, durable or, after an error, not there at all; returns its header.
-
-        Args:
-            path: of it.
-            size: to be reserved at once; 0 where it is not known.
-            header: its first bytes, so many, which are known last.
-            content: hands over all that follows them, and returns them; where it is called twice it does so twice.
-        """
-
-    @abstractmethod
-    def put(self, path: str, content: bytes) -> None:
-        """Make a small file, or another one of an old one: it is there whole or not at all, and need not be durable."""
-
-    @abstractmethod
-    def link(self, old: str, new: str) -> None:
-        """Make ``new`` a file like ``old``, each of which can go by itself, without its bytes coming through this process."""
-
-    @abstractmethod
-    def rename(self, old: str, new: str) -> None:
-        """Give a file another name, in place of one that has it: each is there whole at any moment."""
-
-    @abstractmethod
-    def remove(self, path: str) -> None:
-        """Remove a file, if it is there."""
-
-    @abstractmethod
-    def remove_directory(self, directory: str) -> None:
-        """Remove a directory, if it is empty."""
+class StoreError(OSError):
+    """What a store did not do, and what to do; it says nothing of what is there."""
 
 
 def unreadable(error: OSError) -> str:
@@ -171,6 +146,7 @@ def check_size(path: str, found: int, written: int) -> None:
 
 # -- The file systems of this machine ----------------------------------------------------------------------------------
 
+RECORD: Final = "accel.json"
 LOCK: Final = ".accel.lock"
 _WRITE: Final = 8 << 20  # bytes of small parts that are written together
 _SMALL: Final = 256 << 10  # bytes that are copied rather than written by a call of their own
@@ -180,7 +156,7 @@ _FULL: Final = frozenset({errno.EFBIG, errno.ENOSPC, errno.EDQUOT})
 
 
 @final
-class Local(Storage):
+class Local:
     """Durable by fsync; a directory is one job's by a lock that ends with its process."""
 
     def real(self, path: str) -> str:
@@ -197,6 +173,9 @@ class Local(Storage):
 
     def size(self, path: str) -> int:
         return os.lstat(path).st_size
+
+    def sizes(self, directory: str, names: Sequence[str]) -> Iterator[int]:
+        return (self.size(os.path.join(directory, name)) for name in names)
 
     def identity(self, path: str) -> Hashable:
         status = os.lstat(path)
@@ -222,6 +201,14 @@ class Local(Storage):
 
     def claim(self, directory: str) -> Claim:
         return Lock(directory)
+
+    def workplace(self, directory: str) -> str:
+        parent = os.path.dirname(directory)
+        self.make(parent)
+        return parent
+
+    def fetched(self, path: str, folder: str) -> str:
+        return path
 
     @contextlib.contextmanager
     def open(self, path: str, size: int | None) -> Iterator[File]:
@@ -251,13 +238,12 @@ class Local(Storage):
                 raise OSError(errno.ENOSPC, "the header was written only in part")
         return first
 
-    def put(self, path: str, content: bytes) -> None:
-        with open(f"{path}.tmp", "wb", buffering=0) as file:
-            _write_all(file.fileno(), content)
-        os.replace(f"{path}.tmp", path)
-
     def link(self, old: str, new: str) -> None:
-        os.link(old, new, follow_symlinks=False)
+        passing = f"{new}.tmp"
+        self.remove(passing)
+        os.link(old, passing, follow_symlinks=False)
+        os.replace(passing, new)
+        self.remove(passing)  # two names of one file are not replaced by each other
 
     def rename(self, old: str, new: str) -> None:
         os.replace(old, new)
@@ -273,6 +259,8 @@ class Local(Storage):
 
 @final
 class _LocalFile(File):
+    step = 512 << 10  # which are in the caches of a core that has read them
+
     def __init__(self, path: str, size: int, fd: int) -> None:
         super().__init__(path, size)
         self._fd = fd
@@ -370,7 +358,7 @@ def _new_file(path: str, flags: int) -> Iterator[int]:
 
 
 @final
-class Lock(Claim):
+class Lock:
     """Held by the job that saves into a directory, until its process ends at the latest; refuses another job."""
 
     exclusive = True

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -18,71 +17,86 @@ from . import folder, record
 from .failures import exchange, on_every_rank, on_running_ranks, parsing
 from .match import children_of, objects_in
 from .objects import ModuleObject, OptimizerObject, RankObject, StatefulObject, StateObject, TensorObject
+from .progress import Progress, log_end, progress_bar
 from .reader import Reader
 from .record import Record
-from .safetensors import BY_NAME, CHUNK, chunks_of, from_bytes, memory
+from .safetensors import BY_NAME, CHUNK, chunks_of
 from .state import OF_VALUES
 from .values import DEPTH, TAG, Decoder, Json
 
 _BATCH: Final = 64  # chunks between two words of progress
 
 
-def verify_needed(reader: Reader, found: Record, needs: Sequence[Shard], place: Place) -> None:
-    """Compare the checksums of all chunks that some rank needs, each on one rank of each host. Collective."""
+def verify_needed(reader: Reader, found: Record, needs: Sequence[Shard], place: Place, host: str) -> None:
+    """Compare the checksums of all chunks that some rank needs, each on one rank of each ``host``. Collective."""
     sizes = torch.tensor([chunks_of(file.size) for file in found.files], dtype=torch.int64, device="cpu")
     bases = (sizes.cumsum(0) - sizes).tolist()
 
-    def mark() -> tuple[torch.Tensor, tuple[str, bytes]]:
+    def mark() -> tuple[torch.Tensor, tuple[str, list[int], bool]]:
         # Where nothing is read, nobody has compared the sizes with those of the files.
         needed = torch.zeros(int(sizes.sum()) if needs else 0, dtype=torch.bool, device="cpu")
         for need in needs:
             for file, first, last in reader.chunks(need):
                 needed[bases[file] + first : bases[file] + last] = True
-        return needed, (socket.gethostname(), zlib.compress(memory(needed), 1))
+        # The others are told where that changes: in few places, also where very many ranks have saved.
+        changes = torch.nonzero(needed[1:] != needed[:-1]).squeeze(1).tolist()
+        return torch.nonzero(needed).squeeze(1), (host, changes, bool(needed[:1].any()))
 
-    needed, told = exchange("accel.load (the files)", mark)
-    neighbours = [rank for rank, (host, _) in enumerate(told) if host == told[place.rank][0]]
-    masks = [_mask(told[rank][1]) for rank in neighbours]
-    length = max(map(len, masks))
-    everyone = torch.stack([torch.nn.functional.pad(mask, (0, length - len(mask))) for mask in masks])
-    mine = _share(everyone, neighbours.index(place.rank))
+    mine, told = exchange("accel.load (the files)", mark)
+    neighbours = [rank for rank, (host, *_) in enumerate(told) if host == told[place.rank][0]]
+    mine = _share(mine, [told[rank][1:] for rank in neighbours], neighbours.index(place.rank))
 
     def compare() -> None:
         for file, base in enumerate(bases):
-            chunks = torch.nonzero(mine[base : base + int(sizes[file])]).squeeze(1).tolist()
-            if chunks:
-                reader.verify(file, chunks)
+            low, high = torch.searchsorted(mine, torch.tensor([base, base + int(sizes[file])], device="cpu")).tolist()
+            if low < high:
+                reader.verify(file, (mine[low:high] - base).tolist())
 
     on_every_rank("accel.load (the checksums)", compare)
 
 
-def _mask(packed: bytes) -> torch.Tensor:
-    content = zlib.decompress(packed)
-    return from_bytes(content, torch.bool, (len(content),))
+def _share(needed: torch.Tensor, told: Sequence[tuple[list[int], bool]], me: int) -> torch.Tensor:
+    """The chunks, of those needed here, that fall to one of several ranks; each falls to one that needs it, in turn.
 
-
-def _share(everyone: torch.Tensor, me: int) -> torch.Tensor:
-    """The chunks that fall to one of several ranks; each falls to one that needs it, in turn."""
+    Each tells after which chunks it begins or ceases to need them, and whether it needs the first.
+    """
+    everyone = torch.stack(
+        [
+            (torch.searchsorted(torch.tensor(changes, dtype=torch.int64, device="cpu"), needed) % 2 == 1) ^ first
+            for changes, first in told
+        ]
+    )
     order = everyone.cumsum(0)
-    turn = torch.arange(everyone.shape[1], device="cpu") % order[-1].clamp(min=1)
-    return everyone[me] & (order[me] - 1 == turn)
+    return needed[order[me] - 1 == needed % order[-1]]
 
 
 @locked
-def verify(dir: str | os.PathLike[str]) -> None:
+def verify(dir: str | os.PathLike[str], *, progress: bool = True) -> None:
     """Compare every byte of a checkpoint with its checksums, and its record with the format. Collective on several ranks.
+
+    Args:
+        dir: the checkpoint's directory.
+        progress: as for ``save``.
 
     Raises:
         CheckpointError: names what is missing, damaged or nonsense.
     """
     directory = folder.absolute(dir)
-    on_running_ranks("accel.verify", lambda rank, world: compare_all(directory, rank, world))
+
+    def act(rank: int, world: int) -> None:
+        with progress_bar("accel.verify", shown=progress) as more:
+            compare_all(directory, rank, world, more)
+
+    on_running_ranks("accel.verify", act)
 
 
-def compare_all(directory: str, rank: int, world: int, progress: Callable[[int], Any] = lambda nbytes: None) -> None:
+def compare_all(directory: str, rank: int, world: int, progress: Progress = lambda nbytes: None) -> None:
     """Compare one rank's share of all chunks, and the record; ``progress`` hears how many more bytes are done."""
+    begin = time.monotonic()
     found, _ = record.read(directory)
     check_record(found, os.path.join(directory, record.NAME))
+    if found.hosts:
+        folder.check_sizes(directory, found)
     reader = Reader(directory, found, stream=False)
     for name, stored in islice(found.tensors.items(), rank, None, world):
         for _ in reader.locate(name, 0, stored.numel):
@@ -93,6 +107,8 @@ def compare_all(directory: str, rank: int, world: int, progress: Callable[[int],
             chunks = mine[at : at + _BATCH]
             reader.verify(file, chunks)
             progress(len(chunks) * CHUNK)
+    part = f"1 of {world} parts " if world > 1 else ""
+    log_end(directory, f"{part}verified", found.nbytes // world, begin)
 
 
 # -- Whether all of a record can be what accel wrote: the kinds of values, their ranges, and what they refer to --------

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..checkpoint import folder, foreign
 from ..checkpoint.export import plan_export, write_export
 from ..checkpoint.failures import on_running_ranks
+from ..checkpoint.progress import progress_bar
 from ..checkpoint.reader import Reader
 from ..checkpoint.record import Record, Stored, read
 from ..checkpoint.safetensors import BY_NAME, ITEM_BYTES
 from ..checkpoint.source import STEMS
+from ..checkpoint.values import TAG
 from ..checkpoint.verify import compare_all
 from ..memory import new_figure, write_figure
 from . import Command
@@ -215,6 +215,35 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--values", action="store_true", help="print the values as JSON instead")
 
 
+_STEPS = ("step", "global_step", "epoch")
+
+
+def _limits(record: Record) -> Iterator[str]:
+    """Which backend saved it, and at which step, as far as it says; and what of it is bound to a class or to each process."""
+    steps = [f"{key} {record.values[key]}" for key in _STEPS if type(record.values.get(key)) is int]
+    if steps:
+        yield f"at {', '.join(steps)}"
+    todo = [("", record.values)]
+    while todo:
+        path, node = todo.pop(0)
+        kind = node.get(TAG) if isinstance(node, dict) else None
+        if kind == "module":
+            backend = f" of backend {node['backend']}" if "backend" in node else ""
+            yield f"{path}: a model{backend}; loads with any backend"
+        elif kind == "optimizer":
+            other = (
+                f"loads into a {node['class']} only"
+                if node["class"]
+                else "of another library, which does not tell its class"
+            )
+            yield f"{path}: an optimizer; {other}"
+        elif kind == "ranks":
+            yield f"{path}: of each of {record.world_size} processes; further ones begin with their own"
+        elif isinstance(node, dict | list):
+            pairs = node.items() if isinstance(node, dict) else enumerate(node)
+            todo += [(f"{path}/{key}" if path else str(key), child) for key, child in pairs]
+
+
 def inspect(args: argparse.Namespace) -> int:
     """Show what a checkpoint holds: files, tensors and values.
 
@@ -235,6 +264,8 @@ def inspect(args: argparse.Namespace) -> int:
     for name, tensor in record.tensors.items():
         pieces = sum(part[3] for part in tensor.parts)
         print(f"  {name:{width}}  {tensor.dtype:5} {list(tensor.shape)}{f' in {pieces} parts' if pieces > 1 else ''}")
+    for line in _limits(record):
+        print(f"  {line}")
     for key, value in record.values.items():
         text = json.dumps(value)
         print(f"  {key} = {text if len(text) <= 100 else text[:97] + '...'}")
@@ -258,23 +289,6 @@ def verify(args: argparse.Namespace) -> int:
             on_running_ranks("accel.verify", functools.partial(compare_all, path, progress=progress))
         print(f"{directory}: every byte is as it was written")
     return 0
-
-
-# -- How far long work has come, for a person who watches a terminal ---------------------------------------------------
-
-
-@contextlib.contextmanager
-def progress_bar(what: str, total: int | None = None) -> Iterator[Callable[[int], Any]]:
-    """Context: is told how many more bytes are done, of ``total``; a bar where stderr is a terminal and tqdm is there."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        tqdm = None
-    if tqdm is None:
-        yield lambda nbytes: None
-        return
-    with tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        yield bar.update
 
 
 COMMANDS = {

@@ -7,6 +7,7 @@ import importlib
 import os
 import pickle
 import socket
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -203,6 +204,7 @@ def _patience(group: dist.ProcessGroup | None) -> timedelta:
 
 
 def _connect(process: Process, backend: str, problem: str, rendezvous: Rendezvous) -> None:
+    begin = time.monotonic()
     if process.group is None:
         # Optimizers would import it when there is a group, which it would hold: `unseen_group`.
         importlib.import_module("torch.distributed.nn")
@@ -217,11 +219,15 @@ def _connect(process: Process, backend: str, problem: str, rendezvous: Rendezvou
         destroy_groups(process)
         if isinstance(error, RuntimeError):
             raise LaunchError(
-                f"accel did not start on all {process.place.world_size} ranks within "
-                f"{process.timeout.total_seconds():g} s ({error}): every rank must call accel.setup or accel.init"
+                f"accel did not start on all {process.place.world_size} ranks, {_after(begin, process.timeout)} ({error}): "
+                "every rank must call accel.setup or accel.init"
                 f"{_unreachable(process.place)}"
             ) from error
         raise
+
+
+def _after(begin: float, timeout: timedelta) -> str:
+    return f"after {time.monotonic() - begin:.2g} of {timeout.total_seconds():g} s"
 
 
 def _unreachable(place: Place) -> str:
@@ -243,6 +249,7 @@ class Rendezvous:
 
     store: distributed_c10d.Store | None = None
     where: Place | None = None
+    name: str = ""
     starts: int = 0
 
     def make_group(self, place: Place, backend: str, timeout: timedelta) -> dist.ProcessGroup:
@@ -254,24 +261,52 @@ class Rendezvous:
             )
         # torchrun's own store listens at the master port, and only env:// knows it.
         url = "env://" if place.launcher == "torchrun" else f"tcp://{place.master_addr}:{place.master_port}"
-        rank, world = place.rank, place.world_size
+        rank, world, begin = place.rank, place.world_size, time.monotonic()
         try:
             if self.store is None or self.where != place:
-                self.store, self.where = next(rendezvous_at(url, rank, world, timeout=timeout))[0], place
+                found = next(rendezvous_at(url, rank, world, timeout=timeout))[0]
+                found.set_timeout(timeout)
+                self.name = meet(found, rank, world, timeout)
+                self.store, self.where, self.starts = found, place, 0
             self.store.set_timeout(timeout)
             self.starts += 1
-            store = distributed_c10d.PrefixStore(f"accel/{self.starts}", self.store)
+            store = distributed_c10d.PrefixStore(f"accel/{self.name}/{self.starts}", self.store)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
         except (RuntimeError, ValueError) as error:
             raise LaunchError(
                 f"the process group {backend!r} of {world} ranks did not come up at {place.master_addr}:"
-                f"{place.master_port} within {timeout.total_seconds():g} s ({error}): start as many processes as "
+                f"{place.master_port}, {_after(begin, timeout)} ({error}): start as many processes as "
                 "WORLD_SIZE says, and set MASTER_ADDR and MASTER_PORT to a free port of rank 0's host"
                 f"{_unreachable(place)}"
             ) from error
         assert dist.group.WORLD is not None
         _give_margin(dist.group.WORLD, timeout)
         return dist.group.WORLD
+
+
+def meet(store: distributed_c10d.Store, rank: int, world: int, timeout: timedelta) -> str:
+    """A name that all ranks of this start have, and no other start. Collective.
+
+    torchrun's store outlives its restarts: there lie the addresses of processes that are gone, and names like this one. So rank
+    0 makes a new one, and the others go by it only once rank 0 tells what they themselves have just written.
+    """
+    own, pause, end = uuid.uuid4().hex, 0.001, time.monotonic() + timeout.total_seconds()
+    store = distributed_c10d.PrefixStore("accel", store)
+    if rank == 0:
+        store.set("start", own)
+        keys = [f"{own}/{other}" for other in range(1, world)]
+        store.wait(keys, timeout)
+        store.set(f"{own}/all", "".join(value.decode() for value in store.multi_get(keys)))
+        return own
+    while True:
+        start = store.get("start").decode()
+        store.set(f"{start}/{rank}", own)
+        if store.check([f"{start}/all"]) and own in store.get(f"{start}/all").decode():
+            return start
+        if time.monotonic() > end:
+            raise dist.DistStoreError("rank 0, or another rank, did not come")
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.5)
 
 
 def _agree_on_devices(process: Process, problem: str) -> None:

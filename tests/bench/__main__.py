@@ -18,7 +18,22 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["PYTHONWARNINGS"] = "ignore"
 warnings.filterwarnings("ignore")
 
-from . import checkpoints, costs, drift, fsdp, loops, memory, pipeline, report, scale, settings, sharded, zero  # noqa: E402
+from . import (  # noqa: E402
+    checkpoints,
+    costs,
+    drift,
+    during,
+    fsdp,
+    loops,
+    memory,
+    pipeline,
+    report,
+    restart,
+    scale,
+    settings,
+    sharded,
+    zero,
+)
 from .section import Section  # noqa: E402
 
 SECTIONS = {
@@ -33,7 +48,9 @@ SECTIONS = {
         sharded.SECTION,
         zero.SECTION,
         checkpoints.SECTION,
+        during.SECTION,
         scale.SECTION,
+        restart.SECTION,
         memory.SECTION,
         pipeline.SECTION,
     )

@@ -23,17 +23,24 @@ def _colours(names: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def _stack(axes: Axes, panel: Panel) -> None:
+    """One bar for each group, from the first part at the bottom to the last; its sum above."""
+    shades, tops = (*OURS, *OTHERS), [0.0] * len(panel.groups)
+    for colour, (name, values) in zip(shades * 2, panel.bars.items(), strict=False):
+        sizes = [value or 0.0 for value in values]
+        axes.bar(range(len(sizes)), sizes, 0.6, bottom=tops, color=colour, label=name)
+        tops = [top + size for top, size in zip(tops, sizes, strict=True)]
+    for place, top in enumerate(tops):
+        axes.annotate(
+            f"{top:.3g}", (place, top), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=8
+        )
+
+
 def _panel(axes: Axes, panel: Panel) -> None:
-    width = 0.84 / len(panel.bars)
-    colours = _colours(list(panel.bars))
-    for i, (name, values) in enumerate(panel.bars.items()):
-        places = [k + (i - (len(panel.bars) - 1) / 2) * width for k in range(len(panel.groups))]
-        drawn = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
-        axes.bar([p for p, _ in drawn], [v for _, v in drawn], width * 0.92, color=colours[name], label=name)
-        for place, value in drawn:
-            axes.annotate(
-                f"{value:.3g}", (place, value), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=7
-            )
+    if panel.stacked:
+        _stack(axes, panel)
+    else:
+        _bars(axes, panel)
     if panel.limit is not None:
         axes.axhline(panel.limit, color="black", linewidth=0.8, linestyle="--")
     if panel.log:
@@ -47,7 +54,20 @@ def _panel(axes: Axes, panel: Panel) -> None:
     axes.grid(axis="y", alpha=0.25)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=panel.stacked)
+
+
+def _bars(axes: Axes, panel: Panel) -> None:
+    width = 0.84 / len(panel.bars)
+    colours = _colours(list(panel.bars))
+    for i, (name, values) in enumerate(panel.bars.items()):
+        places = [k + (i - (len(panel.bars) - 1) / 2) * width for k in range(len(panel.groups))]
+        drawn = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
+        axes.bar([p for p, _ in drawn], [v for _, v in drawn], width * 0.92, color=colours[name], label=name)
+        for place, value in drawn:
+            axes.annotate(
+                f"{value:.3g}", (place, value), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=7
+            )
 
 
 def draw(panels: Sequence[Panel], path: Path) -> None:

@@ -19,12 +19,11 @@ import torch
 
 from accel.checkpoint import record, shards
 from accel.checkpoint.layout import (
-    Inventory,
     PackedInventory,
     Row,
+    inventory,
     make_inventory,
     make_layout,
-    parts,
     unpack,
     write_items,
 )
@@ -38,7 +37,8 @@ from accel.shard import Shard
 from .ranks import run
 from .section import Data, Section, Verdict, answer, brief, failures, table
 
-TENSORS, RANKS, QUICK = 10_000, (256, 1024), (64,)
+TENSORS, RANKS, QUICK = 10_000, (256, 1024, 2816, 16_384), (64,)
+ROWS, SHAPES = 32_768, 7
 ABOUT = f"""{TENSORS} tensors, each divided by rows over all ranks. What each rank does before a save: *list* its tensors, \
 receive the lists of all others, and *plan* who writes what. Rank 0 makes the record, each loading rank reads it, and *load* \
 is that of one rank of half as many, which opens only the *files* that it needs. Seconds are cpu time of one thread \
@@ -66,17 +66,17 @@ class Scale:
 
 def simulate(world: int, tensors: int, loading: int, directory: str) -> Scale:
     """Plan a save of ``tensors`` on ``world`` ranks, and load the share of the middle one of ``loading`` ranks."""
-    table: list[Row] = [(f"model/layers.{i}.weight", "F32", (4096 - i % 7, COLUMNS), ()) for i in range(tensors)]
-    memory = torch.ones(4096, COLUMNS)
+    table: list[Row] = [(f"model/layers.{i}.weight", "F32", (ROWS - i % SHAPES, COLUMNS), ()) for i in range(tensors)]
+    memory = torch.ones(ROWS, COLUMNS)
     mine = [LocalRange(s, equal=True) for s in _rows_of(world // 2, world, table, memory)]
     listing, list_s = _timed(lambda: make_inventory(mine, compare=True))
     packed = [_pack(rank, world, table) for rank in range(world)]
-    assert packed[world // 2].numbers == listing.pack(0).numbers
+    assert packed[world // 2].kinds == listing.pack(0).kinds
     plan, plan_s = _timed(lambda: make_layout(unpack(packed), world))
     assert len(write_items(world // 2, plan, mine)) == sum(one.shard.tensor.numel() > 0 for one in mine)
 
-    found = parts(plan.ranges, torch.arange(world))
-    stored = {name: Stored(dtype, shape, tuple(found.get(i, ()))) for i, (name, dtype, shape, _) in enumerate(table)}
+    found = zip(plan.table, plan.parts(torch.arange(world)), strict=True)
+    stored = {name: Stored(dtype, shape, tuple(own)) for (name, dtype, shape, _), own in found}
     wanted = _rows_of(loading // 2, loading, table, torch.zeros_like(memory))
     needed = {f for s in wanted for f, _, _ in stored[s.name].overlaps(s.start, s.start + s.tensor.numel())}
     files = [_write(rank, world, table, memory, directory, real=rank in needed) for rank in range(world)]
@@ -88,7 +88,7 @@ def simulate(world: int, tensors: int, loading: int, directory: str) -> Scale:
     assert all(bool((s.tensor == 1).all()) for s in wanted)
     return Scale(
         list_s,
-        sum(len(one.numbers) for one in packed),
+        sum(len(one.kinds) for one in packed),
         plan_s,
         record_s,
         len(content),
@@ -115,9 +115,11 @@ def _rows_of(rank: int, world: int, table: list[Row], memory: torch.Tensor) -> l
 
 def _pack(rank: int, world: int, table: list[Row]) -> PackedInventory:
     """What a rank sends, without making its tensors."""
-    begin, end = _rows(rank, world, torch.tensor([shape[0] for _, _, shape, _ in table]))
-    numbers = torch.stack([torch.arange(len(table)), begin * COLUMNS, (end - begin) * COLUMNS, torch.zeros_like(begin)])
-    return Inventory(table, numbers).pack(0 if rank else None)
+    if rank:
+        table = table[:SHAPES]  # which have a range of each kind
+    begin, end = (t.tolist() for t in _rows(rank, world, torch.tensor([shape[0] for _, _, shape, _ in table])))
+    ranges = [(i, a * COLUMNS, (b - a) * COLUMNS, 0) for i, (a, b) in enumerate(zip(begin, end, strict=True))]
+    return inventory(table, ranges).pack(0 if rank else None)
 
 
 def _write(rank: int, world: int, table: list[Row], memory: torch.Tensor, directory: str, *, real: bool) -> Written:

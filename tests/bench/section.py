@@ -22,7 +22,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Panel:
-    """Bars in groups; None leaves a bar out. ``limit`` is a line across."""
+    """Bars in groups, or on top of each other; None leaves a bar out. ``limit`` is a line across."""
 
     title: str
     unit: str
@@ -30,6 +30,7 @@ class Panel:
     bars: dict[str, Sequence[float | None]]
     limit: float | None = None
     log: bool = False
+    stacked: bool = False
 
 
 @dataclass(frozen=True)

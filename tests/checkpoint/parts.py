@@ -61,7 +61,7 @@ def expected(shard: Shard, full: torch.Tensor) -> torch.Tensor:
 def save_as_ranks(held: Sequence[Sequence[Shard]], directory: str, *, equal: bool = True) -> None:
     """What ``accel.save`` does on as many ranks as there are lists of shards, here one after the other."""
     contents = [contents_of({"model": Parts(shards, equal=equal)}, None, len(held)) for shards in held]
-    summaries = [one.summary() for one in contents]
+    summaries = [one.summary(rank) for rank, one in enumerate(contents)]
     messages = [one.message(summaries, rank) for rank, one in enumerate(contents)]
     with contextlib.ExitStack() as resources:
         claim = folder.begin(directory, resources)

@@ -179,19 +179,8 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.listdir(tmp_path) == ["home"]
 
 
-URLS = [
-    "s3://bucket/run",
-    "gs://b",
-    "HDFS://host:8020/x",
-    "memory://x",
-    "simplecache::s3://b/x",
-    "file:///tmp/run",
-    Path("s3://b/x"),
-]
-
-
-@pytest.mark.parametrize("url", URLS, ids=str)
-def test_a_url_is_no_directory(
+@pytest.mark.parametrize("url", ["simplecache::s3://b/x", Path("s3://b/x"), Path("file:///tmp/run")], ids=str)
+def test_what_a_path_makes_of_a_url_is_no_directory(
     url: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Everywhere where a directory is named; nothing is made, and a file's URL is told its path."""
@@ -215,13 +204,13 @@ def test_a_url_is_no_directory(
         lambda: accel.export("c", url),
         lambda: accel.import_checkpoint(url, "d"),
         lambda: accel.import_checkpoint("c", url),
-        lambda: accel.memory_report(nn.Linear(2, 2)).save_plot(url),
         deferred,
     ]
-    hint = "'/tmp/run'" if str(url).startswith("file") else "mount the bucket"
     for call in calls:
-        with pytest.raises(accel.AccelError, match=rf"is a URL, and accel .*{hint}"):
+        with pytest.raises(accel.AccelError, match="give it as text.*without a chain of caches"):
             call()
+    with pytest.raises(accel.AccelError, match="mount the bucket"):
+        accel.memory_report(nn.Linear(2, 2)).save_plot("s3://bucket/x.png")
     for command in (["verify", url], ["export", url, "d"], ["convert", url, "d"], ["diff", "c", url], ["inspect", url]):
         assert main([str(part) for part in command]) == 1
         assert "is a URL" in capsys.readouterr().err

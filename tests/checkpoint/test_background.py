@@ -6,14 +6,16 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 import accel
-from accel.checkpoint import record, shards, storage
+from accel.checkpoint import background, layout, record, shards, storage
 from accel.errors import CheckpointError
 from tests.distributed import outcomes, refusals, run, wait_for
 from tests.faults import Fault, full_disk
@@ -68,6 +70,59 @@ def test_it_returns_before_the_files_are_written(tmp_path: Path, monkeypatch: py
     assert accel.load(tmp_path)["n"] == 2.0
 
 
+@pytest.mark.parametrize("needed", [True, False])
+def test_it_takes_a_share_of_cores_that_are_needed_and_all_of_others(
+    needed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: (slept.append(seconds), sleep(seconds)))
+    monkeypatch.setattr(background.Pace, "_waited", lambda self: time.monotonic() if needed else 0.0)
+    pace = background.Pace()
+    pace(1)
+    begin = time.monotonic(), time.thread_time()
+    for _ in range(5):
+        xxhash.xxh3_64_digest(bytes(8 << 20))
+        pace(8 << 20)
+    wall, cpu = time.monotonic() - begin[0], time.thread_time() - begin[1]
+    assert (cpu < 0.06 * wall) if needed else not any(slept)
+
+
+def listed(directory: str) -> list[bool]:
+    """How many inventories each of some saves has sent: the first, one of the same ranges, others, and the same again."""
+    sent = 0
+    pack = layout.Inventory.pack
+
+    def count(self: layout.Inventory, same: int | None) -> layout.PackedInventory:
+        nonlocal sent
+        sent += 1
+        return pack(self, same)
+
+    layout.Inventory.pack = count  # type: ignore[method-assign]
+    net = torch.nn.Linear(4, 4)
+    model, optimizer, _ = accel.setup(net, torch.optim.AdamW(net.parameters()), backend="fsdp", devices="cpu")
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "own": torch.ones(3) * accel.rank()}
+    found = []
+    for step in range(5):
+        if step == 2:
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        if step == 4:
+            state["own"].fill_(1.0)  # the ranks had other values, of which rank 0's are saved, and now the same
+        sent = 0
+        accel.save(state, directory)
+        found.append(sent)
+        loaded = {"model": model, "optimizer": optimizer, "own": torch.zeros(3)}
+        accel.load(directory, loaded)
+        assert loaded["own"].tolist() == [1.0 if step == 4 else 0.0] * 3
+    accel.verify(directory)
+    return [bool(n) for n in found]
+
+
+def test_ranges_are_listed_to_others_only_when_they_changed(tmp_path: Path) -> None:
+    assert run(2, listed, str(tmp_path / "c")) == [[True, False, True, False, True]] * 2
+
+
 def test_load_and_latest_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accel.save(large(1.0), tmp_path / "1")
     gate = threading.Event()
@@ -97,7 +152,17 @@ def test_a_failure_comes_out_of_the_future_and_of_the_next_save(tmp_path: Path) 
 
 
 SCRIPT = """
-import resource, sys, torch, accel
+import resource, sys, time, torch, accel
+from concurrent.futures import ThreadPoolExecutor
+from accel.checkpoint import shards
+
+executor, write = ThreadPoolExecutor(), shards.write
+
+def late(*args):  # the clients of object stores use executors, to find hosts by name
+    time.sleep(0.5)
+    return executor.submit(write, *args).result()
+
+shards.write = late
 accel.save({"n": 1}, sys.argv[1])
 if sys.argv[2] == "fails":
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

@@ -224,6 +224,11 @@ def to_index(entry: str) -> Callable[[Path], None]:
     return spoil
 
 
+def named_twice(header: dict[str, Any]) -> bytes:
+    """Of two tensors of one name readers would take different ones."""
+    return json.dumps(header).replace('"bias"', '"weight"').encode()
+
+
 def to_link(directory: Path) -> None:
     shutil.move(directory / "model.safetensors", directory.parent / "outside.safetensors")
     (directory / "model.safetensors").symlink_to("../outside.safetensors")
@@ -234,15 +239,15 @@ SPOILERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "absolute": (to_index("/etc/passwd"), "not a name of a file of this directory"),
     "missing": (to_index("gone.safetensors"), "No such file"),
     "link": (to_link, "outside of the directory"),
-    "overlap": (rewrite(lambda h: h["bias"].update(data_offsets=[8, 16])), "overlaps"),
-    "huge": (rewrite(lambda h: h["weight"].update(shape=[2**40, 2**40])), "another size than its shape"),
-    "negative": (rewrite(lambda h: h["weight"].update(shape=[-2, -2])), "no such thing"),
-    "dtype": (rewrite(lambda h: h["weight"].update(dtype="F4")), "dtype F4"),
-    "longer": (rewrite(lambda h: None, b"more"), "the file at"),
+    "overlap": (rewrite(lambda h: h["bias"].update(data_offsets=[8, 16])), "not a whole safetensors file"),
+    "huge": (rewrite(lambda h: h["weight"].update(shape=[2**40, 2**40])), "not a whole safetensors file"),
+    "negative": (rewrite(lambda h: h["weight"].update(shape=[-2, -2])), "not a whole safetensors file"),
+    "dtype": (rewrite(lambda h: h["weight"].update(dtype="F8_E8M0", shape=[16])), "has dtype F8_E8M0"),
+    "longer": (rewrite(lambda h: None, b"more"), "not a whole safetensors file"),
     "deep": (rewrite(lambda h: b"[" * 100_000), "not a whole safetensors file"),
-    "twice": (rewrite(lambda h: b'{"a": 1, "a": 2}'), "the same key twice"),
+    "twice": (rewrite(named_twice), "not a whole safetensors file"),
     "cut": (lambda d: os.truncate(d / "model.safetensors", 5), "not a whole safetensors file"),
-    "both": (lambda d: (d / "model.safetensors.index.json").write_text("{}") and None, "remove the one"),
+    "both": (lambda d: (d / "model.safetensors.index.json").write_text("{}") and None, "remove the other"),
 }
 
 

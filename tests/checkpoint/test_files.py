@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import os
 import re
+import runpy
 import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import xxhash
-from safetensors import safe_open
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import accel
 from tests.distributed import run
+from tests.programs import ROOT
 
 PATTERN = re.compile(r"accel-[0-9a-f]{12}-\d{5}(-still)?\.safetensors")
 
@@ -37,56 +38,77 @@ class Big(nn.Module):
         return x
 
 
-def save_big(directory: str) -> dict[str, torch.Tensor]:
-    net = Big()
-    model, _, _ = accel.setup(net)
+def save_big(directory: str, backend: str = "auto") -> dict[str, torch.Tensor]:
+    net = Big().float() if backend == "fsdp" else Big()  # one group has one dtype
+    model, _, _ = accel.setup(net, backend=backend)
     accel.save({"model": model, "z": torch.tensor([1 + 2j, 3]), "n": 1}, directory)
-    return {n: t.detach().contiguous() for n, t in net.state_dict().items()}
+    return {n: t.detach().contiguous() for n, t in accel.full_state_dict(model).items()}
 
 
-def read_by_the_page(directory: Path) -> dict[str, torch.Tensor]:
-    """A reader written from docs/checkpoint_format.md, with the public safetensors library."""
-    content = (directory / "accel.json").read_bytes()
-    assert content[:9] == b'{"xxh3":"'
-    assert content[25:26] == b'"'
-    assert xxhash.xxh3_64_hexdigest(content[:9] + b"0" * 16 + content[25:]).encode() == content[9:25]
-    record = json.loads(content)
-    assert (record["format"], record["version"]) == ("accel-checkpoint", 1)
+def save_cut(directory: str) -> dict[str, torch.Tensor]:
+    """Version 2 of the format: the second weight is cut along its columns."""
+    torch.manual_seed(0)
+    backend = accel.TensorParallel(plan={"0": ColwiseParallel(), "1": RowwiseParallel()})
+    model = accel.setup(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5)), backend=backend).model
+    accel.save({"model": model}, directory)
+    return accel.full_state_dict(model)
+
+
+def save_all(directory: str) -> dict[str, dict[str, torch.Tensor]]:
     found = {}
-    for name, one in record["tensors"].items():
-        pieces = []
-        for file, start, count, files in one["parts"]:
-            for i in range(files):
-                begin = start + i * count
-                with safe_open(directory / record["files"][file + i]["name"], "pt") as shard:
-                    whole = (begin, count) == (0, torch.Size(one["shape"]).numel())
-                    pieces.append(shard.get_tensor(name if whole else f"{name}[{begin}:{begin + count}]").reshape(-1))
-        flat = torch.cat(pieces) if pieces else torch.empty(0)
-        if one["dtype"].startswith("C"):
-            flat = torch.view_as_complex(flat.view(-1, 2))
-        found[name] = flat.view(one["shape"])
-    for file in record["files"]:
-        data = (directory / file["name"]).read_bytes()
-        assert len(data) == file["size"]
-        length = 8 + int.from_bytes(data[:8], "little")
-        header = [xxhash.xxh3_64_hexdigest(data[:length][i : i + 2**22]) for i in range(0, length, 2**22)]
-        assert header == file["header"]
-        with safe_open(directory / file["name"], "pt") as shard:
-            chunks = [xxhash.xxh3_64_hexdigest(data[i : i + 2**22]) for i in range(length, len(data), 2**22)]
-            assert shard.metadata() == {"format": "pt", "accel": "1", "xxh3": "".join(chunks)}
-    return found
+    for backend in ("ddp", "fsdp"):
+        found[backend] = save_big(f"{directory}/{backend}", backend)
+        accel.teardown()
+    return {**found, "cut": save_cut(f"{directory}/cut")}
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_the_page_is_enough_to_read_it(world: int, tmp_path: Path) -> None:
-    expected = run(world, save_big, str(tmp_path / "c"))[0]
-    found = read_by_the_page(tmp_path / "c")
-    assert found.keys() == {f"model/{n}" for n in expected} | {"z"}
+def example() -> Any:
+    """The program that reads checkpoints without accel."""
+    path = ROOT / "examples" / "read_checkpoint.py"
+    assert "accel" not in re.findall(r"^(?:import|from) (\w+)", path.read_text(), re.MULTILINE)
+    spec = importlib.util.spec_from_file_location("read_checkpoint", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def same_as(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == {f"model/{n}" for n in expected}
     for name, tensor in expected.items():
         other = found[f"model/{name}"]
-        assert other.shape == tensor.shape
-        assert tensor.numel() == 0 or (other.dtype is tensor.dtype and torch.equal(other, tensor)), name
-    assert found["z"].tolist() == [1 + 2j, 3]
+        assert (other.shape, other.dtype) == (tensor.shape, tensor.dtype), name
+        assert torch.equal(other, tensor), name
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_the_page_is_enough_to_read_it(world: int, tmp_path: Path) -> None:
+    expected = run(world, save_big, str(tmp_path / "c"))[0]
+    found, values = example().read(tmp_path / "c")
+    assert found.pop("z").tolist() == [1 + 2j, 3]
+    assert values["n"] == 1
+    same_as(found, expected)
+
+
+def test_a_program_without_accel_reads_checkpoints_of_several_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, expected in run(2, save_all, str(tmp_path))[0].items():
+        found, _ = example().read(tmp_path / name)
+        found.pop("z", None)
+        same_as(found, expected)
+        for path in (tmp_path / name).glob("*.*n*"):  # the record and each file, damaged in its last third
+            content = path.read_bytes()
+            path.write_bytes(content[: -len(content) // 3] + b"\0!?\1" + content[-len(content) // 3 + 4 :])
+            with pytest.raises(ValueError, match=path.name):
+                example().read(tmp_path / name)
+            path.write_bytes(content)
+    assert '"version":2' in (tmp_path / "cut" / "accel.json").read_text()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["read_checkpoint.py", str(tmp_path / "cut")])
+        runpy.run_path(str(ROOT / "examples" / "read_checkpoint.py"), run_name="__main__")
+    assert "model/1.weight torch.float32 [5, 8]" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -272,3 +272,16 @@ def test_verify_on_several_ranks(tmp_path: Path) -> None:
         file.seek(23_000_000)
         file.write(b"\x01")
     assert all("damaged" in text for text in run(2, verify_on_ranks, str(tmp_path)))
+
+
+def test_each_says_at_its_end_what_it_did(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "accel")
+    net, path = torch.nn.Linear(500, 500), str(tmp_path / "c")
+    accel.save({"net": net}, path)
+    accel.load(path, {"net": net})
+    accel.verify(path)
+    accel.export(path, tmp_path / "out")
+    said = [text for text in caplog.messages if " MB in " in text]
+    assert [text.partition(": ")[2].partition(" MB in")[0] for text in said] == [
+        f"{done}, 1.0" for done in ("saved", "loaded", "verified", "exported")
+    ]

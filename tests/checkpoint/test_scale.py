@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import accel
-from accel.checkpoint.layout import Inventory, Row, make_layout, parts
+from accel.checkpoint.layout import Inventory, Row, inventory, make_layout
 from accel.checkpoint.record import Record, Stored, encode, parse
 from accel.checkpoint.shards import Written
 from accel.errors import CheckpointError
@@ -66,21 +66,15 @@ def inventories(kind: str, world: int, tensors: int) -> list[Inventory]:
     divided = {"replicated": 1, "sharded": world, "pairs": world // 2}[kind]
     count = 4096 // divided
     table: list[Row] = [(f"t{i}", "F32", (4096,), ()) for i in range(tensors)]
-    columns = torch.ones(4, tensors, dtype=torch.int64) * count
-    columns[0], columns[3] = torch.arange(tensors), 0
-    found = []
-    for rank in range(world):
-        columns[1] = rank % divided * count
-        found.append(Inventory(table, columns.clone()))
-    return found
+    return [inventory(table, [(i, rank % divided * count, count, 0) for i in range(tensors)]) for rank in range(world)]
 
 
 def record_of(everyone: list[Inventory], world: int) -> bytes:
     """Plan, and write the record."""
     plan = make_layout(everyone, world)
-    found = parts(plan.ranges, torch.arange(world))
     files = [Written(f"accel-{SAVE}-{r:05d}.safetensors", 1 << 30, ("0" * 16,)) for r in range(world)]
-    stored = {name: Stored(dtype, shape, tuple(found[i])) for i, (name, dtype, shape, _) in enumerate(plan.table)}
+    found = zip(plan.table, plan.parts(torch.arange(world)), strict=True)
+    stored = {name: Stored(dtype, shape, tuple(own)) for (name, dtype, shape, _), own in found}
     return encode(Record(id=SAVE, time=0.0, world_size=world, files=files, tensors=stored, values={}))
 
 

@@ -126,7 +126,8 @@ def which_are_patched(backend: Any, torn_down: bool) -> tuple[set[str], set[str]
     return while_it_lives, changed()
 
 
-STEPS = {RUN, *CLIPPING}
+EVERY = {"compile"}
+STEPS = {RUN, *CLIPPING, *EVERY}
 LEAVES = {*STEPS, "backward"}
 
 
@@ -134,8 +135,8 @@ LEAVES = {*STEPS, "backward"}
 @pytest.mark.parametrize(
     ("backend", "world", "patched"),
     [
-        ("single", 1, set()),
-        ("ddp", 1, set()),
+        ("single", 1, EVERY),
+        ("ddp", 1, EVERY),
         ("ddp", 2, STEPS),
         ("ddp2", 2, STEPS),
         ("sharded", 2, {*STEPS, "data"}),

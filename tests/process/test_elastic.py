@@ -34,7 +34,7 @@ def agents(folder: Path, rendezvous: str, fault: Fault) -> Iterator[list[psutil.
     ]  # fmt: skip
     program = ["--module", "tests.faults", str(EXAMPLE)]
     options = [f"--steps={STEPS}", "--pause=0.05", f"--checkpoints={folder / 'interrupted'}"]
-    environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONUNBUFFERED": "1"}
+    environ = {"PYTHONUNBUFFERED": "1"}  # torchrun's store stays, with the addresses of those that are gone
     # Said outright: both agents are on the endpoint's host, and whichever came first would have the store.
     stores = [f"--rdzv-conf=is_host={first},{rendezvous}" for first in (True, False)]
     commands = [[*torchrun, store, *program, *options] for store in stores]

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from accel import process
 from accel.errors import AccelError, DeviceError, LaunchError
 from accel.process import rng
+from accel.process.startup import meet
 from tests.distributed import GUARD, outcomes, run, wait_for
 from tests.programs import LAUNCHERS, by_hand, clean_environ, free_port, scripts
 
@@ -423,7 +425,7 @@ def test_a_launch_that_cannot_work_says_what_to_set(monkeypatch: pytest.MonkeyPa
     mpich = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
     for environ, message in (
         (mpich, "MPICH started 2 processes.*set MASTER_ADDR"),
-        (by_hand(1, 2, free_port()), "did not come up at 127.0.0.1.*within 1 s.*as many processes as WORLD_SIZE"),
+        (by_hand(1, 2, free_port()), "did not come up at 127.0.0.1.*after .* of 1 s .*as many processes as WORLD_SIZE"),
     ):
         with monkeypatch.context() as patch:
             for name, value in environ.items():
@@ -432,3 +434,20 @@ def test_a_launch_that_cannot_work_says_what_to_set(monkeypatch: pytest.MonkeyPa
                 process.init(timeout=1)
             assert process.running() is None
             assert not dist.is_initialized()
+
+
+def test_a_start_among_the_keys_of_earlier_ones() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    names, limit = set(), timedelta(seconds=60)
+    for first in (0, 1, 2, 0):  # who comes first; the others only once it has seen what the start before left
+        with ThreadPoolExecutor(3) as threads:
+            clients = [dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(3)]
+            early = threads.submit(meet, clients[first], first, 3, limit)
+            time.sleep(0.05)
+            rest = [threads.submit(meet, clients[rank], rank, 3, limit) for rank in range(3) if rank != first]
+            found = {one.result() for one in (early, *rest)}
+        assert len(found) == 1
+        names |= found
+    assert len(names) == 4
+    with pytest.raises(dist.DistStoreError):
+        meet(store, 1, 3, timedelta(seconds=0.1))

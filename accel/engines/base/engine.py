@@ -142,6 +142,8 @@ class Context:
     options: Any
     #: The engine's number, the same on all ranks, and no other engine's.
     serial: int
+    #: The parameters' values are read from files once ``start`` is over.
+    reads: bool = False
 
 
 class Engine(ABC):
@@ -173,7 +175,7 @@ class Engine(ABC):
         self.entry = entry
         self.process, self.options = context.process, context.options
         self.precision, self.loss_scale = context.precision, context.loss_scale
-        self.serial = context.serial
+        self.serial, self.reads = context.serial, context.reads
         #: Its name in whatever the ranks tell each other: models of one class must not be taken for each other.
         self.label = f"{type(module).__name__} #{self.serial}"
         self.distributed = context.process.place.world_size > 1
@@ -217,6 +219,14 @@ class Engine(ABC):
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         """Refuse what cannot work before anything changes. Local and pure."""
         return
+
+    @classmethod
+    def divides_from_host(cls, options: Any) -> bool:
+        """Whether ``start`` takes this rank's part of the weights to its device, out of memory of the host. Pure.
+
+        Values that are read from files go into such parts only: until then the whole lies there untouched, and takes nothing.
+        """
+        return False
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:

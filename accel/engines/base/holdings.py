@@ -355,8 +355,8 @@ class Holdings(Raw):
         """Give every rank rank ``source``'s weights and buffers, while all are whole. Collective."""
         engine = self.engine
         if engine.distributed:
-            tensors = [p.data for p in engine.parameters if not p.is_meta] + [b.data for b in engine.module.buffers()]
-            broadcast_(tensors, engine.process.group, source)
+            values = [] if engine.reads else [p.data for p in engine.parameters if not p.is_meta]
+            broadcast_([*values, *(b.data for b in engine.module.buffers())], engine.process.group, source)
 
     # -- memory ---------------------------------------------------------------------------------------------------------
 

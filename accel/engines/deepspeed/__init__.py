@@ -409,6 +409,11 @@ class DeepSpeedEngine(Engine):
         """What the stage divides, divided."""
         return Configuration(options).predicted(footprint, world_size)
 
+    @classmethod
+    def divides_from_host(cls, options: Any) -> bool:
+        """At stage 3."""
+        return Configuration(options).stage == 3
+
     def wrap(self) -> None:
         """Refuse what needs the precision; DeepSpeed itself divides in ``start``."""
         self.configuration.check_precision(self.precision.name)

@@ -114,6 +114,7 @@ _PRIVATE: Final = (
     ("deepspeed.utils.groups:", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "letting go of process groups"),
     ("deepspeed.comm.comm:", "cdb", "letting go of process groups"),
     (_ENGINE, "module_forward_pre_hook module_forward_post_hook", "several forwards before a backward"),
+    (_ENGINE, "_broadcast_model", "weights that no rank has to send"),
     (_ENGINE, "destroy", "teardown"),
     (_ZERO12, "round_robin_bit16_groups bit16_groups_flat", "the flat memory, and what lies there"),
     (_ZERO12, "partition_size real_dp_process_group", "this rank's part of it"),
@@ -237,8 +238,13 @@ def initialise(
         divided = config["zero_optimization"]
         config = {**config, "zero_optimization": {**divided, "memory_efficient_linear": False}}
         stand_in = torch.optim.SGD([{"params": group} for group in groups], lr=0.0)
+        # All ranks have rank 0's weights, or wait for their own.
+        kind = type("DeepSpeedEngine", (deepspeed.DeepSpeedEngine,), {"_broadcast_model": lambda engine: None})
         # Its shared-memory op takes a minute to compile and serves only inference.
-        with replaced(vars(library("deepspeed.ops")), "__compatible_ops__", collections.defaultdict(bool)):
+        ops = replaced(vars(library("deepspeed.ops")), "__compatible_ops__", collections.defaultdict(bool))
+        with ops, replaced(vars(deepspeed), kind.__name__, kind):
+            if divided["stage"] == 3:  # one weight after the other; else it would bring all of them to the device first
+                deepspeed.zero.Init(module=module, config_dict_or_path=config)
             engine = deepspeed.initialize(model=module, optimizer=stand_in, config=config, dist_init_required=False)[0]
     _renamed.need(engine)
     for patch in _comparisons() if divided["stage"] == 3 else ():

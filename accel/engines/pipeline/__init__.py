@@ -246,6 +246,11 @@ class PipelineEngine(Engine):
         return predicted(footprint, options.balance, world_size)
 
     @classmethod
+    def divides_from_host(cls, options: Any) -> bool:
+        """Unless the whole is to run once, so that its time is known."""
+        return bool(options.balance != "time")
+
+    @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
         """All ranks hold one model together."""
         return 0, 1
@@ -285,6 +290,8 @@ class PipelineEngine(Engine):
     def _divide(self, balance: Sequence[int]) -> None:
         stages = split(self._children, balance)
         self.holdings.divide(stages)
+        for _, child in stages[self._channel.rank] if self.reads else ():
+            convert_module(child, self.process.device, None, ExitStack())
         self._stages = [Stage(stages[self._channel.rank], self.process.device)]
 
     # -- forward and backward -----------------------------------------------------------------------------------------

@@ -1,0 +1,295 @@
+"""Checkpoints whose files stay on the disks of the hosts that wrote them: who shares a disk, what lies there, how it moves.
+
+No name of a host is relied on: ranks share a disk where they see each other's probes, and a file lies where it is seen whole.
+A record on any disk says that all files are durable on all of them; nothing older is removed before it is on every one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial, reduce
+from operator import or_
+from typing import Final, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CheckpointError
+from ..process import current
+from ..process.control import Waiting
+from . import record
+from .failures import exchange, on_every_rank
+from .record import Record
+from .safetensors import memory
+from .shards import Written
+from .storage import Write, storage_of
+
+logger = logging.getLogger("accel")
+
+
+class Transfer(NamedTuple):
+    """A file that goes from the disk of one rank to that of another."""
+
+    name: str
+    size: int
+    source: int
+    target: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Disks:
+    """Of one directory: by rank, the lowest rank that sees the same files there; and the saves of which there are records."""
+
+    leaders: Sequence[int]
+    saves: Collection[str]
+
+    def copies(
+        self, written: Sequence[Sequence[Written | None]], replicas: int
+    ) -> tuple[list[Transfer], list[tuple[str, list[int]]]]:
+        """What must go where, so that so many other hosts have each file too; and the files of each host, by number."""
+        firsts = sorted(set(self.leaders))
+        held: dict[int, list[int]] = {first: [] for first in firsts}
+        # In the order of the record: all ranks' files of one kind, then those of the next.
+        files = [(source, file) for kind in zip(*written, strict=True) for source, file in enumerate(kind) if file]
+        transfers = []
+        for number, (source, file) in enumerate(files):
+            at = firsts.index(self.leaders[source])
+            ring = [*firsts[at:], *firsts[:at]][: replicas + 1]
+            transfers += [Transfer(file.name, file.size, source, target) for target in ring[1:]]
+            for first in ring:
+                held[first].append(number)
+        if replicas >= len(firsts) and current().place.rank == 0:
+            logger.warning("accel.save: replicas=%d, and there are %d hosts; each has all files", replicas, len(firsts))
+        names = current().hosts or (socket.gethostname(),)
+        return transfers, [(names[first], numbers) for first, numbers in held.items()]
+
+
+def find_disks(directory: str, present: Callable[[str], Record | None]) -> Disks:
+    """Which ranks share the directory, made if need be, in which ``present`` finds a record. Collective."""
+    storage = storage_of(directory)
+    probe = f".accel-{secrets.token_hex(6)}-{current().place.rank:05d}.seen"
+
+    def put() -> tuple[None, tuple[str, str, float]]:
+        storage.make(directory)
+        found = present(directory)
+        storage.create(os.path.join(directory, probe), 0, 0, lambda _: b"")
+        return None, (probe, found.id if found else "", found.time if found else 0.0)
+
+    def look() -> tuple[None, int]:
+        record.later_than(max(time for *_, time in told))
+        there = set(storage.names(directory))
+        return None, next(rank for rank, (name, *_) in enumerate(told) if name in there)
+
+    try:
+        _, told = exchange("the hosts of a checkpoint", put)
+        _, leaders = exchange("the disks of a checkpoint", look)
+    finally:
+        with contextlib.suppress(OSError):
+            storage.remove(os.path.join(directory, probe))
+    return Disks(leaders, {save for _, save, _ in told})
+
+
+# -- What lies where ---------------------------------------------------------------------------------------------------
+
+
+class Sight(NamedTuple):
+    """What a rank sees of a checkpoint: of which save, committed when, and which of how many files are there whole, as bits."""
+
+    save: str
+    time: float
+    files: int
+    whole: int
+
+
+def sight(directory: str, found: Record) -> Sight:
+    """Of the checkpoint with this record."""
+    storage, whole = storage_of(directory), 0
+    for number, file in enumerate(found.files):
+        with contextlib.suppress(OSError):
+            whole |= (storage.size(os.path.join(directory, file.name)) == file.size) << number
+    return Sight(found.id, found.time, len(found.files), whole)
+
+
+def _absent(wholes: Sequence[int], files: int) -> list[int]:
+    """The files that nobody has."""
+    found = reduce(or_, wholes)
+    return [number for number in range(files) if not found >> number & 1]
+
+
+def newest(told: Sequence[Mapping[str, Sight]]) -> str | None:
+    """Of checkpoints by their names, as each rank sees them, the newest all of whose files some rank sees."""
+    seen: dict[tuple[float, str, str, int], list[int]] = {}
+    for names in told:
+        for name, one in names.items():
+            seen.setdefault((one.time, one.save, name, one.files), []).append(one.whole)
+    return max((key for key, wholes in seen.items() if not _absent(wholes, key[3])), default=(0, "", None))[2]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A save of which all files are on some host: its record, the record's checksum, and what each rank has."""
+
+    record: Record
+    digits: str
+    wholes: Sequence[int]
+
+    def fetch(self, directory: str, wanted: Collection[int]) -> str:
+        """Bring here what this rank wants and its disk lacks; returns what is one text for the ranks of a disk. Collective."""
+        disks = find_disks(directory, lambda _: None)
+        _, told = exchange("the files that are elsewhere", lambda: (None, set(wanted)))
+        lacking = {
+            (n, leader)
+            for leader, numbers in zip(disks.leaders, told, strict=True)
+            for n in numbers
+            if not self.wholes[leader] >> n & 1
+        }
+        transfers = []
+        for number, leader in sorted(lacking):
+            sources = [rank for rank in set(disks.leaders) if self.wholes[rank] >> number & 1]
+            file = self.record.files[number]
+            transfers.append(Transfer(file.name, file.size, sources[(number + leader) % len(sources)], leader))
+        rank = current().place.rank
+        move("accel.load (files of other hosts)", directory, self.record.id, transfers)
+        if transfers:
+            came = any(one.target == rank for one in transfers)
+            on_every_rank("accel.load (their record)", lambda: self._adopt(directory) if came else None)
+        return str(disks.leaders[rank])
+
+    def _adopt(self, directory: str) -> None:
+        """A host without a record has these files from now on as if it had been there."""
+        if not record.exists(directory):
+            with contextlib.ExitStack() as stack:
+                claim = storage_of(directory).claim(directory)
+                stack.callback(claim.release)
+                path = os.path.join(directory, record.NAME)
+                claim.commit(path, record.encode(self.record), f".accel-{self.record.id}.record")
+
+
+def find(directory: str, own: Record | None, told: Sequence[Sight | None]) -> Placed:
+    """The newest save in a directory that is whole: a job that dies in a commit leaves the new record on some hosts. Collective.
+
+    Raises:
+        CheckpointError: each lacks files; names those of the newest, and the hosts that wrote them.
+    """
+    path = os.path.join(directory, record.NAME)
+    saves = {(one.time, one.save): rank for rank, one in reversed(list(enumerate(told))) if one is not None}
+    problem = ""
+    for (_, save), source in sorted(saves.items(), reverse=True):
+        content = record.encode(own) if own is not None and own.id == save else b""
+        found, digits = record.parse(broadcast(content, source), path)
+        _, wholes = exchange(
+            "the files of a checkpoint", partial(lambda one: (None, sight(directory, one).whole), found)
+        )
+        if not (absent := _absent(wholes, len(found.files))):
+            return Placed(found, digits, wholes)
+        hosts = sorted({name for number in absent for name in found.hosts_of(number)})
+        problem = problem or (
+            f"{directory}: {len(absent)} of {len(found.files)} files, such as {found.files[absent[0]].name}, are on none of "
+            f"these hosts, but were left on {', '.join(hosts)}: bring these back, or load another checkpoint (accel.latest(root, "
+            "placement='host')); accel.save(..., replicas=1) keeps a copy on another host"
+        )
+    raise CheckpointError(problem)
+
+
+# -- From one host to another ------------------------------------------------------------------------------------------
+
+_PIECE: Final = 16 << 20  # bytes of one message, which has one more in front: whether it is one
+_TAG: Final = 0x686F7374
+
+
+def broadcast(content: bytes, source: int) -> bytes:
+    """The bytes of one rank, on every rank. Collective."""
+    process = current()
+    _, sizes = exchange("the record of a checkpoint", lambda: (None, len(content)))
+    if process.control is None:
+        return content
+    data = torch.zeros(sizes[source], dtype=torch.uint8, device="cpu")
+    if process.place.rank == source:
+        memory(data)[:] = content
+    with Waiting(process, "the record of a checkpoint"):
+        dist.broadcast(data, source, group=process.control)
+    return bytes(memory(data))
+
+
+def move(what: str, directory: str, save: str, transfers: Sequence[Transfer]) -> None:
+    """Do all of them, those of different ranks at once: what comes is there whole and durable, or not at all. Collective."""
+    rank = current().place.rank
+
+    def act() -> None:
+        # In one order on all ranks, sending and receiving apart: the first that is not done can always go on.
+        with ThreadPoolExecutor(1, "accel.send") as thread:
+            sent = [thread.submit(_send, directory, one) for one in transfers if one.source == rank]
+            problems = [_receive(directory, save, one) for one in transfers if one.target == rank]
+            for future in sent:
+                future.result()
+        for problem in filter(None, problems):
+            raise problem
+        storage_of(directory).sync(directory)
+
+    if transfers:
+        on_every_rank(what, act)
+
+
+def _messages(size: int) -> Iterator[tuple[int, torch.Tensor]]:
+    for at in range(0, size, _PIECE):
+        yield at, torch.zeros(1 + min(_PIECE, size - at), dtype=torch.uint8, device="cpu")
+
+
+def _send(directory: str, one: Transfer) -> None:
+    path, process, messages = os.path.join(directory, one.name), current(), _messages(one.size)
+    taken: list[torch.Tensor] = []
+    try:
+        with storage_of(path).open(path, one.size) as file:
+            for at, message in messages:
+                taken = [message]
+                file.fill([(at, [memory(message)[1:]])])
+                message[0] = 1
+                dist.send(message, one.target, process.control, _TAG)
+                taken = []
+    except (OSError, CheckpointError):
+        for message in [*taken, *(message for _, message in messages)]:
+            dist.send(message, one.target, process.control, _TAG)
+        raise
+
+
+def _receive(directory: str, save: str, one: Transfer) -> Exception | None:
+    """What goes wrong here is told once all has come."""
+    storage, parts = storage_of(directory), _received(one)
+    passing = os.path.join(directory, f".accel-{save}-{one.source:05d}.record.tmp")
+
+    def content(write: Write) -> bytes:
+        first = next(parts)
+        write(first[8:])
+        for part in parts:
+            write(part)
+        return bytes(first[:8])
+
+    try:
+        storage.remove(passing)
+        storage.create(passing, one.size, 8, content)
+        storage.rename(passing, os.path.join(directory, one.name))
+    except (OSError, CheckpointError) as error:
+        with contextlib.suppress(CheckpointError):
+            list(map(len, parts))
+        return error
+    return None
+
+
+def _received(one: Transfer) -> Iterator[memoryview]:
+    process, whole = current(), True
+    for _, message in _messages(one.size):
+        with Waiting(process, f"a file of a checkpoint that comes from rank {one.source}"):
+            dist.recv(message, one.source, process.control, _TAG)
+        whole = whole and bool(message[0])
+        yield memory(message)[1:]
+    if not whole:
+        raise CheckpointError(f"rank {one.source} could not read {one.name}")

@@ -1,0 +1,414 @@
+"""Checkpoints in object stores: a real S3 server, fsspec's memory, and URLs of files."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+from torch import nn
+
+import accel
+from accel.__main__ import main
+from accel.checkpoint import folder, remote
+from accel.checkpoint.record import read
+from accel.checkpoint.save import Writer, contents_of
+from accel.errors import CheckpointError
+from tests.checkpoint import stores
+from tests.checkpoint.stores import BUCKET, BUSY, DENIED, EXPIRED, FAILS, Fault
+from tests.distributed import run
+
+pytest.importorskip("fsspec")
+numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with stores.server() as url:
+        yield url
+
+
+@pytest.fixture
+def prefix(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A place of its own in the bucket."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):
+        monkeypatch.setenv(name, "")
+    stores.use(endpoint)
+    return f"s3://{BUCKET}/{next(numbers)}"
+
+
+@pytest.fixture
+def faulty(endpoint: str, prefix: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.Proxy]:
+    """Uploads are in smaller parts, and little time passes before a request is tried again."""
+    monkeypatch.setattr(remote, "_BLOCK", 5 << 20)
+    monkeypatch.setattr(remote, "_PAUSES", (0.02, 0.05, 0.1))
+    with stores.proxy(endpoint) as (url, state):
+        stores.use(url)
+        yield state
+
+
+def state(value: float, numel: int = 1000) -> dict[str, Any]:
+    return {"n": value, "x": torch.full((numel,), value)}
+
+
+def value_of(url: str) -> float:
+    """The value of a checkpoint all of whose tensors must have it."""
+    found = state(-1.0)
+    found["x"] = torch.zeros(read(url)[0].tensors["x"].shape)
+    accel.load(url, found)
+    assert found["x"].unique().tolist() == [found["n"]]
+    return float(found["n"])
+
+
+def objects(url: str) -> list[str]:
+    from fsspec.core import url_to_fs
+
+    fs, path = url_to_fs(url)
+    fs.invalidate_cache()
+    return sorted(name.rpartition("/")[2] for name in fs.find(path))
+
+
+@pytest.mark.parametrize("where", ["s3", "memory", "file"])
+def test_everything_that_a_directory_can(
+    where: str, prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = {"s3": prefix, "memory": f"memory://{next(numbers)}", "file": tmp_path.as_uri()}[where]
+    here = str(tmp_path) if where == "file" else root
+    net, frozen = nn.Linear(300, 700), nn.Linear(20, 20).requires_grad_(False)
+    assert accel.latest(root) is None
+    for step in (1, 2, 3):
+        pending = accel.save({"m": net, "f": frozen, "n": step}, f"{root}/step-{step}/", keep=2, wait=step != 2)
+        assert (pending is None) == (step != 2)
+    assert accel.latest(root) == f"{here}/step-3"
+    with pytest.raises(CheckpointError, match="does not exist"):
+        accel.load(f"{root}/step-1")
+    last = accel.latest(root)
+    assert last is not None
+    accel.verify(last)
+    for check in ("first", "stream"):
+        new = nn.Linear(300, 700)
+        found = accel.load(last, {"m": new, "n": 0}, check=check)  # type: ignore[arg-type]
+        assert found["n"] == 3
+        assert torch.equal(new.weight, net.weight)
+    for _ in range(2):
+        accel.link(last, f"{root}/best")
+    accel.save({"n": 4}, last)
+    assert accel.load(f"{root}/best")["n"] == 3
+    with pytest.raises(CheckpointError, match="one store|one file system"):
+        accel.link(last, "memory://other" if where == "file" else str(tmp_path / "other"))
+    for size in ("300KB", "50GB"):
+        accel.export(f"{root}/best", f"{root}/out", name="m", max_shard_size=size, overwrite=True)
+        new = nn.Linear(300, 700)
+        accel.load(f"{root}/out", {"m": new})
+        assert torch.equal(new.bias, net.bias)
+        with accel.deferred_init(weights=f"{root}/out"):
+            empty = nn.Linear(300, 700)
+        handle = accel.setup(empty)
+        handle = handle[0] if isinstance(handle, tuple) else handle
+        assert torch.equal(accel.full_state_dict(handle)["weight"], net.weight)
+        accel.teardown()
+    torch.save({"model": net.state_dict()}, tmp_path / "old.pt")
+    accel.import_checkpoint(tmp_path / "old.pt", f"{root}/imported")
+    accel.load(f"{root}/imported", {"model": nn.Linear(300, 700)})
+    with pytest.raises(CheckpointError, match="has a checkpoint already"):
+        accel.import_checkpoint(tmp_path / "old.pt", f"{root}/imported")
+    commands = [["inspect", root], ["verify", last], ["diff", f"{root}/imported", f"{root}/best"]]
+    assert [main(command) for command in commands] == [0, 0, 1]
+    assert f"{here}/" in capsys.readouterr().out
+
+
+def test_sources_of_other_libraries(prefix: str, tmp_path: Path) -> None:
+    from fsspec.core import url_to_fs
+
+    net, content = nn.Linear(3, 5), io.BytesIO()
+    torch.save({"model": net.state_dict(), "n": 3}, content)
+    fs, path = url_to_fs(prefix)
+    fs.pipe_file(f"{path}/old.pt", content.getvalue())
+    with pytest.warns(UserWarning, match="single process"):
+        torch.distributed.checkpoint.save({"model": net.state_dict()}, checkpoint_id=tmp_path / "dcp")
+    fs.put(str(tmp_path / "dcp"), f"{path}/dcp", recursive=True)
+    for number, source in enumerate(("old.pt", "dcp")):
+        accel.import_checkpoint(f"{prefix}/{source}", f"{prefix}/{number}")
+        new = nn.Linear(3, 5)
+        accel.load(f"{prefix}/{number}", {"model": new})
+        assert torch.equal(new.weight, net.weight)
+
+
+def on_two_ranks(endpoint: str, root: str, local: str) -> dict[str, Any]:
+    """Between backends, and between a store and the disk; the requests of saves are counted by rank 0's proxy."""
+    torch.manual_seed(0)
+    with stores.proxy(endpoint) as (url, seen):
+        stores.use(url)
+        net = nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 3))
+        model, optimizer, *_ = accel.setup(net, torch.optim.AdamW(net.parameters()), backend="fsdp")
+        for _ in range(2):
+            model(torch.ones(4, 40)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        whole = {name: tensor.clone() for name, tensor in accel.full_state_dict(model).items()}
+        counts = []
+        for name, wait in (("a", True), ("b", False)):
+            seen.seen.clear()
+            pending = accel.save({"m": model, "o": optimizer, "n": 1}, f"{root}/{name}", wait=wait)
+            if pending is not None:
+                pending.result(100)
+            counts.append(len(seen.seen))
+        accel.save({"m": model, "o": optimizer, "n": 1}, local)
+        accel.teardown()
+        for place in (f"{root}/a", f"{root}/b", local):
+            torch.manual_seed(1)
+            other = nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 3))
+            handle, opt, *_ = accel.setup(other, torch.optim.AdamW(other.parameters()), backend="ddp")
+            accel.load(place, {"m": handle, "o": opt})
+            found = accel.full_state_dict(handle)
+            assert all(torch.equal(found[name], whole[name]) for name in whole)
+            accel.teardown()
+        accel.init()
+        accel.verify(f"{root}/a")
+        latest = accel.latest(root)
+        try:
+            accel.save({"m": 1}, "s3://no-such-bucket/x")
+        except CheckpointError as error:
+            return {"counts": counts, "latest": latest, "error": str(error), "whole": whole}
+    raise AssertionError("no error")
+
+
+def test_two_ranks(endpoint: str, prefix: str, tmp_path: Path) -> None:
+    facts = run(2, on_two_ranks, endpoint, prefix, str(tmp_path / "c"))
+    for fact in facts:
+        assert fact["latest"] == f"{prefix}/b"
+        assert "s3://no-such-bucket/x" in fact["error"]
+        assert max(fact["counts"]) <= 16, fact["counts"]
+    new = nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 3))
+    accel.load(f"{prefix}/b", {"m": new})
+    assert all(torch.equal(tensor, facts[0]["whole"][name]) for name, tensor in new.state_dict().items())
+
+
+def test_damage_is_found(prefix: str) -> None:
+    from fsspec.core import url_to_fs
+
+    accel.save(state(1.0), f"{prefix}/1")
+    accel.save(state(2.0), f"{prefix}/2")
+    fs, path = url_to_fs(f"{prefix}/2")
+    name = f"{path}/{objects(f'{prefix}/2')[0]}"
+    content = fs.cat_file(name)
+    for broken, words in ((content[:-1], "was cut"), (content[:-1] + b"x", "is damaged between")):
+        fs.pipe_file(name, broken)
+        for call in (accel.load, accel.verify):
+            with pytest.raises(CheckpointError, match=words):
+                call(f"{prefix}/2", *([state(0.0)] if call is accel.load else []))  # type: ignore[operator]
+    fs.rm_file(name)
+    with pytest.raises(CheckpointError, match="not complete"):
+        accel.load(f"{prefix}/2", state(0.0))
+    assert accel.latest(prefix) == f"{prefix}/1"
+
+
+def begun(url: str, value: float, resources: contextlib.ExitStack) -> Writer:
+    """A save of another job."""
+    contents = contents_of(state(value), None, 1)
+    message = contents.message([contents.summary(0)], 0)
+    return Writer(url, folder.begin(url, resources), contents, [message], 0, None, False)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_two_jobs_in_one_place(before: bool, prefix: str) -> None:
+    """The one that commits last is refused, and neither removes what the other needs."""
+    with contextlib.ExitStack() as resources:
+        if before:
+            accel.save(state(0.0), prefix)
+        first, second, third = (begun(prefix, value, resources) for value in (1.0, 2.0, 3.0))
+        files = first.write()
+        second.commit([second.write()])
+        late = third.write()
+        fourth = begun(prefix, 4.0, resources)
+        last = fourth.write()
+        assert value_of(prefix) == 2
+        with pytest.raises(CheckpointError, match="does not see it whole: save into a directory of this job alone"):
+            first.commit([files])
+        with pytest.raises(CheckpointError, match="is another job's: it has saved there since this save began"):
+            third.commit([late])
+        assert value_of(prefix) == 2
+        fourth.commit([last])
+        assert value_of(prefix) == 4
+        assert len(objects(prefix)) == 2
+
+
+SCRIPT = """
+import sys, torch, accel
+begin = int(sys.argv[2])
+for value in range(begin, begin + 1000):
+    accel.save({"n": float(value), "x": torch.full((4_500_000,), float(value))}, sys.argv[1], wait=sys.argv[3] == "wait")
+    print(value, flush=True)
+"""
+
+
+def killed(url: str, begin: int, how: str, after: float) -> int:
+    """The last value that a job of its own process has surely saved, when it is killed some time after its first."""
+    job = subprocess.Popen([sys.executable, "-c", SCRIPT, url, str(begin), how], stdout=subprocess.PIPE, text=True)
+    assert job.stdout is not None
+    try:
+        sure = int(job.stdout.readline())
+        time.sleep(after)
+        job.send_signal(signal.SIGKILL)
+        lines = job.stdout.read().split()
+        sure = int(lines[-1]) if lines else sure
+    finally:
+        job.kill()
+        job.wait()
+        job.stdout.close()
+    return sure if how == "wait" else sure - 1  # of one that goes on in the background, only the next call tells
+
+
+def test_killed_at_any_moment(prefix: str) -> None:
+    """The last commit is whole; the next save works, and sweeps what the dead ones left, uploads too."""
+    sure = 0
+    for number, how in enumerate(("wait", "background")):
+        sure = killed(prefix, sure + 1, how, random.Random(number).uniform(0, 0.4))
+        found = value_of(prefix)
+        assert found >= sure
+        sure = int(found)
+    accel.save(state(-1.0), prefix)
+    assert value_of(prefix) == -1
+    assert len(objects(prefix)) == 2
+    import s3fs
+
+    assert not s3fs.S3FileSystem().list_multipart_uploads(BUCKET)
+
+
+def test_what_passes_is_tried_again(faulty: stores.Proxy, prefix: str) -> None:
+    accel.save(state(1.0), prefix)
+    part = "PUT .*safetensors.*partNumber=2"
+    faults = [
+        Fault("PUT .*safetensors", (503, BUSY), times=2),
+        Fault("PUT .*accel.json", (503, FAILS), times=1),
+        Fault("PUT .*accel.json", "lose the answer", times=1),
+        Fault("GET .*safetensors", "cut", times=1),
+        Fault("GET .*safetensors", "flip", times=1),
+        Fault("(GET|HEAD) ", (503, BUSY), times=2),
+        Fault(part, (503, FAILS), times=1),
+        Fault(part, "cut", times=1),
+    ]
+    for number, fault in enumerate(faults):
+        faulty.faults[:] = [fault]
+        accel.save(state(float(number), 2_500_000 if fault.where == part else 1000), prefix)
+        assert value_of(prefix) == number
+        assert fault.times == 0
+        assert len(objects(prefix)) == 2
+
+
+def saved(url: str, wait: bool) -> None:
+    pending = accel.save(state(2.0), url, wait=wait)
+    if pending is not None:
+        pending.result()
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (Fault("PUT ", (403, EXPIRED)), "token has expired.*renew the credentials"),
+        (Fault("PUT .*safetensors", (403, DENIED)), "Access Denied.*the permission"),
+        (Fault("PUT .*accel.json", (403, DENIED)), "Access Denied.*the permission"),
+    ],
+    ids=str,
+)
+def test_what_does_not_pass_changes_nothing(fault: Fault, words: str, faulty: stores.Proxy, prefix: str) -> None:
+    accel.save(state(1.0), prefix)
+    faulty.faults.append(fault)
+    for wait in (True, False):
+        with pytest.raises(CheckpointError, match=f"{words}.*{prefix}/"):
+            saved(prefix, wait)
+    with pytest.raises(CheckpointError, match="the background save before this one failed"):
+        saved(prefix, True)
+    faulty.faults[:] = [Fault("GET .*accel.json", (403, DENIED))]
+    with pytest.raises(CheckpointError, match=f"{prefix} may be a checkpoint: .*the permission"):
+        accel.latest(prefix)
+    faulty.faults.clear()
+    assert value_of(prefix) == 1
+    accel.save(state(4.0), prefix)
+    assert value_of(prefix) == 4
+    assert len(objects(prefix)) == 2
+
+
+def test_bytes_that_change_on_the_way_are_found(faulty: stores.Proxy, prefix: str) -> None:
+    accel.save(state(1.0), f"{prefix}/1")
+    faulty.faults.append(Fault("PUT .*safetensors", "flip", times=1))
+    accel.save(state(2.0), f"{prefix}/2")
+    with pytest.raises(CheckpointError, match="damaged|Checksum"):
+        value_of(f"{prefix}/2")
+    assert value_of(f"{prefix}/1") == 1
+
+
+def test_what_is_missing_is_named(prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    remote._opened.cache_clear()
+    for url, words in (
+        (f"{prefix}/x", "NoCredentialsError.*renew the credentials"),
+        ("gs://bucket/x", "install gcsfs"),
+        ("nosuch://bucket/x", "nosuch://bucket/x"),
+    ):
+        for call in (lambda u: accel.save(state(1.0), u), accel.load, accel.latest, accel.verify):
+            with pytest.raises(CheckpointError, match=words):
+                call(url)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_bucket_that_is_not_there(prefix: str) -> None:
+    for call in (lambda u: accel.save({"n": 1}, u), accel.load, accel.latest, accel.verify):
+        with pytest.raises(
+            CheckpointError, match="bucket does not exist.*s3://no-such-bucket/x|s3://no-such-bucket/x.*not"
+        ):
+            call("s3://no-such-bucket/x")
+    accel.save({"n": 1}, prefix)
+    assert accel.load(prefix) == {"n": 1}
+
+
+def test_uploads_take_little_memory(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few parts, and no copy of the whole."""
+    import psutil
+
+    monkeypatch.setattr(remote, "_BLOCK", 5 << 20)
+    values, most = state(1.0, 13_000_000), 0
+    accel.save(state(0.0), prefix)
+    process, done = psutil.Process(), threading.Event()
+    before = process.memory_info().rss
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.01):
+            most = max(most, process.memory_info().rss - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    accel.save(values, prefix)
+    done.set()
+    watcher.join()
+    assert most < 32 << 20
+
+
+def test_a_forked_process_has_connections_of_its_own(prefix: str) -> None:
+    accel.save(state(1.0), prefix)
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(int(accel.load(prefix)["n"]) + 6)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert accel.load(prefix)["n"] == 1
