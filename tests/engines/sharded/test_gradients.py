@@ -249,12 +249,10 @@ def kept(how: str) -> float:
     model, optimizer = sharded(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
 
     def play(called: Any, stepped: Any, x: Any) -> None:
-        if how == "backward after the step":
-            losses = [called(x(step)).square().mean() for step in range(2)]
-        else:
-            losses = [None, None]
-        for step, loss in enumerate(losses):
-            (called.score(x(step)) if loss is None else loss).backward()
+        late = [called(x(step)).square().mean() for step in range(2)] if how == "backward after the step" else []
+        for step in range(2):
+            loss = late[step] if late else called.score(x(step))
+            loss.backward()
             stepped.step()
 
     play(raw if how == "raw" else model, optimizer, lambda step: data(step, accel.rank()))
