@@ -149,8 +149,11 @@ def backward(
         raise AccelError(f"accel.backward expects the loss as a tensor, got a {type(loss).__name__}")
     if any(e.precision.scaled and e.gradients.log.plain for e in registry.engines):
         registry.sweep()
-    scaled = [e for e in registry.in_order() if e.precision.scaled]
-    if not scaled:
+    if create_graph and registry.scales:  # maybe for a model that is gone
+        registry.sweep()
+        if registry.scaled:
+            registry.agree_on_living(agree("accel.backward(create_graph=True)", registry.living()))
+    if not registry.scales:
         loss.backward(gradient, retain_graph, create_graph, inputs)
         return
     if create_graph:
@@ -158,12 +161,13 @@ def backward(
             "accel.backward(create_graph=True) under '16-mixed' would give gradients whose graph holds the loss scale: use "
             "torch.autograd.grad(loss, inputs, create_graph=True), which scales nothing, and accel.backward for the sum"
         )
+    scaled = [e for e in registry.in_order() if e.precision.scaled]
     for engine in scaled:
         engine.gradients.refuse_plain(zeros=False)
     holders = [p for e in registry.in_order() for p in e.gradients.holders()]
     wanted = [inputs] if isinstance(inputs, torch.Tensor) else inputs or ()
     holders += [i for i in wanted if isinstance(i, torch.Tensor)]
-    registry.loss_scale.backward(loss, holders, gradient, retain_graph, inputs)
+    registry.loss_scale.backward(loss, holders, gradient, retain_graph, inputs, registry.uncovered)
     for engine in scaled:
         engine.gradients.log.accept()
 
@@ -325,16 +329,18 @@ def _agree_on(plan: Plan) -> list[int]:
     facts = describe(plan) if plan.error is None else {}
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     seeds = _seeds(plan) if plan.error is None else []
-    values = agree("accel.setup", (digest, _text(plan.error), seeds, registry.next_serial, registry.loss_scale.state()))
-    plan.serial = max(serial for *_, serial, _ in values)
+    mine = digest, _text(plan.error), seeds, registry.next_serial, registry.loss_scale.state(), registry.living()
+    values = agree("accel.setup", mine)
+    plan.serial = max(serial for *_, serial, _, _ in values)
     registry.next_serial = plan.serial + (plan.engine is None)
     raise_together("accel.setup", plan.error, [error for _, error, *_ in values])
     if any(other != digest for other, *_ in values):
         everyone = agree("accel.setup (comparing the models)", facts)
         raise RankMismatchError(f"accel.setup: the ranks differ: {_difference(everyone)}")
-    _, _, agreed, _, scale = values[0]
+    _, _, agreed, _, scale, _ = values[0]
     if plan.precision is not None and plan.precision.scaled:
         registry.loss_scale.restore(*scale)
+    registry.agree_on_living([living for *_, living in values])
     return list(agreed)
 
 
@@ -502,6 +508,7 @@ def end_all() -> None:
             else:
                 problem = problem or error
     registry.divided.clear()
+    registry.scaled.clear()
     if together and running() is not None:
         raise_together("accel.teardown", problem, agree("accel.teardown (the end)", _text(problem)))
     if problem is not None:

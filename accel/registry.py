@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import operator
 import weakref
@@ -57,6 +58,8 @@ class Registry:
         #: Serials of the engines that may have parts on other ranks and were not torn down by name: equal on all ranks,
         #: whatever was garbage-collected here.
         self.divided: set[int] = set()
+        #: Serials of the engines over several ranks with '16-mixed' that lived anywhere at the last setup, or were made since.
+        self.scaled: set[int] = set()
         self._owners: Any = WeakIdKeyDictionary()
         #: What hears of backwards, in the engines' order.
         self._listeners: list[weakref.ref[BackwardListener]] = []
@@ -76,6 +79,8 @@ class Registry:
         self._find_listeners()
         if engine.distributed and engine.gradients.partial:
             self.divided.add(engine.serial)
+        if engine.distributed and engine.precision.scaled:
+            self.scaled.add(engine.serial)
         reference = weakref.ref(engine)
         for module in engine.module.modules():
             self._owners[module] = reference
@@ -110,6 +115,7 @@ class Registry:
         self.ended.add(engine.serial)
         self.engines.discard(engine)
         self.divided.discard(engine.serial)
+        self.scaled.discard(engine.serial)
         for module in engine.module.modules():
             self._owners.pop(module, None)
         for patch in self._needed.pop(engine):
@@ -125,9 +131,35 @@ class Registry:
         self._find_listeners()
         if not engines:
             remove_hooks(self._hooks)
-            self.loss_scale = LossScale()
         if not any(engine.gradients.watched for engine in engines):
             remove_hooks(self._watched)
+
+    # -- the loss scale -------------------------------------------------------------------------------------------
+    # Whether a loss is scaled, and by what, must not depend on what a rank's garbage collector has done.
+
+    @property
+    def scales(self) -> bool:
+        """Whether losses are scaled."""
+        return bool(self.scaled) or any(e.precision.scaled and not e.distributed for e in self.engines)
+
+    def living(self) -> tuple[bool, list[int]]:
+        """For ``agree_on_living``: whether an engine lives here, and the serials of those that scale losses on all ranks."""
+        return bool(self.engines), [e.serial for e in self.engines if e.distributed and e.precision.scaled]
+
+    def agree_on_living(self, everyone: Sequence[tuple[bool, list[int]]]) -> None:
+        """Scale losses for what lives anywhere, by a new scale where nothing does."""
+        self.scaled = {serial for _, serials in everyone for serial in serials}
+        if not any(some for some, _ in everyone):
+            self.loss_scale = LossScale()
+
+    def uncovered(self) -> contextlib.ExitStack:
+        """Context: every engine's ``holders`` show their gradients."""
+        stack = contextlib.ExitStack()
+        for engine in self.in_order():
+            stack.enter_context(engine.gradients.uncovered())
+        return stack
+
+    # -- the engines ----------------------------------------------------------------------------------------------
 
     def in_order(self) -> list[Engine]:
         """The engines that live in this process, in an order that is the same on all ranks.

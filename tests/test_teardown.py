@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import re
 from collections.abc import Iterator
@@ -15,9 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel
+from accel import api
 from accel.registry import registry
 from tests.backends import BACKENDS, engine_of, need
 from tests.distributed import outcomes, refusals, run, wait_for
+from tests.models import distance
 from tests.programs import by_hand, free_port, scripts
 
 TRAINING = [backend for backend in BACKENDS if engine_of(backend).synchronizes]
@@ -207,6 +210,72 @@ def test_the_loss_scale_is_the_same_on_all_ranks() -> None:
     first, second = run(2, scales)
     assert first == second
     assert first[0] == first[1] > 0  # of a new model it is a new one
+
+
+def scaled_then_plain(backend: Any) -> float:
+    """A model in 16-mixed, then one in 32-true, whose setup the first one outlives on rank 0 alone."""
+    with collecting_on_rank_1_only():
+        for precision in ("16-mixed", "32-true"):
+            raw = net()
+            reference = copy.deepcopy(raw)
+            plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+            model, optimizer, _ = accel.setup(
+                raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=backend, precision=precision
+            )
+            collect()
+            for step in range(2):
+                x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+                optimizer.zero_grad()
+                accel.backward(model(x[accel.rank() :: 2]).square().mean())
+                optimizer.step()
+                plain.zero_grad()
+                reference(x).square().mean().backward()
+                plain.step()
+        if backend == "ddp":
+            accel.backward(model(x).square().mean(), create_graph=True)  # the first one lives nowhere any more
+        return distance(accel.full_state_dict(model), reference.state_dict())
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp", "sharded"])
+def test_no_loss_is_scaled_for_a_model_that_one_rank_has_let_go_of(backend: str) -> None:
+    assert max(run(2, scaled_then_plain, backend)) < 1e-5
+
+
+def collected_in_setup() -> tuple[float, bool]:
+    """The model before goes on rank 1 while the next one is built; then a step overflows."""
+    kept = [train_scaled(1.0)]
+    build = api._build
+
+    def build_and_collect(*args: Any) -> Any:
+        engine = build(*args)
+        if accel.rank() == 1:
+            kept.clear()
+            gc.collect()
+        return engine
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(api, "_build", build_and_collect)
+        model = train_scaled(float("inf"))
+    torch.manual_seed(3)
+    return registry.loss_scale.value, values(accel.full_state_dict(model)) == values(net().state_dict())
+
+
+def train_scaled(factor: float) -> Any:
+    torch.manual_seed(3)
+    raw = net()
+    model, optimizer, _ = accel.setup(
+        raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend="ddp", precision="16-mixed"
+    )
+    accel.backward((model(torch.ones(4, 5)) * factor).sum())
+    optimizer.step()
+    return model
+
+
+def test_models_share_the_loss_scale_whatever_is_collected_in_a_setup() -> None:
+    (scale, skipped), (other, also) = run(2, collected_in_setup)
+    assert scale == other
+    assert skipped
+    assert also
 
 
 class Fickle(nn.Linear):

@@ -209,9 +209,9 @@ def run_patches(listeners: Sequence[weakref.ref[BackwardListener]]) -> tuple[Pat
             # torch.autograd.grad leaves no gradients; where something listens, it is needed.
             if not kwargs.get("accumulate_grad", True) or not (listeners or needed()):
                 return found(*args, **kwargs)
-            run = object()
+            run, heard = object(), list(listeners)  # an engine that is collected meanwhile would leave the list
             try:
-                for reference in listeners:
+                for reference in heard:
                     if (listener := reference()) is not None:
                         listener.begin(run)
                 return found(*args, **kwargs)
@@ -219,7 +219,7 @@ def run_patches(listeners: Sequence[weakref.ref[BackwardListener]]) -> tuple[Pat
                 raise_lost("a backward", error)
                 raise
             finally:
-                for reference in listeners:
+                for reference in heard:
                     if (listener := reference()) is not None:
                         listener.end(run)
 

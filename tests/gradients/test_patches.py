@@ -13,6 +13,7 @@ import re
 import sys
 import types
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -177,6 +178,36 @@ def data_patched_by_others() -> None:
     assert bool((net.weight == 1).all())
     del torch.Tensor.data
     assert torch.Tensor.data is below
+
+
+def test_every_listener_hears_of_a_backward_while_others_go() -> None:
+    """A collection inside of a backward may take an engine, and with it a listener, from the list."""
+    listeners: list[Any] = []
+    heard = []
+
+    class Listener:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def begin(self, run: object) -> None:
+            heard.append(f"begin {self.name}")
+            listeners[:] = [one for one in listeners if one is not gone]
+
+        def end(self, run: object) -> None:
+            heard.append(f"end {self.name}")
+
+    living = [Listener("a"), Listener("b")]
+    gone = weakref.ref(Listener("gone"))  # which is gone at once
+    listeners += [gone, *map(weakref.ref, living)]
+    needed = patches.run_patches(listeners)
+    for patch in needed:
+        patch.need(living[0])
+    try:
+        torch.ones((), requires_grad=True).backward()
+    finally:
+        for patch in needed:
+            patch.drop(living[0])
+    assert heard == ["begin a", "begin b", "end a", "end b"]
 
 
 def test_data_that_is_put_back_is_no_write() -> None:

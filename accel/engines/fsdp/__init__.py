@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ...errors import AccelError, BackendError, OptimizerError, PrecisionError
 from ...gradients.clip import clip_, norm_over_ranks
 from ...gradients.patches import muon_patch
-from ...precision import here
+from ...precision import Accumulator, here
 from ...process import Process, reason_of
 from ...process.control import Waiting, agree
 from ...process.rng import put_torch_states, torch_states
@@ -253,13 +253,19 @@ class FSDPGradients(Gradients):
         if self.engine.parts is not None:
             self.engine.parts.sharded.module.set_requires_gradient_sync(not accumulating)
 
-    def holders(self) -> Sequence[torch.Tensor]:
-        """Shards, and the gathered parameters that hold what was not reduced."""
+    def holders(self) -> Sequence[Accumulator]:
+        """Shards, and what holds gradients that were not reduced."""
         parts = self.engine.parts
         if parts is None:
             return self.engine.parameters
         parts.backwards.take_markers()
-        return [*self.engine.parameters, *(whole for whole, _ in parts.sharded.gathered())]
+        wholes = (whole for whole, _ in parts.sharded.gathered())
+        return [*self.engine.parameters, *wholes, *parts.backwards.unreduced()]
+
+    def uncovered(self) -> contextlib.AbstractContextManager[None]:
+        """Without the markers of what was not reduced."""
+        parts = self.engine.parts
+        return super().uncovered() if parts is None else parts.backwards.uncovered()
 
     def pending(self) -> bool:
         """Whether gradients were not reduced."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
@@ -20,6 +21,19 @@ if TYPE_CHECKING:
 _KEPT, _DROPPED, _ZEROED, _EDITED = range(4)
 #: FSDP2's parameter, its shard's marker with the writes that it has had, and the gradient that was there before.
 _Marker: TypeAlias = tuple[Any, torch.Tensor, int, torch.Tensor | None]
+
+
+@final
+class Unreduced:
+    """What FSDP2 keeps of one parameter's unreduced gradients in the dtype that they will be reduced in."""
+
+    def __init__(self, param: Any) -> None:
+        self._param = param
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """Their sum."""
+        return self._param.unsharded_accumulated_grad  # type: ignore[no-any-return]
 
 
 @final
@@ -96,6 +110,23 @@ class Backwards:
                 f"the gradient of {', '.join(edited[:5])} was changed by hand while gradients accumulated unreduced "
                 "(accel.no_sync), where it is not there yet: change it after the last backward of the accumulation"
             )
+
+    def unreduced(self) -> Iterator[Unreduced]:
+        """What holds gradients beside parameters."""
+        return map(Unreduced, self._parts.sharded.params)
+
+    @contextlib.contextmanager
+    def uncovered(self) -> Iterator[None]:
+        """Inside, each shard's ``grad`` is what was reduced before, and no marker. Local."""
+        covered = [(p.sharded_param, marker, before) for p, marker, _, before in self._markers]
+        covered = [one for one in covered if one[0].grad is one[1]]
+        for shard, _, before in covered:
+            shard.grad = before
+        try:
+            yield
+        finally:
+            for shard, marker, _ in covered:
+                shard.grad = marker
 
     def _verdicts(self, placed: list[_Marker]) -> list[int]:
         verdicts = _judge(placed)

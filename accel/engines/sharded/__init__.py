@@ -202,17 +202,21 @@ class ShardedGradients(Gradients):
         #: gradients were still there when the next one came, the hooks.
         self._left: dict[int, nn.Parameter] = {}
         self._spreading: dict[int, RemovableHandle] = {}
+        self.listener = self
 
     def follow(self, parameters: Sequence[nn.Parameter]) -> None:
         super().follow(parameters)
         self._index = {id(p): i for i, p in enumerate(parameters)}
 
-    def before_backward(self, run: object) -> None:
-        """See to the gradients that a loop keeps from before the last step or clipping."""
+    def begin(self, run: object) -> None:
+        """Before a backward: see to the gradients that a loop keeps from before the last step or clipping. Local."""
         for key, parameter in self._left.items():
             if parameter.grad is not None and key not in self._spreading:
                 self._spreading[key] = spread_before_accumulation(parameter, self._world)
         self._left.clear()
+
+    def end(self, run: object) -> None:
+        """Nothing: what a backward has left is seen at the next step."""
 
     def pending(self) -> bool:
         """Always: what other ranks have is known only together."""
@@ -432,6 +436,6 @@ class ShardedEngine(Engine):
         self.gradients.publish()  # a step raised half-way
         out = function(*args, **kwargs)
         if torch.is_grad_enabled():
-            self.gradients.before_backward(None)  # which not every way to begin one calls
+            self.gradients.begin(None)  # which not every way to begin one calls
             self.gradients.buffers.touch()
         return out

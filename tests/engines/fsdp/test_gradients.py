@@ -212,6 +212,39 @@ def test_an_overflow_in_one_shard_skips_the_step_on_all_ranks() -> None:
         assert moved > 0.0
 
 
+def scaled_accumulation() -> dict[str, float]:
+    """16-mixed with three of four micro-batches in ``no_sync``, after a first one that is dropped there."""
+    found = {}
+    for dtype in (None, torch.bfloat16):
+        model, handle, _, _ = start(accel.FSDP(reduce_dtype=dtype), "sgd", precision="16-mixed")
+        reference, ref_optimizer = build(optimizer="sgd")
+        registry.loss_scale.value = 256.0
+        for step in range(0, 8, 4):
+            with accel.no_sync(model):
+                accel.backward(local_loss(model, 9))
+                handle.zero_grad()
+                for micro in range(3):
+                    accel.backward(local_loss(model, step + micro) / 4)
+            accel.backward(local_loss(model, step + 3) / 4)
+            accel.clip_grad_norm_(model, 0.5)
+            handle.step()
+            handle.zero_grad()
+            for micro in range(4):
+                (mean_loss(reference, step + micro) / 4).backward()
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+            ref_optimizer.step()
+            ref_optimizer.zero_grad()
+        found[str(dtype)] = distance(accel.full_state_dict(model), reference.state_dict())
+        accel.teardown()
+    return found
+
+
+def test_a_scaled_loss_accumulates_without_reduction() -> None:
+    for found in run(2, scaled_accumulation):
+        assert found["None"] < 2e-3, found
+        assert found["torch.bfloat16"] < 2e-2, found
+
+
 def plain_backward(unsynchronised: bool) -> None:
     model, handle, _, _ = start(None, "sgd", precision="16-mixed")
     if unsynchronised:

@@ -233,3 +233,33 @@ def test_a_gradient_under_several_parameters_is_averaged_once(size: int) -> None
     for world, mean in ((2, 1.5), (4, 2.5)):
         for values in run(world, one_gradient_for_all, size):
             assert values == [-mean] * (4 * world)
+
+
+class Scored(nn.Linear):
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).square().mean()
+
+
+def kept(how: str) -> float:
+    """Gradients that are kept over steps, and backwards that no forward by the handle comes before."""
+    torch.manual_seed(1)
+    raw = Scored(4, 3)
+    reference = copy.deepcopy(raw)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    model, optimizer = sharded(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+
+    def play(called: Any, stepped: Any, x: Any) -> None:
+        late = [called(x(step)).square().mean() for step in range(2)] if how == "backward after the step" else []
+        for step in range(2):
+            loss = late[step] if late else called.score(x(step))
+            loss.backward()
+            stepped.step()
+
+    play(raw if how == "raw" else model, optimizer, lambda step: data(step, accel.rank()))
+    play(reference, plain, everywhere)
+    return distance(raw, reference)
+
+
+@pytest.mark.parametrize("how", ["raw", "method", "backward after the step"])
+def test_gradients_kept_over_a_step_are_added_to_by_any_backward(how: str) -> None:
+    assert max(run(2, kept, how)) < 1e-5
