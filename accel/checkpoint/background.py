@@ -18,7 +18,7 @@ from typing import Any, Final, final
 import torch
 
 from ..errors import CheckpointError
-from ..process import Process, ended
+from ..process import Process, current, ended
 from .failures import explain
 from .shards import CopiedItem, WriteItem
 from .transfer import begun, finish, host_memory, is_remote
@@ -57,7 +57,7 @@ class Background:
     def start(self, finish: Callable[[Pace], None], resources: contextlib.ExitStack) -> Future[None]:
         """Run ``finish`` in a thread, then let go of ``resources``."""
         future = Pending()
-        pace = Pace(future.awaited)
+        pace = Pace(future.awaited, current().timeout.total_seconds() / 4)
         future.set_running_or_notify_cancel()  # a save that has begun cannot be cancelled
 
         def run() -> None:
@@ -123,11 +123,12 @@ class Pace:
 
     What is taken is at most what this thread has computed, and what either has waited for a core, as Linux tells: so cores
     that nobody needs are used, and so are those of a thread that waits for this one. Other systems do not tell. Once the save is
-    ``awaited`` nothing is left to others: what waits for it would wait longer.
+    ``awaited`` nothing is left to others: what waits for it would wait longer. Nor is it once ``seconds`` have passed, since
+    ranks give up others whose part does not come.
     """
 
-    def __init__(self, awaited: threading.Event) -> None:
-        self._awaited = awaited
+    def __init__(self, awaited: threading.Event, seconds: float) -> None:
+        self._awaited, self._end = awaited, time.monotonic() + seconds
         self._trains = threading.get_native_id()
         self._bytes = 0
         self._before: tuple[float, float, float] | None = None
@@ -140,7 +141,7 @@ class Pace:
         now = time.monotonic(), time.thread_time(), self._waited()
         if self._before is not None:
             wall, cpu, waited = (b - a for a, b in zip(self._before, now, strict=True))
-            self._awaited.wait(max(min(cpu, waited) / _SHARE - wall, 0.0))
+            self._awaited.wait(max(min(min(cpu, waited) / _SHARE - wall, self._end - now[0]), 0.0))
         self._bytes, self._before = 0, (time.monotonic(), *now[1:])
 
     def _waited(self) -> float:

@@ -86,7 +86,12 @@ def find_disks(directory: str, present: Callable[[str], Record | None]) -> Disks
     def look() -> tuple[None, int]:
         record.later_than(max(time for *_, time in told))
         there = set(storage.names(directory))
-        return None, next(rank for rank, (name, *_) in enumerate(told) if name in there)
+        seen = [rank for rank, (name, *_) in enumerate(told) if name in there]
+        if not seen:
+            raise CheckpointError(
+                f"{directory}: what this rank put there is gone; another job saves there, give each its own"
+            )
+        return None, seen[0]
 
     try:
         _, told = exchange("the hosts of a checkpoint", put)
