@@ -34,7 +34,7 @@ from .storage import Write, storage_of
 logger = logging.getLogger("accel")
 
 
-class Transfer(NamedTuple):
+class FileTransfer(NamedTuple):
     """A file that goes from the disk of one rank to that of another."""
 
     name: str
@@ -53,7 +53,7 @@ class Disks:
 
     def copies(
         self, written: Sequence[Sequence[Written | None]], replicas: int
-    ) -> tuple[list[Transfer], list[tuple[str, list[int]]]]:
+    ) -> tuple[list[FileTransfer], list[tuple[str, list[int]]]]:
         """What must go where, so that so many other hosts have each file too; and the files of each host, by number."""
         firsts = sorted(set(self.leaders))
         held: dict[int, list[int]] = {first: [] for first in firsts}
@@ -63,7 +63,7 @@ class Disks:
         for number, (source, file) in enumerate(files):
             at = firsts.index(self.leaders[source])
             ring = [*firsts[at:], *firsts[:at]][: replicas + 1]
-            transfers += [Transfer(file.name, file.size, source, target) for target in ring[1:]]
+            transfers += [FileTransfer(file.name, file.size, source, target) for target in ring[1:]]
             for first in ring:
                 held[first].append(number)
         if replicas >= len(firsts) and current().place.rank == 0:
@@ -174,7 +174,7 @@ class Placed:
         for number, leader in sorted(lacking):
             sources = [rank for rank in set(disks.leaders) if self.wholes[rank] >> number & 1]
             file = self.record.files[number]
-            transfers.append(Transfer(file.name, file.size, sources[(number + leader) % len(sources)], leader))
+            transfers.append(FileTransfer(file.name, file.size, sources[(number + leader) % len(sources)], leader))
         rank = current().place.rank
         move("accel.load (files of other hosts)", directory, self.record.id, transfers)
         if transfers:
@@ -233,7 +233,7 @@ def broadcast(content: bytes, source: int) -> bytes:
     return bytes(memory(data))
 
 
-def move(what: str, directory: str, save: str, transfers: Sequence[Transfer]) -> None:
+def move(what: str, directory: str, save: str, transfers: Sequence[FileTransfer]) -> None:
     """Do all of them, those of different ranks at once: what comes is there whole and durable, or not at all. Collective."""
     rank = current().place.rank
 
@@ -257,7 +257,7 @@ def _messages(size: int) -> Iterator[tuple[int, torch.Tensor]]:
         yield at, torch.zeros(1 + min(_PIECE, size - at), dtype=torch.uint8, device="cpu")
 
 
-def _send(directory: str, one: Transfer) -> None:
+def _send(directory: str, one: FileTransfer) -> None:
     path, process, messages = os.path.join(directory, one.name), current(), _messages(one.size)
     taken: list[torch.Tensor] = []
     try:
@@ -274,7 +274,7 @@ def _send(directory: str, one: Transfer) -> None:
         raise
 
 
-def _receive(directory: str, save: str, one: Transfer) -> Exception | None:
+def _receive(directory: str, save: str, one: FileTransfer) -> Exception | None:
     """What goes wrong here is told once all has come."""
     storage, parts = storage_of(directory), _received(one)
     passing = os.path.join(directory, f".accel-{save}-{one.source:05d}.record.tmp")
@@ -297,7 +297,7 @@ def _receive(directory: str, save: str, one: Transfer) -> Exception | None:
     return None
 
 
-def _received(one: Transfer) -> Iterator[memoryview]:
+def _received(one: FileTransfer) -> Iterator[memoryview]:
     process, whole = current(), True
     for _, message in _messages(one.size):
         with Waiting(process, f"a file of a checkpoint that comes from rank {one.source}"):
