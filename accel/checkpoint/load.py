@@ -282,17 +282,17 @@ class Loading:
 
     def needs(self) -> list[Shard]:
         """What this rank reads."""
-        found = [(name, self.found.tensors[name]) for name in self._in_values()]
-        return self._wanted + [
-            Shard(n, t.shape, 0, torch.empty(t.numel, dtype=torch.uint8, device="meta")) for n, t in found
-        ]
+        return self._wanted + self._whole(self._in_values())
 
     def files(self) -> set[int]:
         """The numbers of the files that this rank reads."""
         tied = [name for pair in self._tied for name in pair] if self.rank == 0 else []
-        blank = torch.empty(0, dtype=torch.uint8, device="meta")
-        whole = [Shard(n, t.shape, 0, blank.new_empty(t.numel)) for n in tied for t in [self.found.tensors[n]]]
-        return self.reader.files([*self.needs(), *whole])
+        return self.reader.files(self.needs() + self._whole(tied))
+
+    def _whole(self, names: Iterable[str]) -> list[Shard]:
+        """All of these tensors, without memory."""
+        found = [(name, self.found.tensors[name]) for name in names]
+        return [Shard(n, t.shape, 0, torch.empty(t.numel, dtype=torch.uint8, device="meta")) for n, t in found]
 
     def _in_values(self) -> list[str]:
         """The tensors that values consist of."""
