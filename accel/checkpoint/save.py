@@ -147,7 +147,7 @@ def _check_options(directory: str, wait: bool, keep: int | None, placement: str,
         raise CheckpointError(f"replicas={replicas!r}: expected a number of hosts, with placement='host'")
     if placement == "host" and not wait:
         raise CheckpointError(
-            "placement='host' with wait=False: the hosts have no directory in which to tell each other; wait"
+            "placement='host' with wait=False: the ranks send copies to other hosts together, which no thread may do; wait"
         )
 
 
