@@ -17,8 +17,9 @@ from typing import Any, Final, Literal, NamedTuple, final
 import torch
 
 from ..errors import CheckpointError, is_url
+from ..gradients.average import average_ranks_
 from ..process import current
-from ..process.control import locked
+from ..process.control import Waiting, locked
 from . import folder, record, shards
 from .background import Pace, Words, background
 from .failures import exchange, explain, on_every_rank
@@ -85,6 +86,8 @@ def save(
 
     contents, told = exchange("accel.save", prepare)
     _check_equal(told)
+    with Waiting(process, "accel.save"):
+        average_ranks_([one.shard.tensor for part in contents.ranges for one in part if one.mean], process)
     directory = folder.absolute(dir)
     disks = find_disks(directory, folder.present) if placement == "host" else None
     with contextlib.ExitStack() as resources:
