@@ -232,9 +232,9 @@ class ModuleObject(StateObject):
             equal.update(s.name for s in shards)  # each buffer lies on one rank
         frozen = {n for n, p in parameters.items() if not p.requires_grad}
         still = "-still" if engine is not None or len(frozen) < len(parameters) else "-apart"
-        apart = () if engine is None else {self._own(name) for name in engine.holdings.apart()}
+        apart = () if engine is None else {p.data_ptr() for p in engine.holdings.apart().values()}
         for s in shards:
-            if s.name in apart:
+            if s.tensor.data_ptr() in apart:
                 yield replace(self.local_range(replace(s, tensor=s.tensor.clone()), True), mean=True)
             else:
                 yield self.local_range(s, s.name in equal, still if s.name in frozen else "")

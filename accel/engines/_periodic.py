@@ -97,7 +97,9 @@ class PeriodicGradients(Gradients):
         stepper = self.engine.steppers.get(id(optimizer))
         if stepper is None or stepper.awaits_closure:
             what = "steps, and was not given to accel.setup" if stepper is None else "steps with a closure"
-            raise OptimizerError(f"{type(optimizer).__name__} {what}: sync_every counts plain steps of known optimizers")
+            raise OptimizerError(
+                f"{type(optimizer).__name__} {what}: sync_every counts plain steps of known optimizers"
+            )
         self.interval(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -112,21 +114,15 @@ class PeriodicGradients(Gradients):
         elif not apart:
             guard.release_modules()
 
-    def end_early(self, optimizers: Sequence[Optimizer]) -> None:
-        """End their intervals by means alone: an outer step is one of a whole interval. Collective."""
-        for optimizer in self.under_way(optimizers):
-            self._average(optimizer, self._intervals[optimizer])
-        self.engine.holdings.guard.release_modules()
-
     def end(self, optimizers: Sequence[Optimizer]) -> None:
-        """Make all one on all ranks, where these take part; else the weights stay this rank's."""
+        """End their intervals by means alone, an outer step being one of a whole interval. Collective, unless ``ended``."""
         engine = self.engine
-        if not engine.ended:
-            self.end_early(optimizers)
-        elif self.under_way(optimizers):
-            logger.warning("the weights of %s are this rank's own (sync_every): %s", engine.label, engine.ended)
-        for optimizer in () if engine.ended or not engine.distributed else optimizers:
-            engine.holdings.give_back("the end of sync_every", optimizer, engine.named)
+        for optimizer in self.under_way(optimizers):
+            if engine.ended:
+                logger.warning("the weights of %s are this rank's own (sync_every): %s", engine.label, engine.ended)
+            else:
+                self._average(optimizer, self._intervals[optimizer])
+        engine.holdings.guard.release_modules()
 
     def under_way(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Those in whose intervals there were steps."""
@@ -171,7 +167,7 @@ class PeriodicHoldings(Holdings):
 
     def filled(self) -> None:
         """Begin anew with what was loaded."""
-        self.engine.gradients.end_early(self.engine.optimizers)
+        self.engine.gradients.end(self.engine.optimizers)
 
     def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of outer optimizers too."""

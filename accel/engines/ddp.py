@@ -81,18 +81,16 @@ class DDP(SequenceOptions):
     def _check_periodic(self, name: str) -> None:
         if type(self.sync_every) is not int or self.sync_every < 1:
             raise BackendError(f"{name}(sync_every={self.sync_every!r}): expected a number of steps, also with outer")
-        for option in ("static_graph", "sync_batchnorm", "comm_hook"):
-            if getattr(self, option):
-                raise BackendError(f"{name}(sync_every={self.sync_every}): gradients are not reduced; leave {option} out")
-        if self.sequence_parallel > 1:
-            raise BackendError(f"{name}(sync_every={self.sync_every}): ranks of one sequence have one gradient")
+        for option in ("static_graph", "sync_batchnorm", "comm_hook", "sequence_parallel"):
+            if getattr(self, option) not in (False, None, 1):
+                raise BackendError(
+                    f"{name}(sync_every={self.sync_every}): gradients are not reduced; leave {option} out"
+                )
         try:
-            torch.optim.SGD([torch.zeros((), device="cpu")], **(self.outer or {}))
+            torch.optim.SGD([torch.zeros((), device="cpu")], **({} if self.outer is None else self.outer))
         except (TypeError, ValueError) as error:
-            raise BackendError(
-                f"{name}(outer={self.outer!r}): expected options of torch.optim.SGD, as "
-                f"dict(lr=0.7, momentum=0.9, nesterov=True): {error}"
-            ) from error
+            what = f"{name}(outer={self.outer!r}): expected options of torch.optim.SGD"
+            raise BackendError(f"{what}, as dict(lr=0.7, momentum=0.9, nesterov=True): {error}") from error
 
 
 @final
@@ -288,15 +286,17 @@ class DDPEngine(Engine):
     name = "ddp"
     options_type = DDP
     options: DDP
-    gradients_type = DDPGradients
-    holdings_type = DDPHoldings
+    gradients_type: Any = DDPGradients
+    holdings_type: Any = DDPHoldings
     gradients: DDPGradients
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
-        self.periodic = context.options.sync_every is not None
-        if self.periodic:
+        if context.options.sync_every is not None:
             self.gradients_type, self.holdings_type = PeriodicGradients, PeriodicHoldings
         super().__init__(module, entry, context)
+        made: Any = self.gradients
+        #: With ``sync_every``, in the place of all that has to do with a reducer.
+        self.periodic: PeriodicGradients | None = made if context.options.sync_every is not None else None
         #: What a forward calls where there is no reducer, and what the reducer is built around.
         self._core = entry
         self._batchnorms: Replaced = []
@@ -331,6 +331,12 @@ class DDPEngine(Engine):
             self._batchnorms = convert_batchnorms(self.module, self.process.group)
         self.rebuild()
 
+    def attach(self, optimizer: Optimizer) -> None:
+        """Refuse one whose weights another one averages."""
+        if self.periodic:
+            self.periodic.check(optimizer)
+        super().attach(optimizer)
+
     def rebuild(self) -> None:
         """A new reducer for the parameters that are trainable now."""
         if not self.periodic:
@@ -340,7 +346,9 @@ class DDPEngine(Engine):
         """Let go of the reducer and of its buckets, or make one model of the ranks' own."""
         restore_batchnorms(self._batchnorms)
         if self.periodic:
-            self.gradients.end(optimizers)
+            self.periodic.end(optimizers)
+            for optimizer in () if self.ended or not self.distributed else optimizers:
+                self.holdings.give_back("the end of sync_every", optimizer, self.named)
             return
         if self.gradients.ddp is not None and self.options.gradient_as_bucket_view:
             for parameter in self.parameters:
@@ -384,7 +392,9 @@ class DDPEngine(Engine):
         """``DistributedDataParallel.join``: ranks that ran out of inputs mirror the others' reductions."""
         gradients = self.gradients
         if self.periodic:
-            raise BackendError("accel.join with sync_every: ranks that ran out of inputs would miss in the next average")
+            raise BackendError(
+                "accel.join with sync_every: ranks that ran out of inputs would miss in the next average"
+            )
         if gradients.ddp is None:
             yield
             return

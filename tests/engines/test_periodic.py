@@ -1,4 +1,4 @@
-"""``accel.DDP(sync_every=n, outer=...)``: weights as a reference in plain torch.distributed makes them, and what lies between averages."""
+"""``accel.DDP(sync_every=n, outer=...)``: weights beside a reference in plain torch.distributed, and what is between averages."""
 
 from __future__ import annotations
 
@@ -75,8 +75,14 @@ def train_beside_reference() -> None:
     for every, outer in ((4, None), (4, NESTEROV), (1, {"lr": 1.0}), (2, {"lr": 0.5, "weight_decay": 0.1})):
         reference = by_hand(every, outer, 3 * every)
         raw = net()
-        model, optimizer, _ = accel.setup(raw, adam(raw), backend=accel.DDP(sync_every=every, outer=outer, drift_check=1))
-        train(model, optimizer, range(3 * every))
+        model, optimizer, _ = accel.setup(
+            raw, adam(raw), backend=accel.DDP(sync_every=every, outer=outer, drift_check=1)
+        )
+        group, counts = dist.group.WORLD, []
+        for step in range(3 * every):
+            counts.append(group._get_sequence_number_for_group())
+            train(model, optimizer, range(step, step + 1))
+        assert len(set(counts)) == 3  # nothing is sent between averages
         assert close(raw, reference), (every, outer)
         assert equal_on_all_ranks(raw)
         accel.teardown(model)
@@ -125,6 +131,10 @@ def save_and_resume(path: pathlib.Path) -> None:
     assert equal_on_all_ranks(whole)
     whole.state_dict()
     accel.teardown(unbroken)
+    resume(path, whole, means, moments)
+
+
+def resume(path: pathlib.Path, whole: nn.Module, means: dict[str, torch.Tensor], moments: torch.Tensor) -> None:
     # After an average it goes on as if it had never ended: each rank's moments, and the outer momentum.
     model, o, raw = set_up()
     train(model, o, range(50, 52))
@@ -171,3 +181,131 @@ def test_checkpoints(tmp_path: pathlib.Path) -> None:
     run(1, resume_elsewhere, tmp_path, 1)
     run(4, resume_elsewhere, tmp_path, 4)
     assert accel.verify(tmp_path / "between") is None
+
+
+class Branches(nn.Module):
+    """Each rank uses a part of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.parts = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
+        self.hand = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.parts[accel.rank() % 2](x) * self.hand
+        return out
+
+
+def other_loops(path: pathlib.Path) -> None:
+    # With SGD an average after each step is ddp.
+    found = []
+    for backend in (accel.DDP(), accel.DDP(sync_every=1)):
+        raw = net()
+        model, o, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1, momentum=0.5), backend=backend)
+        train(model, o, range(4), clip=lambda *_: None)
+        found.append(raw)
+        accel.teardown(model)
+    assert close(*found)
+    # A part that one rank alone uses; a parameter in no optimizer; two optimizers; frozen between two averages.
+    raw = Branches()
+    optimizers = [torch.optim.AdamW(part.parameters(), lr=0.1) for part in raw.parts]
+    model, optimizers, _ = accel.setup(raw, optimizers, backend=accel.DDP(sync_every=3, outer=NESTEROV))
+    for step in range(7):
+        for o in optimizers:
+            o.zero_grad()
+        raw.hand.grad = None
+        loss(model, step).backward()
+        grads = accel.all_gather(raw.hand.grad[None])
+        assert torch.equal(grads[0], grads[1])
+        for o in optimizers:
+            o.step()
+        raw.parts[1].bias.requires_grad_(step != 4)
+        if step % 3 == 2:
+            assert equal_on_all_ranks(raw)
+            accel.save({"model": model, "o": optimizers}, path)
+    accel.load(path, {"model": model, "o": optimizers})
+    assert equal_on_all_ranks(raw)
+    assert not optimizers[accel.rank() - 1].state[raw.parts[accel.rank() - 1].bias]
+    accel.teardown(model)
+    # Buffers are rank 0's after an average; the step of an interval that a scaled loss skips is one of it.
+    raw = net(bn=True)
+    model, o, _ = set_up(2, NESTEROV, raw)
+    train(model, o, range(2))
+    assert equal_on_all_ranks(raw)
+    rows_here = accel.memory_report(model, ranks=(2,), measured=True).rows[-2:]
+    assert rows_here[0].use == rows_here[1].use
+    accel.teardown(model)
+    raw = net()
+    model, o, _ = accel.setup(raw, adam(raw), backend=accel.DDP(sync_every=2, outer=NESTEROV), precision="16-mixed")
+    for step in range(2):
+        accel.backward(loss(model, step) * (1e30 if step == accel.rank() == 0 else 1.0))
+        o.step()
+        o.zero_grad()
+    assert o.skipped_steps == 1
+    assert equal_on_all_ranks(raw)
+    accel.teardown(model)
+
+
+def refusals() -> None:
+    model, o, raw = set_up(3, None)
+    loss(model, 0).backward()
+    for refused, error, text in (
+        (lambda: o.step(lambda: loss(model, 0)), accel.OptimizerError, "steps with a closure"),
+        (adam(raw).step, accel.OptimizerError, "not given to accel.setup"),
+        (lambda: accel.setup(model, adam(raw)), accel.OptimizerError, "two optimizers"),
+        (lambda: accel.join(model).__enter__(), accel.BackendError, "sync_every"),
+        (lambda: accel.setup(model, backend="ddp"), accel.AlreadySetUpError, "sync_every"),
+    ):
+        with pytest.raises(error, match=text):
+            refused()
+    o.step()
+    accel.teardown(model)
+
+
+def load_on_one_rank() -> None:
+    model, o, raw = set_up(2, None)
+    train(model, o, range(2))
+    if accel.rank() == 1:
+        raw.load_state_dict(net().state_dict())
+    train(model, o, range(2, 70))
+
+
+def leave_on_one_rank() -> None:
+    model, o, _ = set_up(3)
+    train(model, o, range(1))
+    if accel.rank() == 1:
+        accel.barrier()
+    train(model, o, range(1, 3))
+
+
+def test_other_loops(tmp_path: pathlib.Path) -> None:
+    run(2, other_loops, tmp_path / "c")
+    run(2, refusals)
+    run(1, refusals)
+
+
+def test_errors_reach_every_rank() -> None:
+    for one in outcomes(2, load_on_one_rank):
+        assert one.error[0] == "RankMismatchError"
+        assert "outside of steps" in one.message
+    for one in outcomes(2, leave_on_one_rank, breaks=True):
+        assert "AccelError" in one.error
+        assert "the average after 3 steps of AdamW" in one.message
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"sync_every": 0}, "number of steps"),
+        ({"outer": NESTEROV}, "number of steps"),
+        ({"sync_every": 2, "outer": {"lrr": 1}}, "lrr"),
+        ({"sync_every": 2, "outer": torch.optim.SGD}, "options of torch.optim.SGD"),
+        ({"sync_every": 2, "comm_hook": "fp16"}, "comm_hook"),
+        ({"sync_every": 2, "sequence_parallel": 2}, "sequence"),
+    ],
+    ids=str,
+)
+def test_options(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(accel.BackendError, match=text):
+        accel.DDP(**options)
