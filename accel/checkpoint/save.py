@@ -259,7 +259,7 @@ class Contents:
 
     def summary(self, rank: int) -> Summary:
         """What the ranks compare before they send more."""
-        compared = [one.shard.name for ranges in self.ranges for one in ranges if not one.equal]
+        compared = [one.shard.name for ranges in self.ranges for one in ranges if one.mean or not one.equal]
         structure = [[(one.name, one.kind) for one in self.objects], sorted(compared)]
         digests = [one.digests() for one in self.inventories]
         return Summary(

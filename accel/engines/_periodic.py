@@ -6,7 +6,6 @@ outer optimizer, which steps by the difference of what the weights were before a
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +15,10 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from ..errors import OptimizerError
+from ..errors import AccelError, OptimizerError
 from ..gradients.average import average_gradients_, average_ranks_
 from .base.gradients import Gradients
 from .base.holdings import Holdings
-
-logger = logging.getLogger("accel")
 
 
 @dataclass(slots=True)
@@ -86,6 +83,11 @@ class PeriodicGradients(Gradients):
                 "accel.teardown(model) before another optimizer takes them over"
             )
 
+    def settle(self, optimizer: Optimizer | None = None) -> None:
+        """Nothing but what ``no_sync`` held back of parameters in no optimizer."""
+        super().settle(optimizer)
+        self.end_held_back()
+
     def end_backward(self, indices: Sequence[int]) -> None:
         """Those of parameters in no optimizer are averaged at once."""
         engine = self.engine
@@ -116,13 +118,12 @@ class PeriodicGradients(Gradients):
 
     def end(self, optimizers: Sequence[Optimizer]) -> None:
         """End their intervals by means alone, an outer step being one of a whole interval. Collective, unless ``ended``."""
-        engine = self.engine
+        self.engine.holdings.guard.release_modules()
         for optimizer in self.under_way(optimizers):
-            if engine.ended:
-                logger.warning("the weights of %s are this rank's own (sync_every): %s", engine.label, engine.ended)
-            else:
-                self._average(optimizer, self._intervals[optimizer])
-        engine.holdings.guard.release_modules()
+            if ended := self.engine.ended:
+                what = f"the weights of {self.engine.label} are this rank's own, between two averages"
+                raise AccelError(f"{what}, in which the other ranks take no part: {ended}")
+            self._average(optimizer, self._intervals[optimizer])
 
     def under_way(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Those in whose intervals there were steps."""

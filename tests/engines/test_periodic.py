@@ -53,8 +53,9 @@ def by_hand(every: int, outer: dict[str, Any] | None, steps: int) -> nn.Module:
     for first in range(0, steps, every):
         train(model, optimizer, range(first, first + every))
         for p, old in zip(model.parameters(), before, strict=True):
-            mean = p.detach() / dist.get_world_size()
-            dist.all_reduce(mean)
+            mean = p.detach() / accel.world_size()
+            if accel.world_size() > 1:
+                dist.all_reduce(mean)
             old.grad = old - mean
             if outside is None:
                 old.copy_(mean)
@@ -80,7 +81,7 @@ def train_beside_reference() -> None:
         )
         group, counts = dist.group.WORLD, []
         for step in range(3 * every):
-            counts.append(group._get_sequence_number_for_group())
+            counts.append(step // every if group is None else group._get_sequence_number_for_group())
             train(model, optimizer, range(step, step + 1))
         assert len(set(counts)) == 3  # nothing is sent between averages
         assert close(raw, reference), (every, outer)
@@ -90,6 +91,7 @@ def train_beside_reference() -> None:
 
 def test_weights_are_those_of_the_papers() -> None:
     run(2, train_beside_reference)
+    run(1, train_beside_reference)
 
 
 def set_up(every: int = 4, outer: Any = NESTEROV, raw: nn.Module | None = None) -> tuple[Any, Any, nn.Module]:
@@ -228,6 +230,20 @@ def other_loops(path: pathlib.Path) -> None:
     assert equal_on_all_ranks(raw)
     assert not optimizers[accel.rank() - 1].state[raw.parts[accel.rank() - 1].bias]
     accel.teardown(model)
+
+
+def more_loops() -> None:
+    # A frozen weight stays, bit for bit, until it is trained; setup again is the same; a copy between intervals is one.
+    model, o, raw = set_up(2)
+    before = raw[0].weight.requires_grad_(False).clone()
+    train(model, o, range(4))
+    assert torch.equal(copy.deepcopy(raw)[0].weight, before)
+    raw[0].weight.requires_grad_(True)
+    assert accel.setup(raw, backend=accel.DDP(sync_every=2, outer=dict(NESTEROV))).model is model
+    train(model, o, range(2))
+    assert equal_on_all_ranks(raw)
+    assert not torch.equal(raw[0].weight, before)
+    accel.teardown(model)
     # Buffers are rank 0's after an average; the step of an interval that a scaled loss skips is one of it.
     raw = net(bn=True)
     model, o, _ = set_up(2, NESTEROV, raw)
@@ -271,6 +287,14 @@ def load_on_one_rank() -> None:
     train(model, o, range(2, 70))
 
 
+def let_go_on_one_rank() -> None:
+    model, o, raw = set_up(3)
+    train(model, o, range(2))
+    if accel.rank() == 1:
+        del model, o, raw
+    accel.teardown()
+
+
 def leave_on_one_rank() -> None:
     model, o, _ = set_up(3)
     train(model, o, range(1))
@@ -281,6 +305,7 @@ def leave_on_one_rank() -> None:
 
 def test_other_loops(tmp_path: pathlib.Path) -> None:
     run(2, other_loops, tmp_path / "c")
+    run(2, more_loops)
     run(2, refusals)
     run(1, refusals)
 
@@ -289,6 +314,8 @@ def test_errors_reach_every_rank() -> None:
     for one in outcomes(2, load_on_one_rank):
         assert one.error[0] == "RankMismatchError"
         assert "outside of steps" in one.message
+    for one in outcomes(2, let_go_on_one_rank):
+        assert "rank 1 let go of the model" in one.message
     for one in outcomes(2, leave_on_one_rank, breaks=True):
         assert "AccelError" in one.error
         assert "the average after 3 steps of AdamW" in one.message

@@ -149,6 +149,7 @@ class Holdings(Raw):
             return self._full_model(what, keep) if optimizer is None else self._full_optimizer(what, optimizer, keep)
 
     def _means(self) -> dict[str, Any]:
+        self.engine.compare("accel.full_state_dict", list(self.apart()))
         means = {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in self.apart().values()}
         average_ranks_(means.values(), self.engine.process)
         with self.guard.opened(), _in_place_of(self.module, means):
