@@ -17,8 +17,9 @@ from typing import Any, Final, Literal, NamedTuple, final
 import torch
 
 from ..errors import CheckpointError, is_url
+from ..gradients.average import average_ranks_
 from ..process import current
-from ..process.control import locked
+from ..process.control import Waiting, locked
 from . import folder, record, shards
 from .background import Pace, Words, background
 from .failures import exchange, explain, on_every_rank
@@ -85,6 +86,8 @@ def save(
 
     contents, told = exchange("accel.save", prepare)
     _check_equal(told)
+    with Waiting(process, "accel.save"):
+        average_ranks_([one.shard.tensor for part in contents.ranges for one in part if one.mean], process)
     directory = folder.absolute(dir)
     disks = find_disks(directory, folder.present) if placement == "host" else None
     with contextlib.ExitStack() as resources:
@@ -256,7 +259,7 @@ class Contents:
 
     def summary(self, rank: int) -> Summary:
         """What the ranks compare before they send more."""
-        compared = [one.shard.name for ranges in self.ranges for one in ranges if not one.equal]
+        compared = [one.shard.name for ranges in self.ranges for one in ranges if one.mean or not one.equal]
         structure = [[(one.name, one.kind) for one in self.objects], sorted(compared)]
         digests = [one.digests() for one in self.inventories]
         return Summary(

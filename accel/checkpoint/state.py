@@ -166,9 +166,10 @@ class State:
             if depth > DEPTH:
                 raise CheckpointError(f"{path}: nested more than {DEPTH} levels deep, or a container that holds itself")
             if is_object(value):
-                objects.append(self.object_of(value, name, path))
+                one = self.object_of(value, name, path)
+                objects.extend([one] if one.outer is None else [one, one.outer])
                 _take_name(paths, name, path)
-                return objects[-1].node
+                return one.node
             if not self.holds_object(value):
                 return encoder.encode(value, path)
             parts = {

@@ -89,7 +89,8 @@ class DriftGuard:
         """Begin a comparison, if it is time for one; comes after ``judge``, when the gradients of the step are final."""
         start = time.thread_time()
         self.judged = False
-        if self._todo is None and self.steps >= self._next:
+        engine = self._engine()
+        if self._todo is None and self.steps >= self._next and engine is not None and not engine.holdings.apart():
             self._take()
         self.due = self._next if self._todo is None else self.steps + 1
         self._cost += time.thread_time() - start

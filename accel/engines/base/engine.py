@@ -166,9 +166,9 @@ class Engine(ABC):
     #: Gives values to parameters on the meta device by itself, in ``start``.
     materializes: ClassVar[bool] = False
     #: When gradients are final, and who steps with them.
-    gradients_type: ClassVar[type[Gradients]] = Gradients
+    gradients_type: type[Gradients] = Gradients
     #: What of the model and its optimizers lies on this rank.
-    holdings_type: ClassVar[type[Holdings]] = Holdings
+    holdings_type: type[Holdings] = Holdings
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         self.module = module
