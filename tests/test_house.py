@@ -29,6 +29,7 @@ LAYERS = [
     ["registry"],
     ["engines"],
     ["gradients"],
+    ["advice"],
     ["handles"],
     ["data"],
     ["deferred", "precision"],
