@@ -144,7 +144,9 @@ def _unknown(backend: object) -> BackendError:
     if isinstance(backend, type) and issubclass(backend, Options):
         return BackendError(f"backend={backend.__name__} is the class of its options: accel.{backend.__name__}()")
     if str(backend) in ("gloo", "mpi", "nccl", "ucc"):
-        return BackendError(f"{backend!r} is no backend of accel but a process group: accel.init(process_group={backend!r})")
+        return BackendError(
+            f"{backend!r} is no backend of accel but a process group: accel.init(process_group={backend!r})"
+        )
     if isinstance(backend, str) and backend.partition("(")[0] in ENGINES:
         return BackendError(f"backend {backend!r}: options in a text follow a colon, as name:option=value,option=value")
     meant = difflib.get_close_matches(str(backend).partition(":")[0].lower(), ENGINES, 1)
