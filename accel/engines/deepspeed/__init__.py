@@ -384,7 +384,7 @@ class DeepSpeedEngine(Engine):
 
     name = "deepspeed"
     options_type = DeepSpeed
-    requires = {"deepspeed": "deepspeed"}
+    requires = {"deepspeed": "deepspeed>=0.19.8"}
     gradients_type = ZeROGradients
     gradients: ZeROGradients
     holdings_type = DeepSpeedHoldings
