@@ -136,7 +136,10 @@ def _options(kind: type[Options], text: str) -> Options:
         plain = value.strip()
         with contextlib.suppress(ValueError, SyntaxError):  # then it is a text
             plain = ast.literal_eval(plain.capitalize() if plain in ("true", "false", "none") else plain)
-        values[name.strip() or kind.leading] = plain
+        name = name.strip() or kind.leading
+        if name in values:
+            raise BackendError(f"backend {text!r}: {name} is there twice")
+        values[name] = plain
     return kind(**values)
 
 
