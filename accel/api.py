@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -287,7 +288,7 @@ def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dic
 def describe(plan: Plan) -> dict[str, str]:
     """What must be equal on all ranks, as text by name."""
     facts = {
-        "backend": f"{plan.options}",
+        "backend": plan.engine_type.name,
         "precision": plan.precision.name if plan.precision else "",
         "values from a directory": str(plan.fill is not None),
         "set up before": str(plan.engine is not None),
@@ -295,6 +296,8 @@ def describe(plan: Plan) -> dict[str, str]:
         "number of new optimizers": str(len(plan.new_optimizers)),
         "number of new dataloaders": str(len(plan.new_loaders)),
     }
+    for option in dataclasses.fields(plan.options):
+        facts[f"{option.name} of accel.{type(plan.options).__name__}"] = repr(getattr(plan.options, option.name))
     for name, p in plan.module.named_parameters():
         facts[f"parameter {name}"] = f"{tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
     for name, b in plan.module.named_buffers():
@@ -303,14 +306,17 @@ def describe(plan: Plan) -> dict[str, str]:
     for i, optimizer in enumerate(plan.new_optimizers):
         facts[f"optimizer {i}"] = type(optimizer).__name__
         for g, group in enumerate(optimizer.param_groups):
-            values = {k: _plain(v) for k, v in group.items() if k != "params"}
-            facts[f"optimizer {i} group {g}"] = f"{[names.get(id(p), '?') for p in group['params']]}, {values}"
+            place = f"group {g} of optimizer {i}"
+            facts |= {f"{key} of {place}": _plain(value) for key, value in group.items() if key != "params"}
+            facts |= {f"params[{n}] of {place}": names.get(id(p), "?") for n, p in enumerate(group["params"])}
         # In the groups' order: that in which state came may differ, where each rank stepped some of the parameters.
         for p in (p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state):
             entries = sorted(optimizer.state[p].items(), key=lambda entry: str(entry[0]))
-            facts[f"optimizer {i} state of {names.get(id(p), '?')}"] = str({key: _plain(v) for key, v in entries})
+            place = f"the state of {names.get(id(p), '?')} in optimizer {i}"
+            facts |= {f"{key} of {place}": _plain(value) for key, value in entries}
     for i, loader in enumerate(plan.new_loaders):
-        facts[f"dataloader {i}"] = data.describe(loader, plan.loader_options)
+        described = data.describe(loader, plan.loader_options)
+        facts |= {f"{key} of dataloader {i}": f"{value}" for key, value in described.items()}
     return facts
 
 
@@ -364,8 +370,9 @@ def _difference(everyone: list[dict[str, str]]) -> str:
     for key in sorted(keys, key=lambda k: not k.startswith(("parameter", "buffer"))):
         values = [facts.get(key, "absent") for facts in everyone]
         if len(set(values)) > 1:
-            ranks = {v: [r for r, other in enumerate(values) if other == v] for v in dict.fromkeys(values)}
-            return f"{key} is " + "; ".join(f"{v} on ranks {r}" for v, r in ranks.items())
+            ranks = {v: [str(r) for r, other in enumerate(values) if other == v] for v in dict.fromkeys(values)}
+            told = (f"{v} on rank{'s' * (len(r) > 1)} {', '.join(r)}" for v, r in ranks.items())
+            return f"{key} is " + "; ".join(told)
     return "in the order of their parameters"
 
 

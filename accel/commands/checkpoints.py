@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from ..checkpoint.safetensors import BY_NAME, ITEM_BYTES
 from ..checkpoint.source import STEMS
 from ..checkpoint.values import TAG
 from ..checkpoint.verify import compare_all
+from ..errors import CheckpointError
 from ..memory import new_figure, write_figure
 from . import Command
 
@@ -64,7 +66,10 @@ def _diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _tolerance(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number from 0 on, found {text!r}")
     return value
@@ -282,13 +287,19 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Compare every byte of a checkpoint with its checksums."""
+    """Compare every byte of checkpoints with their checksums; the exit status is 1 if any is not as it was written."""
+    status = 0
     for directory in args.directory:
-        path = folder.absolute(directory)
-        with progress_bar("verify", read(path)[0].nbytes) as progress:
-            on_running_ranks("accel.verify", functools.partial(compare_all, path, progress=progress))
-        print(f"{directory}: every byte is as it was written")
-    return 0
+        try:
+            path = folder.absolute(directory)
+            with progress_bar("verify", read(path)[0].nbytes) as progress:
+                on_running_ranks("accel.verify", functools.partial(compare_all, path, progress=progress))
+        except CheckpointError as error:
+            print(f"accel verify: {error}", file=sys.stderr)
+            status = 1
+        else:
+            print(f"{directory}: every byte is as it was written")
+    return status
 
 
 COMMANDS = {

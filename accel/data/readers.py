@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -384,17 +384,20 @@ def _check_sampler(loader: DataLoader[Any]) -> None:
             )
 
 
-def describe(loader: DataLoader[Any], options: LoaderOptions | None = None) -> str:
-    """What must be equal on all ranks for their parts to fit together, as text. Local."""
+def describe(loader: DataLoader[Any], options: LoaderOptions | None = None) -> dict[str, Any]:
+    """What must be equal on all ranks for their parts to fit together, by name. Local."""
     options = options or LoaderOptions()
+    facts = asdict(options)
     if not options.shard:
-        return f"{options}"
+        return facts
     dataset, shape = loader.dataset, shape_of(loader)
-    facts: dict[str, Any] = {
+    facts |= {
         "dataset": type(dataset).__qualname__,
         "length": length_of(dataset),
         "sampler": type(shape.sampler).__qualname__,
-        "batch": shape[1:],
+        "batch size": shape.batch,
+        "drop_last": shape.drop_last,
+        "custom batches": shape.units,
     }
     if isinstance(dataset, torch_data.Subset):
         # A random_split with another seed on each rank would mix training and validation data.
@@ -403,7 +406,7 @@ def describe(loader: DataLoader[Any], options: LoaderOptions | None = None) -> s
         facts["num_workers"] = loader.num_workers
     elif type(shape.sampler) not in (torch_data.SequentialSampler, torch_data.RandomSampler) and world_size() > 1:
         facts["checksum of the sampler's order"] = _order_of(loader, shape)
-    return f"{facts}, {options}"
+    return facts
 
 
 def _order_of(loader: DataLoader[Any], shape: Shape) -> str:

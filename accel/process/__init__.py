@@ -36,14 +36,24 @@ class _State:
     ended: str = ""
     #: They were ended because the ranks are in different places.
     mismatch: bool = False
+    #: This process was forked from one in which accel runs over several ranks.
+    forked: bool = False
     rendezvous: Rendezvous = field(default_factory=Rendezvous)
     #: One thread at a time starts it.
     starting: Any = field(default_factory=threading.RLock)
 
 
 _state = _State()
-# A forked process does not have the thread that had it.
-os.register_at_fork(after_in_child=lambda: setattr(_state, "starting", threading.RLock()))
+
+
+def _after_fork() -> None:
+    """A forked process has neither the thread that had the lock nor those of gloo, and its connections are its parent's."""
+    _state.starting = threading.RLock()
+    _state.forked = _state.process is not None and _state.process.place.world_size > 1
+    atexit.unregister(_at_exit)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 # -- start and end ----------------------------------------------------------------------------------------------------
@@ -105,8 +115,14 @@ def current() -> Process:
     """The running process; started from the environment where it is not, which is collective.
 
     Raises:
-        AccelError: the process groups were ended, or replaced outside accel.
+        AccelError: the process groups were ended, or replaced outside accel, or are those of the process that this one was
+            forked from.
     """
+    if _state.forked:
+        raise AccelError(
+            f"this process was forked from rank {rank()} (as a DataLoader's workers are), whose connections to other ranks it "
+            "cannot use: call accel in the process that called accel.setup"
+        )
     if _state.ended:
         _finish_end()
         raise AccelError(f"the process groups were ended: {_state.ended}; call accel.teardown() to start again")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import importlib
 import logging
 import weakref
 from abc import ABC, abstractmethod
@@ -219,6 +220,17 @@ class Engine(ABC):
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         """Refuse what cannot work before anything changes. Local and pure."""
         return
+
+    @classmethod
+    def probe(cls) -> str:
+        """Import what the backend needs, and say how it is limited on this machine; nothing where it is not. Local.
+
+        Raises:
+            BackendError: it cannot run here.
+        """
+        for module in cls.requires:
+            importlib.import_module(module)
+        return ""
 
     @classmethod
     def divides_from_host(cls, options: Any) -> bool:

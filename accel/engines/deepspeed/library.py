@@ -183,6 +183,12 @@ def _import(device: torch.device) -> Any:
     return deepspeed
 
 
+def probe(device: torch.device) -> None:
+    """Import it as for an engine; raises what is missing. Local."""
+    with _undisturbed(device), unseen_group():
+        _import(device)
+
+
 def forget_groups() -> None:
     """Let go of the process groups that DeepSpeed holds, where it was imported; its copy of the user's group ends."""
     groups: Any = sys.modules.get("deepspeed.utils.groups")
