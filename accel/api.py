@@ -16,14 +16,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import data, planning, process
-from .data import LoaderHandle, LoaderOptions
+from .data import LoaderHandle, LoaderOptions, LoaderPlace
 from .deferred import materialize, weights_of, without_setup
 from .engines import Context, Engine, Options
 from .engines.base.activations import checkpointed
 from .engines.base.sequence import prepared
 from .errors import AccelError, BackendError, LoaderError, PrecisionError, RankMismatchError
 from .handles import Dataloaders, Handles, HiddenAttribute, Model, ModelHandle, Optimizers, engine_behind, raw
-from .planning import Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
+from .planning import MODELLESS, Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
 from .precision import convert_linears, convert_module, convert_optimizer
 from .process import Process, current, ended, running
 from .process.control import Waiting, agree, locked, raise_together
@@ -55,7 +55,8 @@ def setup(
     All ranks call it with the same things; they start from rank 0's weights and buffers.
 
     Args:
-        model: a module, its handle, or its ``torch.compile`` wrapper.
+        model: a module, its handle, or its ``torch.compile`` wrapper; None for dataloaders alone, as in an evaluation without
+            training, which the process divides until ``accel.teardown()``.
         optimizers: an optimizer, or a list, tuple or dict of them, over ``model``'s parameters.
         dataloaders: a ``DataLoader``, or a list, tuple or dict of them.
         backend: a backend's name or options (``accel.DDP(...)``); "auto" is the live engine's, else ``ACCEL_BACKEND``,
@@ -287,6 +288,7 @@ def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dic
 def describe(plan: Plan) -> dict[str, str]:
     """What must be equal on all ranks, as text by name."""
     facts = {
+        "dataloaders alone": str(plan.modelless),
         "backend": f"{plan.options}",
         "precision": plan.precision.name if plan.precision else "",
         "values from a directory": str(plan.fill is not None),
@@ -373,6 +375,24 @@ def execute(plan: Plan) -> Handles[Any, Any, Any]:
     """Agree, build, agree that all have built, then start from rank 0's weights."""
     seeds = enumerate(_agree_on(plan))
     process = current()
+    engine = None if plan.modelless else _engine(plan, process)
+    place, serial = place_for(plan.engine_type, plan.options, process), MODELLESS if engine is None else engine.serial
+    handles = Handles(
+        None if engine is None else engine.handle,
+        map_leaves(lambda o, path: known_optimizer(o, engine), plan.optimizers, "optimizers"),
+        map_leaves(
+            lambda d, path: _loader_handle(d, plan.loader_options, place, serial, *next(seeds)),
+            plan.dataloaders,
+            "dataloaders",
+        ),
+    )
+    if process.place.rank == 0:
+        _tell(plan, engine, place, process)
+    return handles
+
+
+def _engine(plan: Plan, process: Process) -> Engine:
+    """The model's engine, with the new optimizers, on all ranks or on none."""
     error: Exception | None = None
     # A setup inside torch.inference_mode must not make tensors that no backward can use.
     with contextlib.ExitStack() as undo, torch.inference_mode(False):
@@ -393,30 +413,19 @@ def execute(plan: Plan) -> Handles[Any, Any, Any]:
                 plan.fill(engine.handle)
                 engine.reads = False
         undo.pop_all()
-    handles = Handles(
-        engine.handle,
-        map_leaves(lambda o, path: known_optimizer(o, engine), plan.optimizers, "optimizers"),
-        map_leaves(
-            lambda d, path: _loader_handle(d, plan.loader_options, engine, *next(seeds)),
-            plan.dataloaders,
-            "dataloaders",
-        ),
-    )
-    if process.place.rank == 0:
-        _tell(plan, engine, process)
-    return handles
+    return engine
 
 
-def _tell(plan: Plan, engine: Engine, process: Process) -> None:
-    world, places = process.place.world_size, place_of(engine).world
-    if plan.engine is None:
+def _tell(plan: Plan, engine: Engine | None, place: LoaderPlace, process: Process) -> None:
+    world, places = process.place.world_size, place.world
+    if plan.engine is None and engine is not None:
         kind, precision = type(engine.module).__name__, engine.precision.name
         logger.info("%s: backend %s, %s, %d x %s", kind, engine.name, precision, world, process.device.type)
     what = "ranks" if places == world else "data-parallel places"
     for loader in plan.new_loaders:
         with contextlib.suppress(LoaderError):
-            size = data.effective_batch_size(loader) // world
-            logger.info("effective batch size: %d x %d %s = %d", size, places, what, size * places)
+            size = data.effective_batch_size(known_loader(loader, None, place))
+            logger.info("effective batch size: %d x %d %s = %d", size // places, places, what, size)
 
 
 def _give_memory(plan: Plan, process: Process, undo: contextlib.ExitStack) -> None:
@@ -455,8 +464,10 @@ def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
     return engine
 
 
-def _loader_handle(loader: Any, options: LoaderOptions | None, engine: Engine, number: int, seed: int) -> LoaderHandle:
-    place, process = place_of(engine), engine.process
+def _loader_handle(
+    loader: Any, options: LoaderOptions | None, place: LoaderPlace, serial: int, number: int, seed: int
+) -> LoaderHandle:
+    process = current()
     in_place = process.place.world_size == 1
     try:
         handle = known_loader(loader, options, place)
@@ -477,7 +488,7 @@ def _loader_handle(loader: Any, options: LoaderOptions | None, engine: Engine, n
         # Its engines were torn down: this is a setup like the first.
         state.begin_anew(seed, in_place and state.options.seed is None)
         state.engines.clear()
-    state.engines.add(engine.serial)
+    state.engines.add(serial)
     return handle
 
 

@@ -69,6 +69,8 @@ def scale(optimizer: Optimizer, replicas: int, undo: contextlib.ExitStack) -> No
 
 
 Wanted = tuple[Any, Any, Any]
+#: In the place of an engine's serial: of loaders that were set up without a model.
+MODELLESS: Final = -1
 
 
 @dataclass(slots=True)
@@ -78,6 +80,8 @@ class Plan:
     wanted: Wanted
     loader_options: LoaderOptions | None
     scale_lr: bool = False
+    #: There are dataloaders alone.
+    modelless: bool = False
     module: nn.Module = field(default_factory=nn.Module)
     entry: nn.Module = field(default_factory=nn.Module)
     engine: Engine | None = None
@@ -103,6 +107,8 @@ def known_handles(
 ) -> Handles[Any, Any, Any] | None:
     """The handles of a repeated call, at the price of a few look-ups; None where there is anything to do or to refuse."""
     try:
+        if model is None:
+            return _known_loaders(optimizers, dataloaders, wanted, loaders, scale_lr)
         module, _ = resolve_module(model)
         engine = registry.engine(module)
         if engine is None:
@@ -116,6 +122,18 @@ def known_handles(
         )
     except (AccelError, LookupError):
         return None
+
+
+def _known_loaders(
+    optimizers: Any, dataloaders: Any, wanted: Wanted, options: LoaderOptions | None, scale_lr: bool
+) -> Handles[None, None, Any] | None:
+    """Those of a repeated call without a model."""
+    process = running()
+    if process is None or optimizers is not None or scale_lr or dataloaders is None or wanted != ("auto", "auto", "auto"):
+        return None
+    place = place_for(Engine, None, process)
+    known = map_leaves(lambda d, path: known_loader(d, options, place, MODELLESS), dataloaders, "dataloaders")
+    return Handles(None, None, known)
 
 
 def handle_of(optimizer: Any) -> OptimizerHandle | None:
@@ -141,14 +159,18 @@ def place_for(engine_type: type[Engine], options: Any, process: Process) -> Load
     return LoaderPlace(*engine_type.replica(options, process), process.device, process)
 
 
-def known_loader(loader: Any, options: LoaderOptions | None, place: LoaderPlace) -> LoaderHandle:
-    """The handle of a dataloader; LookupError without one, or where it was made with other options or divided otherwise."""
-    if type(loader) is LoaderHandle:
-        if loader._accel.place != place:
-            raise LookupError
-        return loader
-    handle, made_with = _made(loader, place)
-    if handle is None or options not in (made_with, None):
+def known_loader(
+    loader: Any, options: LoaderOptions | None, place: LoaderPlace, serial: int | None = None
+) -> LoaderHandle:
+    """The handle of a dataloader, which the engine ``serial`` has if given.
+
+    Raises:
+        LookupError: it has none, or one that was made with other options or is divided otherwise.
+    """
+    handle, made_with = (loader, options) if type(loader) is LoaderHandle else _made(loader, place)
+    if handle is None or options not in (made_with, None) or handle._accel.place != place:
+        raise LookupError
+    if serial is not None and serial not in handle._accel.engines:
         raise LookupError
     return handle
 
@@ -198,14 +220,10 @@ def make_plan(
     plan = Plan(wanted, loader_options, scale_lr, optimizers=optimizers, dataloaders=dataloaders)
     try:
         data.check_options(loader_options or LoaderOptions())
-        plan.module, plan.entry = resolve_module(model)
-        engine = plan.engine = registry.engine(plan.module)
-        registry.sweep(engine)  # what follows asks which other models there are
-        if engine is None:
-            _plan_engine(plan, process)
+        if model is None:
+            _plan_modelless(plan)
         else:
-            _check_live(engine, wanted)
-            plan.engine_type, plan.options, plan.precision = type(engine), engine.options, engine.precision
+            _plan_model(plan, model, process)
         map_leaves(lambda o, path: _plan_optimizer(plan, o, path), optimizers, "optimizers")
         map_leaves(lambda d, path: _plan_loader(plan, d, path, process), dataloaders, "dataloaders")
         world = process.place.world_size
@@ -217,6 +235,28 @@ def make_plan(
     except AccelError as error:
         plan.error = error
     return plan
+
+
+def _plan_modelless(plan: Plan) -> None:
+    if plan.optimizers is not None:
+        raise OptimizerError("accel.setup(None, optimizers): optimizers need their model; give it in the place of None")
+    if plan.dataloaders is None:
+        raise AccelError("accel.setup(None) has nothing to set up: give it the model, or dataloaders=...")
+    if plan.wanted[:2] != ("auto", "auto") or plan.scale_lr:
+        raise AccelError("accel.setup(None, dataloaders=...): backend, precision and scale_lr are a model's; leave them out")
+    use_devices(plan.wanted[2])
+    plan.modelless = True
+
+
+def _plan_model(plan: Plan, model: Any, process: Process) -> None:
+    plan.module, plan.entry = resolve_module(model)
+    engine = plan.engine = registry.engine(plan.module)
+    registry.sweep(engine)  # what follows asks which other models there are
+    if engine is None:
+        _plan_engine(plan, process)
+        return
+    _check_live(engine, plan.wanted)
+    plan.engine_type, plan.options, plan.precision = type(engine), engine.options, engine.precision
 
 
 def _plan_engine(plan: Plan, process: Process) -> None:
@@ -328,9 +368,10 @@ def _plan_loader(plan: Plan, loader: Any, path: str, process: Process) -> None:
     place = place_for(plan.engine_type, plan.options, process)
     if type(loader) is LoaderHandle:
         if loader._accel.place != place:
+            who = "accel.setup(None, ...)" if plan.modelless else f"backend {plan.engine_type.name!r}"
             raise LoaderError(
                 f"{path} is a handle that gives the part of rank {loader._accel.place.rank} of {loader._accel.place.world}, on "
-                f"{loader._accel.place.device}, of an earlier setup; backend {plan.engine_type.name!r} needs that of rank "
+                f"{loader._accel.place.device}, of an earlier setup; {who} needs that of rank "
                 f"{place.rank} of {place.world}, on {place.device}: give accel.setup the raw DataLoader"
             )
         return
@@ -344,5 +385,5 @@ def _plan_loader(plan: Plan, loader: Any, path: str, process: Process) -> None:
         if plan.loader_options not in (made_with, None):
             raise AlreadySetUpError(f"{path} is already set up with {made_with}; asked for {plan.loader_options}")
         return
-    data.check(loader, plan.loader_options or LoaderOptions(), process.place.world_size)
+    data.check(loader, plan.loader_options or LoaderOptions(), place.world)
     plan.new_loaders.append(loader)
