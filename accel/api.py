@@ -23,7 +23,17 @@ from .engines.base.activations import checkpointed
 from .engines.base.sequence import prepared
 from .errors import AccelError, BackendError, LoaderError, PrecisionError, RankMismatchError
 from .handles import Dataloaders, Handles, HiddenAttribute, Model, ModelHandle, Optimizers, engine_behind, raw
-from .planning import MODELLESS, Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
+from .planning import (
+    MODELLESS,
+    Plan,
+    known_handles,
+    known_loader,
+    known_optimizer,
+    make_plan,
+    options_of,
+    place_for,
+    place_of,
+)
 from .precision import convert_linears, convert_module, convert_optimizer
 from .process import Process, current, ended, running
 from .process.control import Waiting, agree, locked, raise_together
@@ -32,6 +42,7 @@ from .trees import map_leaves
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.data import DataLoader
 
 logger = logging.getLogger("accel")
 Batch = TypeVar("Batch")
@@ -176,6 +187,39 @@ def backward(
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Context: the backward passes of the forwards inside accumulate without reduction. Nests; restores what was there."""
     return registry.of_handle(model).no_sync()
+
+
+def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
+    """The batches of ``loader`` in groups of ``n``, each of one optimizer step; the last group of an epoch may be smaller.
+
+    ``for group in accel.accumulate(loader, n)``, in it ``for batch in group`` with the backward of ``loss / len(group)``, and after
+    that inner loop the step. ``len(group)`` is the real number of its batches, so that the last step too is the mean over what
+    it saw; ``len(accel.accumulate(loader, n))`` is the number of steps, rounded up. Batches come one at a time, those that a
+    ``break`` leaves of a group are left out. Where ``ddp`` would reduce gradients after each batch it does so in the last backward of a
+    group alone, as with ``no_sync``. After ``itertools.batched``.
+
+    Args:
+        loader: a loader's handle. Of an iterable dataset, which alone knows its end, a group is read ahead on the host.
+        n: batches of each rank for one step.
+
+    Raises:
+        LoaderError: not a handle, or not a number of batches.
+        RankMismatchError: in the loop, on every rank: the ranks have other numbers of batches, or another ``n``.
+    """
+    handle: Any = loader  # it has the type of its loader
+    if type(handle) is not LoaderHandle:
+        kind = type(loader).__qualname__
+        raise LoaderError(f"accel.accumulate: expected the handle that accel.setup returned, found a {kind}")
+    if type(n) is not int or n < 1:
+        raise LoaderError(f"accel.accumulate(loader, {n!r}): expected a number of batches, at least 1")
+    engines = handle._accel.engines
+
+    def set_accumulating(accumulating: bool) -> None:
+        for engine in registry.in_order():
+            if engine.serial in engines and engine.gradients.spares:
+                engine.gradients.accumulate(accumulating)
+
+    return data.Accumulation(handle, n, set_accumulating)
 
 
 class DataParallelPlace(NamedTuple):
@@ -379,7 +423,7 @@ def execute(plan: Plan) -> Handles[Any, Any, Any]:
     place, serial = place_for(plan.engine_type, plan.options, process), MODELLESS if engine is None else engine.serial
     handles = Handles(
         None if engine is None else engine.handle,
-        map_leaves(lambda o, path: known_optimizer(o, engine), plan.optimizers, "optimizers"),
+        map_leaves(lambda o, path: known_optimizer(o, engine) if engine else None, plan.optimizers, "optimizers"),
         map_leaves(
             lambda d, path: _loader_handle(d, plan.loader_options, place, serial, *next(seeds)),
             plan.dataloaders,

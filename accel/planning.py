@@ -129,9 +129,15 @@ def _known_loaders(
 ) -> Handles[None, None, Any] | None:
     """Those of a repeated call without a model."""
     process = running()
-    if process is None or optimizers is not None or scale_lr or dataloaders is None or wanted != ("auto", "auto", "auto"):
+    if (
+        process is None
+        or optimizers is not None
+        or scale_lr
+        or dataloaders is None
+        or wanted != ("auto", "auto", "auto")
+    ):
         return None
-    place = place_for(Engine, None, process)
+    place = LoaderPlace(process.place.rank, process.place.world_size, process.device, process)
     known = map_leaves(lambda d, path: known_loader(d, options, place, MODELLESS), dataloaders, "dataloaders")
     return Handles(None, None, known)
 
@@ -243,7 +249,9 @@ def _plan_modelless(plan: Plan) -> None:
     if plan.dataloaders is None:
         raise AccelError("accel.setup(None) has nothing to set up: give it the model, or dataloaders=...")
     if plan.wanted[:2] != ("auto", "auto") or plan.scale_lr:
-        raise AccelError("accel.setup(None, dataloaders=...): backend, precision and scale_lr are a model's; leave them out")
+        raise AccelError(
+            "accel.setup(None, dataloaders=...): backend, precision and scale_lr are a model's; leave them out"
+        )
     use_devices(plan.wanted[2])
     plan.modelless = True
 

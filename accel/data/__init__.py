@@ -1,30 +1,44 @@
 """Dataloaders: each rank gets its part of every epoch, on its device, and the position can be saved.
 
-__init__ (the handle, and its iterations) > transfer (to the device) > streams > readers (what stands in the loader, and which
-loaders there can be) > sampling (who gets what, in which order)
+__init__ (the handle, and its iterations) > accumulation (groups of batches) > transfer (to the device) > streams > readers (what
+stands in the loader, and which loaders there can be) > sampling (who gets what, in which order)
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import weakref
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn, TypeVar, final
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar, final
 
 import torch
 import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..errors import LoaderError
+from ..errors import LoaderError, RankMismatchError
 from ..process import ended, rank, running, world_size
 from ..process.collectives import all_gather
 from ..process.control import agree, locked
 from ..process.prints import Prints, Read, other_values
 from ..process.rng import Generators, from_plain, to_plain
 from ..trees import map_tensors
-from .readers import WHOLE, EpochReader, Kept, Position, SamplerReader, Start, UndividedReader, length_of, shape_of
+from .accumulation import Accumulation as Accumulation
+from .readers import (
+    WHOLE,
+    EpochReader,
+    Kept,
+    Position,
+    SamplerReader,
+    Start,
+    UndividedReader,
+    length_of,
+    shape_of,
+    too_short,
+)
 from .readers import LoaderOptions as LoaderOptions
 from .readers import LoaderPlace as LoaderPlace
 from .readers import check as check
@@ -96,6 +110,8 @@ class LoaderState:
     engines: set[int] = field(default_factory=set)
     #: What the ranks tell each other of what they read.
     comparisons: StreamComparisons | None = None
+    #: Ends what a group of ``accumulate`` began and may not have ended.
+    release: Callable[[], None] = lambda: None
 
     def fresh(self, epoch: int) -> Start:
         """The start of a whole epoch."""
@@ -166,11 +182,28 @@ class Latest:
 latest = Latest()
 
 
+class Ahead(NamedTuple):
+    """An item of the loader that was read before the loop asked, or the error in its place."""
+
+    item: Any
+    error: Exception | None = None
+
+
 @final
 class Iteration:
     """One iterator of a handle. It begins its epoch when it is made, as in raw PyTorch."""
 
-    __slots__ = ("__weakref__", "_batches", "_transfer", "_comparison", "_state", "reader", "finished", "last")
+    __slots__ = (
+        "__weakref__",
+        "_ahead",
+        "_batches",
+        "_transfer",
+        "_comparison",
+        "_state",
+        "reader",
+        "finished",
+        "last",
+    )
 
     def __init__(self, state: LoaderState) -> None:
         place = state.place
@@ -183,6 +216,8 @@ class Iteration:
         self._transfer = Transfer(place.device) if state.options.move and place.device.type != "cpu" else None
         self.last = 0
         self.finished = False
+        self._ahead: deque[Ahead] = deque()
+        state.release()
         self._begin()
         state.live.add(self)
 
@@ -191,7 +226,6 @@ class Iteration:
         state, start = self._state, self._state.start
         loader, self.reader = state.prepare(self)
         self.reader.begin(start, state.in_place)
-        state.start, state.following = state.fresh(state.following), state.following + 1
         self._comparison = None if state.comparisons is None else state.comparisons.begin(start.epoch, start.at)
         loader.generator = self._seeds(start)
         # Torch draws a seed from the generator, which is the CPU's, on the default device. Workers begin inside this context
@@ -199,6 +233,12 @@ class Iteration:
         elsewhere = torch.get_default_device().type != "cpu"
         with torch.device("cpu") if elsewhere else contextlib.nullcontext():
             self._batches = iter(loader)
+        for number in range(0 if self.reader.skips else start.skip):
+            try:
+                self.reader.take(next(self._batches))
+            except StopIteration:
+                raise too_short(start.skip, number) from None
+        state.start, state.following = state.fresh(state.following), state.following + 1
 
     def _seeds(self, start: Start) -> torch.Generator | None:
         """What the loader seeds its workers from: as in raw PyTorch, or nothing that the program draws from."""
@@ -219,20 +259,47 @@ class Iteration:
         return len(self._batches)
 
     def __next__(self) -> Any:
+        item, error = self._ahead.popleft() if self._ahead else Ahead(self._read())
+        if error is not None:
+            raise error
         reader, state = self.reader, self._state
-        try:
-            item = next(self._batches)
-        except StopIteration:
-            if not self._begins_anew():
-                raise
-            return next(self)
         batch = reader.take(item)
         if self._comparison is not None and isinstance(reader, StreamReader):
-            self._comparison.gave(reader.given, reader.tag.first)
+            self._comparison.gave(reader.given - reader.start.skip, reader.tag.first)
         state.batches = self.last = state.batches + 1
         state.kept = latest.kept = reader.kept
         latest.replica = state.place[:2]
         return batch if self._transfer is None else self._transfer(batch)
+
+    def _read(self) -> Any:
+        """The loader's next item; StopIteration at the end of the epoch."""
+        while True:
+            try:
+                return next(self._batches)
+            except StopIteration:
+                if not self._begins_anew():
+                    raise
+
+    def ready(self) -> bool:
+        """Whether there is another batch, which is read now."""
+        if not self._ahead:
+            try:
+                self._ahead.append(Ahead(self._read()))
+            except StopIteration:
+                return False
+        return True
+
+    def upcoming(self, count: int) -> int:
+        """How many of the next ``count`` batches there are for this rank; where only reading tells, they are read now."""
+        known = self.reader.upcoming(count)
+        while known is None and len(self._ahead) < count and not (self._ahead and self._ahead[-1].error):
+            try:
+                self._ahead.append(Ahead(next(self._batches)))
+            except StopIteration:
+                break
+            except Exception as error:  # the loop gets it in its turn
+                self._ahead.append(Ahead(None, error))
+        return min(count, len(self._ahead)) if known is None else known
 
     def _begins_anew(self) -> bool:
         """At the end of the loader's iterator: whether nothing was left of a resumed epoch, so that the next one began."""
@@ -240,8 +307,9 @@ class Iteration:
             return False
         self.reader.close()
         if self._comparison is not None:
-            self._comparison.end(self.reader.given)
-        if any(self.reader.start.at) and not self.reader.given and self.reader.complete():
+            self._comparison.end(self.reader.given - self.reader.start.skip)
+        nothing = self.reader.given == self.reader.start.skip
+        if self.reader.start.inside and nothing and self.reader.complete():
             self._begin()
             return True
         self.finished = True
@@ -249,6 +317,21 @@ class Iteration:
 
 
 # -- The handle --------------------------------------------------------------------------------------------------------
+
+
+class _UnlessOwn:
+    """An attribute of a handle whose loader has none of this name."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+        functools.update_wrapper(self, made)  # type: ignore[arg-type]
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, handle: LoaderHandle | None, owner: type | None = None) -> Any:
+        raw = None if handle is None else handle._accel.raw
+        return getattr(raw, self._name) if hasattr(raw, self._name) else self._made.__get__(handle, owner)
 
 
 @final
@@ -280,11 +363,48 @@ class LoaderHandle:
         if type(epoch) is not int or epoch < 0:
             raise LoaderError(f"set_epoch: expected an int of at least 0, found {epoch!r}")
         state = self._accel
-        if state.options.shard and state.start.in_place:
+        chosen = state.options.shard and state.start.in_place
+        if chosen:
             state.in_place = False  # an epoch that is chosen by number can only be drawn from the seed
-            state.start, state.following = state.fresh(epoch), epoch + 1
-        elif epoch != state.start.epoch:
-            state.start, state.following = state.fresh(epoch), epoch + 1
+        if chosen or epoch != state.start.epoch:
+            state.start, state.following = state.fresh(epoch)._replace(skip=state.start.skip), epoch + 1
+
+    @_UnlessOwn
+    def skip(self, n: int) -> None:
+        """The next iteration starts after ``n`` batches, as if they had been read: for a step number of another library.
+
+        Of a map-style dataset their samples are not read. Every rank calls it; ``set_epoch`` may follow or come before.
+
+        Args:
+            n: batches of each rank, at least 0; after those that a loaded state leaves out. A second call replaces the first.
+
+        Raises:
+            LoaderError: not a number of batches, or more than an epoch has; where that is not known now, the iteration raises.
+            RankMismatchError: the ranks leave out different numbers.
+        """
+        state, process = self._accel, self._accel.place.process
+        problem = "" if type(n) is int and n >= 0 else f"loader.skip({n!r}): expected a number of batches, at least 0"
+        length = length_of(self)
+        if not problem and length is not None and n > length:
+            problem = str(too_short(n, length))
+        told = agree("loader.skip", (problem, n)) if process is not None and state.options.shard else [(problem, n)]
+        if problem := next(filter(None, (problem for problem, _ in told)), ""):
+            raise LoaderError(problem)
+        if any(theirs != n for _, theirs in told):
+            raise RankMismatchError(
+                f"loader.skip: the ranks leave out different numbers of batches: {[n for _, n in told]}"
+            )
+        state.start = state.start._replace(skip=n, order=None)
+
+    @_UnlessOwn  # type: ignore[prop-decorator]
+    @property
+    def is_last(self) -> bool:
+        """Whether the batch that the loop was given last is this rank's last one of the epoch; False outside of a loop.
+
+        With an iterable dataset, which alone knows, the next batch is read now.
+        """
+        current = self._accel.current()
+        return current is not None and current.last > 0 and not current.upcoming(1)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, the same on all ranks at the same step, as plain values.
@@ -302,6 +422,10 @@ class LoaderHandle:
         else:
             start, following = current.reader.start, state.start.epoch
             position = current.reader.position()
+        if start.skip and (current is None or current.reader.given == start.skip):
+            raise LoaderError(
+                f"the position of this loader is not known between skip({start.skip}) and the first batch after it: save later"
+            )
         generators = None
         if start.seed is None:
             own = Generators(own_generators(state.raw)).states()

@@ -52,11 +52,18 @@ class Start(NamedTuple):
     states: Mapping[str, Any] | None = None
     #: The order, where it is drawn to this position already.
     order: SampleOrder | None = None
+    #: The batches of each rank to leave out after the samples of ``at``.
+    skip: int = 0
 
     @property
     def in_place(self) -> bool:
         """Whether the order is drawn now, as in raw PyTorch."""
         return self.seed is None and self.states is None
+
+    @property
+    def inside(self) -> bool:
+        """Whether it is not the start of the epoch."""
+        return any(self.at) or self.skip > 0
 
 
 class Kept(NamedTuple):
@@ -98,12 +105,23 @@ def length_of(sized: Any) -> int | None:
         return None
 
 
+def too_short(skip: int, found: int) -> LoaderError:
+    """That an epoch has fewer batches than are to be left out."""
+    return LoaderError(
+        f"loader.skip({skip}): what is left of the epoch has {found} batches. For the number of a step write "
+        "loader.set_epoch(step // len(loader)) and loader.skip(step % len(loader))"
+    )
+
+
 class EpochReader(ABC):
     """One rank's reading of one epoch, and how much of it was handed to the loop."""
 
     start: Start
     kept: Kept = WHOLE
+    #: The batches that the loop was given, and before them those to leave out.
     given: int = 0
+    #: What is left out is not read.
+    skips: bool = False
 
     def install(self, loader: DataLoader[Any]) -> None:
         """Takes its place in a copy of the user's loader."""
@@ -121,6 +139,10 @@ class EpochReader(ABC):
     def close(self) -> None:
         """The loader's iterator has ended: checks that it gave what was planned."""
         return
+
+    def upcoming(self, count: int) -> int | None:
+        """How many of the next ``count`` batches there are for this rank; None where only reading them tells."""
+        return None
 
     @abstractmethod
     def complete(self) -> bool:
@@ -176,6 +198,8 @@ class UndividedReader(EpochReader):
 class SamplerReader(EpochReader):
     """Stands in for the sampler, or batch sampler, of a map-style loader."""
 
+    skips = True
+
     def __init__(self, loader: DataLoader[Any], division: Division) -> None:
         self._shape = shape_of(loader)
         self._division = division
@@ -215,10 +239,11 @@ class SamplerReader(EpochReader):
         #: What the loader has asked for and the loop has not been given yet: the items of all ranks, and what this one keeps.
         self._pending: deque[tuple[list[Any], Kept]] = deque()
         self._at, self._checksum = sum(start.at), start.checksum or 0
-        self._states = start.states
+        self._states, self.given = start.states, start.skip
         order = self._order = None if start.in_place else start.order or self._open(start)
         if order is None:
             return
+        self._leave_out(order)
         if start.states is not None and in_place and isinstance(order.rng, Private):
             order.rng = order.rng.settled(start.states, self._own)
         if start.seed is not None:
@@ -229,7 +254,16 @@ class SamplerReader(EpochReader):
         rng = InPlace(Generators(drawn_from(sampler, self._own)), once=draws_once(sampler))
         self._states = rng.states
         self._order = SampleOrder(sampler, rng, ahead=False)
+        self._leave_out(self._order)
         return self._order
+
+    def _leave_out(self, order: SampleOrder) -> None:
+        """Draws the samples of the batches to skip."""
+        division, skip = self._division, self.start.skip
+        found, self._checksum = order.skip(skip * division.width, division.world - 1, self._checksum)
+        self._at += found
+        if division.steps(found) < skip:
+            raise too_short(skip, division.steps(found))
 
     def __iter__(self) -> Iterator[Any]:
         self._asked = True
@@ -245,7 +279,9 @@ class SamplerReader(EpochReader):
                 yield mine[0] if self._shape.units else mine
 
     def __len__(self) -> int:
-        return self._division.local_steps(max(0, len(self._shape.sampler) - sum(self.start.at)))
+        return self._division.local_steps(
+            max(0, len(self._shape.sampler) - sum(self.start.at) - self.start.skip * self._division.width)
+        )
 
     def take(self, item: Any) -> Any:
         self.given += 1
@@ -269,6 +305,13 @@ class SamplerReader(EpochReader):
             "dataset does not give one batch for each batch of its sampler, so that accel can know neither padding nor "
             "position. Use a plain DataLoader, or LoaderOptions(shard=False)."
         )
+
+    def upcoming(self, count: int) -> int | None:
+        """As its sampler tells, which is read ahead."""
+        if self._order is None:
+            return None
+        waiting, division = len(self._pending), self._division
+        return min(count, waiting + division.local_steps(self._order.peek((count - waiting) * division.width)))
 
     def complete(self) -> bool:
         """On every rank at the same step, also where this one has no share in the last."""

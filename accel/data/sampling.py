@@ -67,6 +67,10 @@ class Division:
         size += self.rank < extra
         return Share(offset, size, size)
 
+    def steps(self, remaining: int) -> int:
+        """The global steps of ``remaining`` samples."""
+        return remaining // self.width if self.drop_last else -(-remaining // self.width)
+
     def local_steps(self, remaining: int) -> int:
         """The batches that this rank gets from ``remaining`` samples."""
         full, tail = divmod(remaining, self.width)
@@ -225,11 +229,11 @@ class SampleOrder:
         """The next items, at most ``count``; fewer at the end only."""
         return [self._waiting.popleft() for _ in range(self.peek(count))]
 
-    def skip(self, count: int, head: int) -> tuple[int, int]:
-        """Draws and drops the first ``count`` items, all but ``head`` of them; returns how many there were, and their digest."""
-        found = crc = 0
-        while found < count and not self._ended:
-            block = self._draw(min(_BLOCK, count - found))
+    def skip(self, count: int, head: int, crc: int = 0) -> tuple[int, int]:
+        """Draws and drops the next ``count`` items, and keeps the first ``head`` of all; how many, and their digest."""
+        found = 0
+        while found < count and not self.ended:
+            block = self.read(min(len(self._waiting), count - found)) or self._draw(min(_BLOCK, count - found))
             self._waiting += block[count - found :]
             block = block[: count - found]
             self.head += block[: head - len(self.head)]

@@ -232,7 +232,7 @@ class StreamReader(EpochReader):
 
     def complete(self) -> bool:
         """Known at the end only; a rank without a share in the last batch still had an epoch."""
-        return self._closed and (self._division.pads or self._reader.tag.position == sum(self.start.at))
+        return self._closed and (not self._division.ragged or self._reader.tag.position == sum(self.start.at))
 
     def position(self) -> Position:
         if self.given:
