@@ -12,7 +12,7 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, NoReturn, TypeVar, final
 
 import torch
@@ -35,6 +35,7 @@ from .readers import (
     SamplerReader,
     Start,
     UndividedReader,
+    keeps_alone,
     length_of,
     shape_of,
     too_short,
@@ -73,6 +74,8 @@ def distribute(
         LoaderError: as ``check``.
     """
     check(loader, options, place.world)
+    if keeps_alone(loader):
+        options = replace(options, shard=False)
     comparisons = None
     if place.process is not None and place.world > 1 and options.shard and isinstance(loader.dataset, IterableDataset):
         even = options.even_batches or loader.drop_last
@@ -110,6 +113,8 @@ class LoaderState:
     engines: set[int] = field(default_factory=set)
     #: What the ranks tell each other of what they read.
     comparisons: StreamComparisons | None = None
+    #: What a loader that keeps its own position said at the end of its last epoch.
+    own: Any = None
     #: Ends what a group of ``accumulate`` began and may not have ended.
     release: Callable[[], None] = lambda: None
 
@@ -135,7 +140,7 @@ class LoaderState:
         division = Division(
             rank=self.place.rank if shard else 0,
             world=self.place.world if shard else 1,
-            batch=shape.batch,
+            batch=shape.batch // (self.place.world if self.options.split_batches else 1),
             even=self.options.even_batches,
             drop_last=shape.drop_last,
         )
@@ -152,7 +157,11 @@ class LoaderState:
             self.holder = weakref.ref(iteration)
             if self.persistent is not None:
                 return self.persistent
-        loader, reader = copy.copy(self.raw), self.reader()
+        reader = self.reader()
+        if reader.keeps:  # a copy would keep it to itself
+            self.holder = weakref.ref(iteration)
+            return self.raw, reader
+        loader = copy.copy(self.raw)
         vars(loader).update(_iterator=None, persistent_workers=free)
         reader.install(loader)
         if free:
@@ -187,6 +196,8 @@ class Ahead(NamedTuple):
 
     item: Any
     error: Exception | None = None
+    #: The position before it that the loader keeps, if it does.
+    own: Any = None
 
 
 @final
@@ -238,7 +249,7 @@ class Iteration:
                 self.reader.take(next(self._batches))
             except StopIteration:
                 raise too_short(start.skip, number) from None
-        state.start, state.following = state.fresh(state.following), state.following + 1
+        state.start, state.following, state.own = state.fresh(state.following), state.following + 1, None
 
     def _seeds(self, start: Start) -> torch.Generator | None:
         """What the loader seeds its workers from: as in raw PyTorch, or nothing that the program draws from."""
@@ -259,7 +270,7 @@ class Iteration:
         return len(self._batches)
 
     def __next__(self) -> Any:
-        item, error = self._ahead.popleft() if self._ahead else Ahead(self._read())
+        item, error, _ = self._ahead.popleft() if self._ahead else Ahead(self._read())
         if error is not None:
             raise error
         reader, state = self.reader, self._state
@@ -283,8 +294,9 @@ class Iteration:
     def ready(self) -> bool:
         """Whether there is another batch, which is read now."""
         if not self._ahead:
+            own = self.reader.own()
             try:
-                self._ahead.append(Ahead(self._read()))
+                self._ahead.append(Ahead(self._read(), None, own))
             except StopIteration:
                 return False
         return True
@@ -293,13 +305,24 @@ class Iteration:
         """How many of the next ``count`` batches there are for this rank; where only reading tells, they are read now."""
         known = self.reader.upcoming(count)
         while known is None and len(self._ahead) < count and not (self._ahead and self._ahead[-1].error):
+            own = self.reader.own()
             try:
-                self._ahead.append(Ahead(next(self._batches)))
+                self._ahead.append(Ahead(next(self._batches), None, own))
             except StopIteration:
                 break
             except Exception as error:  # the loop gets it in its turn
-                self._ahead.append(Ahead(None, error))
+                self._ahead.append(Ahead(None, error, own))
         return min(count, len(self._ahead)) if known is None else known
+
+    def position(self) -> Position:
+        """Where the loops of all ranks stand."""
+        holder = self._state.holder
+        if self.reader.keeps and holder is not None and holder() is not self:
+            raise LoaderError(
+                "this loader keeps the position of one iterator, and another has begun since: save before that"
+            )
+        position = self.reader.position()
+        return position._replace(own=self._ahead[0].own) if self._ahead else position
 
     def _begins_anew(self) -> bool:
         """At the end of the loader's iterator: whether nothing was left of a resumed epoch, so that the next one began."""
@@ -312,7 +335,7 @@ class Iteration:
         if self.reader.start.inside and nothing and self.reader.complete():
             self._begin()
             return True
-        self.finished = True
+        self.finished, self._state.own = True, self.reader.own()
         return False
 
 
@@ -418,10 +441,12 @@ class LoaderHandle:
         state, current = self._accel, self._accel.current()
         if current is None or current.reader.complete():
             start, following = state.start, state.following
-            position = Position(start.at or (0,), start.checksum, start.states)
+            position = Position(
+                start.at or (0,), start.checksum, start.states, state.own if start.own is None else start.own
+            )
         else:
             start, following = current.reader.start, state.start.epoch
-            position = current.reader.position()
+            position = current.position()
         if start.skip and (current is None or current.reader.given == start.skip):
             raise LoaderError(
                 f"the position of this loader is not known between skip({start.skip}) and the first batch after it: save later"
@@ -440,6 +465,7 @@ class LoaderHandle:
             "generators": generators,
             "length": length_of(state.raw.dataset),
             "part": state.part,
+            "own": position.own,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -457,24 +483,29 @@ class LoaderHandle:
         length, epoch = length_of(state.raw.dataset), saved["epoch"]
         if saved["length"] != length:
             raise LoaderError(f"the state was saved with a dataset of length {saved['length']}; this one has {length}")
-        if saved["consumed"] and saved["part"] != state.part:
+        if (saved["consumed"] or saved["own"] is not None) and saved["part"] != state.part:
             raise LoaderError(
                 f"the state is {saved['consumed']} samples into epoch {epoch}, {_part(saved['part'])}, and this loader reads "
                 f"{_part(state.part)}: what a rank reads by itself cannot be divided anew. Resume with as many ranks and the "
                 "same options, or save between epochs"
             )
+        reader = state.reader()
+        if saved["own"] is not None and not reader.keeps:
+            raise LoaderError(
+                f"the state is of a loader that keeps its own position, which a {type(state.raw).__qualname__} does not"
+            )
         generators = saved["generators"]
         states = None if generators is None else generators["order"]
         seed = saved["seed"] if generators is None and state.options.shard else None
-        wanted = Start(epoch, seed, tuple(saved["streams"]), saved["checksum"], states)
+        wanted = Start(epoch, seed, tuple(saved["streams"]), saved["checksum"], states, own=saved["own"])
         if seed is None and not any(wanted.at) and states is None:
-            wanted = state.fresh(epoch)
-        start = state.reader().resume(wanted)
+            wanted = state.fresh(epoch)._replace(own=saved["own"])
+        start = reader.resume(wanted)
         if seed is not None:
             state.seed, state.in_place = seed, False
         elif state.in_place:
             Generators(own_generators(state.raw)).put(generators["own"] if generators else {})
-        state.start, state.following = start, saved["next"]
+        state.start, state.following, state.own = start, saved["next"], None
         state.live.clear()
 
     def __getattr__(self, name: str) -> Any:
@@ -513,7 +544,14 @@ def raw_loader(loader: LoaderHandle | DataLoader[Any]) -> DataLoader[Any]:
 
 
 #: What a state dict need not have.
-_OPTIONAL: Final[Mapping[str, Any]] = {"streams": [], "checksum": None, "length": None, "generators": None, "part": []}
+_OPTIONAL: Final[Mapping[str, Any]] = {
+    "streams": [],
+    "checksum": None,
+    "length": None,
+    "generators": None,
+    "part": [],
+    "own": None,
+}
 
 
 def _read(state: Any) -> dict[str, Any]:
@@ -548,7 +586,9 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
             "effective_batch_size: neither the loader nor its batch sampler has a batch_size: multiply what each rank's "
             "batches hold by accel.world_size()"
         )
-    return size * (loader._accel.place.world if isinstance(loader, LoaderHandle) else world_size())
+    if isinstance(loader, LoaderHandle):
+        return size * (1 if loader._accel.options.split_batches else loader._accel.place.world)
+    return size * world_size()
 
 
 @locked

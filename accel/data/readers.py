@@ -54,6 +54,8 @@ class Start(NamedTuple):
     order: SampleOrder | None = None
     #: The batches of each rank to leave out after the samples of ``at``.
     skip: int = 0
+    #: What a loader that keeps its own position said of it.
+    own: Any = None
 
     @property
     def in_place(self) -> bool:
@@ -95,6 +97,7 @@ class Position(NamedTuple):
     at: tuple[int, ...]
     checksum: int | None = None
     states: Mapping[str, Any] | None = None
+    own: Any = None
 
 
 def length_of(sized: Any) -> int | None:
@@ -103,6 +106,18 @@ def length_of(sized: Any) -> int | None:
         return len(sized)
     except (TypeError, NotImplementedError):
         return None
+
+
+def keeps_position(loader: DataLoader[Any]) -> bool:
+    """Whether its class knows a position of its own, as torchdata's StatefulDataLoader does."""
+    methods = [getattr(type(loader), name, None) for name in ("state_dict", "load_state_dict")]
+    return type(loader).__iter__ is not DataLoader.__iter__ and all(map(callable, methods))
+
+
+def keeps_alone(loader: DataLoader[Any]) -> bool:
+    """Whether nothing but the loader itself can tell the position: what its dataset reads, or how, is its own."""
+    stream = isinstance(loader.dataset, IterableDataset)
+    return keeps_position(loader) and (stream or hasattr(loader.dataset, "state_dict"))
 
 
 def too_short(skip: int, found: int) -> LoaderError:
@@ -122,6 +137,8 @@ class EpochReader(ABC):
     given: int = 0
     #: What is left out is not read.
     skips: bool = False
+    #: The loader keeps a position of its own.
+    keeps: bool = False
 
     def install(self, loader: DataLoader[Any]) -> None:
         """Takes its place in a copy of the user's loader."""
@@ -139,6 +156,10 @@ class EpochReader(ABC):
     def close(self) -> None:
         """The loader's iterator has ended: checks that it gave what was planned."""
         return
+
+    def own(self) -> Any:
+        """The position that the loader keeps, if it does."""
+        return None
 
     def upcoming(self, count: int) -> int | None:
         """How many of the next ``count`` batches there are for this rank; None where only reading them tells."""
@@ -163,16 +184,32 @@ class EpochReader(ABC):
 
 @final
 class UndividedReader(EpochReader):
-    """A loader that accel cannot follow, with the off switch."""
+    """A loader that accel cannot follow, with the off switch; where it keeps its own position, that is what is saved."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
+        self._loader: Any = loader
+        self.keeps = keeps_position(loader)
+
+    def begin(self, start: Start, in_place: bool) -> None:
+        super().begin(start, in_place)
+        self._closed = False
+        if start.own is not None:
+            self._loader.load_state_dict(start.own)
+
+    def own(self) -> Any:
+        return self._loader.state_dict() if self.keeps else None
+
+    def close(self) -> None:
+        """Its own state tells no end before."""
+        self._closed = True
 
     def complete(self) -> bool:
-        length = length_of(self._loader)
-        return length is not None and self.given >= length
+        length = None if self.keeps else length_of(self._loader)
+        return self._closed or (length is not None and self.given >= length)
 
     def position(self) -> Position:
+        if self.keeps:
+            return Position((sum(self.start.at) + self.given,), own=self.own())
         if self.given:
             raise LoaderError(
                 "the position of a loader with LoaderOptions(shard=False) was asked for in mid-epoch, after "
@@ -183,7 +220,7 @@ class UndividedReader(EpochReader):
         return Position((0,))
 
     def resume(self, start: Start) -> Start:
-        if any(start.at):
+        if any(start.at) and start.own is None:
             raise LoaderError(
                 f"the state is {sum(start.at)} samples into epoch {start.epoch}, and this loader with "
                 "LoaderOptions(shard=False) reads in a way of its own, so that it can only resume between epochs."
@@ -355,6 +392,7 @@ class LoaderOptions:
         shard: each rank gets its own part of every epoch; False is the off switch, samplers and datasets stay untouched.
         even_batches: all ranks get equally many samples, the last batch being padded from the start of the epoch;
             False divides the last batch as it is, so that ranks may differ by one sample, or by one batch.
+        split_batches: a loader's ``batch_size`` is that of all ranks together, and each gets its part of it.
         move: batches are moved to the rank's device.
         seed: decides the order of every epoch; None takes the seed of rank 0's torch, and in one process draws as raw
             PyTorch does.
@@ -362,6 +400,7 @@ class LoaderOptions:
 
     shard: bool = True
     even_batches: bool = True
+    split_batches: bool = False
     move: bool = True
     seed: int | None = None
 
@@ -387,8 +426,17 @@ def check(loader: Any, options: Any, world_size: int) -> None:
     check_options(options)
     if world_size < 1:
         raise LoaderError(f"expected a world size of at least 1, found {world_size}")
-    if not options.shard:
-        return
+    if options.split_batches:
+        _check_split(loader, options, world_size)
+    if options.shard:
+        _check_divisible(loader, options, world_size)
+
+
+def _check_divisible(loader: DataLoader[Any], options: LoaderOptions, world_size: int) -> None:
+    if keeps_position(loader):
+        _check_own(loader, options, world_size)
+        if keeps_alone(loader):
+            return
     if isinstance(loader.dataset, torch_data.IterDataPipe | torch_data.MapDataPipe):
         raise LoaderError(f"torch shards DataPipes by itself, with their sharding_filter: {_OFF}")
     if loader.num_workers and not loader.in_order:
@@ -406,11 +454,40 @@ def check(loader: Any, options: Any, world_size: int) -> None:
     _check_sampler(loader)
 
 
+def _check_split(loader: DataLoader[Any], options: LoaderOptions, world_size: int) -> None:
+    batch, units = shape_of(loader).batch, shape_of(loader).units
+    problem = ""
+    if not options.shard:
+        problem = "with shard=False each rank reads by itself, so that there is nothing to split"
+    elif units:
+        problem = "the loader has no batch_size of its own (batch_size=None, or a custom batch_sampler): leave split_batches out"
+    elif batch % world_size:
+        problem = f"batch_size={batch} does not divide over {world_size} ranks: use a multiple of {world_size}"
+    if problem:
+        raise LoaderError(f"LoaderOptions(split_batches=True): {problem}")
+
+
+def _check_own(loader: DataLoader[Any], options: LoaderOptions, world_size: int) -> None:
+    """Of a loader that keeps its own position: in one process it is left to itself."""
+    kind, alone = type(loader).__qualname__, keeps_alone(loader)
+    problem = ""
+    if alone and world_size > 1:
+        problem = (
+            f"what its dataset keeps cannot be divided over ranks: let the dataset read each rank's part, and {_OFF}"
+        )
+    elif alone and (options.seed is not None or options.split_batches):
+        problem = "it reads by itself, so that seed and split_batches would do nothing: leave them out"
+    elif not alone and getattr(loader, "next_iter_state", None) is not None:
+        problem = f"a state was loaded into it before accel.setup: load one through the handle instead, or {_OFF}"
+    if problem:
+        raise LoaderError(f"{kind}: {problem}")
+
+
 def check_options(options: Any) -> None:
     """Refuses other things than LoaderOptions, and bad values in them."""
     if not isinstance(options, LoaderOptions):
         raise LoaderError(f"expected LoaderOptions, found a {type(options).__qualname__}")
-    for name in ("shard", "even_batches", "move"):
+    for name in ("shard", "even_batches", "split_batches", "move"):
         if not isinstance(getattr(options, name), bool):
             raise LoaderError(f"LoaderOptions({name}=...): expected a bool, found {getattr(options, name)!r}")
     if options.seed is not None and type(options.seed) is not int:

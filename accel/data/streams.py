@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch.distributed.distributed_c10d import Store
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
 from ..errors import LoaderError
 from ..process import Process, end_groups, ended
@@ -205,6 +205,8 @@ class StreamReader(EpochReader):
     def install(self, loader: DataLoader[Any]) -> None:
         """Its dataset reads this rank's part, and its batches carry their tags."""
         vars(loader)["dataset"] = _StreamView(self._reader)
+        if not self._units:
+            vars(loader)["batch_sampler"] = BatchSampler(loader.sampler, self._division.batch, loader.drop_last)
         loader.collate_fn = partial(_tagged, loader.collate_fn, self._reader)
 
     def begin(self, start: Start, in_place: bool) -> None:
