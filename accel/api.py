@@ -194,9 +194,9 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
 
     ``for group in accel.accumulate(loader, n)``, in it ``for batch in group`` with the backward of ``loss / len(group)``, after
     that loop the step. ``len(group)`` is the real number of its batches, so that the last step too is the mean over what
-    it saw; ``len(accel.accumulate(loader, n))`` is the number of steps, rounded up. Batches come one at a time, those that a
-    ``break`` leaves of a group are left out. Where ``ddp`` would reduce gradients after each batch it does so in the last backward
-    of a group alone, as with ``no_sync``. After ``itertools.batched``.
+    it saw; ``len(accel.accumulate(loader, n))`` is the number of steps, rounded up. Batches come one at a time; what a
+    ``break`` leaves of a group is left out. Where ``ddp`` would reduce gradients after each batch it does so in the last
+    backward of a group alone, as with ``no_sync``. After ``itertools.batched``.
 
     Args:
         loader: a loader's handle. Of an iterable dataset, which alone knows its end, a group is read ahead on the host.

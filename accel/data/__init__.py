@@ -1,7 +1,7 @@
 """Dataloaders: each rank gets its part of every epoch, on its device, and the position can be saved.
 
-__init__ (the handle, and its iterations) > accumulation (groups of batches) > transfer (to the device) > streams > readers (what
-stands in the loader, and which loaders there can be) > sampling (who gets what, in which order)
+__init__ (the handle, and its iterations) > accumulation (groups of batches) > transfer (to the device) > streams > dispatch (by
+rank 0) > readers (what stands in the loader, and which loaders there can be) > sampling (who gets what, in which order)
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def distribute(
     if keeps_alone(loader):
         options = replace(options, shard=False)
     comparisons = None
-    if place.process is not None and place.world > 1 and options.shard and isinstance(loader.dataset, IterableDataset):
+    compared = options.shard and not options.dispatch and isinstance(loader.dataset, IterableDataset)
+    if place.process is not None and place.world > 1 and compared:
         even = options.even_batches or loader.drop_last
         comparisons = StreamComparisons(place.process, name, type(loader.dataset).__qualname__, even)
     state = LoaderState(raw=loader, options=options, place=place, comparisons=comparisons)
@@ -145,7 +146,9 @@ class LoaderState:
             drop_last=shape.drop_last,
         )
         if isinstance(self.raw.dataset, IterableDataset):
-            return StreamReader(self.raw, shape, division)
+            process = self.place.process
+            several = self.options.dispatch and process is not None and process.place.world_size > 1
+            return StreamReader(self.raw, shape, division, process if several else None)
         return SamplerReader(self.raw, division)
 
     def prepare(self, iteration: Iteration) -> tuple[DataLoader[Any], EpochReader]:
@@ -243,7 +246,7 @@ class Iteration:
         # and stay in it, where each call of torch's takes longer.
         elsewhere = torch.get_default_device().type != "cpu"
         with torch.device("cpu") if elsewhere else contextlib.nullcontext():
-            self._batches = iter(loader)
+            self._batches = self.reader.open(loader)
         for number in range(0 if self.reader.skips else start.skip):
             try:
                 self.reader.take(next(self._batches))
@@ -347,7 +350,7 @@ class _UnlessOwn:
 
     def __init__(self, made: Any) -> None:
         self._made = made
-        functools.update_wrapper(self, made)  # type: ignore[arg-type]
+        functools.update_wrapper(self, made)
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name

@@ -148,6 +148,10 @@ class EpochReader(ABC):
         """Starts an epoch, of a loader whose orders are drawn in place or not."""
         self.start, self.given = start, 0
 
+    def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """An iterator of the loader that it was installed in."""
+        return iter(loader)
+
     def take(self, item: Any) -> Any:
         """Counts one item of the loader's iterator; returns the user's batch in it."""
         self.given += 1
@@ -392,6 +396,7 @@ class LoaderOptions:
         shard: each rank gets its own part of every epoch; False is the off switch, samplers and datasets stay untouched.
         even_batches: all ranks get equally many samples, the last batch being padded from the start of the epoch;
             False divides the last batch as it is, so that ranks may differ by one sample, or by one batch.
+        dispatch: rank 0 alone reads an iterable dataset, and sends each rank its batches; the others' datasets are not read.
         split_batches: a loader's ``batch_size`` is that of all ranks together, and each gets its part of it.
         move: batches are moved to the rank's device.
         seed: decides the order of every epoch; None takes the seed of rank 0's torch, and in one process draws as raw
@@ -400,6 +405,7 @@ class LoaderOptions:
 
     shard: bool = True
     even_batches: bool = True
+    dispatch: bool = False
     split_batches: bool = False
     move: bool = True
     seed: int | None = None
@@ -426,6 +432,15 @@ def check(loader: Any, options: Any, world_size: int) -> None:
     check_options(options)
     if world_size < 1:
         raise LoaderError(f"expected a world size of at least 1, found {world_size}")
+    if options.dispatch and not (options.shard and isinstance(loader.dataset, IterableDataset)):
+        raise LoaderError(
+            "LoaderOptions(dispatch=True) is for iterable datasets, which rank 0 reads for all ranks: each rank reads its own "
+            "samples of a map-style dataset, and all that it reads with shard=False"
+        )
+    if options.dispatch and not options.even_batches:
+        raise LoaderError(
+            "LoaderOptions(dispatch=True): all ranks get equally many batches, leave even_batches=False out"
+        )
     if options.split_batches:
         _check_split(loader, options, world_size)
     if options.shard:
@@ -487,7 +502,7 @@ def check_options(options: Any) -> None:
     """Refuses other things than LoaderOptions, and bad values in them."""
     if not isinstance(options, LoaderOptions):
         raise LoaderError(f"expected LoaderOptions, found a {type(options).__qualname__}")
-    for name in ("shard", "even_batches", "split_batches", "move"):
+    for name in ("shard", "even_batches", "dispatch", "split_batches", "move"):
         if not isinstance(getattr(options, name), bool):
             raise LoaderError(f"LoaderOptions({name}=...): expected a bool, found {getattr(options, name)!r}")
     if options.seed is not None and type(options.seed) is not int:

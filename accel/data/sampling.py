@@ -77,6 +77,15 @@ class Division:
         return full + (not self.drop_last and self.share(tail).size > 0)
 
 
+def portion(chunk: list[Any], division: Division, head: list[Any]) -> list[Any]:
+    """One rank's part of a global step, padded from ``head``."""
+    if len(chunk) < division.width and division.drop_last:
+        return []
+    share = division.share(len(chunk))
+    padding = [head[(share.offset + i - len(chunk)) % len(head)] for i in range(share.real, share.size)]
+    return chunk[share.offset : share.offset + share.real] + padding
+
+
 def divide(
     read: Callable[[int], list[Any]], division: Division, head: list[Any]
 ) -> Iterator[tuple[list[Any], list[Any]]]:
@@ -86,12 +95,7 @@ def divide(
     """
     while chunk := read(division.width):
         head += chunk[: division.world - 1 - len(head)]
-        if len(chunk) < division.width and division.drop_last:
-            yield [], chunk
-            continue
-        share = division.share(len(chunk))
-        padding = [head[(share.offset + i - len(chunk)) % len(head)] for i in range(share.real, share.size)]
-        yield chunk[share.offset : share.offset + share.real] + padding, chunk
+        yield portion(chunk, division, head), chunk
 
 
 def mix(*values: Any) -> int:
