@@ -107,8 +107,6 @@ def known_handles(
 ) -> Handles[Any, Any, Any] | None:
     """The handles of a repeated call, at the price of a few look-ups; None where there is anything to do or to refuse."""
     try:
-        if model is None:
-            return _known_loaders(optimizers, dataloaders, wanted, loaders, scale_lr)
         module, _ = resolve_module(model)
         engine = registry.engine(module)
         if engine is None:
@@ -122,24 +120,6 @@ def known_handles(
         )
     except (AccelError, LookupError):
         return None
-
-
-def _known_loaders(
-    optimizers: Any, dataloaders: Any, wanted: Wanted, options: LoaderOptions | None, scale_lr: bool
-) -> Handles[None, None, Any] | None:
-    """Those of a repeated call without a model."""
-    process = running()
-    if (
-        process is None
-        or optimizers is not None
-        or scale_lr
-        or dataloaders is None
-        or wanted != ("auto", "auto", "auto")
-    ):
-        return None
-    place = LoaderPlace(process.place.rank, process.place.world_size, process.device, process)
-    known = map_leaves(lambda d, path: known_loader(d, options, place, MODELLESS), dataloaders, "dataloaders")
-    return Handles(None, None, known)
 
 
 def handle_of(optimizer: Any) -> OptimizerHandle | None:
@@ -165,18 +145,14 @@ def place_for(engine_type: type[Engine], options: Any, process: Process) -> Load
     return LoaderPlace(*engine_type.replica(options, process), process.device, process)
 
 
-def known_loader(
-    loader: Any, options: LoaderOptions | None, place: LoaderPlace, serial: int | None = None
-) -> LoaderHandle:
-    """The handle of a dataloader, which the engine ``serial`` has if given.
-
-    Raises:
-        LookupError: it has none, or one that was made with other options or is divided otherwise.
-    """
-    handle, made_with = (loader, options) if type(loader) is LoaderHandle else _made(loader, place)
-    if handle is None or options not in (made_with, None) or handle._accel.place != place:
-        raise LookupError
-    if serial is not None and serial not in handle._accel.engines:
+def known_loader(loader: Any, options: LoaderOptions | None, place: LoaderPlace) -> LoaderHandle:
+    """The handle of a dataloader; LookupError without one, or where it was made with other options or divided otherwise."""
+    if type(loader) is LoaderHandle:
+        if loader._accel.place != place:
+            raise LookupError
+        return loader
+    handle, made_with = _made(loader, place)
+    if handle is None or options not in (made_with, None):
         raise LookupError
     return handle
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..errors import LoaderError, RankMismatchError
 from ..process import ended, rank, running, world_size
 from ..process.collectives import all_gather
-from ..process.control import agree, locked
+from ..process.control import agree, locked, raise_together
 from ..process.prints import Prints, Read, other_values
 from ..process.rng import Generators, from_plain, to_plain
 from ..trees import map_tensors
@@ -270,7 +270,7 @@ class Iteration:
         return self
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self._batches)  # type: ignore[arg-type]
 
     def __next__(self) -> Any:
         item, error, _ = self._ahead.popleft() if self._ahead else Ahead(self._read())
@@ -296,26 +296,28 @@ class Iteration:
 
     def ready(self) -> bool:
         """Whether there is another batch, which is read now."""
-        if not self._ahead:
-            own = self.reader.own()
-            try:
-                self._ahead.append(Ahead(self._read(), None, own))
-            except StopIteration:
-                return False
-        return True
+        return bool(self._ahead) or self._read_ahead(self._read)
 
     def upcoming(self, count: int) -> int:
         """How many of the next ``count`` batches there are for this rank; where only reading tells, they are read now."""
         known = self.reader.upcoming(count)
-        while known is None and len(self._ahead) < count and not (self._ahead and self._ahead[-1].error):
-            own = self.reader.own()
-            try:
-                self._ahead.append(Ahead(next(self._batches), None, own))
-            except StopIteration:
+        if known is not None:
+            return known
+        while len(self._ahead) < count and not (self._ahead and self._ahead[-1].error):
+            if not self._read_ahead(lambda: next(self._batches)):
                 break
-            except Exception as error:  # the loop gets it in its turn
-                self._ahead.append(Ahead(None, error, own))
-        return min(count, len(self._ahead)) if known is None else known
+        return min(count, len(self._ahead))
+
+    def _read_ahead(self, read: Callable[[], Any]) -> bool:
+        """One item more; an error too waits for its turn."""
+        own = self.reader.own()
+        try:
+            self._ahead.append(Ahead(read(), None, own))
+        except StopIteration:
+            return False
+        except Exception as error:
+            self._ahead.append(Ahead(None, error, own))
+        return True
 
     def position(self) -> Position:
         """Where the loops of all ranks stand."""
@@ -350,7 +352,7 @@ class _UnlessOwn:
 
     def __init__(self, made: Any) -> None:
         self._made = made
-        functools.update_wrapper(self, made)
+        functools.update_wrapper(self, made)  # type: ignore[arg-type]
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -409,16 +411,16 @@ class LoaderHandle:
             RankMismatchError: the ranks leave out different numbers.
         """
         state, process = self._accel, self._accel.place.process
-        problem = "" if type(n) is int and n >= 0 else f"loader.skip({n!r}): expected a number of batches, at least 0"
-        length = length_of(self)
-        if not problem and length is not None and n > length:
-            problem = str(too_short(n, length))
-        told = agree("loader.skip", (problem, n)) if process is not None and state.options.shard else [(problem, n)]
-        if problem := next(filter(None, (problem for problem, _ in told)), ""):
-            raise LoaderError(problem)
-        if any(theirs != n for _, theirs in told):
+        problem, length = None, length_of(self)
+        if type(n) is not int or n < 0:
+            problem = LoaderError(f"loader.skip({n!r}): expected a number of batches, at least 0")
+        elif length is not None and n > length:
+            problem = too_short(n, length)
+        told = agree("loader.skip", (n, str(problem or ""))) if process is not None and state.options.shard else []
+        raise_together("loader.skip", problem, [text for _, text in told], LoaderError)
+        if any(theirs != n for theirs, _ in told):
             raise RankMismatchError(
-                f"loader.skip: the ranks leave out different numbers of batches: {[n for _, n in told]}"
+                f"loader.skip: the ranks leave out different numbers of batches: {[theirs for theirs, _ in told]}"
             )
         state.start = state.start._replace(skip=n, order=None)
 
