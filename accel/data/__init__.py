@@ -411,7 +411,8 @@ class LoaderHandle:
             RankMismatchError: the ranks leave out different numbers.
         """
         state, process = self._accel, self._accel.place.process
-        problem, length = None, length_of(self)
+        # The streams of several workers have more batches than the dataset's length tells.
+        problem, length = None, None if isinstance(state.raw.dataset, IterableDataset) else length_of(self)
         if type(n) is not int or n < 0:
             problem = LoaderError(f"loader.skip({n!r}): expected a number of batches, at least 0")
         elif length is not None and n > length:
