@@ -62,7 +62,7 @@ class Dispatched:
         raise_together(_WHAT, error, [text for _, text, _ in told], LoaderError)
         if not (sizes := told[0][2]):
             raise StopIteration
-        received = torch.empty(max(sizes), dtype=torch.uint8)
+        received = torch.empty(max(sizes), dtype=torch.uint8, device="cpu")
         padded = [torch.nn.functional.pad(message, (0, max(sizes) - len(message))) for message in messages]
         with Waiting(self._process, _WHAT):
             sent = [padded[place] for place, *_ in told] if padded else None

@@ -33,7 +33,7 @@ def shape_of(loader: DataLoader[Any]) -> Shape:
     batcher = loader.batch_sampler
     if batcher is None:
         return Shape(loader.sampler, 1, False, True)
-    if type(batcher) is BatchSampler:
+    if type(batcher) is BatchSampler or (isinstance(batcher, BatchSampler) and loader.batch_size is not None):
         return Shape(batcher.sampler, batcher.batch_size, batcher.drop_last, False)
     return Shape(batcher, 1, False, True)
 

@@ -111,6 +111,11 @@ def test_the_last_batch_and_the_groups_are_known(build: Any) -> None:
         rest = [(batch, again.is_last) for batch in again]
         assert [batch for batch, _ in rest] == (list(iterator) or expected)
         assert [last for _, last in rest] == _lasts(len(rest))
+        iterator = iter(handle)
+        for _ in expected:
+            next(iterator)
+        again.load_state_dict(handle.state_dict())  # after the last batch: the next epoch is next
+        assert len(list(again)) == len(expected) or build is BUILDS["a wrong length"]
 
 
 def _lasts(n: int) -> list[bool]:
