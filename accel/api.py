@@ -23,17 +23,7 @@ from .engines.base.activations import checkpointed
 from .engines.base.sequence import prepared
 from .errors import AccelError, BackendError, LoaderError, PrecisionError, RankMismatchError
 from .handles import Dataloaders, Handles, HiddenAttribute, Model, ModelHandle, Optimizers, engine_behind, raw
-from .planning import (
-    MODELLESS,
-    Plan,
-    known_handles,
-    known_loader,
-    known_optimizer,
-    make_plan,
-    options_of,
-    place_for,
-    place_of,
-)
+from .planning import Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
 from .precision import convert_linears, convert_module, convert_optimizer
 from .process import Process, current, ended, running
 from .process.control import Waiting, agree, locked, raise_together
@@ -420,7 +410,10 @@ def execute(plan: Plan) -> Handles[Any, Any, Any]:
     seeds = enumerate(_agree_on(plan))
     process = current()
     engine = None if plan.modelless else _engine(plan, process)
-    place, serial = place_for(plan.engine_type, plan.options, process), MODELLESS if engine is None else engine.serial
+    place, serial = (
+        place_for(plan.engine_type, plan.options, process),
+        planning.MODELLESS if engine is None else engine.serial,
+    )
     handles = Handles(
         None if engine is None else engine.handle,
         map_leaves(lambda o, path: known_optimizer(o, engine) if engine else None, plan.optimizers, "optimizers"),

@@ -81,7 +81,8 @@ def distribute(
     if place.process is not None and place.world > 1 and compared:
         even = options.even_batches or loader.drop_last
         comparisons = StreamComparisons(place.process, name, type(loader.dataset).__qualname__, even)
-    state = LoaderState(raw=loader, options=options, place=place, comparisons=comparisons)
+    loaded = getattr(loader, "next_iter_state", None)  # what torchdata calls a state that was loaded and not begun
+    state = LoaderState(raw=loader, options=options, place=place, comparisons=comparisons, own=loaded)
     state.begin_anew(seed, in_place)
     return LoaderHandle(state)
 
@@ -211,12 +212,12 @@ class Iteration:
         "__weakref__",
         "_ahead",
         "_batches",
-        "_transfer",
         "_comparison",
         "_state",
-        "reader",
+        "_transfer",
         "finished",
         "last",
+        "reader",
     )
 
     def __init__(self, state: LoaderState) -> None:
@@ -273,7 +274,7 @@ class Iteration:
         return len(self._batches)  # type: ignore[arg-type]
 
     def __next__(self) -> Any:
-        item, error, _ = self._ahead.popleft() if self._ahead else Ahead(self._read())
+        item, error, _ = self._ahead.popleft() if self._ahead else (self._read(), None, None)
         if error is not None:
             raise error
         reader, state = self.reader, self._state
@@ -550,14 +551,8 @@ def raw_loader(loader: LoaderHandle | DataLoader[Any]) -> DataLoader[Any]:
 
 
 #: What a state dict need not have.
-_OPTIONAL: Final[Mapping[str, Any]] = {
-    "streams": [],
-    "checksum": None,
-    "length": None,
-    "generators": None,
-    "part": [],
-    "own": None,
-}
+_NONE: Final = dict.fromkeys(("checksum", "length", "generators", "own"))
+_OPTIONAL: Final[Mapping[str, Any]] = {"streams": [], "part": [], **_NONE}
 
 
 def _read(state: Any) -> dict[str, Any]:

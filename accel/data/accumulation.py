@@ -64,9 +64,9 @@ class Accumulation(Generic[T]):
         return -(-len(self._loader) // self._n)
 
     def __iter__(self) -> Iterator[Group[T]]:
-        state = self._loader._accel
+        state, accumulate = self._loader._accel, self._accumulate
         iteration = iter(self._loader)
-        state.release = lambda: self._accumulate(False)
+        state.release = lambda: accumulate(False)
         known = length_of(iteration)
         apart = state.place.process is not None and state.place.process.place.world_size > 1
         if apart:
