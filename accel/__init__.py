@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from . import engines
 from .api import (
+    accumulate,
     backward,
     clip_grad_norm_,
     data_parallel_place,
@@ -93,6 +94,7 @@ __all__ = [
     "RankMismatchError",
     "SharedParametersError",
     "TimeoutError",
+    "accumulate",
     "all_gather",
     "all_reduce",
     "any_rank",

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import data, planning, process
-from .data import LoaderHandle, LoaderOptions
+from .data import LoaderHandle, LoaderOptions, LoaderPlace
 from .deferred import materialize, weights_of, without_setup
 from .engines import Context, Engine, Options
 from .engines.base.activations import checkpointed
@@ -33,6 +33,7 @@ from .trees import map_leaves
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.data import DataLoader
 
 logger = logging.getLogger("accel")
 Batch = TypeVar("Batch")
@@ -56,7 +57,8 @@ def setup(
     All ranks call it with the same things; they start from rank 0's weights and buffers.
 
     Args:
-        model: a module, its handle, or its ``torch.compile`` wrapper.
+        model: a module, its handle, or its ``torch.compile`` wrapper; None for dataloaders alone, as in an evaluation without
+            training, which the process divides until ``accel.teardown()``.
         optimizers: an optimizer, or a list, tuple or dict of them, over ``model``'s parameters.
         dataloaders: a ``DataLoader``, or a list, tuple or dict of them.
         backend: a backend's name or options (``accel.DDP(...)``); "auto" is the live engine's, else ``ACCEL_BACKEND``,
@@ -178,6 +180,39 @@ def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     return registry.of_handle(model).no_sync()
 
 
+def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
+    """The batches of ``loader`` in groups of ``n``, each of one optimizer step; the last group of an epoch may be smaller.
+
+    ``for group in accel.accumulate(loader, n)``, in it ``for batch in group`` with the backward of ``loss / len(group)``, after
+    that loop the step. ``len(group)`` is the real number of its batches, so that the last step too is the mean over what
+    it saw; ``len(accel.accumulate(loader, n))`` is the number of steps, rounded up. Batches come one at a time; what a
+    ``break`` leaves of a group is left out. Where ``ddp`` would reduce gradients after each batch it does so in the last
+    backward of a group alone, as with ``no_sync``. After ``itertools.batched``.
+
+    Args:
+        loader: a loader's handle. Of an iterable dataset, which alone knows its end, a group is read ahead on the host.
+        n: batches of each rank for one step.
+
+    Raises:
+        LoaderError: not a handle, or not a number of batches.
+        RankMismatchError: in the loop, on every rank: the ranks have other numbers of batches, or another ``n``.
+    """
+    handle: Any = loader  # it has the type of its loader
+    if type(handle) is not LoaderHandle:
+        kind = type(loader).__qualname__
+        raise LoaderError(f"accel.accumulate: expected the handle that accel.setup returned, found a {kind}")
+    if type(n) is not int or n < 1:
+        raise LoaderError(f"accel.accumulate(loader, {n!r}): expected a number of batches, at least 1")
+    engines = handle._accel.engines
+
+    def set_accumulating(accumulating: bool) -> None:
+        for engine in registry.in_order():
+            if engine.serial in engines and engine.gradients.spares:
+                engine.gradients.accumulate(accumulating)
+
+    return data.Accumulation(handle, n, set_accumulating)
+
+
 class DataParallelPlace(NamedTuple):
     """A process's place among those that have batches of their own, from 0, and how many of them there are."""
 
@@ -288,7 +323,8 @@ def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dic
 def describe(plan: Plan) -> dict[str, str]:
     """What must be equal on all ranks, as text by name."""
     facts = {
-        "backend": plan.engine_type.name,
+        "dataloaders alone": str(plan.modelless),
+        "backend": "" if plan.modelless else plan.engine_type.name,
         "precision": plan.precision.name if plan.precision else "",
         "values from a directory": str(plan.fill is not None),
         "set up before": str(plan.engine is not None),
@@ -296,7 +332,7 @@ def describe(plan: Plan) -> dict[str, str]:
         "number of new optimizers": str(len(plan.new_optimizers)),
         "number of new dataloaders": str(len(plan.new_loaders)),
     }
-    for option in dataclasses.fields(plan.options):
+    for option in () if plan.modelless else dataclasses.fields(plan.options):
         facts[f"{option.name} of accel.{type(plan.options).__name__}"] = repr(getattr(plan.options, option.name))
     for name, p in plan.module.named_parameters():
         facts[f"parameter {name}"] = f"{tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
@@ -380,6 +416,27 @@ def execute(plan: Plan) -> Handles[Any, Any, Any]:
     """Agree, build, agree that all have built, then start from rank 0's weights."""
     seeds = enumerate(_agree_on(plan))
     process = current()
+    engine = None if plan.modelless else _engine(plan, process)
+    place, serial = (
+        place_for(plan.engine_type, plan.options, process),
+        planning.MODELLESS if engine is None else engine.serial,
+    )
+    handles = Handles(
+        None if engine is None else engine.handle,
+        map_leaves(lambda o, path: known_optimizer(o, engine) if engine else None, plan.optimizers, "optimizers"),
+        map_leaves(
+            lambda d, path: _loader_handle(d, plan.loader_options, place, serial, *next(seeds)),
+            plan.dataloaders,
+            "dataloaders",
+        ),
+    )
+    if process.place.rank == 0:
+        _tell(plan, engine, place, process)
+    return handles
+
+
+def _engine(plan: Plan, process: Process) -> Engine:
+    """The model's engine, with the new optimizers, on all ranks or on none."""
     error: Exception | None = None
     # A setup inside torch.inference_mode must not make tensors that no backward can use.
     with contextlib.ExitStack() as undo, torch.inference_mode(False):
@@ -400,30 +457,19 @@ def execute(plan: Plan) -> Handles[Any, Any, Any]:
                 plan.fill(engine.handle)
                 engine.reads = False
         undo.pop_all()
-    handles = Handles(
-        engine.handle,
-        map_leaves(lambda o, path: known_optimizer(o, engine), plan.optimizers, "optimizers"),
-        map_leaves(
-            lambda d, path: _loader_handle(d, plan.loader_options, engine, *next(seeds)),
-            plan.dataloaders,
-            "dataloaders",
-        ),
-    )
-    if process.place.rank == 0:
-        _tell(plan, engine, process)
-    return handles
+    return engine
 
 
-def _tell(plan: Plan, engine: Engine, process: Process) -> None:
-    world, places = process.place.world_size, place_of(engine).world
-    if plan.engine is None:
+def _tell(plan: Plan, engine: Engine | None, place: LoaderPlace, process: Process) -> None:
+    world, places = process.place.world_size, place.world
+    if plan.engine is None and engine is not None:
         kind, precision = type(engine.module).__name__, engine.precision.name
         logger.info("%s: backend %s, %s, %d x %s", kind, engine.name, precision, world, process.device.type)
     what = "ranks" if places == world else "data-parallel places"
     for loader in plan.new_loaders:
         with contextlib.suppress(LoaderError):
-            size = data.effective_batch_size(loader) // world
-            logger.info("effective batch size: %d x %d %s = %d", size, places, what, size * places)
+            size = data.effective_batch_size(known_loader(loader, None, place))
+            logger.info("effective batch size: %d x %d %s = %d", size // places, places, what, size)
 
 
 def _give_memory(plan: Plan, process: Process, undo: contextlib.ExitStack) -> None:
@@ -462,8 +508,10 @@ def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
     return engine
 
 
-def _loader_handle(loader: Any, options: LoaderOptions | None, engine: Engine, number: int, seed: int) -> LoaderHandle:
-    place, process = place_of(engine), engine.process
+def _loader_handle(
+    loader: Any, options: LoaderOptions | None, place: LoaderPlace, serial: int, number: int, seed: int
+) -> LoaderHandle:
+    process = current()
     in_place = process.place.world_size == 1
     try:
         handle = known_loader(loader, options, place)
@@ -484,7 +532,7 @@ def _loader_handle(loader: Any, options: LoaderOptions | None, engine: Engine, n
         # Its engines were torn down: this is a setup like the first.
         state.begin_anew(seed, in_place and state.options.seed is None)
         state.engines.clear()
-    state.engines.add(engine.serial)
+    state.engines.add(serial)
     return handle
 
 

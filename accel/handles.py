@@ -20,7 +20,7 @@ from .data import LoaderHandle as LoaderHandle
 from .errors import AccelError, OptimizerError
 
 #: The types that ``setup`` is given. What ``torch.compile`` returns is a callable to type checkers.
-Model = TypeVar("Model", bound=Callable[..., Any])
+Model = TypeVar("Model", bound=Callable[..., Any] | None)
 Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer] | Mapping[Any, Optimizer] | None, default=None)
 _Loader = DataLoader[Any]
 Dataloaders = TypeVar("Dataloaders", bound=_Loader | Sequence[_Loader] | Mapping[Any, _Loader] | None, default=None)

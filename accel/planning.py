@@ -70,6 +70,8 @@ def scale(optimizer: Optimizer, replicas: int, undo: contextlib.ExitStack) -> No
 
 
 Wanted = tuple[Any, Any, Any]
+#: In the place of an engine's serial: of loaders that were set up without a model.
+MODELLESS: Final = -1
 
 
 @dataclass(slots=True)
@@ -79,6 +81,8 @@ class Plan:
     wanted: Wanted
     loader_options: LoaderOptions | None
     scale_lr: bool = False
+    #: There are dataloaders alone.
+    modelless: bool = False
     module: nn.Module = field(default_factory=nn.Module)
     entry: nn.Module = field(default_factory=nn.Module)
     engine: Engine | None = None
@@ -201,14 +205,10 @@ def make_plan(
         data.check_options(loader_options or LoaderOptions())
         if type(scale_lr) is not bool:
             raise OptimizerError(f"scale_lr={scale_lr!r}: expected True or False; the factor is the number of replicas")
-        plan.module, plan.entry = resolve_module(model)
-        engine = plan.engine = registry.engine(plan.module)
-        registry.sweep(engine)  # what follows asks which other models there are
-        if engine is None:
-            _plan_engine(plan, process)
+        if model is None:
+            _plan_modelless(plan)
         else:
-            _check_live(engine, wanted)
-            plan.engine_type, plan.options, plan.precision = type(engine), engine.options, engine.precision
+            _plan_model(plan, model, process)
         map_leaves(lambda o, path: _plan_optimizer(plan, o, path), optimizers, "optimizers")
         map_leaves(lambda d, path: _plan_loader(plan, d, path, process), dataloaders, "dataloaders")
         world = process.place.world_size
@@ -221,6 +221,30 @@ def make_plan(
     except AccelError as error:
         plan.error = error
     return plan
+
+
+def _plan_modelless(plan: Plan) -> None:
+    if plan.optimizers is not None:
+        raise OptimizerError("accel.setup(None, optimizers): optimizers need their model; give it in the place of None")
+    if plan.dataloaders is None:
+        raise AccelError("accel.setup(None) has nothing to set up: give it the model, or dataloaders=...")
+    if plan.wanted[:2] != ("auto", "auto") or plan.scale_lr:
+        raise AccelError(
+            "accel.setup(None, dataloaders=...): backend, precision and scale_lr are a model's; leave them out"
+        )
+    use_devices(plan.wanted[2])
+    plan.modelless = True
+
+
+def _plan_model(plan: Plan, model: Any, process: Process) -> None:
+    plan.module, plan.entry = resolve_module(model)
+    engine = plan.engine = registry.engine(plan.module)
+    registry.sweep(engine)  # what follows asks which other models there are
+    if engine is None:
+        _plan_engine(plan, process)
+        return
+    _check_live(engine, plan.wanted)
+    plan.engine_type, plan.options, plan.precision = type(engine), engine.options, engine.precision
 
 
 def _plan_engine(plan: Plan, process: Process) -> None:
@@ -319,9 +343,10 @@ def _plan_loader(plan: Plan, loader: Any, path: str, process: Process) -> None:
     place = place_for(plan.engine_type, plan.options, process)
     if type(loader) is LoaderHandle:
         if loader._accel.place != place:
+            who = "accel.setup(None, ...)" if plan.modelless else f"backend {plan.engine_type.name!r}"
             raise LoaderError(
                 f"{path} is a handle that gives the part of rank {loader._accel.place.rank} of {loader._accel.place.world}, on "
-                f"{loader._accel.place.device}, of an earlier setup; backend {plan.engine_type.name!r} needs that of rank "
+                f"{loader._accel.place.device}, of an earlier setup; {who} needs that of rank "
                 f"{place.rank} of {place.world}, on {place.device}: give accel.setup the raw DataLoader"
             )
         return
@@ -334,5 +359,5 @@ def _plan_loader(plan: Plan, loader: Any, path: str, process: Process) -> None:
         if plan.loader_options not in (made_with, None):
             raise AlreadySetUpError(f"{path} is already set up with {made_with}; asked for {plan.loader_options}")
         return
-    data.check(loader, plan.loader_options or LoaderOptions(), process.place.world_size)
+    data.check(loader, plan.loader_options or LoaderOptions(), place.world)
     plan.new_loaders.append(loader)
