@@ -6,16 +6,18 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container, Hashable, Iterable, Iterator
 from typing import Final, Literal
 
 from ..errors import CheckpointError, is_url, refuse_url
-from ..process import rank
+from ..process import current, rank
 from ..process.control import locked
+from . import shared_memory
 from .background import background
 from .failures import exchange, explain, on_every_rank
 from .placement import Sight, newest, sight
 from .record import NAME, Record, encode, exists, is_damaged, read
+from .shared_memory import NUMBER
 from .storage import Claim, StoreError, check_size, storage_of, unreadable
 
 logger = logging.getLogger("accel")
@@ -88,12 +90,33 @@ def present(directory: str) -> Record | None:
     """The record that is to be replaced; None if there is none, or a damaged one. Refuses another program's, or a newer one."""
     if not exists(directory):
         return None
+    path = os.path.join(directory, NAME)
+    key = path, storage_of(directory).identity(path)
+    if key in _known:
+        return _known[key]
     try:
-        return read(directory)[0]
+        found, _ = read(directory)
     except CheckpointError:
-        if is_damaged(os.path.join(directory, NAME)):
+        if is_damaged(path):
             return None
         raise
+    _know(key, found)
+    return found
+
+
+def note(directory: str, new: Record) -> None:
+    """Keep in mind the record that was written there while nobody else could: the next save need not read it."""
+    path = os.path.join(directory, NAME)
+    _know((path, storage_of(directory).identity(path)), new)
+
+
+#: What the record says that a save has read or written last, by its path and identity.
+_known: Final[dict[tuple[str, Hashable], Record]] = {}
+
+
+def _know(key: tuple[str, Hashable], found: Record) -> None:
+    _known.clear()
+    _known[key] = found
 
 
 def complete(directory: str, *, elsewhere: bool = False) -> Record | None:
@@ -147,17 +170,55 @@ def remove(directory: str) -> None:
     storage.remove_directory(directory)
 
 
+# -- The snapshot in memory of the host, beside what is on disk --------------------------------------------------------
+
+
+def in_memory(directory: str, *, elsewhere: bool = False) -> Record | None:
+    """As ``complete``: of the snapshot of a directory."""
+    where = shared_memory.place(directory)
+    found = None if where is None else complete(where, elsewhere=elsewhere)
+    if where is None or found is None or found.name != shared_memory.name_of(directory):
+        return None
+    shared_memory.known[where] = found.id
+    return found
+
+
+def replaceable(where: str, directory: str) -> bool:
+    """Whether what is in a place in memory is of ``directory``, or this job's own as far as is known, and not another one's."""
+    old = present(where) if os.path.isdir(where) else None
+    return old is None or old.name == shared_memory.name_of(directory) or shared_memory.known.get(where) == old.id
+
+
+def newest_place(path: object) -> str:
+    """Where the checkpoint lies that a load of a directory takes, as far as this host has it."""
+    directory = absolute(path)
+    held = in_memory(directory)
+    if held is None or (exists(directory) and read(directory)[0].time > held.time):
+        return directory
+    return shared_memory.place(directory) or directory
+
+
+def free(directory: str) -> None:
+    """On the first rank of each host: remove the snapshot of the series, than which what is on disk is newer."""
+    where = shared_memory.place(directory)
+    if where is None or current().place.local_rank or not os.path.isdir(where):
+        return
+    try:
+        if replaceable(where, directory):
+            shared_memory.left.pop(where, None)
+            remove(where)
+    except (CheckpointError, OSError) as error:
+        logger.warning("%s is on disk, but an older one stays in memory: %s", directory, explain(error))
+
+
 # -- Several checkpoints: the newest one, a second name for one, the oldest ones away ----------------------------------
-
-
-_NUMBER: Final = re.compile(r"\d+\Z")
 
 
 def check_keep(directory: str, keep: object) -> None:
     """Refuse a number that is none, or a directory whose older ones nobody can tell."""
     if type(keep) is not int or keep < 1:
         raise CheckpointError(f"keep={keep!r}: expected a number of checkpoints of at least 1")
-    if not _NUMBER.search(os.path.abspath(directory)):
+    if not NUMBER.search(os.path.abspath(directory)):
         raise CheckpointError(
             f"keep={keep}: the name of {directory!r} does not end in a number, so that its older ones are not known; save "
             "into directories such as 'ckpt/step-100'"
@@ -167,9 +228,9 @@ def check_keep(directory: str, keep: object) -> None:
 def prune(directory: str, keep: int) -> None:
     """Remove the oldest checkpoints of the series of ``directory``, but never that one itself."""
     root, name = os.path.split(directory)
-    series = _NUMBER.sub("", name)
+    series = NUMBER.sub("", name)
     storage = storage_of(root)
-    others = [n for n in storage.names(root) if _NUMBER.sub("", n) == series and n not in (series, name)]
+    others = [n for n in storage.names(root) if NUMBER.sub("", n) == series and n not in (series, name)]
     real = storage.real(root)
     paths = [os.path.join(root, n) for n in others if storage.real(os.path.join(real, n)) == os.path.join(real, n)]
     for path in _newest_first(paths, elsewhere=True)[keep - 1 :]:
@@ -179,8 +240,11 @@ def prune(directory: str, keep: int) -> None:
 
 def _newest_first(paths: Iterable[str], *, elsewhere: bool = False) -> list[str]:
     """Those of them that are complete checkpoints."""
-    found = [(one.time, path) for path in paths if (one := complete(path, elsewhere=elsewhere)) is not None]
-    return [path for _, path in sorted(found, reverse=True)]
+    return _by_time((complete(path, elsewhere=elsewhere), path) for path in paths)
+
+
+def _by_time(found: Iterable[tuple[Record | None, str]]) -> list[str]:
+    return [path for _, path in sorted(((one.time, path) for one, path in found if one is not None), reverse=True)]
 
 
 def latest(root: str | os.PathLike[str], *, placement: Literal["shared", "host"] = "shared") -> str | None:
@@ -199,7 +263,8 @@ def latest(root: str | os.PathLike[str], *, placement: Literal["shared", "host"]
     if placement == "host":
         return _latest_of_hosts(root)
     background.wait()
-    return next(iter(_newest_first(_candidates(named(root)))), None)
+    found = [(one, path) for (path, _), one in _found(named(root), elsewhere=False)]
+    return next(iter(_by_time(found)), None)
 
 
 def check_placement(placement: object) -> None:
@@ -208,25 +273,36 @@ def check_placement(placement: object) -> None:
         raise CheckpointError(f"placement={placement!r}: expected 'shared' or 'host'")
 
 
-def _candidates(path: str) -> list[str]:
-    """What may be checkpoints: a directory, and what is in it."""
+def _found(path: str, *, elsewhere: bool) -> Iterator[tuple[tuple[str, bool], Record]]:
+    """The complete checkpoints in a directory, and that it is itself, each by its path and whether it is in memory."""
     try:
-        return [path, *(os.path.join(path, name) for name in storage_of(path).names(path))]
+        paths = [path, *(os.path.join(path, name) for name in storage_of(path).names(path))]
     except (FileNotFoundError, NotADirectoryError):
-        return [path]
+        paths = [path]
     except OSError as error:  # there may be one
         raise CheckpointError(f"accel.latest: {explain(error)}") from error
+    held = [path, *(one for one in paths[1:] if not NUMBER.search(one)), *shared_memory.series(path)]
+    for one, inside in [*((one, False) for one in paths), *((one, True) for one in held)]:
+        record = in_memory(one, elsewhere=elsewhere) if inside else complete(one, elsewhere=elsewhere)
+        if record is not None:
+            yield (one, inside), record
+
+
+def _lies(at: tuple[str, bool]) -> str:
+    """Where what is so called is on this host."""
+    path, inside = at
+    return (shared_memory.place(path) if inside else None) or path
 
 
 @locked
 def _latest_of_hosts(root: str | os.PathLike[str]) -> str | None:
-    def look() -> tuple[dict[str, Record], dict[str, Sight]]:
+    def look() -> tuple[dict[tuple[str, bool], Record], dict[tuple[str, bool], Sight]]:
         background.wait()
-        looked = ((path, complete(path, elsewhere=True)) for path in _candidates(named(root)))
-        found = {path: one for path, one in looked if one is not None}
-        return found, {path: sight(path, one) for path, one in found.items()}
+        found = dict(_found(named(root), elsewhere=True))
+        return found, {at: sight(_lies(at), one) for at, one in found.items()}
 
-    return newest(*exchange("accel.latest", look))
+    at = newest(*exchange("accel.latest", look), _lies)
+    return None if at is None else at[0]
 
 
 @locked
@@ -242,9 +318,10 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
     def act() -> None:
         background.wait()
         if rank() == 0:
-            _link(absolute(src), absolute(dst))
+            _link(newest_place(src), absolute(dst))
 
     on_every_rank("accel.link", act)
+    free(absolute(dst))
 
 
 def _link(src: str, dst: str) -> None:

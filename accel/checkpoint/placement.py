@@ -11,12 +11,12 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -129,16 +129,21 @@ def _absent(wholes: Collection[int], files: int) -> list[int]:
     return [number for number in range(files) if not found >> number & 1]
 
 
-def newest(own: Mapping[str, Record], told: Sequence[Mapping[str, Sight]]) -> str | None:
+Name = TypeVar("Name", bound=Hashable)
+
+
+def newest(
+    own: Mapping[Name, Record], told: Sequence[Mapping[Name, Sight]], place: Callable[[Name], str]
+) -> Name | None:
     """Of checkpoints by their names, as each rank sees them, the newest all of whose files some rank sees. Collective."""
-    seen: dict[tuple[float, str, str, int], dict[int, int]] = {}
+    seen: dict[tuple[float, str, Name, int], dict[int, int]] = {}
     for rank, names in enumerate(told):
         for name, one in names.items():
             seen.setdefault((one.time, one.save, name, one.files), {})[rank] = one.whole
     for (_, save, name, files), wholes in sorted(seen.items(), reverse=True):
         found: Collection[int] = wholes.values()
         if _absent(found, files) and len(wholes) < len(told):  # hosts without this record may have the files
-            *_, found = _everywhere(name, own.get(name), save, min(wholes))
+            *_, found = _everywhere(place(name), own.get(name), save, min(wholes))
         if not _absent(found, files):
             return name
     return None

@@ -19,7 +19,7 @@ import torch
 from ..errors import CheckpointError, is_url
 from ..process import current
 from ..process.control import locked
-from . import folder, record, shards
+from . import folder, record, shards, shared_memory
 from .background import Pace, Words, background
 from .failures import exchange, explain, on_every_rank
 from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, unpack, write_items
@@ -46,6 +46,7 @@ def save(
     filter: Callable[[str], bool] | None = None,
     placement: Literal["shared", "host"] = "shared",
     replicas: int = 0,
+    in_memory: bool = False,
     progress: bool = True,
 ) -> Future[None] | None:
     """Write a checkpoint of ``state`` into ``dir``, from one moment to the next. Collective.
@@ -62,7 +63,11 @@ def save(
         filter: tells by a tensor's name (``"model/head.weight"``) whether it is saved; an optimizer's always are.
         placement: "host" where ``dir`` is on each host's own disk: what its ranks write stays there, and a load finds each file
             on the host that has it.
-        replicas: with ``placement="host"``, on how many other hosts each file is as well, so that it outlives a lost host.
+        replicas: with ``placement="host"`` or ``in_memory``, on how many other hosts each file is as well, so that it outlives a
+            lost host.
+        in_memory: leave what is in ``dir``, and put the checkpoint into the hosts' shared memory, in place of that of the last
+            such save. A load of ``dir`` finds it there until a save to disk, which frees it, or until the host starts anew.
+            ``keep`` counts what is on disk.
         progress: show a bar on rank 0, where that has a terminal or a notebook, it takes over two seconds and tqdm is
             installed; ``ACCEL_QUIET=1`` shows none.
 
@@ -71,29 +76,72 @@ def save(
         rename or remove ``dir``.
 
     Raises:
-        CheckpointError: something cannot be stored (nothing is written), another job saves there, or the disk fails;
-            also where the background save before this one failed. On every rank.
+        CheckpointError: something cannot be stored (nothing is written), another job saves there, the disk fails, or memory is
+            full; also where the background save before this one failed. On every rank.
     """
     process = current()
+    options = (wait, keep, placement, replicas, in_memory)
 
-    def prepare() -> tuple[Contents, tuple[str, tuple[object, ...], Summary]]:
+    def prepare() -> tuple[tuple[Contents, str], tuple[str, tuple[object, ...], float, Summary]]:
         background.settle()
         directory = folder.named(dir)
-        _check_options(directory, wait, keep, placement, replicas)
+        _check_options(directory, *options)
         contents = contents_of(state, filter, process.place.world_size)
-        return contents, (directory, (wait, keep, placement, replicas), contents.summary(process.place.rank))
+        where = _place(folder.absolute(dir), contents) if in_memory else folder.absolute(dir)
+        _know(folder.absolute(dir))
+        told = directory, options, record.later_than(0.0), contents.summary(process.place.rank)
+        return (contents, where), told
 
-    contents, told = exchange("accel.save", prepare)
+    (contents, where), told = exchange("accel.save", prepare)
     _check_equal(told)
-    directory = folder.absolute(dir)
-    disks = find_disks(directory, folder.present) if placement == "host" else None
+    record.later_than(max(time for _, _, time, _ in told))
+    disks = find_disks(where, folder.present) if placement == "host" or in_memory else None
     with contextlib.ExitStack() as resources:
-        writer = _begin(directory, disks, contents, [summary for *_, summary in told], resources, keep, not wait)
+        writer = _begin(where, disks, contents, [summary for *_, summary in told], resources, keep, not wait)
+        ended = functools.partial(_note_snapshot, folder.absolute(dir), where, writer.save)
         if wait:
             _finish(writer, disks, replicas, progress)
+            ended()
             return None
-        words = Words(process, writer.save, directory)
-        return background.start(functools.partial(writer.finish_alone, words), resources.pop_all())
+        words = Words(process, writer.save, where)
+
+        def finish(pace: Pace) -> None:
+            writer.finish_alone(words, pace, disks)
+            ended()
+
+        return background.start(finish, resources.pop_all())
+
+
+def _place(directory: str, contents: Contents) -> str:
+    """Where its snapshot goes, which tells in its record whose it is."""
+    contents.name = shared_memory.name_of(directory)
+    where = str(shared_memory.place(directory, make=True))
+    if not folder.replaceable(where, directory):
+        raise CheckpointError(
+            f"in_memory=True of {directory}: memory has a snapshot of another directory of this series in {where}, which may be "
+            "another job's: save into a directory whose name does not end in a number, or remove it"
+        )
+    return where
+
+
+@functools.cache
+def _know(directory: str) -> None:
+    """Make a first save there later than what is there, on disk and in memory, whatever the clocks of those that saved it."""
+    with contextlib.suppress(OSError, CheckpointError):
+        if (found := folder.in_memory(directory, elsewhere=True)) is not None:
+            record.later_than(found.time)
+        if current().place.rank == 0 and record.exists(directory):
+            record.read(directory)
+
+
+def _note_snapshot(directory: str, where: str, save: str) -> None:
+    """A save is done: what is in memory is the newest, or is not needed any more."""
+    if where == directory:
+        folder.free(directory)
+        return
+    shared_memory.known[where] = save
+    if not current().place.local_rank:
+        shared_memory.left[where] = directory
 
 
 def _begin(
@@ -118,24 +166,26 @@ def _begin(
     return on_every_rank("accel.save (the plan)", plan)
 
 
-def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> None:
+def _check_equal(told: Sequence[tuple[str, tuple[object, ...], float, Summary]]) -> None:
     check_engines("accel.save", [summary.engines for *_, summary in told])
-    for rank, (directory, options, summary) in enumerate(told):
+    for rank, (directory, options, _, summary) in enumerate(told):
         if directory != told[0][0]:
             raise CheckpointError(f"accel.save: rank 0 saves into {told[0][0]!r}, and rank {rank} into {directory!r}")
         if options != told[0][1]:
             raise CheckpointError(
-                f"accel.save: wait, keep, placement and replicas are {told[0][1]} on rank 0, and {options} on rank {rank}; give "
-                "every rank the same"
+                f"accel.save: wait, keep, placement, replicas and in_memory are {told[0][1]} on rank 0, and {options} on rank "
+                f"{rank}; give every rank the same"
             )
-        if summary.structure != told[0][2].structure:
+        if summary.structure != told[0][3].structure:
             raise CheckpointError(
                 f"accel.save: the state of rank {rank} has other objects or tensors than that of rank 0; give every rank "
                 "the same keys, and its own part of data only as plain values"
             )
 
 
-def _check_options(directory: str, wait: bool, keep: int | None, placement: str, replicas: object) -> None:
+def _check_options(
+    directory: str, wait: bool, keep: int | None, placement: str, replicas: object, in_memory: bool
+) -> None:
     if keep is not None:
         folder.check_keep(directory, keep)
     folder.check_placement(placement)
@@ -143,11 +193,13 @@ def _check_options(directory: str, wait: bool, keep: int | None, placement: str,
         raise CheckpointError(
             f"placement='host' of {directory}: all hosts see a store; leave it out, or give a directory"
         )
-    if type(replicas) is not int or replicas < 0 or (replicas and placement == "shared"):
-        raise CheckpointError(f"replicas={replicas!r}: expected a number of hosts, with placement='host'")
-    if placement == "host" and not wait:
+    if type(replicas) is not int or replicas < 0 or (replicas and placement == "shared" and not in_memory):
         raise CheckpointError(
-            "placement='host' with wait=False: the ranks send copies to other hosts together, which no thread may do; wait"
+            f"replicas={replicas!r}: expected a number of hosts, with placement='host' or in_memory=True"
+        )
+    if replicas and not wait:
+        raise CheckpointError(
+            f"replicas={replicas} with wait=False: the ranks send copies to other hosts together, which no thread may do; wait"
         )
 
 
@@ -242,6 +294,7 @@ class Contents:
         layouts: who writes what of each, once it is known; this rank's part alone, but on rank 0.
         plan: a name for these.
         own_of_all: every rank's ``own``, likewise.
+        name: of the directory, where the checkpoint lies elsewhere, in memory.
     """
 
     values: dict[str, Json]
@@ -253,6 +306,7 @@ class Contents:
     layouts: Sequence[Layout] = ()
     plan: str = ""
     own_of_all: list[dict[str, Json]] = field(default_factory=list)
+    name: str = ""
 
     def summary(self, rank: int) -> Summary:
         """What the ranks compare before they send more."""
@@ -319,6 +373,7 @@ class Contents:
             tensors=tensors,
             values=self.values,
             ranks=self.own_of_all if any(self.own_of_all) else [],
+            name=self.name,
         )
 
 
@@ -384,6 +439,7 @@ class Writer:
         self._before: Sequence[str] = ()  # what was there before the commit; others may save there afterwards
         self._begin = time.monotonic()
         self._sent = False  # whether the record is on its way to a store, and may arrive after it was given up
+        self._placed = False  # whether another host may have it already
         contents.complete(messages, rank)
         self._storage.make(directory)  # a host may not have heard yet that rank 0 made it
         items = list(map(functools.partial(write_items, rank), contents.layouts, contents.ranges))
@@ -446,12 +502,15 @@ class Writer:
 
     def committed(self, new: Record) -> None:
         """The first rank of a disk, once all is done: remove what was before. What fails here is no failure of the save."""
+        with contextlib.suppress(OSError):
+            if self._claim is None or self._claim.exclusive:
+                folder.note(self.directory, new)
         if self._claim is None:
             return
         log_end(self.directory, "saved", new.nbytes, self._begin)
         try:
             self._sweep(new, self._before)
-            if self._keep is not None:
+            if self._keep is not None and not new.name:
                 folder.prune(self.directory, self._keep)
         except (OSError, CheckpointError) as error:
             logger.warning("%s is saved, but older files could not be removed: %s", self.directory, explain(error))
@@ -487,40 +546,63 @@ class Writer:
 
     # -- in the background: without collectives ---------------------------------------------------------------------
 
-    def finish_alone(self, words: Words, pace: Pace) -> None:
+    def finish_alone(self, words: Words, pace: Pace, disks: Disks | None) -> None:
         """Write, and commit once all ranks have written; all know how it ended, and raise any rank's failure. In a thread."""
+        if disks is None:
+            self._round(words, "done", lambda: self.write(pace), self.commit)
+            return
+
+        def named(written: Sequence[Files]) -> str:
+            return encode(self.record(written, disks.copies(written, 0)[1])).decode()
+
+        content = str(self._round(words, "record", lambda: self.write(pace), named)).encode()
+        self._placed = True
+        self._round(words, "done", lambda: self.put(content), lambda _: None)
+        self.committed(record.parse(content, self.directory)[0])
+
+    def _round(
+        self, words: Words, name: str, act: Callable[[], Files | None], conclude: Callable[[list[Files]], str | None]
+    ) -> str | None:
+        """Act on every rank, once all have done so conclude on rank 0, and return what it found. All raise any rank's failure."""
         failure: Exception | None = None
         files: Files = (None,) * len(KINDS)
+        found: str | None = None
         try:
-            files = self.write(pace)
+            files = act() or files
             if self._rank == 0:
-                self.commit([files, *(_written(words.read(rank)) for rank in range(1, self._world))])
+                found = conclude([files, *(_written(words.read(rank, name)) for rank in range(1, self._world))])
         except Exception as error:
             failure = error
-            if self._rank == 0:
+            if self._rank == 0 and not self._placed:
                 self._clean()
         if self._world > 1:
-            end = self._tell(words, files, failure)
+            end = self._tell(words, name, files, failure, found)
             if end["error"] and self._rank:
                 # What went wrong here may follow from the end of the save, which removes files.
                 if not end.get("stands", True):
                     self.discard()
                 raise CheckpointError(end["error"]) from failure
+            found = end["found"]
         if failure is not None:
             raise failure
+        return found
 
-    def _tell(self, words: Words, files: Files, failure: Exception | None) -> Mapping[str, Any]:
-        """Tell what this rank has done, and hear from rank 0 how the save has ended, as every rank does."""
+    def _tell(
+        self, words: Words, name: str, files: Files, failure: Exception | None, found: str | None
+    ) -> Mapping[str, Any]:
+        """Tell what this rank has done, and hear from rank 0 how that has ended, as every rank does."""
         error = ""
         if failure is not None:
             error = f"rank {self._rank}: {explain(failure)}" if self._rank else explain(failure)
         told = [None if file is None else [file.name, file.size, file.header] for file in files]
+        stands = failure is None or self._placed or self._stands()
         try:
-            words.tell({"error": error, "files": told, "stands": failure is None or self._stands()})
-            end = words.read(0)
+            words.tell({"error": error, "files": told, "stands": stands, "found": found}, name)
+            end = words.read(0, name)
         except (OSError, CheckpointError) as lost:
             raise failure or lost from None
-        words.finish()
+        if name == "done" or end["error"]:
+            words.finish()
         return end
 
 
