@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Container, Hashable, Iterable, Iterator
+from collections.abc import Container, Hashable, Iterable
 from typing import Final, Literal
 
 from ..errors import CheckpointError, is_url, refuse_url
@@ -90,33 +90,32 @@ def present(directory: str) -> Record | None:
     """The record that is to be replaced; None if there is none, or a damaged one. Refuses another program's, or a newer one."""
     if not exists(directory):
         return None
-    path = os.path.join(directory, NAME)
-    key = path, storage_of(directory).identity(path)
-    if key in _known:
+    if (key := key_of(directory)) in _known:
         return _known[key]
     try:
         found, _ = read(directory)
     except CheckpointError:
-        if is_damaged(path):
+        if is_damaged(key[0]):
             return None
         raise
-    _know(key, found)
+    keep_in_mind(key, found)
     return found
-
-
-def note(directory: str, new: Record) -> None:
-    """Keep in mind the record that was written there while nobody else could: the next save need not read it."""
-    path = os.path.join(directory, NAME)
-    _know((path, storage_of(directory).identity(path)), new)
 
 
 #: What the record says that a save has read or written last, by its path and identity.
 _known: Final[dict[tuple[str, Hashable], Record]] = {}
 
 
-def _know(key: tuple[str, Hashable], found: Record) -> None:
+def keep_in_mind(key: tuple[str, Hashable], found: Record) -> None:
+    """So that the next save need not read it; ``key`` was found before, or while nobody else could write it."""
     _known.clear()
     _known[key] = found
+
+
+def key_of(directory: str) -> tuple[str, Hashable]:
+    """Path and identity of a record."""
+    path = os.path.join(directory, NAME)
+    return path, storage_of(directory).identity(path)
 
 
 def complete(directory: str, *, elsewhere: bool = False) -> Record | None:
@@ -173,42 +172,44 @@ def remove(directory: str) -> None:
 # -- The snapshot in memory of the host, beside what is on disk --------------------------------------------------------
 
 
-def in_memory(directory: str, *, elsewhere: bool = False) -> Record | None:
-    """As ``complete``: of the snapshot of a directory."""
-    where = shared_memory.place(directory)
-    found = None if where is None else complete(where, elsewhere=elsewhere)
-    if where is None or found is None or found.name != shared_memory.name_of(directory):
-        return None
-    shared_memory.known[where] = found.id
-    return found
+def in_memory(directory: str, *, elsewhere: bool = True) -> tuple[Record | None, str]:
+    """As ``complete``, of the snapshot of a directory; and where that lies."""
+    where = shared_memory.place(absolute(directory)) or ""
+    found = complete(where, elsewhere=elsewhere) if where else None
+    if found is not None:
+        shared_memory.seen.setdefault(where, "")
+    return found, where
 
 
-def replaceable(where: str, directory: str) -> bool:
-    """Whether what is in a place in memory is of ``directory``, or this job's own as far as is known, and not another one's."""
-    old = present(where) if os.path.isdir(where) else None
-    return old is None or old.name == shared_memory.name_of(directory) or shared_memory.known.get(where) == old.id
+def newest_of(path: str, *, elsewhere: bool = False) -> tuple[float, str, Record] | None:
+    """The newest complete checkpoint that this host has of a directory, on disk and in memory: its time, place and record."""
+    both = (complete(path, elsewhere=elsewhere), path), in_memory(path, elsewhere=elsewhere)
+    return max(((one.time, where, one) for one, where in both if one is not None), default=None)
 
 
 def newest_place(path: object) -> str:
     """Where the checkpoint lies that a load of a directory takes, as far as this host has it."""
     directory = absolute(path)
-    held = in_memory(directory)
-    if held is None or (exists(directory) and read(directory)[0].time > held.time):
-        return directory
-    return shared_memory.place(directory) or directory
+    found = newest_of(directory) if in_memory(directory)[0] else None
+    return directory if found is None else found[1]
 
 
-def free(directory: str) -> None:
-    """On the first rank of each host: remove the snapshot of the series, than which what is on disk is newer."""
-    where = shared_memory.place(directory)
-    if where is None or current().place.local_rank or not os.path.isdir(where):
-        return
-    try:
-        if replaceable(where, directory):
-            shared_memory.left.pop(where, None)
-            remove(where)
-    except (CheckpointError, OSError) as error:
-        logger.warning("%s is on disk, but an older one stays in memory: %s", directory, explain(error))
+def free(directory: str, kept: str | None = None) -> None:
+    """On the first rank of each host: remove the snapshots of a directory and its series but that in one place, which are older.
+
+    A place without a record was left by a dead save; of the series, one that this process has not seen may be another job's.
+    """
+    own = shared_memory.place(directory)
+    root, name = os.path.split(directory)
+    alike = (os.path.join(root, one) for one in shared_memory.series(root) if _series(one) == _series(name))
+    for where in () if current().place.local_rank else {own, *map(shared_memory.place, alike)} - {None, kept}:
+        assert where is not None
+        if os.path.isdir(where) and (where == own or where in shared_memory.seen or not exists(where)):
+            try:
+                remove(where)
+                shared_memory.seen.pop(where, None)
+            except (CheckpointError, OSError) as error:
+                logger.warning("%s is saved, but an older one stays in memory: %s", directory, explain(error))
 
 
 # -- Several checkpoints: the newest one, a second name for one, the oldest ones away ----------------------------------
@@ -225,12 +226,16 @@ def check_keep(directory: str, keep: object) -> None:
         )
 
 
+def _series(name: str) -> str:
+    return NUMBER.sub("", name)
+
+
 def prune(directory: str, keep: int) -> None:
     """Remove the oldest checkpoints of the series of ``directory``, but never that one itself."""
     root, name = os.path.split(directory)
-    series = NUMBER.sub("", name)
+    series = _series(name)
     storage = storage_of(root)
-    others = [n for n in storage.names(root) if NUMBER.sub("", n) == series and n not in (series, name)]
+    others = [n for n in storage.names(root) if _series(n) == series and n not in (series, name)]
     real = storage.real(root)
     paths = [os.path.join(root, n) for n in others if storage.real(os.path.join(real, n)) == os.path.join(real, n)]
     for path in _newest_first(paths, elsewhere=True)[keep - 1 :]:
@@ -240,11 +245,8 @@ def prune(directory: str, keep: int) -> None:
 
 def _newest_first(paths: Iterable[str], *, elsewhere: bool = False) -> list[str]:
     """Those of them that are complete checkpoints."""
-    return _by_time((complete(path, elsewhere=elsewhere), path) for path in paths)
-
-
-def _by_time(found: Iterable[tuple[Record | None, str]]) -> list[str]:
-    return [path for _, path in sorted(((one.time, path) for one, path in found if one is not None), reverse=True)]
+    found = [(one.time, path) for path in paths if (one := complete(path, elsewhere=elsewhere)) is not None]
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def latest(root: str | os.PathLike[str], *, placement: Literal["shared", "host"] = "shared") -> str | None:
@@ -263,8 +265,8 @@ def latest(root: str | os.PathLike[str], *, placement: Literal["shared", "host"]
     if placement == "host":
         return _latest_of_hosts(root)
     background.wait()
-    found = [(one, path) for (path, _), one in _found(named(root), elsewhere=False)]
-    return next(iter(_by_time(found)), None)
+    found = ((newest_of(path), path) for path in _candidates(named(root)))
+    return max(((one[0], path) for one, path in found if one), default=(0.0, None))[1]
 
 
 def check_placement(placement: object) -> None:
@@ -273,36 +275,27 @@ def check_placement(placement: object) -> None:
         raise CheckpointError(f"placement={placement!r}: expected 'shared' or 'host'")
 
 
-def _found(path: str, *, elsewhere: bool) -> Iterator[tuple[tuple[str, bool], Record]]:
-    """The complete checkpoints in a directory, and that it is itself, each by its path and whether it is in memory."""
+def _candidates(path: str) -> list[str]:
+    """What may be checkpoints: a directory, and what is in it, on disk or in memory."""
+    held = shared_memory.series(absolute(path))
     try:
-        paths = [path, *(os.path.join(path, name) for name in storage_of(path).names(path))]
+        names = {*storage_of(path).names(path), *held}
     except (FileNotFoundError, NotADirectoryError):
-        paths = [path]
+        names = set(held)
     except OSError as error:  # there may be one
         raise CheckpointError(f"accel.latest: {explain(error)}") from error
-    held = [path, *(one for one in paths[1:] if not NUMBER.search(one)), *shared_memory.series(path)]
-    for one, inside in [*((one, False) for one in paths), *((one, True) for one in held)]:
-        record = in_memory(one, elsewhere=elsewhere) if inside else complete(one, elsewhere=elsewhere)
-        if record is not None:
-            yield (one, inside), record
-
-
-def _lies(at: tuple[str, bool]) -> str:
-    """Where what is so called is on this host."""
-    path, inside = at
-    return (shared_memory.place(path) if inside else None) or path
+    return [path, *(os.path.join(path, name) for name in names)]
 
 
 @locked
 def _latest_of_hosts(root: str | os.PathLike[str]) -> str | None:
-    def look() -> tuple[dict[tuple[str, bool], Record], dict[tuple[str, bool], Sight]]:
+    def look() -> tuple[dict[str, Record], dict[str, Sight]]:
         background.wait()
-        found = dict(_found(named(root), elsewhere=True))
-        return found, {at: sight(_lies(at), one) for at, one in found.items()}
+        looked = ((path, newest_of(path, elsewhere=True)) for path in _candidates(named(root)))
+        found = {path: one[1:] for path, one in looked if one is not None}
+        return {path: one for path, (_, one) in found.items()}, {path: sight(*one) for path, one in found.items()}
 
-    at = newest(*exchange("accel.latest", look), _lies)
-    return None if at is None else at[0]
+    return newest(*exchange("accel.latest", look))
 
 
 @locked

@@ -53,8 +53,8 @@ def load(
 ) -> dict[Any, Any]:
     """Fill ``state`` in place from the checkpoint in ``dir``, whatever world size and backend saved it. Collective.
 
-    Where hosts have a newer snapshot of ``dir`` in memory (``save(..., in_memory=True)``), it is taken, always compared first;
-    one that is damaged or not whole is passed over for what is on disk, with a warning.
+    A newer snapshot of ``dir`` in memory (``save(..., in_memory=True)``) is taken instead; where it is damaged or not whole, what
+    is on disk is, with a warning.
 
     Args:
         dir: the checkpoint's directory; or one with ``model.safetensors``, or with ``model.safetensors.index.json`` and the
@@ -82,42 +82,56 @@ def load(
         raise CheckpointError(f"check={check!r}: expected 'first' or 'stream'")
     with progress_bar("accel.load", shown=progress) as more:
         try:
-            return _load(dir, state, strict, check, convert, more, in_memory=True)
+            if (found := _snapshot(dir)) is not None:
+                return _load(*found, state, strict, convert, None, more)
         except _UnusableSnapshot as error:
             if current().place.rank == 0:
-                logger.warning("the newer snapshot in memory cannot be loaded, and what is on disk is: %s", error)
-            try:
-                return _load(dir, state, strict, check, convert, more, in_memory=False)
-            except CheckpointError as other:
-                where = shared_memory.place(folder.absolute(dir))
-                raise CheckpointError(f"{other}; in memory: {error}; remove {where} to be rid of that") from other
+                logger.warning("the newer snapshot in memory cannot be loaded, so what is on disk is: %s", error)
+        return _load(*_open(dir, state, (strict, check, convert)), state, strict, convert, check, more)
 
 
 @final
 class _UnusableSnapshot(CheckpointError):
-    """What memory has is not whole. Nothing was changed."""
+    """What memory has is damaged, or not whole. Nothing was changed."""
+
+
+def _snapshot(dir: str | os.PathLike[str]) -> tuple[Checkpoint, Placed] | None:
+    """What hosts have in memory, where it is newer than what is on disk; None where there is none. Collective."""
+
+    def look() -> tuple[Record | None, tuple[str, Sight | None]]:
+        background.wait()
+        directory = folder.absolute(dir)
+        found, where = folder.in_memory(directory)
+        on_disk = folder.present(directory) if found else None
+        if found is None or (on_disk is not None and on_disk.time > found.time):
+            return None, (folder.named(dir), None)
+        return found, (folder.named(dir), sight(where, found))
+
+    own, told = exchange("accel.load (memory)", look)
+    if not any(one for _, one in told) or len({name for name, _ in told}) > 1:
+        return None
+    try:
+        where = on_every_rank("accel.load (memory)", lambda: str(shared_memory.place(folder.absolute(dir), make=True)))
+        return _placed(where, find(where, own, [one for _, one in told]))
+    except CheckpointError as error:
+        raise _UnusableSnapshot(str(error)) from error
 
 
 def _load(
-    dir: str | os.PathLike[str],
+    checkpoint: Checkpoint,
+    placed: Placed | None,
     state: dict[Any, Any] | None,
     strict: bool,
-    check: str,
     convert: bool,
+    check: str | None,  # None: of a snapshot, first, so that what is on disk can be taken instead
     progress: Progress,
-    *,
-    in_memory: bool,
 ) -> dict[Any, Any]:
     process, begin = current(), time.monotonic()
     rank = process.place.rank
     with contextlib.ExitStack() as undo:
-        checkpoint, placed = _open(dir, state, (strict, check, convert), in_memory)
-        # A snapshot in memory is always compared first, so that what is on disk can be taken instead.
-        snapshot = checkpoint.directory != folder.absolute(dir)
-        stream = check == "stream" and not snapshot
 
         def prepare() -> tuple[Loading, tuple[Differences, str, dict[str, str]]]:
-            loading = Loading(checkpoint, state, undo, rank, stream=stream, convert=convert)
+            loading = Loading(checkpoint, state, undo, rank, stream=check == "stream", convert=convert)
             return loading, (loading.differences, *loading.objects())
 
         loading, told = exchange("accel.load", prepare)
@@ -129,15 +143,15 @@ def _load(
         try:
             if placed is not None:
                 host = placed.fetch(checkpoint.directory, loading.files())
-            if not stream and checkpoint.headers is None:
+            if check != "stream" and checkpoint.headers is None:
                 verify_needed(loading.reader, checkpoint.record, loading.needs(), process.place, host)
         except CheckpointError as error:
-            if not snapshot:
+            if check is not None:
                 raise
             raise _UnusableSnapshot(str(error)) from error
         on_every_rank("accel.load (the values)", loading.decode)
         undo.pop_all()
-        result = on_every_rank("accel.load", loading.apply)
+        result: dict[Any, Any] = on_every_rank("accel.load", loading.apply)
     loading.filled()
     log_end(checkpoint.directory, "loaded", sum(one.tensor.nbytes for one in loading.needs()), begin)
     return result if state is None else state
@@ -151,51 +165,33 @@ class Sighting(NamedTuple):
     options: tuple[object, ...]
     problem: str = ""  # where it sees none
     sight: Sight | None = None
-    time: float = 0.0
-    snapshot: Sight | None = None  # in memory
 
 
-def _open(
-    dir: str | os.PathLike[str], state: Any, options: tuple[object, ...], in_memory: bool
-) -> tuple[Checkpoint, Placed | None]:
+def _open(dir: str | os.PathLike[str], state: Any, options: tuple[object, ...]) -> tuple[Checkpoint, Placed | None]:
     """What is there, which is the same on all ranks; and where it is, if that is on disks of hosts. Collective."""
     problem: CheckpointError | None = None
-    held: Record | None = None
 
     def look() -> tuple[Checkpoint | None, Sighting]:
-        nonlocal problem, held
+        nonlocal problem
         background.wait()
-        name, directory = folder.named(dir), folder.absolute(dir)
-        held = folder.in_memory(directory, elsewhere=True) if in_memory else None
-        snapshot = None if held is None else sight(shared_memory.place(directory) or "", held)
+        name = folder.named(dir)
         try:
-            found = open_checkpoint(directory, state)
+            found = open_checkpoint(folder.absolute(dir), state)
         except CheckpointError as error:
             problem = error  # another host may have it
-            return None, Sighting(name, "", options, str(error), snapshot=snapshot)
-        time = found.record.time
+            return None, Sighting(name, "", options, str(error))
         if found.record.hosts:
-            seen = sight(found.directory, found.record)
-            return found, Sighting(name, found.digits, options, "", seen, time, snapshot)
+            return found, Sighting(name, found.digits, options, sight=sight(found.directory, found.record))
         # Before anything is made in the sizes that the record names.
         reads = state is not None or any(name.startswith(OF_VALUES) for name in found.record.tensors)
         if reads and found.headers is None and current().place.rank == 0:
             folder.check_sizes(found.directory, found.record)
-        return found, Sighting(name, found.digits, options, time=time, snapshot=snapshot)
+        return found, Sighting(name, found.digits, options)
 
     found, seen = exchange("accel.load (the record)", look)
     _check_options(seen)
-    newest = max(one.time for one in seen)
-    if any(one.snapshot and one.snapshot.time > newest for one in seen):
-        newer = [one._replace(sight=one.snapshot) for one in seen]
-        newer = [one if one.sight and one.sight.time > newest else one._replace(sight=None) for one in newer]
-        try:
-            where = on_every_rank("accel.load (memory)", lambda: shared_memory.place(folder.absolute(dir), make=True))
-            return _open_placed(str(where), held, newer)
-        except CheckpointError as error:
-            raise _UnusableSnapshot(str(error)) from error
     if any(one.sight for one in seen) and all(one.sight or one.problem for one in seen):
-        return _open_placed(folder.absolute(dir), None if found is None else found.record, seen)
+        return _open_placed(folder.absolute(dir), found, seen)
     raise_together("accel.load (the record)", problem, [one.problem for one in seen], CheckpointError)
     assert found is not None
     if any(one.digits != seen[0].digits for one in seen):
@@ -215,15 +211,17 @@ def _check_options(seen: Sequence[Sighting]) -> None:
             )
 
 
-def _open_placed(directory: str, found: Record | None, seen: Sequence[Sighting]) -> tuple[Checkpoint, Placed]:
+def _open_placed(directory: str, found: Checkpoint | None, seen: Sequence[Sighting]) -> tuple[Checkpoint, Placed]:
     """Of what the hosts have, the newest save that is whole. Collective."""
     if len(names := {one.name for one in seen}) > 1:
         raise CheckpointError(
             f"accel.load: the ranks name different directories ({', '.join(sorted(names))}); accel.latest(root, "
             "placement='host') gives all the same"
         )
-    placed = find(directory, found, [one.sight for one in seen])
-    shared_memory.known[directory] = placed.record.id
+    return _placed(directory, find(directory, None if found is None else found.record, [one.sight for one in seen]))
+
+
+def _placed(directory: str, placed: Placed) -> tuple[Checkpoint, Placed]:
     objects = check_record(placed.record, os.path.join(directory, record.NAME))
     return Checkpoint(directory, placed.record, placed.digits, objects), placed
 

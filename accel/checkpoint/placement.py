@@ -11,12 +11,12 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Final, NamedTuple, TypeVar, final
+from typing import Final, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from .failures import exchange, on_every_rank
 from .record import Record
 from .safetensors import memory
 from .shards import Written
+from .shared_memory import place
 from .storage import Write, storage_of
 
 logger = logging.getLogger("accel")
@@ -115,11 +116,12 @@ class Sight(NamedTuple):
 
 
 def sight(directory: str, found: Record) -> Sight:
-    """Of the checkpoint with this record."""
-    storage, whole = storage_of(directory), 0
-    for number, file in enumerate(found.files):
-        with contextlib.suppress(OSError):
-            whole |= (storage.size(os.path.join(directory, file.name)) == file.size) << number
+    """Of the checkpoint with this record; its files may be in memory, too."""
+    whole = 0
+    for where in filter(None, (directory, place(directory))):
+        for number, file in enumerate(found.files):
+            with contextlib.suppress(OSError):
+                whole |= (storage_of(where).size(os.path.join(where, file.name)) == file.size) << number
     return Sight(found.id, found.time, len(found.files), whole)
 
 
@@ -129,21 +131,16 @@ def _absent(wholes: Collection[int], files: int) -> list[int]:
     return [number for number in range(files) if not found >> number & 1]
 
 
-Name = TypeVar("Name", bound=Hashable)
-
-
-def newest(
-    own: Mapping[Name, Record], told: Sequence[Mapping[Name, Sight]], place: Callable[[Name], str]
-) -> Name | None:
+def newest(own: Mapping[str, Record], told: Sequence[Mapping[str, Sight]]) -> str | None:
     """Of checkpoints by their names, as each rank sees them, the newest all of whose files some rank sees. Collective."""
-    seen: dict[tuple[float, str, Name, int], dict[int, int]] = {}
+    seen: dict[tuple[float, str, str, int], dict[int, int]] = {}
     for rank, names in enumerate(told):
         for name, one in names.items():
             seen.setdefault((one.time, one.save, name, one.files), {})[rank] = one.whole
     for (_, save, name, files), wholes in sorted(seen.items(), reverse=True):
         found: Collection[int] = wholes.values()
         if _absent(found, files) and len(wholes) < len(told):  # hosts without this record may have the files
-            *_, found = _everywhere(place(name), own.get(name), save, min(wholes))
+            *_, found = _everywhere(name, own.get(name), save, min(wholes))
         if not _absent(found, files):
             return name
     return None

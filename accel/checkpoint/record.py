@@ -95,7 +95,6 @@ class Record:
         values: the state with what is no tensor, as ``values.py`` writes it.
         ranks: what each rank has of its own, by path.
         hosts: where the files lie on disks of hosts: the host's name, and the numbers of the files that it has; else empty.
-        name: of the directory of which this is the snapshot in memory; else empty.
     """
 
     id: str
@@ -106,7 +105,6 @@ class Record:
     values: Any
     ranks: Sequence[Mapping[str, Any]] = field(default_factory=list)
     hosts: Sequence[tuple[str, Sequence[int]]] = ()
-    name: str = ""
 
     def hosts_of(self, file: int) -> list[str]:
         """The names of the hosts on whose disks a file was left."""
@@ -137,8 +135,6 @@ def encode(record: Record) -> bytes:
     }
     if record.hosts:
         body["hosts"] = [{"name": name, "files": list(files)} for name, files in record.hosts]
-    if record.name:
-        body["name"] = record.name
     text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
     content = _START + _ZEROS + b'",' + text[1:]
     if len(content) > MAX_BYTES:
@@ -254,8 +250,6 @@ def _build(body: dict[str, Any]) -> Record:
         raise ValueError("the values or the time of the save are missing")
     if not all(isinstance(values, dict) for values in ranks):
         raise ValueError("the values of a rank are no object")
-    if type(body.get("name", "")) is not str or "/" in body.get("name", ""):
-        raise ValueError("the name is none of a directory")
     later_than(body["time"])
     return Record(
         id=_digits(body["id"]),
@@ -266,7 +260,6 @@ def _build(body: dict[str, Any]) -> Record:
         values=body["values"],
         ranks=ranks,
         hosts=_hosts(body.get("hosts", []), len(files)),
-        name=body.get("name", ""),
     )
 
 

@@ -82,66 +82,40 @@ def save(
     process = current()
     options = (wait, keep, placement, replicas, in_memory)
 
-    def prepare() -> tuple[tuple[Contents, str], tuple[str, tuple[object, ...], float, Summary]]:
+    def prepare() -> tuple[tuple[Contents, str], tuple[str, tuple[object, ...], Summary]]:
         background.settle()
         directory = folder.named(dir)
         _check_options(directory, *options)
         contents = contents_of(state, filter, process.place.world_size)
-        where = _place(folder.absolute(dir), contents) if in_memory else folder.absolute(dir)
-        _know(folder.absolute(dir))
-        told = directory, options, record.later_than(0.0), contents.summary(process.place.rank)
-        return (contents, where), told
+        where = _place(folder.absolute(dir), contents, in_memory)
+        return (contents, where), (directory, options, contents.summary(process.place.rank))
 
     (contents, where), told = exchange("accel.save", prepare)
     _check_equal(told)
-    record.later_than(max(time for _, _, time, _ in told))
     disks = find_disks(where, folder.present) if placement == "host" or in_memory else None
     with contextlib.ExitStack() as resources:
         writer = _begin(where, disks, contents, [summary for *_, summary in told], resources, keep, not wait)
-        ended = functools.partial(_note_snapshot, folder.absolute(dir), where, writer.save)
         if wait:
             _finish(writer, disks, replicas, progress)
-            ended()
             return None
         words = Words(process, writer.save, where)
-
-        def finish(pace: Pace) -> None:
-            writer.finish_alone(words, pace, disks)
-            ended()
-
-        return background.start(finish, resources.pop_all())
+        return background.start(functools.partial(writer.finish_alone, words, disks), resources.pop_all())
 
 
-def _place(directory: str, contents: Contents) -> str:
-    """Where its snapshot goes, which tells in its record whose it is."""
-    contents.name = shared_memory.name_of(directory)
-    where = str(shared_memory.place(directory, make=True))
-    if not folder.replaceable(where, directory):
-        raise CheckpointError(
-            f"in_memory=True of {directory}: memory has a snapshot of another directory of this series in {where}, which may be "
-            "another job's: save into a directory whose name does not end in a number, or remove it"
-        )
-    return where
+def _place(directory: str, contents: Contents, in_memory: bool) -> str:
+    """Where the files go."""
+    if current().place.rank == 0:
+        _look(directory)
+    if in_memory:
+        contents.snapshot_of, directory = directory, str(shared_memory.place(directory, make=True))
+    return directory
 
 
 @functools.cache
-def _know(directory: str) -> None:
-    """Make a first save there later than what is there, on disk and in memory, whatever the clocks of those that saved it."""
+def _look(directory: str) -> None:
+    """What is saved there first by this process shall be later than what is there, whatever the clocks of those that saved it."""
     with contextlib.suppress(OSError, CheckpointError):
-        if (found := folder.in_memory(directory, elsewhere=True)) is not None:
-            record.later_than(found.time)
-        if current().place.rank == 0 and record.exists(directory):
-            record.read(directory)
-
-
-def _note_snapshot(directory: str, where: str, save: str) -> None:
-    """A save is done: what is in memory is the newest, or is not needed any more."""
-    if where == directory:
-        folder.free(directory)
-        return
-    shared_memory.known[where] = save
-    if not current().place.local_rank:
-        shared_memory.left[where] = directory
+        folder.newest_of(directory, elsewhere=True)
 
 
 def _begin(
@@ -166,9 +140,9 @@ def _begin(
     return on_every_rank("accel.save (the plan)", plan)
 
 
-def _check_equal(told: Sequence[tuple[str, tuple[object, ...], float, Summary]]) -> None:
+def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> None:
     check_engines("accel.save", [summary.engines for *_, summary in told])
-    for rank, (directory, options, _, summary) in enumerate(told):
+    for rank, (directory, options, summary) in enumerate(told):
         if directory != told[0][0]:
             raise CheckpointError(f"accel.save: rank 0 saves into {told[0][0]!r}, and rank {rank} into {directory!r}")
         if options != told[0][1]:
@@ -176,7 +150,7 @@ def _check_equal(told: Sequence[tuple[str, tuple[object, ...], float, Summary]])
                 f"accel.save: wait, keep, placement, replicas and in_memory are {told[0][1]} on rank 0, and {options} on rank "
                 f"{rank}; give every rank the same"
             )
-        if summary.structure != told[0][3].structure:
+        if summary.structure != told[0][2].structure:
             raise CheckpointError(
                 f"accel.save: the state of rank {rank} has other objects or tensors than that of rank 0; give every rank "
                 "the same keys, and its own part of data only as plain values"
@@ -210,6 +184,7 @@ def _finish(writer: Writer, disks: Disks | None, replicas: int, shown: bool) -> 
         on_every_rank("accel.save (the record)", functools.partial(writer.commit, written))
     else:
         _commit_placed(writer, written, disks, replicas)
+    writer.ended()
 
 
 def _written_by_all(writer: Writer, shown: bool) -> list[Files]:
@@ -294,7 +269,7 @@ class Contents:
         layouts: who writes what of each, once it is known; this rank's part alone, but on rank 0.
         plan: a name for these.
         own_of_all: every rank's ``own``, likewise.
-        name: of the directory, where the checkpoint lies elsewhere, in memory.
+        snapshot_of: the directory to which the checkpoint belongs, where it lies elsewhere, in memory.
     """
 
     values: dict[str, Json]
@@ -306,7 +281,7 @@ class Contents:
     layouts: Sequence[Layout] = ()
     plan: str = ""
     own_of_all: list[dict[str, Json]] = field(default_factory=list)
-    name: str = ""
+    snapshot_of: str = ""
 
     def summary(self, rank: int) -> Summary:
         """What the ranks compare before they send more."""
@@ -373,7 +348,6 @@ class Contents:
             tensors=tensors,
             values=self.values,
             ranks=self.own_of_all if any(self.own_of_all) else [],
-            name=self.name,
         )
 
 
@@ -502,18 +476,25 @@ class Writer:
 
     def committed(self, new: Record) -> None:
         """The first rank of a disk, once all is done: remove what was before. What fails here is no failure of the save."""
-        with contextlib.suppress(OSError):
-            if self._claim is None or self._claim.exclusive:
-                folder.note(self.directory, new)
         if self._claim is None:
             return
         log_end(self.directory, "saved", new.nbytes, self._begin)
         try:
+            if self._claim.exclusive:
+                folder.keep_in_mind(folder.key_of(self.directory), new)
             self._sweep(new, self._before)
-            if self._keep is not None and not new.name:
+            if self._keep is not None and not self._contents.snapshot_of:
                 folder.prune(self.directory, self._keep)
         except (OSError, CheckpointError) as error:
             logger.warning("%s is saved, but older files could not be removed: %s", self.directory, explain(error))
+
+    def ended(self) -> None:
+        """Each rank, once it knows that the save is done: what is in memory beside it is not needed any more."""
+        if not (snapshot_of := self._contents.snapshot_of):
+            folder.free(self.directory)
+            return
+        shared_memory.seen[self.directory] = "" if current().place.local_rank else snapshot_of
+        folder.free(snapshot_of, self.directory)
 
     def _check_visible(self, new: Record) -> None:
         try:
@@ -546,24 +527,24 @@ class Writer:
 
     # -- in the background: without collectives ---------------------------------------------------------------------
 
-    def finish_alone(self, words: Words, pace: Pace, disks: Disks | None) -> None:
+    def finish_alone(self, words: Words, disks: Disks | None, pace: Pace) -> None:
         """Write, and commit once all ranks have written; all know how it ended, and raise any rank's failure. In a thread."""
         if disks is None:
             self._round(words, "done", lambda: self.write(pace), self.commit)
-            return
+        else:
+            content = self._round(words, "record", lambda: self.write(pace), functools.partial(self._named, disks))
+            self._placed = True
+            self._round(words, "done", lambda: self.put(content.encode()), lambda _: None)
+            self.committed(record.parse(content.encode(), self.directory)[0])
+        self.ended()
 
-        def named(written: Sequence[Files]) -> str:
-            return encode(self.record(written, disks.copies(written, 0)[1])).decode()
-
-        content = str(self._round(words, "record", lambda: self.write(pace), named)).encode()
-        self._placed = True
-        self._round(words, "done", lambda: self.put(content), lambda _: None)
-        self.committed(record.parse(content, self.directory)[0])
+    def _named(self, disks: Disks, written: Sequence[Files]) -> str:
+        return encode(self.record(written, disks.copies(written, 0)[1])).decode()
 
     def _round(
         self, words: Words, name: str, act: Callable[[], Files | None], conclude: Callable[[list[Files]], str | None]
-    ) -> str | None:
-        """Act on every rank, once all have done so conclude on rank 0, and return what it found. All raise any rank's failure."""
+    ) -> str:
+        """Act on every rank, then conclude on rank 0, and return what that gives. All raise any rank's failure."""
         failure: Exception | None = None
         files: Files = (None,) * len(KINDS)
         found: str | None = None
@@ -585,7 +566,7 @@ class Writer:
             found = end["found"]
         if failure is not None:
             raise failure
-        return found
+        return found or ""
 
     def _tell(
         self, words: Words, name: str, files: Files, failure: Exception | None, found: str | None

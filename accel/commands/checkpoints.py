@@ -258,7 +258,7 @@ def inspect(args: argparse.Namespace) -> int:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.time))
     print(
         f"{directory}: saved {when} by {record.world_size} processes, {record.nbytes:,} bytes in {len(record.files)} files"
-        f"{f' in memory, {place}' if record.name else ''}"
+        f"{'' if place == folder.absolute(directory) else f' in memory, {place}'}"
     )
     for file, parts in zip(record.files, file_bytes(record), strict=True):
         print(f"  {file.name}  {file.size:,} bytes: {', '.join(f'{leaf} {size:,}' for leaf, size in parts.items())}")
