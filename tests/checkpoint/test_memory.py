@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +16,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import accel
 from accel.checkpoint import record, shared_memory, storage
 from accel.checkpoint.save import Writer
 from accel.errors import CheckpointError
 from tests.checkpoint.test_placement import At, state, values
-from tests.distributed import run
+from tests.distributed import GUARD, run
+from tests.interpreters import executable
+from tests.programs import ROOT, clean_environ
 
 
 @contextmanager
@@ -237,3 +242,29 @@ def test_memory_that_is_not_ones_own(tmp_path: Path) -> None:
     with none, pytest.raises(CheckpointError, match="needs shared memory in .*none"):
         accel.save({}, tmp_path / "run", in_memory=True)
     accel.teardown()
+
+
+def test_a_restart_of_torchrun_goes_on_from_memory(tmp_path: Path) -> None:
+    """Rank 1 is killed in step 7, when memory has step 6 and the disk step 2; it ends as a run that nothing disturbs."""
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        "--monitor-interval=0.1",
+    ]
+    command = [executable(), *torchrun, str(Path(__file__).parent / "resumed.py"), str(tmp_path / "run")]
+    environ = clean_environ() | {"PYTHON_EXEC": executable()}
+    done = subprocess.run(command, env=environ, cwd=ROOT, check=False, capture_output=True, text=True, timeout=GUARD)
+    found = re.search(r"began at step 6, ended with (\S+)", done.stdout)
+    assert found, done.stdout + done.stderr
+    torch.manual_seed(0)
+    net = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(net.parameters())
+    for _ in range(8):
+        optimizer.zero_grad()
+        net(torch.ones(4, 64)).square().mean().backward()
+        optimizer.step()
+    assert float(found[1]) == pytest.approx(sum(float(p.detach().double().sum()) for p in net.parameters()), rel=1e-5)
+    assert not Path(shared_memory.place(str(tmp_path / "run")) or "").exists()
