@@ -98,16 +98,16 @@ def present(directory: str) -> Record | None:
         if is_damaged(key[0]):
             return None
         raise
-    keep_in_mind(key, found)
+    note(key, found)
     return found
 
 
-#: What the record says that a save has read or written last, by its path and identity.
+#: The record that a save has read or written last, by its path and identity.
 _known: Final[dict[tuple[str, Hashable], Record]] = {}
 
 
-def keep_in_mind(key: tuple[str, Hashable], found: Record) -> None:
-    """So that the next save need not read it; ``key`` was found before, or while nobody else could write it."""
+def note(key: tuple[str, Hashable], found: Record) -> None:
+    """So that the next save need not read it; ``key`` was found before, or while nobody else could write."""
     _known.clear()
     _known[key] = found
 
@@ -205,11 +205,9 @@ def free(directory: str, kept: str | None = None) -> None:
     for where in () if current().place.local_rank else {own, *map(shared_memory.place, alike)} - {None, kept}:
         assert where is not None
         if os.path.isdir(where) and (where == own or where in shared_memory.seen or not exists(where)):
-            try:
+            with contextlib.suppress(CheckpointError, OSError):  # another job saves there
                 remove(where)
                 shared_memory.seen.pop(where, None)
-            except (CheckpointError, OSError) as error:
-                logger.warning("%s is saved, but an older one stays in memory: %s", directory, explain(error))
 
 
 # -- Several checkpoints: the newest one, a second name for one, the oldest ones away ----------------------------------

@@ -63,11 +63,10 @@ def save(
         filter: tells by a tensor's name (``"model/head.weight"``) whether it is saved; an optimizer's always are.
         placement: "host" where ``dir`` is on each host's own disk: what its ranks write stays there, and a load finds each file
             on the host that has it.
-        replicas: with ``placement="host"`` or ``in_memory``, on how many other hosts each file is as well, so that it outlives a
-            lost host.
         in_memory: leave what is in ``dir``, and put the checkpoint into the hosts' shared memory, in place of that of the last
             such save. A load of ``dir`` finds it there until a save to disk, which frees it, or until the host starts anew.
             ``keep`` counts what is on disk.
+        replicas: with these two, on how many other hosts each file is as well, so that it outlives a lost host.
         progress: show a bar on rank 0, where that has a terminal or a notebook, it takes over two seconds and tqdm is
             installed; ``ACCEL_QUIET=1`` shows none.
 
@@ -76,50 +75,41 @@ def save(
         rename or remove ``dir``.
 
     Raises:
-        CheckpointError: something cannot be stored (nothing is written), another job saves there, the disk fails, or memory is
-            full; also where the background save before this one failed. On every rank.
+        CheckpointError: something cannot be stored (nothing is written), another job saves there, or the disk or memory fails;
+            also where the background save before this one failed. On every rank.
     """
     process = current()
     options = (wait, keep, placement, replicas, in_memory)
 
-    def prepare() -> tuple[tuple[Contents, str], tuple[str, tuple[object, ...], Summary]]:
+    def prepare() -> tuple[Contents, tuple[str, tuple[object, ...], Summary]]:
         background.settle()
         directory = folder.named(dir)
         _check_options(directory, *options)
         contents = contents_of(state, filter, process.place.world_size)
-        where = _place(folder.absolute(dir), contents, in_memory)
-        return (contents, where), (directory, options, contents.summary(process.place.rank))
+        contents.place(folder.absolute(dir), in_memory)
+        return contents, (directory, options, contents.summary(process.place.rank))
 
-    (contents, where), told = exchange("accel.save", prepare)
+    contents, told = exchange("accel.save", prepare)
     _check_equal(told)
-    disks = find_disks(where, folder.present) if placement == "host" or in_memory else None
+    disks = find_disks(contents.directory, folder.present) if placement == "host" or in_memory else None
     with contextlib.ExitStack() as resources:
-        writer = _begin(where, disks, contents, [summary for *_, summary in told], resources, keep, not wait)
+        writer = _begin(disks, contents, [summary for *_, summary in told], resources, keep, not wait)
         if wait:
             _finish(writer, disks, replicas, progress)
             return None
-        words = Words(process, writer.save, where)
+        words = Words(process, writer.save, contents.directory)
         return background.start(functools.partial(writer.finish_alone, words, disks), resources.pop_all())
-
-
-def _place(directory: str, contents: Contents, in_memory: bool) -> str:
-    """Where the files go."""
-    if current().place.rank == 0:
-        _look(directory)
-    if in_memory:
-        contents.snapshot_of, directory = directory, str(shared_memory.place(directory, make=True))
-    return directory
 
 
 @functools.cache
 def _look(directory: str) -> None:
-    """What is saved there first by this process shall be later than what is there, whatever the clocks of those that saved it."""
-    with contextlib.suppress(OSError, CheckpointError):
-        folder.newest_of(directory, elsewhere=True)
+    """What this process saves there shall be later than what is there, whatever the clocks of those that saved it."""
+    for where in filter(None, (shared_memory.place(directory), directory)):
+        with contextlib.suppress(OSError, CheckpointError):
+            folder.present(where)
 
 
 def _begin(
-    directory: str,
     disks: Disks | None,
     contents: Contents,
     summaries: Sequence[Summary],
@@ -132,11 +122,11 @@ def _begin(
     first, saves = (0, ()) if disks is None else (disks.leaders[rank], disks.saves)
 
     def begin() -> tuple[Claim | None, SaveMessage]:
-        claim = folder.begin(directory, resources, saves) if rank == first else None
+        claim = folder.begin(contents.directory, resources, saves) if rank == first else None
         return claim, contents.message(summaries, rank)
 
     claim, messages = exchange("accel.save (the directory)", begin)
-    plan = functools.partial(Writer, directory, claim, contents, messages, rank, keep, copy)
+    plan = functools.partial(Writer, contents.directory, claim, contents, messages, rank, keep, copy)
     return on_every_rank("accel.save (the plan)", plan)
 
 
@@ -269,7 +259,8 @@ class Contents:
         layouts: who writes what of each, once it is known; this rank's part alone, but on rank 0.
         plan: a name for these.
         own_of_all: every rank's ``own``, likewise.
-        snapshot_of: the directory to which the checkpoint belongs, where it lies elsewhere, in memory.
+        directory: where the files go.
+        snapshot_of: the directory to which they belong, where that is in memory.
     """
 
     values: dict[str, Json]
@@ -281,7 +272,16 @@ class Contents:
     layouts: Sequence[Layout] = ()
     plan: str = ""
     own_of_all: list[dict[str, Json]] = field(default_factory=list)
+    directory: str = ""
     snapshot_of: str = ""
+
+    def place(self, directory: str, in_memory: bool) -> None:
+        """Find out where the files go."""
+        if current().place.rank == 0:
+            _look(directory)
+        self.directory = directory
+        if in_memory:
+            self.directory, self.snapshot_of = str(shared_memory.place(directory, make=True)), directory
 
     def summary(self, rank: int) -> Summary:
         """What the ranks compare before they send more."""
@@ -416,7 +416,7 @@ class Writer:
         self._placed = False  # whether another host may have it already
         contents.complete(messages, rank)
         self._storage.make(directory)  # a host may not have heard yet that rank 0 made it
-        items = list(map(functools.partial(write_items, rank), contents.layouts, contents.ranges))
+        items = list(map(functools.partial(write_items, rank), contents.layouts, contents.inventories, contents.ranges))
         self._linked: list[Written | None] = [None] * len(KINDS)
         for which, (kind, name) in enumerate(zip(KINDS, self._names(), strict=True)):
             # What is on disk already is linked. A look at what changes after all is cheaper than comparing its values.
@@ -481,7 +481,7 @@ class Writer:
         log_end(self.directory, "saved", new.nbytes, self._begin)
         try:
             if self._claim.exclusive:
-                folder.keep_in_mind(folder.key_of(self.directory), new)
+                folder.note(folder.key_of(self.directory), new)
             self._sweep(new, self._before)
             if self._keep is not None and not self._contents.snapshot_of:
                 folder.prune(self.directory, self._keep)
@@ -542,12 +542,12 @@ class Writer:
         return encode(self.record(written, disks.copies(written, 0)[1])).decode()
 
     def _round(
-        self, words: Words, name: str, act: Callable[[], Files | None], conclude: Callable[[list[Files]], str | None]
-    ) -> str:
+        self, words: Words, name: str, act: Callable[[], Files | None], conclude: Callable[[list[Files]], Any]
+    ) -> Any:
         """Act on every rank, then conclude on rank 0, and return what that gives. All raise any rank's failure."""
         failure: Exception | None = None
         files: Files = (None,) * len(KINDS)
-        found: str | None = None
+        found = None
         try:
             files = act() or files
             if self._rank == 0:
@@ -557,7 +557,8 @@ class Writer:
             if self._rank == 0 and not self._placed:
                 self._clean()
         if self._world > 1:
-            end = self._tell(words, name, files, failure, found)
+            told = [None if file is None else [file.name, file.size, file.header] for file in files]
+            end = self._tell(words, name, {"files": told, "found": found}, failure)
             if end["error"] and self._rank:
                 # What went wrong here may follow from the end of the save, which removes files.
                 if not end.get("stands", True):
@@ -566,19 +567,16 @@ class Writer:
             found = end["found"]
         if failure is not None:
             raise failure
-        return found or ""
+        return found
 
-    def _tell(
-        self, words: Words, name: str, files: Files, failure: Exception | None, found: str | None
-    ) -> Mapping[str, Any]:
+    def _tell(self, words: Words, name: str, told: dict[str, Any], failure: Exception | None) -> Mapping[str, Any]:
         """Tell what this rank has done, and hear from rank 0 how that has ended, as every rank does."""
         error = ""
         if failure is not None:
             error = f"rank {self._rank}: {explain(failure)}" if self._rank else explain(failure)
-        told = [None if file is None else [file.name, file.size, file.header] for file in files]
         stands = failure is None or self._placed or self._stands()
         try:
-            words.tell({"error": error, "files": told, "stands": stands, "found": found}, name)
+            words.tell({"error": error, "stands": stands, **told}, name)
             end = words.read(0, name)
         except (OSError, CheckpointError) as lost:
             raise failure or lost from None
