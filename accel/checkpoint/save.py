@@ -61,11 +61,9 @@ def save(
         keep: afterwards remove older checkpoints next to ``dir`` with the same name up to its number
             (``step-100``, ``step-200``), so that the newest ``keep`` are left.
         filter: tells by a tensor's name (``"model/head.weight"``) whether it is saved; an optimizer's always are.
-        placement: "host" where ``dir`` is on each host's own disk: what its ranks write stays there, and a load finds each file
-            on the host that has it.
-        in_memory: leave what is in ``dir``, and put the checkpoint into the hosts' shared memory, in place of that of the last
-            such save. A load of ``dir`` finds it there until a save to disk, which frees it, or until the host starts anew.
-            ``keep`` counts what is on disk.
+        placement: "host" where ``dir`` is on each host's own disk: its ranks' files stay there, where a load finds them.
+        in_memory: put it into the hosts' shared memory, in place of the last such save; what is on disk stays. A load of ``dir``
+            finds it there until a save to disk, which frees it, or a new start of the host.
         replicas: with these two, on how many other hosts each file is as well, so that it outlives a lost host.
         progress: show a bar on rank 0, where that has a terminal or a notebook, it takes over two seconds and tqdm is
             installed; ``ACCEL_QUIET=1`` shows none.

@@ -56,7 +56,7 @@ def _folder(directory: str, make: bool = False) -> str | None:
                 os.mkdir(home, 0o700)
             if not is_url(directory):
                 storage_of(directory).make(directory)
-                os.close(os.open(mark, os.O_CREAT | os.O_NOFOLLOW, 0o600))
+                os.close(os.open(mark, os.O_CREAT | os.O_NOFOLLOW, 0o666))
         file = None if is_url(directory) else os.lstat(mark)
         status = os.lstat(home)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
