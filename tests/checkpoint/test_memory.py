@@ -228,6 +228,17 @@ def test_a_series_has_one_snapshot(tmp_path: Path) -> None:
         accel.teardown()
 
 
+def test_what_is_frozen_is_linked_on_disk_all_the_same(tmp_path: Path) -> None:
+    net = nn.Linear(8, 8)
+    net.bias.requires_grad_(False)
+    for n in (1, 2, 3, 4):
+        accel.save({"model": net, "n": n}, tmp_path / f"run/step-{n}", in_memory=n % 2 == 0)
+    (still,) = (tmp_path / "run/step-3").glob("*-still.safetensors")
+    assert still.stat().st_nlink == 2
+    accel.save({}, tmp_path / "run/step-5")
+    accel.teardown()
+
+
 def test_memory_that_is_not_ones_own(tmp_path: Path) -> None:
     planted = tmp_path / f"accel-{os.geteuid()}"
     with memory_in(str(tmp_path)):
