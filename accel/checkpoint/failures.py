@@ -67,11 +67,13 @@ def explain(error: BaseException) -> str:
     if isinstance(error, AccelError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
-        advice = _ADVICE.get(error.errno or 0)
+        full = error.errno == errno.ENOSPC and str(error.filename).startswith("/dev/shm/")
+        advice = _SHARED_MEMORY if full else _ADVICE.get(error.errno or 0)
         return f"{error.strerror}{f': {error.filename}' if error.filename else ''}{f'; {advice}' if advice else ''}"
     return f"{type(error).__name__}: {error}"
 
 
+_SHARED_MEMORY: Final = "save to disk, or give shared memory room for two checkpoints (docker: --shm-size)"
 _ADVICE: Final = {
     errno.ENOSPC: "free space on that file system, or choose a directory on another one",
     errno.EDQUOT: "this user's quota there is used up: remove files, or choose a directory on another file system",

@@ -41,15 +41,16 @@ MAX_BYTES: Final = 1 << 30
 _newest = 0.0
 
 
-def later_than(time: float) -> None:
-    """Note the time of a record."""
+def later_than(time: float) -> float:
+    """Note the time of a record; returns that of the newest."""
     global _newest
     _newest = max(_newest, time)
+    return _newest
 
 
 def next_time() -> float:
     """Of a new one."""
-    return max(time.time(), _newest + 1e-3)
+    return later_than(max(time.time(), _newest + 1e-3))
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ def diff(args: argparse.Namespace) -> int:
 
     World size and backend of the jobs that saved them make no difference.
     """
-    args.first, args.second = folder.absolute(args.first), folder.absolute(args.second)
+    args.first, args.second = folder.newest_place(args.first), folder.newest_place(args.second)
     (first, _), (second, _) = read(args.first), read(args.second)
     lines = [*_tensors(args, first, second), *_values(first.values, second.values, "state")]
     for rank, (one, other) in enumerate(zip(first.ranks, second.ranks, strict=False)):
@@ -158,7 +158,7 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export(args: argparse.Namespace) -> int:
     """Write a model of a checkpoint as safetensors files for transformers, vLLM and diffusers."""
-    planned = plan_export(folder.absolute(args.directory), args.name, args.max_shard_size, args.dtype)
+    planned = plan_export(folder.newest_place(args.directory), args.name, args.max_shard_size, args.dtype)
     out = folder.absolute(args.out)
     with progress_bar("export", planned.nbytes) as progress:
         on_running_ranks(
@@ -255,13 +255,15 @@ def inspect(args: argparse.Namespace) -> int:
     Reads the record only; `verify` compares the bytes.
     """
     directory = folder.latest(args.directory) or args.directory
-    record, _ = read(folder.absolute(directory))
+    place = folder.newest_place(directory)
+    record, _ = read(place)
     if args.values:
         print(json.dumps(record.values, indent=2))
         return 0
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.time))
     print(
         f"{directory}: saved {when} by {record.world_size} processes, {record.nbytes:,} bytes in {len(record.files)} files"
+        f"{'' if place == folder.absolute(directory) else f' in memory, {place}'}"
     )
     for file, parts in zip(record.files, file_bytes(record), strict=True):
         print(f"  {file.name}  {file.size:,} bytes: {', '.join(f'{leaf} {size:,}' for leaf, size in parts.items())}")
@@ -291,7 +293,7 @@ def verify(args: argparse.Namespace) -> int:
     status = 0
     for directory in args.directory:
         try:
-            path = folder.absolute(directory)
+            path = folder.newest_place(directory)
             with progress_bar("verify", read(path)[0].nbytes) as progress:
                 on_running_ranks("accel.verify", functools.partial(compare_all, path, progress=progress))
         except CheckpointError as error:
