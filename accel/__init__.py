@@ -19,6 +19,7 @@ from .api import (
     unwrap,
     whole_sequences,
 )
+from .batches import largest_batch, split
 from .data import LoaderOptions, effective_batch_size, gather_for_metrics
 from .deferred import deferred_init
 from .errors import (
@@ -112,6 +113,7 @@ __all__ = [
     "init",
     "is_main",
     "join",
+    "largest_batch",
     "launch",
     "latest",
     "link",
@@ -130,6 +132,7 @@ __all__ = [
     "seed",
     "setup",
     "shard_sequence",
+    "split",
     "summary",
     "teardown",
     "unwrap",
