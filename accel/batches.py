@@ -8,17 +8,15 @@ import hashlib
 import logging
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import process
 from .api import end_all
-from .engines import Engine
 from .engines.base.step import Stepper
 from .errors import AccelError, RankMismatchError
 from .planning import place_of
@@ -92,7 +90,8 @@ def _place() -> tuple[int, int]:
         raise AccelError(
             f"split: the models that are set up have the data-parallel places {sorted(places)}: cut by hand"
         )
-    return places.pop()
+    ((rank, world),) = places
+    return rank, world
 
 
 def _part(items: Any, first: int, end: int, pad: bool) -> Any:
@@ -159,14 +158,12 @@ def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
 def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
     """Which rank has no memory for this size, or the result."""
     since, result, error = registry.next_serial, None, None
-    with process.keeping_groups(), _counting() as steps:
+    step: tuple[int | None, weakref.ref[Optimizer] | None] = None, None
+    with process.keeping_groups():
         try:
             result = fn(size)
         except Exception as caught:
-            error = caught
-            for frame, _ in traceback.walk_tb(caught.__traceback__):
-                if frame.f_code is Stepper._before.__code__:  # it has not begun
-                    steps[frame.f_locals["optimizer"]] -= 1
+            error, step = caught, _in_step(caught)
         kind, text = _kind_of(error), "" if error is None else f"{type(error).__name__}: {error}"
         answers = _meet(f"accel.largest_batch({size})", (kind, text))
         worst = max(theirs for theirs, _ in answers)
@@ -177,24 +174,19 @@ def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
             )
             return "", result
         error = result = None  # and with its frames all that it has made
-        _clean_up(since, steps)
+        _clean_up(since, *step)
     return "; ".join(f"rank {rank}: {why}" for rank, (theirs, why) in enumerate(answers) if theirs == worst), None
 
 
-@contextlib.contextmanager
-def _counting() -> Iterator[weakref.WeakKeyDictionary[Optimizer, int]]:
-    """Context: for each optimizer the number of its steps that began and of those that ended, together."""
-    steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-
-    def count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        steps[optimizer] = steps.get(optimizer, 0) + 1
-
-    hooks = register_optimizer_step_pre_hook(count), register_optimizer_step_post_hook(count)
-    try:
-        yield steps
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _in_step(error: BaseException) -> tuple[int | None, weakref.ref[Optimizer] | None]:
+    """Where an error comes of an optimizer's step: the engine that was about to make it, or the optimizer that was in it."""
+    engine = optimizer = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is Stepper._before.__code__:
+            engine, optimizer = frame.f_locals["engine"].serial, None
+        elif frame.f_code.co_filename == Optimizer.profile_hook_step.__code__.co_filename and "self" in frame.f_locals:
+            optimizer = optimizer or weakref.ref(frame.f_locals["self"])
+    return engine, optimizer
 
 
 def _kind_of(error: BaseException | None) -> int:
@@ -221,16 +213,25 @@ def _meet(what: str, mine: tuple[int, str]) -> list[tuple[int, str]]:
     return agree(what, mine)
 
 
-def _clean_up(since: int, steps: Mapping[Optimizer, int]) -> None:
-    """Tear down what was set up since, and make the rest ready to go on. Collective."""
+def _clean_up(since: int, about: int | None, cut: weakref.ref[Optimizer] | None) -> None:
+    """Tear down what was set up since, and make the rest ready to go on. Collective.
+
+    Args:
+        about: the serial of the engine that was about to step.
+        cut: the optimizer that was in its step.
+    """
     gc.collect()
-    everyone = agree(
-        "accel.largest_batch (engines)", {engine.label: _steps(engine, steps) for engine in registry.in_order()}
-    )
+    inside = None if cut is None else cut()
+    steps = {
+        engine.label: (engine.drift.steps - (engine.serial == about), any(o is inside for o in engine.optimizers))
+        for engine in registry.in_order()
+    }
+    everyone = agree("accel.largest_batch (engines)", steps)
     shared = set.intersection(*(set(theirs) for theirs in everyone))
     for engine in registry.in_order():
-        for holder in (engine.module, *engine.optimizers):
-            holder.zero_grad()
+        engine.module.zero_grad()
+        for optimizer in engine.optimizers:
+            optimizer.zero_grad()
         if engine.serial < since and engine.label in shared:
             engine.rebuild()
     end_all(since, "memory ran out on a rank")
@@ -239,14 +240,10 @@ def _clean_up(since: int, steps: Mapping[Optimizer, int]) -> None:
         if device.type != "cpu":
             torch.get_device_module(device).empty_cache()
     for label in sorted(shared):
-        counts = [theirs[label] for theirs in everyone]
-        if any(number % 2 for number in counts[0]) or any(theirs != counts[0] for theirs in counts):
+        counts = {theirs[label] for theirs in everyone}
+        if len(counts) > 1 or counts.pop()[1]:
             raise AccelError(
                 f"largest_batch: memory ran out on a rank while the ranks made a step of {label}, which is held outside of the "
                 "function: what has stepped of it differs. Build the model and its optimizers in the function, or load them "
                 "from a checkpoint and start with less"
             )
-
-
-def _steps(engine: Engine, steps: Mapping[Optimizer, int]) -> list[int]:
-    return [steps.get(optimizer, 0) for optimizer in engine.optimizers]

@@ -11,7 +11,7 @@ import copy
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NoReturn, TypeVar, final, overload
+from typing import Any, Final, NoReturn, TypeVar, final
 
 import torch
 import torch.utils.data as torch_data
@@ -427,26 +427,14 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
     return size * (loader._accel.place.world if isinstance(loader, LoaderHandle) else world_size())
 
 
-@overload
+@locked
 def gather_for_metrics(
     data: T,
     loader: LoaderHandle | DataLoader[Any] | None = None,
     *,
     pad: float | None = None,
-    objects: Literal[False] = False,
-) -> T: ...
-@overload
-def gather_for_metrics(
-    data: Any, loader: LoaderHandle | DataLoader[Any] | None = None, *, pad: float | None = None, objects: bool
-) -> Any: ...
-@locked
-def gather_for_metrics(
-    data: Any,
-    loader: LoaderHandle | DataLoader[Any] | None = None,
-    *,
-    pad: float | None = None,
     objects: bool = False,
-) -> Any:
+) -> T:
     """``data`` of all ranks, in the order of the dataset and without the padding of the last batch. Collective.
 
     Ranks that hold one model together, as the stages of a pipeline do, have the same rows, which come once.
@@ -479,7 +467,8 @@ def gather_for_metrics(
     replica = latest.replica if loader is None else loader._accel.place[:2]
     if replica is not None and replica[1] < world_size():
         rows = _once(rows, replica[0], objects)
-    return all_gather(rows, pad=pad, objects=objects)
+    gathered: T = all_gather(rows, pad=pad, objects=objects)
+    return gathered
 
 
 def _map_rows(fn: Callable[[Any], Any], data: Any, objects: bool) -> Any:

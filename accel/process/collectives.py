@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeVar, final, overload
+from typing import Any, Final, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.serialization import default_restore_location
 from ..errors import AccelError, RankMismatchError
 from ..trees import map_tensors, walk
 from . import Process, current
-from .control import Waiting, agree, locked, raise_together
+from .control import Waiting, agree, locked
 from .packing import broadcast_
 
 T = TypeVar("T")
@@ -53,10 +53,10 @@ def all_reduce(data: T, op: str = "sum") -> T:
     """
     what = f"all_reduce(op={op!r})"
     problem = "" if op in tuple(_OPS) else f"expected op to be one of {', '.join(_OPS)}"
-    begun = _begin(what, data, problem, lambda leaf: _irreducible(leaf, op), sends=_number)
-    process, carrier, tensors = begun.process, begun.carrier, begun.tensors
-    mine = begun.sent[process.place.rank]
-    results: dict[str, Any] = {path: _reduced(path, number, begun.of_all(path), op) for path, number in mine.items()}
+    refuse = functools.partial(_irreducible, op=op)
+    process, carrier, tensors, _, sent = _begin(what, data, problem, refuse, sends=_number)
+    mine = sent[process.place.rank]
+    results: dict[str, Any] = {path: _reduced(path, mine[path], [theirs[path] for theirs in sent], op) for path in mine}
     if process.place.world_size == 1:
         return _replaced(data, results, lambda tensor: _free(tensor).to(_reduced_dtype(tensor.dtype, op)))
     wide = {path: _widen(tensor.detach()) for path, tensor in tensors.items()}
@@ -101,23 +101,21 @@ def all_gather(data: Any, *, gradients: bool = False, pad: float | None = None, 
     carry = gradients and torch.is_grad_enabled()
     options = {"gradients": carry, "pad": None if pad is None else repr(pad), "objects": objects}
     given = ", ".join(f"{name}={value}" for name, value in options.items() if value not in (False, None))
-    begun = _begin(
-        f"all_gather({given})" if given else "all_gather",
-        data,
-        refuse=lambda tensor: _unfilled(tensor, pad),
-        rows=True,
-        pad=pad is not None,
-        gradients=carry,
-        sends=_object if objects else lambda _: "",
-        is_leaf=lambda tree: objects and isinstance(tree, list),
+    what, sends = f"all_gather({given})" if given else "all_gather", _object if objects else lambda _: ""
+    refuse = functools.partial(_unfilled, pad=pad)
+    process, carrier, tensors, shapes, sent = _begin(
+        what, data, "", refuse, rows=True, pad=pad is not None, gradients=carry, sends=sends
     )
-    process, tensors, shapes = begun.process, begun.tensors, begun.shapes
-    results = {path: _joined(begun.of_all(path), mine) for path, mine in begun.sent[process.place.rank].items()}
+    results: dict[str, Any] = {}
+    for path, mine in sent[process.place.rank].items():
+        results[path] = [theirs[path] for theirs in sent]
+        if isinstance(mine, list):
+            results[path] = [item for theirs in results[path] for item in theirs]
     if process.place.world_size == 1:
         return _replaced(data, results, (lambda tensor: tensor) if carry else _free, objects)
     if pad is not None:
         tensors, shapes = _padded(tensors, shapes, pad)
-    results |= _gather(process, begun.carrier, tensors, shapes)
+    results |= _gather(process, carrier, tensors, shapes)
     for path in [path for path, tensor in tensors.items() if carry and tensor.requires_grad]:
         start = sum(theirs[path][0] if theirs[path] else 1 for theirs in shapes[: process.place.rank])
         results[path] = _with_gradient(tensors[path], results[path], start)
@@ -174,48 +172,27 @@ def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
 
     Raises:
         RankMismatchError: the ranks differ in structure, shapes, dtypes, ``objects`` or ``src``; on every rank.
-        AccelError: a leaf is no tensor, or what ``src`` has cannot be pickled, or ``src`` is no rank; on every rank.
+        AccelError: a leaf is no tensor, what ``src`` has cannot be pickled, or ``src`` is no rank; on every rank.
     """
     what, process = f"broadcast(src={src!r}{', objects=True' if objects else ''})", current()
     world, rank = process.place.world_size, process.place.rank
     problem = "" if type(src) is int and 0 <= src < world else f"expected src to be a rank from 0 to {world - 1}"
     if objects:
-        mine = [data] if rank == src else []
-        begun = _begin(
-            what, mine, problem, sends=lambda leaf: "an object", compare=False, is_leaf=lambda tree: tree is data
-        )
-        return next(iter(begun.sent[src].values())) if world > 1 else data
-    begun = _begin(what, data, problem)
+        value, reason = _pickled(data) if rank == src else (b"", "")
+        answers = agree(what, (problem or reason, value))
+        if wrong := [f"{what} on rank {number}: {text}" for number, (text, _) in enumerate(answers) if text]:
+            raise AccelError(wrong[0])
+        loaded: T = _loaded(answers[src][1], process) if world > 1 else data
+        return loaded
+    process, carrier, tensors, *_ = _begin(what, data, problem)
     if world == 1:
         return _replaced(data, {}, _free)
-    copies: dict[str, Any] = {path: _pack([tensor], begun.carrier) for path, tensor in begun.tensors.items()}
+    copies: dict[str, Any] = {path: _pack([tensor], carrier) for path, tensor in tensors.items()}
     with Waiting(process, what):
         broadcast_(copies.values(), process.group, src)
-    for path, t in begun.tensors.items():
+    for path, t in tensors.items():
         copies[path] = copies[path].view(t.dtype).reshape(t.shape).to(t.device)
     return _replaced(data, copies, _free)
-
-
-@final
-@dataclass(frozen=True)
-class _Begun:
-    """What all ranks have agreed on before data travels.
-
-    Attributes:
-        carrier: where tensors travel.
-        tensors: this rank's, by path.
-        shapes: theirs on every rank.
-        sent: what else every rank has sent, by path.
-    """
-
-    process: Process
-    carrier: torch.device
-    tensors: dict[str, Tensor]
-    shapes: list[dict[str, tuple[int, ...]]]
-    sent: list[dict[str, Any]]
-
-    def of_all(self, path: str) -> list[Any]:
-        return [theirs[path] for theirs in self.sent]
 
 
 def _begin(
@@ -228,69 +205,76 @@ def _begin(
     pad: bool = False,
     gradients: bool = False,
     sends: Callable[[Any], str] = lambda _: "",
-    compare: bool = True,
-    is_leaf: Callable[[Any], bool] = lambda _: False,
-) -> _Begun:
-    """What all ranks need to begin. Raises on every rank where a rank has a problem or their data does not fit together.
+) -> tuple[Process, torch.device, dict[str, Tensor], list[dict[str, tuple[int, ...]]], list[dict[str, Any]]]:
+    """What all ranks need to begin: where data travels, this rank's tensors by path, every rank's shapes, and what else it sent.
 
-    ``sends`` tells of a leaf that its value is sent at once: what it is called where the ranks are compared.
+    ``sends`` tells of a leaf that it goes at once: what it is called where the ranks are compared. Raises on every rank
+    where a rank has a problem or their data does not fit together.
     """
     process = current()
     found: dict[str, Tensor] = {}
     kinds: dict[str, str] = {}
-    values: dict[str, Any] = {}
-    pickles: dict[str, bytes] = {}
+    sent: dict[str, Any] = {}
     problems = [problem] if problem else []
+    more = "numbers are reduced too" if sends is _number else "objects=True sends what can be pickled"
 
     def visit(path: str, leaf: Any) -> Any:
         reason, kind = "", sends(leaf)
         if kind:
             kinds[path] = kind
-        if sends is _number and kind:
-            values[path] = leaf
-        elif kind:
-            pickles[path], reason = _pickled(leaf)
+            sent[path], reason = (leaf, "") if sends is _number else _pickled(leaf)
         elif leaf is None:
             kinds[path] = "None"
         elif not (reason := _no_tensor(leaf, more) or refuse(leaf)):
             found[path] = leaf
-        if reason:
-            problems.append(f"{path} is {reason}")
+        problems.extend([f"{path} is {reason}"] if reason else [])
         return leaf
 
-    more = "numbers are reduced too" if sends is _number else "objects=True sends what can be pickled"
-    walk(visit, data, "data", is_leaf)
+    walk(visit, data, "data", _is_list if sends is _object else _never)
     tensors = {path: found[path] for path in sorted(found)}
-    # As CPU tensors, unless they are on devices that have a backend of their own.
-    only_cpu = "cpu" in process.backends and all(tensor.device.type == "cpu" for tensor in found.values())
-    carrier = torch.device("cpu") if only_cpu else process.carrier
+    carrier = _carrier(process, tensors.values())
     for path, tensor in tensors.items():
         carried = " with gradients" if gradients and tensor.requires_grad else ""
         kinds[path] = f"{_describe(tensor, rows, pad)}{carried} sent on {carrier.type}"
     shapes = {path: tuple(tensor.shape) for path, tensor in tensors.items()}
-    everyone = agree(what, (problems[:1], kinds if compare else {}, shapes, values, pickles))
-    for number, (reasons, *_) in enumerate(everyone):
+    answers = agree(what, (problems[:1], kinds, shapes, sent))
+    _compare(what, answers, rows)
+    all_sent = [{path: _loaded(value, process) for path, value in theirs.items()} for *_, theirs in answers]
+    return process, carrier, tensors, [theirs for _, _, theirs, _ in answers], all_sent
+
+
+def _carrier(process: Process, tensors: Iterable[Tensor]) -> torch.device:
+    """They travel as CPU tensors, unless they are on devices that have a backend of their own."""
+    only_cpu = "cpu" in process.backends and all(tensor.device.type == "cpu" for tensor in tensors)
+    return torch.device("cpu") if only_cpu else process.carrier
+
+
+def _compare(
+    what: str, answers: Sequence[tuple[list[str], dict[str, str], dict[str, tuple[int, ...]], Any]], rows: bool
+) -> None:
+    """Raise where a rank has a problem, or other kinds of leaves; ``rows``: where ``pad`` would make shapes equal."""
+    for number, (reasons, *_) in enumerate(answers):
         if reasons:
             raise AccelError(f"{what} on rank {number}: {reasons[0]}")
-    _, all_kinds, all_shapes, numbers, sent = (list(part) for part in zip(*everyone, strict=True))
-    _compare(what, all_kinds, all_shapes if rows else [])
-    objects = _unpickled(what, sent, process.device)
-    return _Begun(process, carrier, tensors, all_shapes, [a | b for a, b in zip(numbers, objects, strict=True)])
-
-
-def _compare(what: str, kinds: Sequence[dict[str, str]], shapes: Sequence[dict[str, tuple[int, ...]]]) -> None:
-    """Raise where a rank has other kinds of leaves; ``shapes`` are those whose dimensions ``pad`` would make equal."""
-    for number, theirs in enumerate(kinds):
-        for path in sorted(kinds[0].keys() | theirs.keys()):
-            first, other = kinds[0].get(path, "absent"), theirs.get(path, "absent")
+    for number, (_, theirs, _, _) in enumerate(answers):
+        for path in sorted(answers[0][1].keys() | theirs.keys()):
+            first, other = answers[0][1].get(path, "absent"), theirs.get(path, "absent")
             if first != other:
-                sizes = {there[path][1:] for there in shapes if path in there}
-                same = first.split()[0] == other.split()[0] and len(set(map(len, sizes))) == 1 < len(sizes)
-                hint = "; pad=value fills what is shorter" if same else ""
+                sizes = {shapes[path][1:] for _, _, shapes, _ in answers if path in shapes}
+                fills = rows and first.split()[0] == other.split()[0] and len(set(map(len, sizes))) == 1 < len(sizes)
+                hint = "; pad=value fills what is shorter" if fills else ""
                 raise RankMismatchError(f"{what}: {path} is {first} on rank 0 and {other} on rank {number}{hint}")
 
 
 # -- leaves that are no tensors ----------------------------------------------------------------------------------------
+
+
+def _never(tree: object) -> bool:
+    return False
+
+
+def _is_list(tree: object) -> bool:
+    return isinstance(tree, list)
 
 
 def _object(leaf: object) -> str:
@@ -310,7 +294,7 @@ def _replaced(data: T, results: Mapping[str, Any], free: Callable[[Tensor], Any]
     def visit(path: str, leaf: Any) -> Any:
         return results[path] if path in results else free(leaf) if isinstance(leaf, Tensor) else None
 
-    return walk(visit, data, "data", lambda tree: objects and isinstance(tree, list))
+    return walk(visit, data, "data", _is_list if objects else _never)
 
 
 def _pickled(leaf: Any) -> tuple[bytes, str]:
@@ -329,28 +313,13 @@ def _pickled(leaf: Any) -> tuple[bytes, str]:
     return content.getvalue(), ""
 
 
-def _unpickled(what: str, sent: Sequence[dict[str, bytes]], device: torch.device) -> list[dict[str, Any]]:
-    """What every rank has sent; where a rank cannot make it again, all raise."""
-    if not any(sent):
-        return [{} for _ in sent]
+def _loaded(value: Any, process: Process) -> Any:
+    """What ``_pickled`` made the bytes of, with tensors of devices on this rank's; or the number itself."""
 
-    def arrive(values: torch.UntypedStorage, where: str) -> Any:
-        return default_restore_location(values, where if where == "cpu" else str(device))
+    def arrive(values: Any, where: str) -> Any:
+        return default_restore_location(values, where if where == "cpu" else str(process.device))
 
-    def load(content: bytes) -> Any:
-        return torch.load(io.BytesIO(content), arrive, weights_only=False)
-
-    found, error = [], None
-    try:
-        found = [{path: load(content) for path, content in theirs.items()} for theirs in sent]
-    except Exception as caught:
-        error = AccelError(f"{what}: what came cannot be unpickled: {type(caught).__name__}: {caught}")
-    raise_together(what, error, agree(f"{what} (unpickling)", str(error or "")), AccelError)
-    return found
-
-
-def _joined(values: Sequence[Any], mine: Any) -> list[Any]:
-    return [item for theirs in values for item in theirs] if isinstance(mine, list) else list(values)
+    return torch.load(io.BytesIO(value), arrive, weights_only=False) if isinstance(value, bytes) else value
 
 
 _COMBINE: Final[Mapping[str, Callable[[Sequence[Any]], Any]]] = {

@@ -408,6 +408,7 @@ def reconnect(group: dist.ProcessGroup, number: int) -> None:
         raise AccelError("the process groups were connected anew 100 times: start the program again")
     store = distributed_c10d.PrefixStore(f"connected/{number}", distributed_c10d._world.pg_map[group][1])
     made: dict[Any, Any] = {}
+    name, desc = group.group_name, group.group_desc  # the backends have them
     for position, device in enumerate(group._device_types):
         old = group._get_backend(device)
         # A group keeps the backend that it has of a type. These types, up to 255, are nobody's.
@@ -416,6 +417,8 @@ def reconnect(group: dist.ProcessGroup, number: int) -> None:
             made[old] = _like(old, distributed_c10d.PrefixStore(device.type, store))
             made[old]._set_sequence_number_for_group()
         group._register_backend(device, kind, made[old])
+    group._set_group_name(name)
+    group._set_group_desc(desc)
 
 
 def _like(old: Any, store: distributed_c10d.Store) -> Any:
