@@ -95,13 +95,12 @@ def _place() -> tuple[int, int]:
 
 
 def _part(items: Any, first: int, end: int, pad: bool) -> Any:
-    if not pad or end <= len(items) or not len(items):
+    if not pad:
         return items[first:end]
+    rows = [min(row, len(items) - 1) for row in range(first, end)]
     if isinstance(items, list | tuple | range):
-        kept = list(items)[first:end]
-        kept += [items[-1]] * (end - first - len(kept))
-        return kept if isinstance(items, list | range) else tuple(kept)
-    return items[[min(row, len(items) - 1) for row in range(first, end)]]
+        return (tuple if isinstance(items, tuple) else list)(items[row] for row in rows)
+    return items[rows]
 
 
 # -- the largest batch -------------------------------------------------------------------------------------------------
