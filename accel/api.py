@@ -510,9 +510,7 @@ def end_all(since: int = 0, interrupted: str = "") -> None:
             engine.teardown(alone.get(engine.serial, ""), interrupted)
         except Exception as error:
             if (ended() or (interrupted and engine.serial in alone)) and isinstance(error, AccelError):
-                logger.error(
-                    "%s", error
-                )  # an earlier error told of the end of the groups, or of what interrupted the ranks
+                logger.error("%s", error)  # an earlier error told of the end of the groups; or nobody needs it any more
             else:
                 problem = problem or error
     for serials in (registry.divided, registry.scaled):

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import hashlib
 import logging
+import os
 import traceback
 import weakref
 from collections.abc import Callable
@@ -49,26 +50,31 @@ def split(items: T, pad: bool = False) -> T:
     """
     lengths: dict[str, int] = {}
     told: list[str] = []
+    problems: list[str] = []
 
     def note(path: str, leaf: Any) -> Any:
         if not _has_parts(leaf):
-            raise AccelError(
-                f"split: {path} is a {type(leaf).__qualname__}; expected a list, tuple, tensor, or dicts of them"
-            )
+            problems.append(f"{path} is a {type(leaf).__qualname__}; expected a list, tuple, tensor, or dicts of them")
+            return leaf
         lengths[path] = len(leaf)
-        if isinstance(leaf, list | tuple) and all(isinstance(item, str | float | int) for item in leaf):
+        if isinstance(leaf, list | tuple) and all(isinstance(item, str | float | int | os.PathLike) for item in leaf):
             told.append(hashlib.sha256(repr(leaf).encode()).hexdigest())
         return leaf
 
     walk(note, items, "items", _has_parts)
     if len(set(lengths.values())) > 1:
-        raise AccelError(f"split: expected equal lengths, found {lengths}")
-    answers = agree("split", (lengths, told, pad))
+        problems.append(f"expected equal lengths, found {lengths}")
+    places = _places()
+    if len(places) > 1:
+        problems.append(f"the models that are set up have the data-parallel places {places}: cut by hand")
+    answers = agree("accel.split", (problems[:1], lengths, told, pad))
+    for number, ((problem, *_), *_) in ((n, theirs) for n, theirs in enumerate(answers) if theirs[0]):
+        raise AccelError(f"split on rank {number}: {problem}")
     if any(theirs != answers[0] for theirs in answers):
         raise RankMismatchError(
-            "split: the ranks have other items: every rank gives all of them, in one order (sorted(...))"
+            "split: the ranks have other items: every rank gives all of them, in one order (sorted)"
         )
-    rank, world = _place()
+    ((rank, world),) = places
     whole = next(iter(lengths.values()), 0)
     size, more = divmod(whole, world)
     first, end = rank * size + min(rank, more), (rank + 1) * size + min(rank + 1, more)
@@ -79,19 +85,14 @@ def split(items: T, pad: bool = False) -> T:
 
 
 def _has_parts(leaf: Any) -> bool:
-    return isinstance(leaf, list | tuple | range) or bool(getattr(leaf, "shape", ()))
+    array = isinstance(leaf, torch.Tensor) or type(leaf).__module__ == "numpy"
+    return bool(leaf.shape) if array else isinstance(leaf, list | tuple | range) and not hasattr(leaf, "_fields")
 
 
-def _place() -> tuple[int, int]:
+def _places() -> list[tuple[int, int]]:
     registry.sweep()  # the places of what nobody holds are nobody's
-    places = {tuple(place_of(engine)[:2]) for engine in registry.in_order()}
-    places = places or {(process.rank(), process.world_size())}
-    if len(places) > 1:
-        raise AccelError(
-            f"split: the models that are set up have the data-parallel places {sorted(places)}: cut by hand"
-        )
-    ((rank, world),) = places
-    return rank, world
+    found = {(place.rank, place.world) for place in map(place_of, registry.in_order())}
+    return sorted(found) or [(process.rank(), process.world_size())]
 
 
 def _part(items: Any, first: int, end: int, pad: bool) -> Any:
@@ -138,10 +139,11 @@ def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
         AccelError: not even 1 fits; or a step was cut short of an optimizer that was set up before, or that something
             outside of ``fn`` holds; on every rank.
     """
+    starts = agree("accel.largest_batch", repr(start))
+    if len(set(starts)) > 1:
+        raise RankMismatchError(f"largest_batch: start differs over the ranks: {', '.join(starts)}")
     if type(start) is not int or start < 1:
         raise AccelError(f"largest_batch: expected start to be an int of at least 1, found {start!r}")
-    if len(set(agree("accel.largest_batch", start))) > 1:
-        raise RankMismatchError("largest_batch: the ranks have other values of start")
     size, states = start, rng_state().state_dict()
     while True:
         problem, result = _attempt(fn, size)
@@ -233,6 +235,8 @@ def _clean_up(since: int, about: int | None, cut: weakref.ref[Optimizer] | None)
             optimizer.zero_grad()
         if engine.serial < since and engine.label in shared:
             engine.rebuild()
+            engine.drift.pause()
+            engine.drift.restart()
     end_all(since, "memory ran out on a rank")
     gc.collect()
     for device in process.own_devices():

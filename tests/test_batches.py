@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,6 +19,11 @@ TOO_MUCH = 1 << 50  # bytes, which no host has
 
 
 # -- split ------------------------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
 
 
 def split_all() -> None:
@@ -36,6 +41,8 @@ def split_all() -> None:
         rows = torch.arange(2 * length).reshape(length, 2)
         assert torch.equal(accel.all_gather(accel.split(rows)), rows)
         assert torch.equal(accel.all_gather(accel.split(rows, pad=True))[:length], rows)
+    pair = accel.split(Pair(torch.arange(4), list("abcd")))  # fields are not items
+    assert [("a", "b", "c", "d")[i] for i in pair.x.tolist()] == pair.y
     both = accel.split({"x": torch.arange(5), "y": {"words": tuple("abcde")}})
     assert both["y"]["words"] == tuple("abcde"[i] for i in both["x"].tolist())  # type: ignore[index]
     assert accel.all_gather(accel.split(range(5), pad=True), objects=True) == [0, 1, 2, 3, 4, *[4] * (-5 % world)]
@@ -43,6 +50,7 @@ def split_all() -> None:
     for wrong, what in (
         ("a prompt", "items is a str; expected a list"),
         ({"x": [1], "y": [1, 2]}, "expected equal lengths"),
+        ("a prompt" if rank == world - 1 else ["a", "b"], "on rank [01]: items is a str"),
         (["a", "b"] if rank else ["b", "a"], "the ranks have other items" if world > 1 else ""),
     ):
         with pytest.raises(accel.AccelError, match=what) if what else contextlib.nullcontext():

@@ -464,7 +464,11 @@ def differ(case: str) -> Any:
         ("src", "RankMismatchError", "rank 1 is in 'broadcast(src=1)'"),
         ("call", "RankMismatchError", "rank 1 is in 'barrier'"),
         ("leaf", "AccelError", 'on rank 1: data["a"][1] is a str; expected a tensor'),
-        ("number", "RankMismatchError", 'data["a"][1] is torch.float32 of shape (2) sent on cpu on rank 0 and a number'),
+        (
+            "number",
+            "RankMismatchError",
+            'data["a"][1] is torch.float32 of shape (2) sent on cpu on rank 0 and a number',
+        ),
         ("bad op", "AccelError", "expected op to be one of sum, mean, max, min, product"),
         ("bad src", "AccelError", "expected src to be a rank from 0 to 1"),
         ("complex", "AccelError", "data[0] is complex, which has no max over ranks"),

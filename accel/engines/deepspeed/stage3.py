@@ -392,9 +392,7 @@ class Stage3(Partitions):
             weight, handle = underway.popitem()
             try:
                 handle.wait()
-            except (
-                RuntimeError
-            ):  # its connections have closed: it is freed, and if these are lost for good, what follows fails
+            except RuntimeError:  # its connections closed; where they are lost for good, what follows fails
                 weight.ds_status = weight._available
         weights: Sequence[Any] = self.parameters
         for weight in weights:
