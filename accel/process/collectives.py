@@ -20,7 +20,7 @@ from ..errors import AccelError, RankMismatchError
 from ..trees import map_tensors, walk
 from . import Process, current
 from .control import Waiting, agree, locked
-from .packing import broadcast_
+from .packing import broadcast_, to_bytes, to_tensor
 
 T = TypeVar("T")
 
@@ -179,10 +179,12 @@ def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
     problem = "" if type(src) is int and 0 <= src < world else f"expected src to be a rank from 0 to {world - 1}"
     if objects:
         value, reason = _pickled(data) if rank == src else (b"", "")
-        answers = agree(what, (problem or reason, value))
+        answers = agree(what, (problem or reason, len(value)))
         if wrong := [f"{what} on rank {number}: {text}" for number, (text, _) in enumerate(answers) if text]:
             raise AccelError(wrong[0])
-        loaded: T = _loaded(answers[src][1], process) if world > 1 else data
+        empty = torch.empty(answers[src][1], dtype=torch.uint8, device="cpu")
+        content = broadcast(to_tensor(value) if rank == src else empty, src)
+        loaded: T = _loaded(bytes(to_bytes(content)), process) if world > 1 else data
         return loaded
     process, carrier, tensors, *_ = _begin(what, data, problem)
     if world == 1:
@@ -284,7 +286,7 @@ def _object(leaf: object) -> str:
 
 def _number(leaf: Any) -> str:
     """What ``all_reduce`` sends of a leaf, of Python's or NumPy's."""
-    scalar = not isinstance(leaf, Tensor) and getattr(leaf, "shape", None) == () and hasattr(leaf, "item")
+    scalar = getattr(leaf, "shape", None) == () and getattr(leaf.dtype, "kind", "") in tuple("biufc")
     return "a number" if scalar or isinstance(leaf, int | float | complex) else ""
 
 
@@ -319,7 +321,12 @@ def _loaded(value: Any, process: Process) -> Any:
     def arrive(values: Any, where: str) -> Any:
         return default_restore_location(values, where if where == "cpu" else str(process.device))
 
-    return torch.load(io.BytesIO(value), arrive, weights_only=False) if isinstance(value, bytes) else value
+    if not isinstance(value, bytes):
+        return value
+    try:
+        return torch.load(io.BytesIO(value), arrive, weights_only=False)
+    except Exception as error:
+        raise AccelError(f"an object that came cannot be unpickled: {type(error).__name__}: {error}") from error
 
 
 _COMBINE: Final[Mapping[str, Callable[[Sequence[Any]], Any]]] = {
@@ -340,8 +347,8 @@ def _reduced(path: str, like: Any, values: Sequence[Any], op: str) -> Any:
     result = nan[0] if nan and op in ("max", "min") else _COMBINE[op](plain)
     if not hasattr(like, "dtype"):
         return result
-    narrow = op in ("max", "min") or not isinstance(result, int)
-    return like.dtype.type(result) if narrow and like.dtype.kind == "f" else sys.modules["numpy"].asarray(result)[()]
+    keeps = isinstance(result, type(like.item())) and (op in ("max", "min") or like.dtype.kind in "fc")
+    return like.dtype.type(result) if keeps else sys.modules["numpy"].asarray(result)[()]
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------

@@ -572,6 +572,9 @@ def reduce_numbers() -> list[Any]:
     rank, numpy = accel.rank(), pytest.importorskip("numpy")
     mixed: Any = {"loss": rank + 0.5, "counts": [rank, 2**70], "done": rank == 1, "none": None, "x": torch.ones(2)}
     scalars: Any = (numpy.float32(rank), numpy.int32(rank), numpy.bool_(rank))
+    text: Any = numpy.array("text")
+    with pytest.raises(AccelError, match="data is a ndarray; expected a tensor"):
+        all_reduce(text)
     lonely: Any = 0 if rank == 0 else 2.5  # a total that one rank never added to
     values = [all_reduce(mixed, op) for op in ("sum", "mean", "max")]
     values += [
@@ -580,10 +583,11 @@ def reduce_numbers() -> list[Any]:
         all_reduce(lonely),
         all_reduce(float("nan") if rank else 1.0, "min"),
     ]
-    return [*values, [type(value).__name__ for value in all_reduce(scalars)]]
+    return [*values, [type(value).__name__ for op in ("sum", "max", "mean") for value in all_reduce(scalars, op)]]
 
 
 def test_all_reduce_of_numbers_gives_numbers() -> None:
+    numpy_bool = type(pytest.importorskip("numpy").bool_(True)).__name__
     for total, mean, largest, scalars, maxima, lonely, nan, kinds in run(2, reduce_numbers):
         assert (total["loss"], total["counts"], total["done"], total["none"]) == (2.0, [1, 2**71], 1, None)
         assert total["x"].tolist() == [2.0, 2.0]
@@ -592,7 +596,8 @@ def test_all_reduce_of_numbers_gives_numbers() -> None:
         assert type(largest["done"]) is bool
         assert (scalars, maxima, lonely) == ((1.0, 1, 1), (1.0, 1, True), 2.5)
         assert nan != nan
-        assert kinds == ["float32", "int64", "int64"]
+        assert kinds[:3] == ["float32", "int64", "int64"]
+        assert kinds[3:] == ["float32", "int32", numpy_bool, "float32", "float64", "float64"]
 
 
 def send_objects() -> list[Any]:
