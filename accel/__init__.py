@@ -20,6 +20,7 @@ from .api import (
     unwrap,
     whole_sequences,
 )
+from .batches import largest_batch, split
 from .data import LoaderOptions, effective_batch_size, gather_for_metrics
 from .deferred import deferred_init
 from .errors import (
@@ -114,6 +115,7 @@ __all__ = [
     "init",
     "is_main",
     "join",
+    "largest_batch",
     "launch",
     "latest",
     "link",
@@ -132,6 +134,7 @@ __all__ = [
     "seed",
     "setup",
     "shard_sequence",
+    "split",
     "summary",
     "teardown",
     "unwrap",

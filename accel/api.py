@@ -109,6 +109,7 @@ def teardown(model: Any = None) -> Any:
 
     Raises:
         RankMismatchError: the ranks end different models; nothing has changed.
+        AccelError: everything is to end inside of ``largest_batch``.
         AccelError: weights were lost, since the process groups were ended, or other ranks had let go of the model. Everything
             has ended all the same; where other ranks had let go, all ranks raise.
     """
@@ -119,6 +120,11 @@ def teardown(model: Any = None) -> Any:
         registry.remove(engine)
         engine.teardown()
         return engine.module
+    if process.keeps_groups():
+        raise AccelError(
+            "accel.teardown() inside of accel.largest_batch, which ends by itself what a size that does not fit has set up: "
+            "end a model by accel.teardown(model), or all after accel.largest_batch"
+        )
     try:
         end_all()
     finally:
@@ -539,8 +545,8 @@ def _loader_handle(
 # -- teardown of everything --------------------------------------------------------------------------------------------
 
 
-def end_all() -> None:
-    """End every engine: those that live on all ranks together, in the order of their serials, any other one by itself.
+def end_all(since: int = 0, interrupted: str = "") -> None:
+    """End every engine, of serial ``since`` or higher: those that live on all ranks together, in order, any other one by itself.
 
     What lives on a rank is up to its garbage collector, and to what its program still holds. Collective where an engine
     had parts of a model on several ranks, since the last such end.
@@ -549,21 +555,21 @@ def end_all() -> None:
         AccelError: the engines do not end well; on every rank where it is collective.
     """
     registry.sweep()
-    engines = registry.in_order()
-    together = bool(registry.divided) and running() is not None
+    engines = [engine for engine in registry.in_order() if engine.serial >= since]
+    together = any(serial >= since for serial in registry.divided) and running() is not None
     alone, problem = _alone(engines) if together else ({}, None)
     together = together and problem is None
     for engine in engines:
         registry.remove(engine)
         try:
-            engine.teardown(alone.get(engine.serial, ""))
+            engine.teardown(alone.get(engine.serial, ""), interrupted)
         except Exception as error:
-            if ended() and isinstance(error, AccelError):
-                logger.error("%s", error)  # an earlier error told of the end of the groups
+            if (ended() or (interrupted and engine.serial in alone)) and isinstance(error, AccelError):
+                logger.error("%s", error)  # an earlier error told of the end of the groups; or nobody needs it any more
             else:
                 problem = problem or error
-    registry.divided.clear()
-    registry.scaled.clear()
+    for serials in (registry.divided, registry.scaled):
+        serials.difference_update([serial for serial in serials if serial >= since])
     if together and running() is not None:
         raise_together("accel.teardown", problem, agree("accel.teardown (the end)", _text(problem)))
     if problem is not None:

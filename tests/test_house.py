@@ -22,7 +22,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Entries of the package, from top to bottom: each imports only from those below its own layer.
 LAYERS = [
     ["__init__", "__main__"],
-    ["launch"],
+    ["batches", "launch"],
     ["api", "commands"],
     ["memory"],
     ["checkpoint", "planning"],

@@ -53,6 +53,11 @@ def right(net: Net, one: AdamW, two: SGD, loader: DataLoader[Tensor], batch: dic
     assert_type(accel.gather_for_metrics(batch, batches), dict[str, Tensor])
     assert_type(accel.all_gather((batch["x"], batch["x"])), tuple[Tensor, Tensor])
     assert_type(accel.all_reduce(batch["x"], "mean"), Tensor)
+    assert_type(accel.all_reduce(1.5), float)
+    assert_type(accel.all_gather("name", objects=True), Any)
+    assert_type(accel.broadcast(["name"], objects=True), list[str])
+    assert_type(accel.split(["a", "b"], pad=True), list[str])
+    assert_type(accel.largest_batch(lambda size: [size], 64), tuple[int, list[int]])
     assert_type(accel.effective_batch_size(batches), int)
     assert_type(accel.shard_sequence(model, batch), dict[str, Tensor])
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 1}

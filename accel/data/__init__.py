@@ -25,7 +25,7 @@ from ..process.collectives import all_gather
 from ..process.control import agree, locked, raise_together
 from ..process.prints import Prints, Read, other_values
 from ..process.rng import Generators, from_plain, to_plain
-from ..trees import map_tensors
+from ..trees import walk
 from .accumulation import Accumulation as Accumulation
 from .readers import (
     WHOLE,
@@ -593,7 +593,13 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
 
 
 @locked
-def gather_for_metrics(data: T, loader: LoaderHandle | DataLoader[Any] | None = None) -> T:
+def gather_for_metrics(
+    data: T,
+    loader: LoaderHandle | DataLoader[Any] | None = None,
+    *,
+    pad: float | None = None,
+    objects: bool = False,
+) -> T:
     """``data`` of all ranks, in the order of the dataset and without the padding of the last batch. Collective.
 
     Ranks that hold one model together, as the stages of a pipeline do, have the same rows, which come once.
@@ -601,6 +607,9 @@ def gather_for_metrics(data: T, loader: LoaderHandle | DataLoader[Any] | None = 
     Args:
         data: nested tensors whose dim 0 is this rank's batch; on one process it comes back as it is.
         loader: the loader that gave the batch; by default the one that gave the last batch.
+        pad: fills the other dimensions to the longest of all ranks, as in ``all_gather``.
+        objects: takes lists of anything that can be pickled too, such as texts, with one item for each sample; as in
+            ``all_gather``.
 
     Raises:
         LoaderError: no loader gave a batch, or dim 0 is not the batch, so that its padding is not known.
@@ -615,38 +624,55 @@ def gather_for_metrics(data: T, loader: LoaderHandle | DataLoader[Any] | None = 
             "gather_for_metrics: no loader of accel has given a batch yet, so that its padding is not known: pass the "
             "loader to accel.setup, or use accel.all_gather"
         )
-    rows: T = map_tensors(lambda tensor: _trim(tensor, kept), data) if kept.pads else data
+
+    def trim(leaf: Any) -> Any:
+        return leaf if leaf is None and not objects else _trim(leaf, kept)
+
+    rows = _map_rows(trim, data, objects) if kept.pads else data
     replica = latest.replica if loader is None else loader._accel.place[:2]
     if replica is not None and replica[1] < world_size():
-        rows = _once(rows, replica[0])
-    gathered: T = all_gather(rows)
+        rows = _once(rows, replica[0], objects)
+    gathered: T = all_gather(rows, pad=pad, objects=objects)
     return gathered
 
 
-def _once(data: T, replica: int) -> T:
+def _map_rows(fn: Callable[[Any], Any], data: Any, objects: bool) -> Any:
+    """The data with ``fn`` of each leaf; a list is one where it has ``objects``."""
+    return walk(lambda path, leaf: fn(leaf), data, "data", lambda tree: objects and isinstance(tree, list))
+
+
+def _once(data: Any, replica: int, objects: bool) -> Any:
     """No rows on all but the first rank of each replica, since its ranks all have the same rows. Collective."""
-    mine: list[torch.Tensor] = []
-    map_tensors(mine.append, data)
-    told = agree("gather_for_metrics", (replica, Prints(mine).read()))
+    mine: list[Any] = []
+    _map_rows(mine.append, data, objects)
+    texts = [repr(leaf) for leaf in mine if isinstance(leaf, list) and all(isinstance(x, str | float) for x in leaf)]
+    tensors = [leaf for leaf in mine if isinstance(leaf, torch.Tensor)]
+    told = agree("gather_for_metrics", (replica, Prints(tensors).read(), texts))
     together: dict[int, dict[int, Read]] = {}
-    for number, (theirs, sums) in enumerate(told):
+    for number, (theirs, sums, _) in enumerate(told):
         together.setdefault(theirs, {})[number] = sums
-    if any(map(other_values, together.values())):
+    words = {(theirs, str(read)) for theirs, _, read in told}
+    if len(words) > len(together) or any(map(other_values, together.values())):
         raise LoaderError(
             "gather_for_metrics: ranks that read one batch have other rows, and those of one of them would be taken. "
             "Where each has a part of the sequence, reduce over it first, or use accel.all_gather"
         )
-    first = next(iter(together[replica])) == rank()
-    rows: T = map_tensors(lambda t: (t if t.dim() else t[None])[: None if first else 0], data)
-    return rows
+    stop = None if next(iter(together[replica])) == rank() else 0
+
+    def keep(leaf: Any) -> Any:
+        rows = leaf[None] if isinstance(leaf, torch.Tensor) and not leaf.dim() else leaf
+        return rows[:stop] if isinstance(rows, torch.Tensor | list) else rows
+
+    return _map_rows(keep, data, objects)
 
 
-def _trim(tensor: torch.Tensor, kept: Kept) -> torch.Tensor:
+def _trim(leaf: Any, kept: Kept) -> Any:
     """The rows of a batch that are not padding."""
-    if tensor.dim() == 0 or kept.rows not in (None, len(tensor)):
+    shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else (len(leaf),) if isinstance(leaf, list) else ()
+    if not shape or kept.rows not in (None, shape[0]):
+        found = f"shape {shape}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__qualname__} of shape {shape}"
         raise LoaderError(
             f"gather_for_metrics: expected dim 0 to be this rank's batch{f' of {kept.rows}' if kept.rows else ''}, found "
-            f"shape {tuple(tensor.shape)}: its padding is not known. Give one row for each sample, or use "
-            "accel.all_gather or accel.all_reduce"
+            f"{found}: its padding is not known. Give one row for each sample, or use accel.all_gather or accel.all_reduce"
         )
-    return tensor[: kept.real] if kept.rows is not None else tensor[: len(tensor) * kept.real]
+    return leaf[: kept.real] if kept.rows is not None else leaf[: shape[0] * kept.real]
