@@ -34,7 +34,7 @@ LAYERS = [
     ["data"],
     ["deferred", "precision"],
     ["process", "shard"],
-    ["boxes", "trees"],
+    ["boxes", "plots", "trees"],
     ["errors"],
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
