@@ -16,10 +16,11 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from . import process
+from . import data, process
 from .api import end_all
 from .engines.base.step import Stepper
 from .errors import AccelError, RankMismatchError
+from .handles import HiddenAttribute
 from .planning import place_of
 from .process.control import agree, is_lost, locked, raise_together
 from .process.rng import rng_state
@@ -124,8 +125,8 @@ def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
 
     ``fn`` is a step, or a whole training: build in it what it trains. Where it does not fit on one rank, all ranks begin
     again with half: those that wait for that rank in a collective are released, which takes seconds; what was set up in ``fn``
-    is torn down, the memory freed, and the random generators are put back, so that the result is that of a program that
-    had called ``fn`` with this size only. What was set up before goes on; its gradients are dropped. After
+    is torn down, the memory freed, and the random generators and the loaders are put back, so that the result is that of a
+    program that had called ``fn`` with this size only. What was set up before goes on; its gradients are dropped. After
     Accelerate's ``find_executable_batch_size``, which knows nothing of other ranks.
 
     Args:
@@ -144,9 +145,9 @@ def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
         raise RankMismatchError(f"largest_batch: start differs over the ranks: {', '.join(starts)}")
     if type(start) is not int or start < 1:
         raise AccelError(f"largest_batch: expected start to be an int of at least 1, found {start!r}")
-    size, states = start, rng_state().state_dict()
+    size, states, put_back = start, rng_state().state_dict(), data.remember()
     while True:
-        problem, result = _attempt(fn, size)
+        problem, result = _attempt(fn, size, put_back)
         if not problem:
             return size, result  # type: ignore[return-value]
         if size == 1:
@@ -156,8 +157,8 @@ def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
         rng_state().load_state_dict(states)
 
 
-def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
-    """Which rank has no memory for this size, or the result."""
+def _attempt(fn: Callable[[int], T], size: int, put_back: Callable[[], list[data.LoaderState]]) -> tuple[str, T | None]:
+    """Which rank has no memory for this size, or the result. After any error loaders are put back: ranks may have read other parts."""
     since, result, error = registry.next_serial, None, None
     step: tuple[int | None, weakref.ref[Optimizer] | None] = None, None
     with process.keeping_groups():
@@ -168,6 +169,9 @@ def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
         kind, text = _kind_of(error), "" if error is None else f"{type(error).__name__}: {error}"
         answers = _meet(f"accel.largest_batch({size})", (kind, text))
         worst = max(theirs for theirs, _ in answers)
+        for state in put_back() if worst != _WELL else ():
+            known = HiddenAttribute.get(state.raw) or {}
+            HiddenAttribute.put(state.raw, {place: had for place, had in known.items() if had[0]._accel is not state})
         if worst != _NO_MEMORY:
             problems = [why if theirs == worst else "" for theirs, why in answers]
             raise_together(

@@ -178,6 +178,37 @@ def test_what_was_there_before_goes_on() -> None:
     run(2, keep, ["ddp", "fsdp", accel.DeepSpeed(stage=3)])
 
 
+def read_once() -> None:
+    """Rank 1 fails before its loop, in which the others are, over a loader that is set up before, or only made."""
+    batches._PATIENCE = timedelta(seconds=0.1)  # type: ignore[misc]
+    for before in (True, False):
+        raw = loader_of(1, shuffle=True)
+        handle = accel.setup(None, dataloaders=raw).dataloaders if before else None
+        for error, size in ((torch.OutOfMemoryError, FITS), (KeyError, 5)):
+
+            def fn(batch_size: int) -> list[float]:
+                loader = handle or accel.setup(None, dataloaders=raw).dataloaders  # noqa: B023
+                model = accel.setup(Net()).model
+                if batch_size > size and process.rank() == 1:  # noqa: B023
+                    raise error  # noqa: B023
+                seen = []
+                for x in loader:
+                    model(x).sum().backward()
+                    seen.append(float(x[0, 0]))
+                return seen
+
+            with contextlib.suppress(accel.AccelError, KeyError):
+                accel.largest_batch(fn, 6)
+            seen = accel.largest_batch(fn, size)[1]
+            assert len(set(accel.all_gather(seen, objects=True))) == 16
+        positions = accel.all_gather([raw if handle is None else handle.state_dict()], objects=True)
+        assert handle is None or positions[0] == positions[1]
+
+
+def test_loaders_begin_again_where_they_were() -> None:
+    run(2, read_once)
+
+
 def refuse() -> list[str]:
     batches._PATIENCE = timedelta(seconds=0.1)  # type: ignore[misc]
     net, raw = made()
