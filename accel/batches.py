@@ -23,6 +23,7 @@ from .errors import AccelError, RankMismatchError
 from .handles import HiddenAttribute
 from .planning import place_of
 from .process.control import agree, is_lost, locked, raise_together
+from .process.prints import Prints, other_values
 from .process.rng import rng_state
 from .registry import registry
 from .trees import walk
@@ -46,11 +47,10 @@ def split(items: T, pad: bool = False) -> T:
         pad: makes all parts equally long by repeating the last item: ``all_gather(part)[:len(items)]`` leaves that out.
 
     Raises:
-        RankMismatchError: the ranks have other items, as far as lengths tell, and texts and numbers of lists; on every rank.
+        RankMismatchError: the ranks have other items, as far as their tensors, texts and numbers tell; on every rank.
         AccelError: ``items`` is nothing that has parts, lengths differ, or models have other data-parallel places.
     """
     lengths: dict[str, int] = {}
-    told: list[str] = []
     problems: list[str] = []
 
     def note(path: str, leaf: Any) -> Any:
@@ -58,8 +58,6 @@ def split(items: T, pad: bool = False) -> T:
             problems.append(f"{path} is a {type(leaf).__qualname__}; expected a list, tuple, tensor, or dicts of them")
             return leaf
         lengths[path] = len(leaf)
-        if isinstance(leaf, list | tuple) and all(isinstance(item, str | float | int | os.PathLike) for item in leaf):
-            told.append(hashlib.sha256(repr(leaf).encode()).hexdigest())
         return leaf
 
     walk(note, items, "items", _has_parts)
@@ -68,10 +66,12 @@ def split(items: T, pad: bool = False) -> T:
     places = _places()
     if len(places) > 1:
         problems.append(f"the models that are set up have the data-parallel places {places}: cut by hand")
-    answers = agree("accel.split", (problems[:1], lengths, told, pad))
+    tensors, words = _contents(items) if process.world_size() > 1 else ([], "")
+    answers = agree("accel.split", (problems[:1], (lengths, pad, words), Prints(tensors).read()))
     for number, ((problem, *_), *_) in ((n, theirs) for n, theirs in enumerate(answers) if theirs[0]):
         raise AccelError(f"split on rank {number}: {problem}")
-    if any(theirs != answers[0] for theirs in answers):
+    same = all(theirs[1] == answers[0][1] for theirs in answers)
+    if not same or other_values({number: sums for number, (*_, sums) in enumerate(answers)}):
         raise RankMismatchError(
             "split: the ranks have other items: every rank gives all of them, in one order (sorted)"
         )
@@ -86,8 +86,39 @@ def split(items: T, pad: bool = False) -> T:
 
 
 def _has_parts(leaf: Any) -> bool:
-    array = isinstance(leaf, torch.Tensor) or type(leaf).__module__ == "numpy"
+    array = isinstance(leaf, torch.Tensor) or _is_array(leaf)
     return bool(leaf.shape) if array else isinstance(leaf, list | tuple | range) and not hasattr(leaf, "_fields")
+
+
+def _contents(items: Any) -> tuple[list[torch.Tensor], str]:
+    """The tensors in items, and a digest of what else says what they are."""
+    tensors: list[torch.Tensor] = []
+    words = hashlib.sha256()
+
+    def note(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            words.update(f"{path} {leaf.dtype} {tuple(leaf.shape)}".encode())
+            if leaf.layout is torch.strided and not (leaf.is_meta or leaf.is_quantized or leaf.is_nested):
+                tensors.append(leaf)
+        elif isinstance(leaf, list | tuple | str | bytes | float | int | range | os.PathLike):
+            words.update(f"{path} {leaf!r}".encode())
+        elif _is_array(leaf):
+            words.update(leaf.tobytes() if not leaf.dtype.hasobject else b"")
+        else:
+            words.update(f"{path} {type(leaf).__qualname__}".encode())
+        return leaf
+
+    walk(note, items, "items", _is_plain)
+    return tensors, words.hexdigest()
+
+
+def _is_plain(tree: Any) -> bool:
+    """A list that its text tells whole."""
+    return isinstance(tree, list | tuple) and all(isinstance(item, str | float | int | os.PathLike) for item in tree)
+
+
+def _is_array(leaf: Any) -> bool:
+    return type(leaf).__module__ == "numpy"
 
 
 def _places() -> list[tuple[int, int]]:
@@ -158,7 +189,7 @@ def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
 
 
 def _attempt(fn: Callable[[int], T], size: int, put_back: Callable[[], list[data.LoaderState]]) -> tuple[str, T | None]:
-    """Which rank has no memory for this size, or the result. After any error loaders are put back: ranks may have read other parts."""
+    """Which rank has no memory for this size, or the result. After an error loaders are put back: the epochs may differ."""
     since, result, error = registry.next_serial, None, None
     step: tuple[int | None, weakref.ref[Optimizer] | None] = None, None
     with process.keeping_groups():

@@ -26,6 +26,18 @@ class Pair(NamedTuple):
     y: Any
 
 
+OTHER: list[tuple[Any, Any]] = [
+    (["a", "b"], ["b", "a"]),
+    ([{"text": "a"}, {"text": "b"}], [{"text": "b"}, {"text": "a"}]),
+    ([("a", 1), ("b", 2)], [("b", 2), ("a", 1)]),
+    (torch.arange(6), torch.arange(6).flip(0)),
+    ({"x": torch.ones(3, 2), "y": [1, 2, 3]}, {"x": torch.zeros(3, 2), "y": [1, 2, 3]}),
+    ([torch.ones(2), torch.zeros(2)], [torch.zeros(2), torch.ones(2)]),
+    (range(4), range(1, 5)),
+    (torch.arange(3).numpy(), torch.arange(1, 4).numpy()),
+]
+
+
 def split_all() -> None:
     rank, world = accel.rank(), accel.world_size()
     for length in (0, 1, 2, 7):
@@ -51,7 +63,7 @@ def split_all() -> None:
         ("a prompt", "items is a str; expected a list"),
         ({"x": [1], "y": [1, 2]}, "expected equal lengths"),
         ("a prompt" if rank == world - 1 else ["a", "b"], "on rank [01]: items is a str"),
-        (["a", "b"] if rank else ["b", "a"], "the ranks have other items" if world > 1 else ""),
+        *((two[rank == 0], "the ranks have other items" if world > 1 else "") for two in OTHER),
     ):
         with pytest.raises(accel.AccelError, match=what) if what else contextlib.nullcontext():
             accel.split(wrong)
