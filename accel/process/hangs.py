@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import itertools
 import logging
 import os
 import pickle
-import sys
+import re
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import FrameType
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,7 @@ _LIBRARIES: Final = tuple(
     os.path.join(os.path.dirname(path), "")
     for path in (os.path.dirname(__file__), os.path.dirname(torch.__file__), os.__file__)
 )
+_FRAME: Final = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _MESSAGES: Final = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
 _GONE: Final = "is gone without a word: it was killed, or the link to its host is cut"
 _BUSY: Final = 0.02  # share of a CPU that a blocked thread does not use
@@ -69,32 +72,52 @@ class Report:
 
 def report(begun: Mapping[str, int], thread: int, doing: str, since: float) -> Report:
     """This rank's, seen from another thread: the one that trains pays nothing for it."""
-    frame = sys._current_frames().get(thread)
+    stack = stack_of(thread)
     cpu = float("nan")
-    if frame is not None and hasattr(time, "pthread_getcpuclockid"):
+    if stack and hasattr(time, "pthread_getcpuclockid"):
         cpu = time.clock_gettime(time.pthread_getcpuclockid(thread))
-    return Report(begun, cpu, doing, _call(frame), _line(frame), since)
+    return Report(begun, cpu, doing, _call(stack), _line(stack), since)
 
 
-def _call(frame: FrameType | None) -> str:
+class Frame(NamedTuple):
+    """A function that runs, and where."""
+
+    path: str
+    line: int
+    function: str
+
+
+def stack_of(thread: int) -> list[Frame]:
+    """Where a thread is, innermost first, 100 deep at most.
+
+    Not by frame objects: between two looks at their ``f_back`` the thread goes on, and one of a generator that has left
+    ended the process once. This is written out in one go, while nothing else runs.
+    """
+    text = ""
+    with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    for number, lines in re.findall(r"hread 0x([0-9a-f]+).*\n((?:  .*\n)*)", text):
+        if int(number, 16) == thread:
+            return [Frame(path, int(line), name) for path, line, name in _FRAME.findall(lines)]
+    return []
+
+
+def _call(stack: Sequence[Frame]) -> str:
     """The function of torch's whose innermost frame this is, where that may be a collective."""
-    name = ""
-    if frame is not None and frame.f_code.co_name == "_engine_run_backward":
+    if stack and stack[0].function == "_engine_run_backward":
         return "backward"  # or a hook of a reducer, which has no frame
-    while frame is not None and frame.f_code.co_filename.startswith(_COLLECTIVES):
-        if frame.f_code.co_filename.endswith("distributed_c10d.py"):
-            name = frame.f_code.co_name
-        frame = frame.f_back
-    return name
+    inside = itertools.takewhile(lambda frame: frame.path.startswith(_COLLECTIVES), stack)
+    names = [frame.function for frame in inside if frame.path.endswith("distributed_c10d.py")]
+    return names[-1] if names else ""
 
 
-def _line(frame: FrameType | None) -> str:
+def _line(stack: Sequence[Frame]) -> str:
     """The innermost line that is no library's."""
-    while frame is not None:
-        path = frame.f_code.co_filename
+    for path, line, function in stack:
         if not path.startswith((*_LIBRARIES, "<frozen")):
-            return f"{os.path.basename(path)}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
+            return f"{os.path.basename(path)}:{line} in {function}"
     return ""
 
 
