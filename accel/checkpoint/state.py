@@ -93,7 +93,10 @@ class State:
 
     def __init__(self, state: Any) -> None:
         if not isinstance(state, dict):
-            raise CheckpointError(f"expected the state as a dict, found a {type(state).__name__}")
+            raise CheckpointError(
+                f"expected the state as a dict, found a {type(state).__name__}: a dict names what is in it, as in "
+                'accel.save({"model": model, "optimizer": optimizer}, dir)'
+            )
         self.state = state
         self._holders = _holders(state)
         # For the names of raw optimizers' parameters.

@@ -138,6 +138,11 @@ class DDPGradients(Gradients):
             hook, rank = options.comm_hook, options.powersgd_rank
             self.hook_state = _compress(self.ddp, hook, self.process.group, rank, self.reduction.marks)
 
+    @property
+    def spares(self) -> bool:
+        """``no_sync`` is refused with a static graph."""
+        return self.engine.distributed and not self.engine.options.static_graph
+
     def accumulate(self, accumulating: bool) -> None:
         """Leave the reducer unarmed in the forwards inside."""
         if accumulating and self.engine.options.static_graph and self.engine.distributed:
