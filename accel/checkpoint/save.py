@@ -90,8 +90,6 @@ def save(
 
     contents, told = exchange("accel.save", prepare)
     _check_equal(told)
-    with Waiting(process, "accel.save"):
-        average_ranks_([one.shard.tensor for part in contents.ranges for one in part if one.mean], process)
     disks = find_disks(contents.directory, folder.present) if placement == "host" or in_memory else None
     with contextlib.ExitStack() as resources:
         writer = _begin(disks, contents, [summary for *_, summary in told], resources, keep, not wait)
@@ -100,6 +98,13 @@ def save(
             return None
         words = Words(process, writer.save, contents.directory)
         return background.start(functools.partial(writer.finish_alone, words, disks), resources.pop_all())
+
+
+def _average(contents: Contents) -> None:
+    """Make one of what each rank has by itself. Collective."""
+    process = current()
+    with Waiting(process, "accel.save"):
+        average_ranks_([one.shard.tensor for part in contents.ranges for one in part if one.mean], process)
 
 
 @functools.cache
@@ -119,6 +124,7 @@ def _begin(
     copy: bool,
 ) -> Writer:
     """Take the directory, on each disk, and plan what is written. Collective."""
+    _average(contents)
     rank = current().place.rank
     first, saves = (0, ()) if disks is None else (disks.leaders[rank], disks.saves)
 
