@@ -79,6 +79,8 @@ _ADVICE: Final = {
     errno.EDQUOT: "this user's quota there is used up: remove files, or choose a directory on another file system",
     errno.EFBIG: "files there cannot be so large (ulimit -f, or the file system's own limit): choose another directory",
     errno.EROFS: "that file system cannot be written to: choose a directory on another one",
+    errno.EEXIST: "that is no directory: choose another name",
+    errno.ENOTDIR: "a part of this path is a file: choose another directory",
     errno.EACCES: "this user may not do that: change the permissions, or choose another directory",
     errno.EPERM: "this user may not do that: change the permissions, or choose another directory",
     errno.EIO: "the disk or its server failed, of which the system's log tells more: choose another file system",

@@ -284,7 +284,7 @@ class Loading:
             own = one.name
             tensors = {"": self.found.tensors[own]} if own in self.found.tensors else {}
         else:
-            own = f"{one.name}/"
+            own = f"{one.prefix(node)}/"
             tensors = {name[len(own) :]: t for name, t in self.found.tensors.items() if name.startswith(own)}
         stored_as = {}
         if isinstance(one, ModuleObject):

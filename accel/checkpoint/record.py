@@ -192,8 +192,10 @@ def _is_whole(first: bytes, rest: Iterable[bytes | memoryview]) -> bool:
 def _absent(directory: str) -> str:
     storage = storage_of(directory)
     if not storage.is_directory(directory):
-        what = "is a file" if storage.exists(directory) else "does not exist"
-        return f"{directory} {what}; expected the directory of a checkpoint that accel.save wrote"
+        file = storage.exists(directory)
+        what = "is a file" if file else "does not exist"
+        advice = "; accel.import_checkpoint makes one of a file of torch.save" if file else ""
+        return f"{directory} {what}; expected the directory of a checkpoint that accel.save wrote{advice}"
     try:
         names = sorted(storage.names(directory))
     except OSError as error:

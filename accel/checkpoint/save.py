@@ -17,8 +17,9 @@ from typing import Any, Final, Literal, NamedTuple, final
 import torch
 
 from ..errors import CheckpointError, is_url
+from ..gradients.average import average_ranks_
 from ..process import current
-from ..process.control import locked
+from ..process.control import Waiting, locked
 from . import folder, record, shards, shared_memory
 from .background import Pace, Words, background
 from .failures import exchange, explain, on_every_rank
@@ -89,6 +90,7 @@ def save(
 
     contents, told = exchange("accel.save", prepare)
     _check_equal(told)
+    contents.average()
     disks = find_disks(contents.directory, folder.present) if placement == "host" or in_memory else None
     with contextlib.ExitStack() as resources:
         writer = _begin(disks, contents, [summary for *_, summary in told], resources, keep, not wait)
@@ -281,9 +283,15 @@ class Contents:
         if in_memory:
             self.directory, self.snapshot_of = str(shared_memory.place(directory, make=True)), directory
 
+    def average(self) -> None:
+        """Make what is saved as the ranks' mean: of copies, where they train apart. Collective."""
+        process = current()
+        with Waiting(process, "accel.save"):
+            average_ranks_([one.shard.tensor for part in self.ranges for one in part if one.mean], process)
+
     def summary(self, rank: int) -> Summary:
         """What the ranks compare before they send more."""
-        compared = [one.shard.name for ranges in self.ranges for one in ranges if not one.equal]
+        compared = [one.shard.name for ranges in self.ranges for one in ranges if one.mean or not one.equal]
         structure = [[(one.name, one.kind) for one in self.objects], sorted(compared)]
         digests = [one.digests() for one in self.inventories]
         return Summary(

@@ -268,7 +268,7 @@ def _draw(data: Data) -> list[Panel]:
         names = list(dict.fromkeys(name for rows in found.values() for name in rows))
         bars = {n: [rows[n].wall_ratio if n in rows else None for rows in found.values()] for n in names}
         if bars:
-            panels.append(Panel(title, f"wall time, multiple of {names[0]}", list(found), bars, 1.0, log=True))
+            panels.append(Panel(title, f"wall time, multiple of {names[0]}", list(found), bars, 1.0))
     return panels
 
 
