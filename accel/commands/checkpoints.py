@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from ..checkpoint.source import STEMS
 from ..checkpoint.values import TAG
 from ..checkpoint.verify import compare_all
 from ..engines.base.memory import human
+from ..errors import CheckpointError
 from ..memory import scale
 from ..plots import COLOURS, Panel, save_panels
 from . import Command
@@ -66,7 +68,10 @@ def _diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _tolerance(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number from 0 on, found {text!r}")
     return value
@@ -77,7 +82,7 @@ def diff(args: argparse.Namespace) -> int:
 
     World size and backend of the jobs that saved them make no difference.
     """
-    args.first, args.second = folder.absolute(args.first), folder.absolute(args.second)
+    args.first, args.second = folder.newest_place(args.first), folder.newest_place(args.second)
     (first, _), (second, _) = read(args.first), read(args.second)
     lines = [*_tensors(args, first, second), *_values(first.values, second.values, "state")]
     for rank, (one, other) in enumerate(zip(first.ranks, second.ranks, strict=False)):
@@ -155,7 +160,7 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export(args: argparse.Namespace) -> int:
     """Write a model of a checkpoint as safetensors files for transformers, vLLM and diffusers."""
-    planned = plan_export(folder.absolute(args.directory), args.name, args.max_shard_size, args.dtype)
+    planned = plan_export(folder.newest_place(args.directory), args.name, args.max_shard_size, args.dtype)
     out = folder.absolute(args.out)
     with progress_bar("export", planned.nbytes) as progress:
         on_running_ranks(
@@ -245,13 +250,15 @@ def inspect(args: argparse.Namespace) -> int:
     Reads the record only; `verify` compares the bytes.
     """
     directory = folder.latest(args.directory) or args.directory
-    record, _ = read(folder.absolute(directory))
+    place = folder.newest_place(directory)
+    record, _ = read(place)
     if args.values:
         print(json.dumps(record.values, indent=2))
         return 0
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.time))
     print(
         f"{directory}: saved {when} by {record.world_size} processes, {record.nbytes:,} bytes in {len(record.files)} files"
+        f"{'' if place == folder.absolute(directory) else f' in memory, {place}'}"
     )
     for file, parts in zip(record.files, file_bytes(record), strict=True):
         print(f"  {file.name}  {file.size:,} bytes: {', '.join(f'{leaf} {size:,}' for leaf, size in parts.items())}")
@@ -277,13 +284,19 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Compare every byte of a checkpoint with its checksums."""
+    """Compare every byte of checkpoints with their checksums; the exit status is 1 if any is not as it was written."""
+    status = 0
     for directory in args.directory:
-        path = folder.absolute(directory)
-        with progress_bar("verify", read(path)[0].nbytes) as progress:
-            on_running_ranks("accel.verify", functools.partial(compare_all, path, progress=progress))
-        print(f"{directory}: every byte is as it was written")
-    return 0
+        try:
+            path = folder.newest_place(directory)
+            with progress_bar("verify", read(path)[0].nbytes) as progress:
+                on_running_ranks("accel.verify", functools.partial(compare_all, path, progress=progress))
+        except CheckpointError as error:
+            print(f"accel verify: {error}", file=sys.stderr)
+            status = 1
+        else:
+            print(f"{directory}: every byte is as it was written")
+    return status
 
 
 COMMANDS = {
