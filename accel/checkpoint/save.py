@@ -90,8 +90,7 @@ def save(
 
     contents, told = exchange("accel.save", prepare)
     _check_equal(told)
-    with Waiting(process, "accel.save"):
-        average_ranks_([one.shard.tensor for part in contents.ranges for one in part if one.mean], process)
+    contents.average()
     disks = find_disks(contents.directory, folder.present) if placement == "host" or in_memory else None
     with contextlib.ExitStack() as resources:
         writer = _begin(disks, contents, [summary for *_, summary in told], resources, keep, not wait)
@@ -283,6 +282,12 @@ class Contents:
         self.directory = directory
         if in_memory:
             self.directory, self.snapshot_of = str(shared_memory.place(directory, make=True)), directory
+
+    def average(self) -> None:
+        """Make what is saved as the ranks' mean: of copies, where they train apart. Collective."""
+        process = current()
+        with Waiting(process, "accel.save"):
+            average_ranks_([one.shard.tensor for part in self.ranges for one in part if one.mean], process)
 
     def summary(self, rank: int) -> Summary:
         """What the ranks compare before they send more."""

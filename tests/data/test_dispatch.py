@@ -86,7 +86,7 @@ def test_a_loader_needs_no_model(world: int, tmp_path: Path) -> None:
     ]
     for found in run(world, _alone, str(tmp_path / f"{world}")):
         assert found[:4] == expected
-        assert found[4].startswith("LoaderError: dataloaders[0] is a builtins.int")
+        assert found[4].startswith("LoaderError: dataloaders[0] is an int")
         assert found[5].startswith("AlreadySetUpError: dataloaders is already set up with")
         if world > 1:
             assert "of rank 0 of 1, on cpu, of an earlier setup; accel.setup(None, ...) needs that of rank" in found[6]
