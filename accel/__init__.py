@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from . import engines
 from .api import (
+    accumulate,
     backward,
     clip_grad_norm_,
     data_parallel_place,
@@ -19,6 +20,7 @@ from .api import (
     unwrap,
     whole_sequences,
 )
+from .batches import largest_batch, split
 from .data import LoaderOptions, effective_batch_size, gather_for_metrics
 from .deferred import deferred_init
 from .errors import (
@@ -93,6 +95,7 @@ __all__ = [
     "RankMismatchError",
     "SharedParametersError",
     "TimeoutError",
+    "accumulate",
     "all_gather",
     "all_reduce",
     "any_rank",
@@ -112,6 +115,7 @@ __all__ = [
     "init",
     "is_main",
     "join",
+    "largest_batch",
     "launch",
     "latest",
     "link",
@@ -130,6 +134,7 @@ __all__ = [
     "seed",
     "setup",
     "shard_sequence",
+    "split",
     "summary",
     "teardown",
     "unwrap",

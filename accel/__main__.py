@@ -7,20 +7,26 @@ import importlib
 import inspect
 import os
 import pkgutil
+import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from . import commands
 from .errors import AccelError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit status: 0, 1 after an error of accel's, which is printed, 141 after a closed pipe."""
-    parser = argparse.ArgumentParser(prog="python -m accel", description="Tools beside the library.")
+    """Run a command, or print help without one.
+
+    Returns its exit status: 0; 1 after an error of accel's, which is printed; 130 after Ctrl-C; 141 after a closed pipe.
+    """
+    name = os.path.basename(sys.argv[0])
+    program = name if name == "accel" else "python -m accel"
+    parser = argparse.ArgumentParser(prog=program, description="Tools beside the library.")
     version = sys.modules[str(__package__)].__version__
     parser.add_argument("--version", action="version", version=f"accel {version}")
-    parsers = parser.add_subparsers(dest="command", required=True)
+    parsers = parser.add_subparsers(dest="command")
     known: dict[str, commands.Command] = {}
     for info in pkgutil.iter_modules(commands.__path__):
         known |= importlib.import_module(f"{commands.__name__}.{info.name}").COMMANDS
@@ -28,17 +34,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = inspect.getdoc(command.run) or ""
         command.add_arguments(parsers.add_parser(name, help=text.partition("\n")[0], description=text))
     args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
     try:
         status = known[args.command].run(args)
         sys.stdout.flush()
     except AccelError as error:
-        print(f"accel {args.command}: {error}", file=sys.stderr)
+        print(f"accel {args.command}: {_in_options(str(error), vars(args))}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"accel {args.command}: ended by Ctrl-C", file=sys.stderr)
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         # Whoever reads the output (`| head`) has enough; what is left in the buffer must not raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return status
+
+
+def _in_options(text: str, options: Iterable[str]) -> str:
+    """An error of the library as one of the command line, whose options have the names of arguments."""
+    for name in options:
+        option = f"--{name.replace('_', '-')}"
+        text = re.sub(rf"\b{name}=True\b", option, text)
+        text = re.sub(rf"\b{name}=", f"{option} ", text)
+    return re.sub(r"^accel\.\w+( \([\w ]+\))?: ", "", text)
 
 
 if __name__ == "__main__":

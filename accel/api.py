@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -16,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import data, planning, process
-from .data import LoaderHandle, LoaderOptions
+from .data import LoaderHandle, LoaderOptions, LoaderPlace
 from .deferred import materialize, weights_of, without_setup
 from .engines import Context, Engine, Options
 from .engines.base.activations import checkpointed
@@ -32,6 +33,7 @@ from .trees import map_leaves
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.data import DataLoader
 
 logger = logging.getLogger("accel")
 Batch = TypeVar("Batch")
@@ -55,7 +57,8 @@ def setup(
     All ranks call it with the same things; they start from rank 0's weights and buffers.
 
     Args:
-        model: a module, its handle, or its ``torch.compile`` wrapper.
+        model: a module, its handle, or its ``torch.compile`` wrapper; None for dataloaders alone, as in an evaluation without
+            training, which the process divides until ``accel.teardown()``.
         optimizers: an optimizer, or a list, tuple or dict of them, over ``model``'s parameters.
         dataloaders: a ``DataLoader``, or a list, tuple or dict of them.
         backend: a backend's name or options (``accel.DDP(...)``); "auto" is the live engine's, else ``ACCEL_BACKEND``,
@@ -106,6 +109,7 @@ def teardown(model: Any = None) -> Any:
 
     Raises:
         RankMismatchError: the ranks end different models; nothing has changed.
+        AccelError: everything is to end inside of ``largest_batch``.
         AccelError: weights were lost, since the process groups were ended, or other ranks had let go of the model. Everything
             has ended all the same; where other ranks had let go, all ranks raise.
     """
@@ -116,6 +120,11 @@ def teardown(model: Any = None) -> Any:
         registry.remove(engine)
         engine.teardown()
         return engine.module
+    if process.keeps_groups():
+        raise AccelError(
+            "accel.teardown() inside of accel.largest_batch, which ends by itself what a size that does not fit has set up: "
+            "end a model by accel.teardown(model), or all after accel.largest_batch"
+        )
     try:
         end_all()
     finally:
@@ -175,6 +184,39 @@ def backward(
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Context: the backward passes of the forwards inside accumulate without reduction. Nests; restores what was there."""
     return registry.of_handle(model).no_sync()
+
+
+def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
+    """The batches of ``loader`` in groups of ``n``, each of one optimizer step; the last group of an epoch may be smaller.
+
+    ``for group in accel.accumulate(loader, n)``, in it ``for batch in group`` with the backward of ``loss / len(group)``, after
+    that loop the step. ``len(group)`` is the real number of its batches, so that the last step too is the mean over what
+    it saw; ``len(accel.accumulate(loader, n))`` is the number of steps, rounded up. Batches come one at a time; what a
+    ``break`` leaves of a group is left out. Where ``ddp`` would reduce gradients after each batch it does so in the last
+    backward of a group alone, as with ``no_sync``. After ``itertools.batched``.
+
+    Args:
+        loader: a loader's handle. Of an iterable dataset, which alone knows its end, a group is read ahead on the host.
+        n: batches of each rank for one step.
+
+    Raises:
+        LoaderError: not a handle, or not a number of batches.
+        RankMismatchError: in the loop, on every rank: the ranks have other numbers of batches, or another ``n``.
+    """
+    handle: Any = loader  # it has the type of its loader
+    if type(handle) is not LoaderHandle:
+        kind = type(loader).__qualname__
+        raise LoaderError(f"accel.accumulate: expected the handle that accel.setup returned, found a {kind}")
+    if type(n) is not int or n < 1:
+        raise LoaderError(f"accel.accumulate(loader, {n!r}): expected a number of batches, at least 1")
+    engines = handle._accel.engines
+
+    def set_accumulating(accumulating: bool) -> None:
+        for engine in registry.in_order():
+            if engine.serial in engines and engine.gradients.spares:
+                engine.gradients.accumulate(accumulating)
+
+    return data.Accumulation(handle, n, set_accumulating)
 
 
 class DataParallelPlace(NamedTuple):
@@ -287,7 +329,8 @@ def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dic
 def describe(plan: Plan) -> dict[str, str]:
     """What must be equal on all ranks, as text by name."""
     facts = {
-        "backend": f"{plan.options}",
+        "dataloaders alone": str(plan.modelless),
+        "backend": "" if plan.modelless else plan.engine_type.name,
         "precision": plan.precision.name if plan.precision else "",
         "values from a directory": str(plan.fill is not None),
         "set up before": str(plan.engine is not None),
@@ -295,6 +338,8 @@ def describe(plan: Plan) -> dict[str, str]:
         "number of new optimizers": str(len(plan.new_optimizers)),
         "number of new dataloaders": str(len(plan.new_loaders)),
     }
+    for option in () if plan.modelless else dataclasses.fields(plan.options):
+        facts[f"{option.name} of accel.{type(plan.options).__name__}"] = repr(getattr(plan.options, option.name))
     for name, p in plan.module.named_parameters():
         facts[f"parameter {name}"] = f"{tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
     for name, b in plan.module.named_buffers():
@@ -303,14 +348,17 @@ def describe(plan: Plan) -> dict[str, str]:
     for i, optimizer in enumerate(plan.new_optimizers):
         facts[f"optimizer {i}"] = type(optimizer).__name__
         for g, group in enumerate(optimizer.param_groups):
-            values = {k: _plain(v) for k, v in group.items() if k != "params"}
-            facts[f"optimizer {i} group {g}"] = f"{[names.get(id(p), '?') for p in group['params']]}, {values}"
+            place = f"group {g} of optimizer {i}"
+            facts |= {f"{key} of {place}": _plain(value) for key, value in group.items() if key != "params"}
+            facts |= {f"params[{n}] of {place}": names.get(id(p), "?") for n, p in enumerate(group["params"])}
         # In the groups' order: that in which state came may differ, where each rank stepped some of the parameters.
         for p in (p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state):
             entries = sorted(optimizer.state[p].items(), key=lambda entry: str(entry[0]))
-            facts[f"optimizer {i} state of {names.get(id(p), '?')}"] = str({key: _plain(v) for key, v in entries})
+            place = f"the state of {names.get(id(p), '?')} in optimizer {i}"
+            facts |= {f"{key} of {place}": _plain(value) for key, value in entries}
     for i, loader in enumerate(plan.new_loaders):
-        facts[f"dataloader {i}"] = data.describe(loader, plan.loader_options)
+        described = data.describe(loader, plan.loader_options)
+        facts |= {f"{key} of dataloader {i}": f"{value}" for key, value in described.items()}
     return facts
 
 
@@ -364,8 +412,9 @@ def _difference(everyone: list[dict[str, str]]) -> str:
     for key in sorted(keys, key=lambda k: not k.startswith(("parameter", "buffer"))):
         values = [facts.get(key, "absent") for facts in everyone]
         if len(set(values)) > 1:
-            ranks = {v: [r for r, other in enumerate(values) if other == v] for v in dict.fromkeys(values)}
-            return f"{key} is " + "; ".join(f"{v} on ranks {r}" for v, r in ranks.items())
+            ranks = {v: [str(r) for r, other in enumerate(values) if other == v] for v in dict.fromkeys(values)}
+            told = (f"{v} on rank{'s' * (len(r) > 1)} {', '.join(r)}" for v, r in ranks.items())
+            return f"{key} is " + "; ".join(told)
     return "in the order of their parameters"
 
 
@@ -373,6 +422,27 @@ def execute(plan: Plan) -> Handles[Any, Any, Any]:
     """Agree, build, agree that all have built, then start from rank 0's weights."""
     seeds = enumerate(_agree_on(plan))
     process = current()
+    engine = None if plan.modelless else _engine(plan, process)
+    place, serial = (
+        place_for(plan.engine_type, plan.options, process),
+        planning.MODELLESS if engine is None else engine.serial,
+    )
+    handles = Handles(
+        None if engine is None else engine.handle,
+        map_leaves(lambda o, path: known_optimizer(o, engine) if engine else None, plan.optimizers, "optimizers"),
+        map_leaves(
+            lambda d, path: _loader_handle(d, plan.loader_options, place, serial, *next(seeds)),
+            plan.dataloaders,
+            "dataloaders",
+        ),
+    )
+    if process.place.rank == 0:
+        _tell(plan, engine, place, process)
+    return handles
+
+
+def _engine(plan: Plan, process: Process) -> Engine:
+    """The model's engine, with the new optimizers, on all ranks or on none."""
     error: Exception | None = None
     # A setup inside torch.inference_mode must not make tensors that no backward can use.
     with contextlib.ExitStack() as undo, torch.inference_mode(False):
@@ -393,30 +463,19 @@ def execute(plan: Plan) -> Handles[Any, Any, Any]:
                 plan.fill(engine.handle)
                 engine.reads = False
         undo.pop_all()
-    handles = Handles(
-        engine.handle,
-        map_leaves(lambda o, path: known_optimizer(o, engine), plan.optimizers, "optimizers"),
-        map_leaves(
-            lambda d, path: _loader_handle(d, plan.loader_options, engine, *next(seeds)),
-            plan.dataloaders,
-            "dataloaders",
-        ),
-    )
-    if process.place.rank == 0:
-        _tell(plan, engine, process)
-    return handles
+    return engine
 
 
-def _tell(plan: Plan, engine: Engine, process: Process) -> None:
-    world, places = process.place.world_size, place_of(engine).world
-    if plan.engine is None:
+def _tell(plan: Plan, engine: Engine | None, place: LoaderPlace, process: Process) -> None:
+    world, places = process.place.world_size, place.world
+    if plan.engine is None and engine is not None:
         kind, precision = type(engine.module).__name__, engine.precision.name
         logger.info("%s: backend %s, %s, %d x %s", kind, engine.name, precision, world, process.device.type)
     what = "ranks" if places == world else "data-parallel places"
     for loader in plan.new_loaders:
         with contextlib.suppress(LoaderError):
-            size = data.effective_batch_size(loader) // world
-            logger.info("effective batch size: %d x %d %s = %d", size, places, what, size * places)
+            size = data.effective_batch_size(known_loader(loader, None, place))
+            logger.info("effective batch size: %d x %d %s = %d", size // places, places, what, size)
 
 
 def _give_memory(plan: Plan, process: Process, undo: contextlib.ExitStack) -> None:
@@ -455,8 +514,10 @@ def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
     return engine
 
 
-def _loader_handle(loader: Any, options: LoaderOptions | None, engine: Engine, number: int, seed: int) -> LoaderHandle:
-    place, process = place_of(engine), engine.process
+def _loader_handle(
+    loader: Any, options: LoaderOptions | None, place: LoaderPlace, serial: int, number: int, seed: int
+) -> LoaderHandle:
+    process = current()
     in_place = process.place.world_size == 1
     try:
         handle = known_loader(loader, options, place)
@@ -477,15 +538,15 @@ def _loader_handle(loader: Any, options: LoaderOptions | None, engine: Engine, n
         # Its engines were torn down: this is a setup like the first.
         state.begin_anew(seed, in_place and state.options.seed is None)
         state.engines.clear()
-    state.engines.add(engine.serial)
+    state.engines.add(serial)
     return handle
 
 
 # -- teardown of everything --------------------------------------------------------------------------------------------
 
 
-def end_all() -> None:
-    """End every engine: those that live on all ranks together, in the order of their serials, any other one by itself.
+def end_all(since: int = 0, interrupted: str = "") -> None:
+    """End every engine, of serial ``since`` or higher: those that live on all ranks together, in order, any other one by itself.
 
     What lives on a rank is up to its garbage collector, and to what its program still holds. Collective where an engine
     had parts of a model on several ranks, since the last such end.
@@ -494,21 +555,21 @@ def end_all() -> None:
         AccelError: the engines do not end well; on every rank where it is collective.
     """
     registry.sweep()
-    engines = registry.in_order()
-    together = bool(registry.divided) and running() is not None
+    engines = [engine for engine in registry.in_order() if engine.serial >= since]
+    together = any(serial >= since for serial in registry.divided) and running() is not None
     alone, problem = _alone(engines) if together else ({}, None)
     together = together and problem is None
     for engine in engines:
         registry.remove(engine)
         try:
-            engine.teardown(alone.get(engine.serial, ""))
+            engine.teardown(alone.get(engine.serial, ""), interrupted)
         except Exception as error:
-            if ended() and isinstance(error, AccelError):
-                logger.error("%s", error)  # an earlier error told of the end of the groups
+            if (ended() or (interrupted and engine.serial in alone)) and isinstance(error, AccelError):
+                logger.error("%s", error)  # an earlier error told of the end of the groups; or nobody needs it any more
             else:
                 problem = problem or error
-    registry.divided.clear()
-    registry.scaled.clear()
+    for serials in (registry.divided, registry.scaled):
+        serials.difference_update([serial for serial in serials if serial >= since])
     if together and running() is not None:
         raise_together("accel.teardown", problem, agree("accel.teardown (the end)", _text(problem)))
     if problem is not None:

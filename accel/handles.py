@@ -8,7 +8,7 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Final, Generic, NoReturn
 
 import torch
 from torch import nn
@@ -20,10 +20,16 @@ from .data import LoaderHandle as LoaderHandle
 from .errors import AccelError, OptimizerError
 
 #: The types that ``setup`` is given. What ``torch.compile`` returns is a callable to type checkers.
-Model = TypeVar("Model", bound=Callable[..., Any])
+Model = TypeVar("Model", bound=Callable[..., Any] | None)
 Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer] | Mapping[Any, Optimizer] | None, default=None)
 _Loader = DataLoader[Any]
 Dataloaders = TypeVar("Dataloaders", bound=_Loader | Sequence[_Loader] | Mapping[Any, _Loader] | None, default=None)
+
+
+#: What to do with what ``setup`` returned.
+UNPACK: Final = (
+    "accel.setup gives all three: model, optimizer, loader = accel.setup(model, optimizer, loader), or .model of it"
+)
 
 
 class Handles(NamedTuple, Generic[Model, Optimizers, Dataloaders]):
@@ -32,6 +38,19 @@ class Handles(NamedTuple, Generic[Model, Optimizers, Dataloaders]):
     model: Model
     optimizers: Optimizers
     dataloaders: Dataloaders
+
+
+def _refuse_call(handles: object, *args: object, **kwargs: object) -> NoReturn:
+    raise AccelError(f"a Handles is no model: {UNPACK}")
+
+
+def _refuse_attribute(handles: object, name: str) -> NoReturn:
+    raise AttributeError(f"'Handles' object has no attribute {name!r}: {UNPACK}")
+
+
+# Where the whole is taken for the model. Set here, so that type checkers refuse both by themselves.
+for _method, _refuse in (("__call__", _refuse_call), ("__getattr__", _refuse_attribute)):
+    setattr(Handles, _method, _refuse)
 
 
 _get = object.__getattribute__

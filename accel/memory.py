@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,44 +14,12 @@ from torch.optim import Optimizer
 
 from .engines import BASELINE, ENGINES, Engine, Options, engine_of
 from .engines.base.memory import UNITS, Footprint, MemoryUse, count, human, take
-from .errors import AccelError, OptimizerError, refuse_url
+from .errors import AccelError, OptimizerError
 from .handles import OptimizerHandle, raw
+from .plots import Panel, save_panels
 from .registry import registry, resolve_module
 from .shard import Shard
 from .trees import map_leaves
-
-# -- Pictures: matplotlib, which need not be installed, and the file that they go to -----------------------------------
-
-
-def new_figure(path: str | os.PathLike[str], width: float, height: float) -> Any:
-    """An empty figure in inches, for a picture that will be at ``path``.
-
-    Raises:
-        AccelError: matplotlib is missing.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise AccelError(
-            f"the picture {os.fspath(path)} needs matplotlib, which is not installed: pip install matplotlib"
-        ) from error
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def write_figure(figure: Any, path: str | os.PathLike[str]) -> Path:
-    """Write the picture, in the form that the path's suffix says; makes the directory.
-
-    Raises:
-        AccelError: it cannot be written there, or in such a form.
-    """
-    path = Path(refuse_url(os.fspath(path), AccelError))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise AccelError(f"the picture {path} cannot be written: {error}") from error
-    return path
-
 
 #: The parts of a total, as the table and the picture name them, and their colours.
 PARTS: Final = {
@@ -136,34 +103,17 @@ class MemoryReport:
         return f"{percent:.0f} %" if round(percent) else ""
 
     def save_plot(self, path: str | os.PathLike[str]) -> Path:
-        """Draw the predictions: a bar for each number of ranks, a panel for the backends that need the same.
+        """Draw the predictions: a bar for each number of ranks, under the names of the backends that need the same.
 
         The form of the file is by its suffix.
 
         Raises:
             AccelError: matplotlib is missing, or cannot write such a file.
         """
-        panels = self._panels()
-        highest = max(row.use.total + row.use.transient for rows in panels.values() for row in rows)
-        unit = human(highest).partition(" ")[2]
-        size = 1024 ** UNITS.index(unit)
-        columns = min(len(panels), 4)
-        lines = -(-len(panels) // columns)
-        figure = new_figure(path, max(1 + 2.6 * columns, 6.5), 0.8 + 3 * lines)
-        grid = figure.subplots(lines, columns, sharey=True, squeeze=False).flat
-        for axes, (title, rows) in zip(grid, panels.items(), strict=False):
-            _draw(axes, title, rows, size)
-        for axes in grid[len(panels) :]:
-            axes.axis("off")
-        grid[0].set_ylim(0, 1.1 * highest / size or 1)
-        for axes in grid[::columns]:
-            axes.set_ylabel(f"{unit} per rank")
-        figure.suptitle(self.title, fontsize=11)
-        handles = {
-            label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
-        figure.legend(handles.values(), handles, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
-        return write_figure(figure, path)
+        highest = max(row.use.total + row.use.transient for row in self.rows)
+        unit, size = scale(highest)
+        groups = {title: [_bar(row, size) for row in rows] for title, rows in self._panels().items()}
+        return save_panels([Panel(self.title, f"{unit} per rank", groups, dict(PARTS.values()))], path)
 
     def _panels(self) -> dict[str, list[MemoryRow]]:
         """The predictions by backend, or backends where they are the same for several."""
@@ -177,31 +127,23 @@ class MemoryReport:
         for backend, rows in by_backend.items():
             if len(rows) > 1 or longest == 1:
                 same.setdefault(tuple((row.ranks, row.use) for row in rows), []).append(backend)
-        return {textwrap.fill(", ".join(names), 30): by_backend[names[0]] for names in same.values()}
+        return {", ".join(names): by_backend[names[0]] for names in same.values()}
 
 
-def _draw(axes: Any, title: str, rows: Sequence[MemoryRow], size: int) -> None:
-    """The bars of one panel, in units of ``size`` bytes."""
-    places = range(len(rows))
-    bottoms = [0.0] * len(rows)
-    for field, (label, colour) in PARTS.items():
-        heights = [getattr(row.use, field) / size for row in rows]
-        if any(heights):
-            axes.bar(places, heights, 0.7, bottom=bottoms, color=colour, label=label)
-        bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
-    passing = [row.use.transient / size for row in rows]
-    if any(passing):
-        style = {"edgecolor": "#64748b", "linestyle": ":", "label": "for a while in a step"}
-        axes.bar(places, passing, 0.7, bottom=bottoms, fill=False, **style)
-    for place, row in zip(places, rows, strict=True):
-        top = (row.use.total + row.use.transient) / size
-        axes.annotate(human(row.use.total), (place, top), (0, 2), ha="center", fontsize=7, textcoords="offset points")
-    axes.set_xticks(places, [str(row.ranks) for row in rows])
-    axes.set_xlabel("ranks")
-    axes.set_title(title, fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.25)
-    axes.set_axisbelow(True)
+def scale(highest: float) -> tuple[str, int]:
+    """The unit for a picture of so many bytes, and its bytes."""
+    unit = human(highest).partition(" ")[2]
+    return unit, 1024 ** UNITS.index(unit)
+
+
+def _bar(row: MemoryRow, size: int) -> tuple[str, dict[str, float], str]:
+    """A row of the picture, in units of ``size`` bytes."""
+    sizes = {label: getattr(row.use, field) / size for field, (label, _) in PARTS.items() if getattr(row.use, field)}
+    text = human(row.use.total)
+    if row.use.transient:
+        sizes["for a while in a step"] = row.use.transient / size
+        text += f", in a step {human(row.use.total + row.use.transient)}"
+    return f"{row.ranks} rank{'s' * (row.ranks > 1)}", sizes, text
 
 
 # -- making one -------------------------------------------------------------------------------------------------------

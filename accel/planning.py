@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from . import data, engines
+from .advice import described, for_loader, for_optimizer
 from .data import LoaderHandle, LoaderOptions, LoaderPlace
 from .deferred import check_deferred
 from .engines import Engine
@@ -21,7 +22,7 @@ from .errors import AccelError, AlreadySetUpError, BackendError, LoaderError, Op
 from .handles import Handles, HiddenAttribute, OptimizerHandle, engine_behind, raw
 from .precision import Precision
 from .process import Process, current, running, use_devices
-from .registry import described, registry, resolve_module
+from .registry import registry, resolve_module
 from .trees import map_leaves
 
 # -- learning rates ----------------------------------------------------------------------------------------------------
@@ -69,6 +70,8 @@ def scale(optimizer: Optimizer, replicas: int, undo: contextlib.ExitStack) -> No
 
 
 Wanted = tuple[Any, Any, Any]
+#: In the place of an engine's serial: of loaders that were set up without a model.
+MODELLESS: Final = -1
 
 
 @dataclass(slots=True)
@@ -78,6 +81,8 @@ class Plan:
     wanted: Wanted
     loader_options: LoaderOptions | None
     scale_lr: bool = False
+    #: There are dataloaders alone.
+    modelless: bool = False
     module: nn.Module = field(default_factory=nn.Module)
     entry: nn.Module = field(default_factory=nn.Module)
     engine: Engine | None = None
@@ -198,25 +203,48 @@ def make_plan(
     plan = Plan(wanted, loader_options, scale_lr, optimizers=optimizers, dataloaders=dataloaders)
     try:
         data.check_options(loader_options or LoaderOptions())
-        plan.module, plan.entry = resolve_module(model)
-        engine = plan.engine = registry.engine(plan.module)
-        registry.sweep(engine)  # what follows asks which other models there are
-        if engine is None:
-            _plan_engine(plan, process)
+        if type(scale_lr) is not bool:
+            raise OptimizerError(f"scale_lr={scale_lr!r}: expected True or False; the factor is the number of replicas")
+        if model is None:
+            _plan_modelless(plan)
         else:
-            _check_live(engine, wanted)
-            plan.engine_type, plan.options, plan.precision = type(engine), engine.options, engine.precision
+            _plan_model(plan, model, process)
         map_leaves(lambda o, path: _plan_optimizer(plan, o, path), optimizers, "optimizers")
         map_leaves(lambda d, path: _plan_loader(plan, d, path, process), dataloaders, "dataloaders")
         world = process.place.world_size
         if plan.new_optimizers and world > 1 and not plan.engine_type.synchronizes:
-            raise BackendError(
-                f"backend {plan.engine_type.name!r} with an optimizer at world size {world}: each process would train a model "
-                "of its own; choose a backend that trains one model on all ranks"
-            )
+            with _from_environment("ACCEL_BACKEND", wanted[0]):
+                raise BackendError(
+                    f"backend {plan.engine_type.name!r} with an optimizer at world size {world}: each process would train a "
+                    "model of its own; choose a backend that trains one model on all ranks"
+                )
     except AccelError as error:
         plan.error = error
     return plan
+
+
+def _plan_modelless(plan: Plan) -> None:
+    if plan.optimizers is not None:
+        raise OptimizerError("accel.setup(None, optimizers): optimizers need their model; give it in the place of None")
+    if plan.dataloaders is None:
+        raise AccelError("accel.setup(None) has nothing to set up: give it the model, or dataloaders=...")
+    if plan.wanted[:2] != ("auto", "auto") or plan.scale_lr:
+        raise AccelError(
+            "accel.setup(None, dataloaders=...): backend, precision and scale_lr are a model's; leave them out"
+        )
+    use_devices(plan.wanted[2])
+    plan.modelless = True
+
+
+def _plan_model(plan: Plan, model: Any, process: Process) -> None:
+    plan.module, plan.entry = resolve_module(model)
+    engine = plan.engine = registry.engine(plan.module)
+    registry.sweep(engine)  # what follows asks which other models there are
+    if engine is None:
+        _plan_engine(plan, process)
+        return
+    _check_live(engine, plan.wanted)
+    plan.engine_type, plan.options, plan.precision = type(engine), engine.options, engine.precision
 
 
 def _plan_engine(plan: Plan, process: Process) -> None:
@@ -229,17 +257,16 @@ def _plan_engine(plan: Plan, process: Process) -> None:
         )
     check_deferred(plan.module)
     use_devices(devices)
-    plan.engine_type, plan.options = _from_environment(
-        "ACCEL_BACKEND", backend, engines.default(process), engines.resolve
-    )
-    plan.precision = _from_environment(
-        "ACCEL_PRECISION", precision, "32-true", lambda name: Precision(name, process.device)
-    )
-    plan.precision.check(plan.module)
+    with _from_environment("ACCEL_BACKEND", backend, engines.default(process)) as asked:
+        plan.engine_type, plan.options = engines.resolve(asked)
+    with _from_environment("ACCEL_PRECISION", precision, "32-true") as asked:
+        plan.precision = Precision(asked, process.device)
+        plan.precision.check(plan.module)
     if process.place.world_size > 1:
         engines.check_torch(plan.engine_type.name)
-    plan.engine_type.check(plan.module, plan.options, process)
-    plan.engine_type.replica(plan.options, process)  # whether the ranks divide so
+    with _from_environment("ACCEL_BACKEND", backend):
+        plan.engine_type.check(plan.module, plan.options, process)
+        plan.engine_type.replica(plan.options, process)  # whether the ranks divide so
     if plan.engine_type.gradients_type.reduced and process.place.world_size > 1:
         _refuse_max_norm(plan.module)
 
@@ -255,35 +282,23 @@ def _refuse_max_norm(module: nn.Module) -> None:
         )
 
 
-def _from_environment(variable: str, asked: Any, default: str, parse: Callable[[Any], Any]) -> Any:
-    """The call's value; where it says nothing, the environment's, whose errors name the variable."""
-    if asked != "auto":
-        return parse(asked)
-    value = os.environ.get(variable)
-    value = None if value == "auto" else value
+@contextlib.contextmanager
+def _from_environment(variable: str, asked: Any, default: Any = None) -> Iterator[Any]:
+    """Context: the call's value; where it says nothing, the environment's, whose errors name the variable; else the default."""
+    value = os.environ.get(variable) if asked == "auto" else None
+    if value in (None, "", "auto"):
+        yield default if asked == "auto" else asked
+        return
     try:
-        return parse(value or default)
+        yield value
     except AccelError as error:
         raise type(error)(f"{variable}={value!r}: {error}") from None
-
-
-def _advice(other: Any) -> str:
-    """What to write instead of something that is no optimizer."""
-    if isinstance(other, type) and issubclass(other, Optimizer):
-        return f"make one, {other.__name__}(model.parameters(), ...)"
-    if isinstance(getattr(other, "optimizer", None), Optimizer):
-        return (
-            f"give the optimizer that this {type(other).__name__} schedules; the scheduler stays as it is in the loop"
-        )
-    if isinstance(other, Iterator):
-        return "give what steps them, as torch.optim.AdamW(model.parameters())"
-    return "the order is accel.setup(model, optimizers, dataloaders)"
 
 
 def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
     if not isinstance(optimizer, Optimizer):
         raise OptimizerError(
-            f"{path} is {described(optimizer)}; expected a torch.optim.Optimizer: {_advice(optimizer)}"
+            f"{path} is {described(optimizer)}; expected a torch.optim.Optimizer: {for_optimizer(optimizer)}"
         )
     if (handle := handle_of(optimizer)) is not None:
         _check_known(plan, handle, path)
@@ -328,21 +343,21 @@ def _plan_loader(plan: Plan, loader: Any, path: str, process: Process) -> None:
     place = place_for(plan.engine_type, plan.options, process)
     if type(loader) is LoaderHandle:
         if loader._accel.place != place:
+            who = "accel.setup(None, ...)" if plan.modelless else f"backend {plan.engine_type.name!r}"
             raise LoaderError(
                 f"{path} is a handle that gives the part of rank {loader._accel.place.rank} of {loader._accel.place.world}, on "
-                f"{loader._accel.place.device}, of an earlier setup; backend {plan.engine_type.name!r} needs that of rank "
+                f"{loader._accel.place.device}, of an earlier setup; {who} needs that of rank "
                 f"{place.rank} of {place.world}, on {place.device}: give accel.setup the raw DataLoader"
             )
         return
     if not isinstance(loader, DataLoader):
         raise LoaderError(
-            f"{path} is a {type(loader).__module__}.{type(loader).__qualname__}; expected a torch.utils.data.DataLoader: "
-            "the order is accel.setup(model, optimizers, dataloaders)"
+            f"{path} is {described(loader)}; expected a torch.utils.data.DataLoader: {for_loader(loader)}"
         )
     handle, made_with = _made(loader, place)
     if handle is not None:
         if plan.loader_options not in (made_with, None):
             raise AlreadySetUpError(f"{path} is already set up with {made_with}; asked for {plan.loader_options}")
         return
-    data.check(loader, plan.loader_options or LoaderOptions(), process.place.world_size)
+    data.check(loader, plan.loader_options or LoaderOptions(), place.world)
     plan.new_loaders.append(loader)

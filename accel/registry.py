@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .advice import described, for_model
 from .engines import FOREIGN, Engine, Holdings, foreign_part
 from .engines.base.gradients import Gradients
 from .engines.base.step import prepare
@@ -94,6 +95,7 @@ class Registry:
         if engine.gradients.watched:
             self._watched = self._watched or [register_optimizer_step_pre_hook(self._before_any_step)]
         engine.drift.watch()
+        engine.drift.watch_inputs()
         self._needed[engine] = self._patches(engine)
         for patch in self._needed[engine]:
             patch.need(engine)
@@ -395,12 +397,6 @@ def _first_names(module: nn.Module) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
-def described(other: object) -> str:
-    """What something is that was given in another's place."""
-    kind, what = (other, "the class") if isinstance(other, type) else (type(other), "a")
-    return f"{what} {kind.__module__}.{kind.__qualname__}"
-
-
 def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:
     """The raw module behind what a user holds, and what a forward should call (its compile wrapper, if any).
 
@@ -413,7 +409,7 @@ def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:
         module = raw(model)
         return module, module
     if not isinstance(model, nn.Module):
-        raise AccelError(f"expected a torch.nn.Module as the model, got {described(model)}")
+        raise AccelError(f"expected a torch.nn.Module as the model, got {described(model)}{for_model(model)}")
     if type(model).__name__ == "OptimizedModule" and "_orig_mod" in model._modules:
         return resolve_module(model._modules["_orig_mod"])[0], model
     return model, model

@@ -5,8 +5,8 @@
 SOURCES is a folder with checkouts of pytorch/examples, karpathy/nanoGPT and karpathy/minGPT, named ``examples``, ``nanoGPT``
 and ``minGPT``. Nothing of theirs is here: a loop is given by edits, "after (or in the place of) the line that has X, write Y".
 Edits are counted where they are accel's; what shrinks a run (fewer steps, tiny data in the place of downloads) is not.
-Each loop runs in one process, then on two CPU processes for each backend, which together have its batches. Weights are compared by
-the distance between them, over the distance that training has moved them.
+Each loop runs in one process, then on two CPU processes for each backend, which together have its batches. Weights are compared
+by the distance between them, over the distance that training has moved them.
 """
 
 from __future__ import annotations
@@ -298,7 +298,8 @@ LOOPS: dict[str, Loop] = {
             ("checkpoint = None", "model, optimizer, _ = accel.setup(model, optimizer)"),
         ],
         "--dataset=tiny --device=cpu --dtype=float32 --compile=False --eval_iters=1 --eval_interval=2 --block_size=8"
-        " --batch_size=4 --n_layer=2 --n_head=2 --n_embd=16 --max_iters=4 --warmup_iters=1 --gradient_accumulation_steps=2 --learning_rate=0.01",
+        " --batch_size=4 --n_layer=2 --n_head=2 --n_embd=16 --max_iters=4 --warmup_iters=1 --gradient_accumulation_steps=2"
+        " --learning_rate=0.01",
         files=tokens,
         double=True,
     ),

@@ -21,17 +21,18 @@ from tests.distributed import run
 from tests.models import adamw, normalised, one_step
 
 
-def different_seeds() -> tuple[list[Any], list[Any]]:
+def different_seeds(backend: str) -> tuple[list[Any], list[Any]]:
     torch.manual_seed(accel.rank())
     raw = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     raw[1].running_mean.fill_(accel.rank())  # type: ignore[operator, union-attr]
     before = [t.tolist() for t in raw.state_dict().values()]
-    accel.setup(raw)
-    return before, [t.tolist() for t in raw.state_dict().values()]
+    model, _, _ = accel.setup(raw, backend=backend)
+    return before, [t.tolist() for t in accel.full_state_dict(model).values()]
 
 
-def test_all_ranks_start_from_rank_0() -> None:
-    results = run(4, different_seeds)
+@pytest.mark.parametrize(("backend", "world"), [("ddp", 4), ("fsdp", 2)])
+def test_all_ranks_start_from_rank_0(backend: str, world: int) -> None:
+    results = run(world, different_seeds, backend)
     assert results[0][0] != results[1][0]
     assert all(after == results[0][0] for _, after in results)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -11,12 +12,140 @@ from pathlib import Path
 
 import pytest
 
+import accel
 from tests.interpreters import executable
 from tests.programs import ROOT
 
 PAGE = ROOT / "docs/migrating.md"
 PACKAGES = {"Raw DistributedDataParallel": "torch", "Accelerate": "accelerate", "Fabric": "lightning_fabric"}
 
+#: The rows in bold: each function gives what the library does and what accel does.
+SAME = {
+    "Accelerate": """
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+peer = Accelerator(cpu=True, gradient_accumulation_steps=2)
+x = torch.arange(6.0).reshape(3, 2) + 10 * accel.rank()
+padded = torch.ones(2, 3 + accel.rank())
+
+
+def gather_for_metrics(prepare, gather):
+    loader = prepare(DataLoader(torch.arange(11.0), batch_size=2))
+    return torch.cat([gather(batch) for batch in loader])
+
+
+def trigger():
+    if peer.process_index == 1:
+        peer.set_trigger()
+    return peer.check_trigger()
+
+
+def accumulated_by_peer():
+    net, optimizer = build()
+    model, optimizer, loader = peer.prepare(net, optimizer, DataLoader(data, batch_size=8))
+    for x, y in loader:
+        with peer.accumulate(model):
+            peer.backward(F.mse_loss(model(x), y))
+            norm = peer.clip_grad_norm_(model.parameters(), 0.1) if peer.sync_gradients else None
+            optimizer.step()
+            optimizer.zero_grad()
+    return norm, [p.detach() for p in net.parameters()]
+
+
+def accumulated_by_accel():
+    net, optimizer = build()
+    model, optimizer, loader = accel.setup(net, optimizer, DataLoader(data, batch_size=8))
+    for number, (x, y) in enumerate(loader, 1):
+        (F.mse_loss(model(x), y) / 2).backward()
+        if number % 2 == 0:
+            norm = accel.clip_grad_norm_(model, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    return norm, [p.detach() for p in net.parameters()]
+
+
+def padded_by_accel():
+    width = int(accel.all_reduce(torch.tensor(padded.shape[1]), "max"))
+    return accel.all_gather(F.pad(padded, (0, width - padded.shape[1])))
+
+
+pairs = {
+    "gather": (peer.gather(x), accel.all_gather(x)),
+    "gather of a number": (peer.gather(x[0, 0]), accel.all_gather(x[0, 0])),
+    "gather_for_metrics": (
+        gather_for_metrics(peer.prepare, peer.gather_for_metrics),
+        gather_for_metrics(lambda loader: accel.setup(nn.Linear(1, 1), dataloaders=loader).dataloaders, accel.gather_for_metrics),
+    ),
+    "reduce": (peer.reduce(x, reduction="mean"), accel.all_reduce(x, "mean")),
+    "reduce without a word": (peer.reduce(x), accel.all_reduce(x)),
+    "pad_across_processes": (peer.gather(peer.pad_across_processes(padded, dim=1)), padded_by_accel()),
+    "set_trigger, check_trigger": (trigger(), accel.any_rank(accel.rank() == 1)),
+    "set_seed": ((set_seed(3), torch.rand(3)), (accel.seed(3), torch.rand(3))),
+    "set_seed of each": (
+        (set_seed(3, device_specific=True), torch.rand(3)),
+        (accel.seed(3, per_rank=True), torch.rand(3)),
+    ),
+    "accumulate, clip_grad_norm_": (accumulated_by_peer(), accumulated_by_accel()),
+}
+""",
+    "Fabric": """
+import os
+import tempfile
+
+from lightning_fabric import Fabric
+
+peer = Fabric(accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy="ddp")
+peer.launch()
+x = torch.arange(6.0).reshape(3, 2) + 10 * accel.rank()
+
+
+def trained(setup, clip):
+    net, optimizer = build()
+    model, optimizer = setup(net, optimizer)[:2]
+    F.mse_loss(model(inputs + accel.rank()), data.tensors[1]).backward()
+    norm = clip(model, optimizer)
+    optimizer.step()
+    return norm, net, optimizer
+
+
+def kept(save, load, net, optimizer):
+    folder = accel.broadcast([torch.tensor(list(tempfile.mkdtemp().encode()))])[0]
+    path = f"{bytes(folder.tolist()).decode()}/saved"
+    save(path, {"net": net, "optimizer": optimizer, "step": 3})
+    other, fresh = build()
+    state = {"net": other, "optimizer": fresh, "step": 0}
+    load(path, state)
+    return state["step"], [p.detach() for p in other.parameters()], fresh.param_groups[0]["lr"]
+
+
+def by_peer():
+    norm, net, optimizer = trained(peer.setup, lambda model, optimizer: peer.clip_gradients(model, optimizer, max_norm=0.1))
+    return norm, kept(peer.save, peer.load, net, optimizer)
+
+
+def by_accel():
+    norm, net, optimizer = trained(accel.setup, lambda model, _: accel.clip_grad_norm_(model, 0.1))
+    return norm, kept(lambda path, state: accel.save(state, path), accel.load, net, optimizer)
+
+
+pairs = {
+    "all_gather": (peer.all_gather(x), accel.all_gather(x[None])),
+    "all_reduce": (peer.all_reduce(x.clone()), accel.all_reduce(x, "mean")),
+    "broadcast": (peer.broadcast(x, src=1), accel.broadcast(x, src=1)),
+    "seed_everything": ((peer.seed_everything(3, verbose=False) and None, torch.rand(3)), (accel.seed(3), torch.rand(3))),
+    "clip_gradients, save, load": (by_peer(), by_accel()),
+}
+""",
+}
+COMPARE = """
+for _name, (_theirs, _ours) in pairs.items():
+    try:
+        torch.testing.assert_close(_ours, _theirs, check_device=False)
+    except AssertionError as error:
+        raise AssertionError(f"{_name}: {_theirs} and {_ours}") from error
+accel.teardown()
+"""
 REPORT = """
 import json as _json
 _weights = {name: [p.detach().flatten().tolist() for p in net.parameters()] for name, net in _nets.items()}
@@ -36,8 +165,38 @@ def script_of(section: str) -> str:
     text = next(s for s in sections if s.startswith(f"{section}\n"))
     (_, common), (before_kind, before), (after_kind, after) = blocks(head)[0], *blocks(text)
     assert (before_kind, after_kind) == ("py", "python")
-    parts = [common, "_nets = {'start': build()[0]}", before, "_nets['before'] = net", after, "_nets['after'] = net"]
+    rows = [SAME[section], COMPARE] if section in SAME else []
+    parts = [
+        common,
+        *rows,
+        "_nets = {'start': build()[0]}",
+        before,
+        "_nets['before'] = net",
+        after,
+        "_nets['after'] = net",
+    ]
     return "\n".join([*parts, REPORT])
+
+
+def section_of(name: str) -> str:
+    return PAGE.read_text(encoding="utf-8").partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("section", SAME)
+def test_no_public_name_of_the_library_is_missing(section: str) -> None:
+    owner = getattr(pytest.importorskip(PACKAGES[section]), {"Accelerate": "Accelerator"}.get(section, section))
+    tables = [line for line in section_of(section).splitlines() if line.startswith("|")]
+    code = " ".join(re.findall(r"`[^`]+`", "\n".join(tables)))
+    names = [name for name in dir(owner) if not name.startswith("_")]
+    assert len(names) > 30
+    assert not [name for name in names if not re.search(rf"\.{name}\b", code)]
+    assert not [name for name in list(inspect.signature(owner).parameters) if not re.search(rf"\b{name}\b", code)]
+
+
+def test_names_of_accel_on_the_page_are_public() -> None:
+    names = set(re.findall(r"\baccel\.(\w+)", PAGE.read_text(encoding="utf-8")))
+    assert len(names) > 30
+    assert names <= set(accel.__all__)
 
 
 def test_each_section_is_tested() -> None:

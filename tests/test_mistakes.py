@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel.__main__ import main
 from accel.engines import resolve
+from accel.registry import registry
 from tests.backends import need
+from tests.distributed import run
 
 
 def net() -> nn.Module:
@@ -24,32 +31,174 @@ def sgd() -> torch.optim.Optimizer:
     return torch.optim.SGD(net().parameters(), lr=0.1)
 
 
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.zeros(4, 2)), 2)
+
+
+def step(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def given(act: Callable[[accel.Handles[Any, Any, Any]], object]) -> Callable[[], object]:
+    """Does it with what ``setup`` returned."""
+
+    def call() -> object:
+        raw = net()
+        return act(accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1)))
+
+    return call
+
+
 ANY: Any = accel
 OPTIMIZER = "; expected a torch.optim.Optimizer: "
+LOADER = "; expected a torch.utils.data.DataLoader: "
+MODEL = "expected a torch.nn.Module as the model, got "
+ORDER = "the order is accel.setup(model, optimizers, dataloaders)"
+FIRST = ": give the model; in accel.setup it comes before its optimizers and dataloaders"
+ITSELF = (
+    "give the DataLoader itself, not what iterates over it; batches of another kind stay as they are, and accel.rank() "
+    "tells whose they are"
+)
+WHOLE = ": give the model itself, not its parameters or its state"
+UNPACK = (
+    "accel.setup gives all three: model, optimizer, loader = accel.setup(model, optimizer, loader), or .model of it"
+)
 SWAPPED = (
     "expected the path of a directory, found a dict: the order is accel.save(state, dir) and accel.load(dir, state)"
 )
+NO_DICT = (
+    "expected the state as a dict, found a Linear: a dict names what is in it, as in "
+    'accel.save({"model": model, "optimizer": optimizer}, dir)'
+)
+BY_POSITION = "rguments of {0} go by position, or as functools.partial({0}, {1}=...)"
 MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a scheduler": (
-        lambda: accel.setup(net(), torch.optim.lr_scheduler.StepLR(sgd(), 1)),  # type: ignore[call-overload]
+        lambda: ANY.setup(net(), step(sgd())),
         accel.OptimizerError,
         f"optimizers is a torch.optim.lr_scheduler.StepLR{OPTIMIZER}give the optimizer that this StepLR schedules; the "
         "scheduler stays as it is in the loop",
     ),
+    "a scheduler among optimizers": (
+        lambda: ANY.setup(net(), {"all": step(sgd())}),
+        accel.OptimizerError,
+        f'optimizers["all"] is a torch.optim.lr_scheduler.StepLR{OPTIMIZER}give the optimizer that this StepLR schedules; '
+        "the scheduler stays as it is in the loop",
+    ),
     "parameters": (
         lambda: ANY.setup(net(), net().parameters()),
         accel.OptimizerError,
-        f"optimizers is a builtins.generator{OPTIMIZER}give what steps them, as torch.optim.AdamW(model.parameters())",
+        f"optimizers is a generator{OPTIMIZER}give what steps them, as torch.optim.AdamW(model.parameters())",
+    ),
+    "parameters in a list": (
+        lambda: ANY.setup(net(), list(net().parameters())),
+        accel.OptimizerError,
+        f"optimizers[0] is a torch.nn.parameter.Parameter{OPTIMIZER}give what steps them, as "
+        "torch.optim.AdamW(model.parameters())",
     ),
     "a class of optimizers": (
         lambda: ANY.setup(net(), torch.optim.SGD),
         accel.OptimizerError,
         f"optimizers is the class torch.optim.sgd.SGD{OPTIMIZER}make one, SGD(model.parameters(), ...)",
     ),
+    "a partial": (
+        lambda: ANY.setup(net(), functools.partial(torch.optim.SGD, lr=0.1)),
+        accel.OptimizerError,
+        f"optimizers is a functools.partial{OPTIMIZER}call it, partial(model.parameters())",
+    ),
+    "a loss": (
+        lambda: ANY.setup(net(), nn.MSELoss()),
+        accel.OptimizerError,
+        f"optimizers is a torch.nn.modules.loss.MSELoss{OPTIMIZER}a loss stays as it is in the loop, and each model has a "
+        "call of accel.setup",
+    ),
+    "a loader in the optimizer's place": (
+        lambda: ANY.setup(net(), loader()),
+        accel.OptimizerError,
+        f"optimizers is a torch.utils.data.dataloader.DataLoader{OPTIMIZER}{ORDER}",
+    ),
+    "a name": (lambda: ANY.setup(net(), "adam"), accel.OptimizerError, f"optimizers is a str{OPTIMIZER}{ORDER}"),
+    "a scheduler in the loader's place": (
+        lambda: ANY.setup(net(), None, step(sgd())),
+        accel.LoaderError,
+        f"dataloaders is a torch.optim.lr_scheduler.StepLR{LOADER}a scheduler stays as it is in the loop",
+    ),
+    "a dataset": (
+        lambda: ANY.setup(net(), None, loader().dataset),
+        accel.LoaderError,
+        f"dataloaders is a torch.utils.data.dataset.TensorDataset{LOADER}wrap the dataset, DataLoader(dataset, "
+        "batch_size=...)",
+    ),
+    "an iterator": (
+        lambda: ANY.setup(net(), None, enumerate(loader())),
+        accel.LoaderError,
+        f"dataloaders is an enumerate{LOADER}{ITSELF}",
+    ),
+    "batches": (
+        lambda: ANY.setup(net(), None, [torch.zeros(2, 2)]),
+        accel.LoaderError,
+        f"dataloaders[0] is a torch.Tensor{LOADER}{ITSELF}",
+    ),
+    "a class of loaders": (
+        lambda: ANY.setup(net(), None, DataLoader),
+        accel.LoaderError,
+        f"dataloaders is the class torch.utils.data.dataloader.DataLoader{LOADER}make one, DataLoader(dataset, "
+        "batch_size=...)",
+    ),
+    "an optimizer in the loader's place": (
+        lambda: ANY.setup(net(), None, sgd()),
+        accel.LoaderError,
+        f"dataloaders is a torch.optim.sgd.SGD{LOADER}{ORDER}",
+    ),
     "a class of modules": (
         lambda: ANY.setup(nn.Linear),
         accel.AccelError,
-        "expected a torch.nn.Module as the model, got the class torch.nn.modules.linear.Linear",
+        f"{MODEL}the class torch.nn.modules.linear.Linear: make one, Linear(...)",
+    ),
+    "an optimizer in the model's place": (
+        lambda: ANY.setup(sgd(), net()),
+        accel.AccelError,
+        f"{MODEL}a torch.optim.sgd.SGD{FIRST}",
+    ),
+    "several models": (
+        lambda: ANY.setup([net(), net()]),
+        accel.AccelError,
+        f"{MODEL}a list: each model has a call of accel.setup of its own",
+    ),
+    "a state dict": (
+        lambda: ANY.setup(net().state_dict()),
+        accel.AccelError,
+        f"{MODEL}a collections.OrderedDict{WHOLE}",
+    ),
+    "a model's name": (lambda: ANY.setup("gpt2"), accel.AccelError, f"{MODEL}a str"),
+    "a number of replicas": (
+        lambda: ANY.setup(net(), sgd(), scale_lr=4),
+        accel.OptimizerError,
+        "scale_lr=4: expected True or False; the factor is the number of replicas",
+    ),
+    "clipping parameters": (
+        lambda: ANY.clip_grad_norm_(net().parameters(), 1.0),
+        accel.AccelError,
+        f"{MODEL}a generator{WHOLE}",
+    ),
+    "no_sync of an optimizer": (
+        given(lambda handles: ANY.no_sync(handles.optimizers)),
+        accel.AccelError,
+        f"{MODEL}an accel.handles.OptimizerHandle{FIRST}",
+    ),
+    "all handles for the model": (
+        given(lambda handles: ANY.unwrap(handles)),
+        accel.AccelError,
+        f"{MODEL}an accel.handles.Handles: {UNPACK}",
+    ),
+    "a call of all handles": (
+        given(lambda handles: ANY.setup(handles.model)(torch.ones(1, 2))),
+        accel.AccelError,
+        f"a Handles is no model: {UNPACK}",
+    ),
+    "an attribute of all handles": (
+        given(lambda handles: handles.train()),  # type: ignore[attr-defined]
+        AttributeError,
+        f"'Handles' object has no attribute 'train': {UNPACK}",
     ),
     "a class of options": (
         lambda: ANY.setup(net(), backend=accel.FSDP),
@@ -76,10 +225,46 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         accel.BackendError,
         "backend 'ddp:4': '4' names no option; expected name=value",
     ),
+    "an option twice": (
+        lambda: accel.setup(net(), backend="fsdp:replicas=2,replicas=1"),
+        accel.BackendError,
+        "backend 'fsdp:replicas=2,replicas=1': replicas is there twice",
+    ),
+    "options as in a call": (
+        lambda: accel.setup(net(), backend="ddp(static_graph=True)"),
+        accel.BackendError,
+        "backend 'ddp(static_graph=True)': options in a text follow a colon, as name:option=value,option=value",
+    ),
+    "a process group": (
+        lambda: accel.setup(net(), backend="nccl"),
+        accel.BackendError,
+        "'nccl' is no backend of accel but a process group: accel.init(process_group='nccl')",
+    ),
     "an argument of the function": (
         lambda: accel.launch(print, epochs=5),
         accel.LaunchError,
-        "accel.launch has no option 'epochs': arguments of print go by position, or as functools.partial(print, epochs=...)",
+        f"accel.launch has no option 'epochs': a{BY_POSITION.format('print', 'epochs')}",
+    ),
+    "an argument of a lambda": (
+        lambda: accel.launch(lambda epochs: epochs, epochs=5),
+        accel.LaunchError,
+        f"accel.launch has no option 'epochs': a{BY_POSITION.format('fn', 'epochs')}",
+    ),
+    "another launcher's option": (
+        lambda: accel.launch(print, nprocs=2),
+        accel.LaunchError,
+        f"accel.launch has no option 'nprocs': did you mean num_processes? A{BY_POSITION.format('print', 'nprocs')}",
+    ),
+    "a script to launch": (
+        lambda: ANY.launch("train.py"),
+        accel.LaunchError,
+        "accel.launch expects a function; a script is started by python -m accel run train.py",
+    ),
+    "save of a model": (lambda: ANY.save(net(), "here"), accel.CheckpointError, NO_DICT),
+    "save, swapped, with a large state": (
+        lambda: ANY.save("here", {f"layer {i}": torch.zeros(9) for i in range(1000)}),
+        accel.CheckpointError,
+        SWAPPED,
     ),
     "save, swapped": (lambda: ANY.save("here", {"model": net()}), accel.CheckpointError, SWAPPED),
     "load, swapped": (lambda: ANY.load({"model": net()}, "here"), accel.CheckpointError, SWAPPED),
@@ -97,11 +282,52 @@ def test_a_slip_is_told(which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_backend_by_a_similar_name() -> None:
-    with pytest.raises(
-        accel.BackendError, match=r"^unknown backend 'fdsp', did you mean 'fsdp'\?; expected 'auto', one of "
-    ):
-        accel.setup(net(), backend="fdsp")
+BACKENDS = (
+    "'auto', one of 'ddp', 'ddp2', 'deepspeed', 'dp', 'fsdp', 'horovod', 'pipeline', 'sharded', 'single', "
+    "'tensor_parallel', 'xla', or options: accel.DDP(...), accel.DDP2(...), accel.DP(...), accel.DeepSpeed(...), "
+    "accel.FSDP(...), accel.Horovod(...), accel.Pipeline(...), accel.Sharded(...), accel.Single(...), "
+    "accel.TensorParallel(...), accel.XLA(...)"
+)
+
+
+@pytest.mark.parametrize(
+    ("backend", "named"),
+    [
+        ("fdsp", "'fdsp', did you mean 'fsdp'?"),
+        ("fdsp:replicas=2", "'fdsp:replicas=2', did you mean 'fsdp'?"),
+        ({"name": "ddp"}, "{'name': 'ddp'}"),
+        (None, "None"),
+    ],
+)
+def test_a_backend_that_there_is_not(backend: Any, named: str) -> None:
+    with pytest.raises(accel.BackendError) as caught:
+        accel.setup(net(), backend=backend)
+    assert str(caught.value) == f"unknown backend {named}; expected {BACKENDS}".replace("?;", "?; ").replace(
+        ";  ", "; "
+    )
+
+
+def test_files_in_the_places_of_directories(tmp_path: Path) -> None:
+    raw, file = net(), tmp_path / "model.pt"
+    torch.save(raw.state_dict(), file)
+    with pytest.raises(accel.CheckpointError) as caught:
+        accel.save({"model": raw}, file)
+    said = f"accel.save (the directory): File exists: {file}; that is no directory: choose another name"
+    assert str(caught.value) == said
+    with pytest.raises(accel.CheckpointError) as caught:
+        accel.save({"model": raw}, file / "step1")
+    said = f"accel.save (the directory): Not a directory: {file}/step1; a part of this path is a file: choose another directory"
+    assert str(caught.value) == said
+    with pytest.raises(accel.CheckpointError) as caught:
+        accel.load(file, {"model": raw})
+    assert str(caught.value) == (
+        f"{file} is a file; expected the directory of a checkpoint that accel.save wrote; accel.import_checkpoint makes one "
+        "of a file of torch.save"
+    )
+    file.write_text("x")
+    with pytest.raises(accel.CheckpointError) as caught:
+        accel.import_checkpoint(file, tmp_path / "new")
+    assert str(caught.value) == f"{file} is no file of torch.save with tensors and plain values only"
 
 
 @pytest.mark.parametrize(
@@ -131,10 +357,163 @@ def test_options_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(caught.value) == said
 
 
+NO_DEVICE = (
+    "'some' is no device; this machine has no accelerator, only cpu. Ask for a number of devices (2, -1 for all), a list "
+    "([0, 1]), their numbers ('0, 1'), 'free:2', 'cpu' or 'auto'"
+)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the message lists accelerators")
 def test_devices_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_DEVICES", "some")
-    with pytest.raises(accel.DeviceError, match=r"^ACCEL_DEVICES='some': devices='some': "):
+    with pytest.raises(accel.DeviceError) as caught:
         accel.setup(net())
+    assert str(caught.value) == f"ACCEL_DEVICES='some': devices='some': {NO_DEVICE}"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("bf16", "unknown precision 'bf16'; known: 32-true, bf16-mixed, 16-mixed, fp8-mixed, bf16-true, 16-true"),
+        (
+            "16-mixed",
+            "precision '16-mixed' trains fp32 parameters, but 2 of this Linear are not: weight (float16), bias (float16); call "
+            "model.float() first or ask for 'bf16-true'",
+        ),
+    ],
+)
+def test_a_precision_from_outside(value: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_PRECISION", value)
+    with pytest.raises(accel.PrecisionError) as caught:
+        accel.setup(net().half())
+    assert str(caught.value) == f"ACCEL_PRECISION={value!r}: {said}"
+
+
+# -- on several ranks --------------------------------------------------------------------------------------------------
+
+
+def differing() -> dict[str, str]:
+    second = accel.rank() == 1
+    said: dict[str, str] = {}
+
+    def attempt(name: str, lr: float = 0.1, batch: int = 2, reverse: bool = False, **kwargs: Any) -> None:
+        raw = net()
+        optimizer = torch.optim.SGD(list(raw.parameters())[:: -1 if reverse else 1], lr=lr)
+        optimizer.state[raw.weight]["count"] = 2 if name == "state" and second else 1
+        with pytest.raises(accel.AccelError) as caught:
+            accel.setup(raw, optimizer, DataLoader(loader().dataset, batch), **kwargs)
+        said[name] = f"{type(caught.value).__name__}: {caught.value}"
+
+    attempt("lr", lr=0.2 if second else 0.1)
+    attempt("order", reverse=second)
+    attempt("state")
+    attempt("batch", batch=2 + second)
+    attempt("backend", backend=accel.FSDP() if second else "ddp")
+    attempt("option", backend=accel.DDP(static_graph=second))
+    os.environ["ACCEL_BACKEND"] = "single"
+    try:
+        attempt("outside")
+    finally:
+        del os.environ["ACCEL_BACKEND"]
+    said["forked"] = in_a_fork()
+    return said
+
+
+def in_a_fork() -> str:
+    """What a setup says in a child, as in a worker of a DataLoader."""
+    accel.init()
+    ours, theirs = os.pipe()
+    if not (child := os.fork()):
+        try:
+            accel.setup(net())
+        except BaseException as error:
+            os.write(theirs, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(theirs)
+    with open(ours) as answer:
+        return answer.read()
+
+
+def test_what_differs_is_told_by_its_name_on_every_rank() -> None:
+    differs = "RankMismatchError: accel.setup: the ranks differ: "
+    for rank, said in enumerate(run(2, differing)):
+        assert said == {
+            "lr": f"{differs}lr of group 0 of optimizer 0 is 0.1 on rank 0; 0.2 on rank 1",
+            "order": f"{differs}params[0] of group 0 of optimizer 0 is weight on rank 0; bias on rank 1",
+            "state": f"{differs}count of the state of weight in optimizer 0 is 1 on rank 0; 2 on rank 1",
+            "batch": f"{differs}batch size of dataloader 0 is 2 on rank 0; 3 on rank 1",
+            "backend": f"{differs}backend is ddp on rank 0; fsdp on rank 1",
+            "option": f"{differs}static_graph of accel.DDP is False on rank 0; True on rank 1",
+            "outside": "BackendError: ACCEL_BACKEND='single': backend 'single' with an optimizer at world size 2: each process "
+            "would train a model of its own; choose a backend that trains one model on all ranks",
+            "forked": f"this process was forked from rank {rank} (as a DataLoader's workers are), whose connections to other "
+            "ranks it cannot use: call accel in the process that called accel.setup",
+        }
+
+
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def trained(batches: Any, backend: Any, **options: Any) -> tuple[list[str], bool]:
+    """What was said in training on some batches, and whether forwards are as at first."""
+    raw = net()
+    logger, records = logging.getLogger("accel"), Records()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=backend)
+    if isinstance(batches, DataLoader):
+        _, _, batches = accel.setup(model, optimizer, batches, **options)
+    logger.addHandler(records)
+    try:
+        for (x,) in batches:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+    finally:
+        logger.removeHandler(records)
+    as_before = "run" not in vars(registry.engine(raw))
+    accel.teardown(model)
+    return records.texts, as_before
+
+
+def same_inputs(backend: Any) -> list[tuple[list[str], bool]]:
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(40, 2, generator=generator)
+    raw = DataLoader(TensorDataset(data), 2)
+    mine = data + accel.rank()
+    return [
+        trained([*raw], backend),  # a loader that was never set up
+        trained(raw, backend),
+        trained([(x,) for x in mine.split(2)], backend),
+        trained([(data[:2],), *((x,) for x in mine.split(2))], backend),  # the same at first, as an environment may be
+        trained([(data[:2].to_sparse(),)] * 20, backend),  # has no bits to read
+    ]
+
+
+SAME = (
+    r"Linear #\d+ is given the same inputs on all 2 ranks, so that each computes what the others do: give the loader to "
+    r"accel\.setup, as in model, optimizer, loader = accel\.setup\(model, optimizer, loader\), or choose other data by "
+    r"accel\.rank\(\); where it is meant, nothing is wrong"
+)
+
+
+@pytest.mark.parametrize("backend", [accel.DDP(), accel.Sharded()])
+def test_a_loader_that_was_never_set_up_is_told_once(backend: Any) -> None:
+    need(backend)
+    for rank, (never, *others) in enumerate(run(2, same_inputs, backend)):
+        texts, as_before = never
+        assert as_before
+        assert len(texts) == (rank == 0)
+        assert all(re.fullmatch(SAME, text) for text in texts)
+        assert others == [([], True)] * 4
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
 
 
 def test_the_command_lines_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,4 +521,83 @@ def test_the_command_lines_own(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert capsys.readouterr().out == f"accel {accel.__version__}\n"
     assert main(["run", "--backend", "fdsp", __file__]) == 1
-    assert "accel run: unknown backend 'fdsp', did you mean 'fsdp'?" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"accel run: unknown backend 'fdsp', did you mean 'fsdp'?; expected {BACKENDS}\n"
+    assert main([]) == 0
+    assert capsys.readouterr().out.startswith("usage: python -m accel [-h] [--version]\n")
+
+
+def checkpoints() -> None:
+    """Some of each kind, in this directory."""
+    raw = net()
+    for name in ("one", "two", "damaged"):
+        accel.save({"model": raw}, name)
+    (file,) = Path("damaged").glob("*.safetensors")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    Path("file").write_text("x")
+    accel.export("one", "weights")
+
+
+COMMANDS = {
+    "verify one damaged nowhere two": (
+        "accel verify: {here}/damaged/{file} is damaged between bytes 256 and 280, in model/weight, model/bias; load another "
+        "checkpoint (accel.latest), or copy this one again from where it is whole\n"
+        "accel verify: {here}/nowhere does not exist; expected the directory of a checkpoint that accel.save wrote"
+    ),
+    "convert file new": "accel convert: {here}/file is no file of torch.save with tensors and plain values only",
+    "convert one new": "accel convert: {here}/one needs no import: accel.load reads it as it is",
+    "export one file": "accel export: File exists: {here}/file; that is no directory: choose another name",
+    "export one weights": "accel export: {here}/weights has weights already (model.safetensors); --overwrite replaces them",
+    "export one new --dtype x": "accel export: --dtype 'x': expected a floating-point dtype such as 'bfloat16'",
+    "export one new --max-shard-size x": (
+        "accel export: --max-shard-size 'x': expected a number of bytes, or text such as '5GB'"
+    ),
+    "inspect xx://bucket/run": (
+        "accel inspect: xx://bucket/run: Protocol not known: xx (pip install it: s3fs for s3://, gcsfs for gs://, adlfs for az://)"
+    ),
+    "memory torch.nn:Linear": (
+        "accel memory: 'torch.nn:Linear' needs in_features, out_features; expected a callable without arguments, such as a "
+        "function"
+    ),
+    "memory torch.nn:ReLU": "accel memory: 'torch.nn:ReLU' gave a ReLU without parameters: say --optimizer none",
+    "memory leaves:model": "accel memory: leaves cannot be imported from {here}: SystemExit: 3",
+    "memory builds:model --optimizer sgd(rate=1)": (
+        "accel memory: --optimizer sgd(rate=1): no argument 'rate'; it has lr, momentum, dampening, weight_decay, "
+        "nesterov, maximize, foreach, differentiable, fused"
+    ),
+    "run nowhere.py": "accel run: there is no file nowhere.py in {here}",
+}
+USAGES = {
+    "diff one two --tolerance x": "argument --tolerance: expected a number from 0 on, found 'x'",
+    "run -n x train.py": "argument -n/--processes: expected a whole number, found 'x'",
+    "run --port x train.py": "argument --port: expected a whole number, found 'x'",
+    "run": "the following arguments are required: script",
+}
+
+
+def test_commands_say_what_is_wrong_in_their_own_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoints()
+    Path("leaves.py").write_text("raise SystemExit(3)")
+    Path("builds.py").write_text("import torch\ndef model(): return torch.nn.Linear(2, 2)")
+    (file,) = Path("damaged").glob("*.safetensors")
+    for command, said in COMMANDS.items():
+        assert main(command.split()) == 1
+        assert capsys.readouterr().err == f"{said.format(here=tmp_path, file=file.name)}\n", command
+    for command, said in USAGES.items():
+        with pytest.raises(SystemExit):
+            main(command.split())
+        assert capsys.readouterr().err.partition(" error: ")[2] == f"{said}\n", command
+    assert main(["verify", "one", "two"]) == 0
+    assert capsys.readouterr().out == "one: every byte is as it was written\ntwo: every byte is as it was written\n"
+
+
+def test_a_command_ends_by_ctrl_c(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("waits.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)")
+    assert main(["memory", "waits:model"]) == 130
+    assert capsys.readouterr().err == "accel memory: ended by Ctrl-C\n"

@@ -176,7 +176,7 @@ def scaled_too_late(case: str) -> None:
     [
         ("scheduler", "OptimizerError", "build the scheduler after accel.setup"),
         ("set up", "AlreadySetUpError", "to the first setup of the optimizer"),
-        ("rank 0", "RankMismatchError", "scale_lr is True on ranks [0]; False on ranks [1]"),
+        ("rank 0", "RankMismatchError", "scale_lr is True on rank 0; False on rank 1"),
     ],
 )
 def test_learning_rates_that_cannot_be_scaled_stay(case: str, error: str, message: str) -> None:

@@ -37,6 +37,14 @@ def right(net: Net, one: AdamW, two: SGD, loader: DataLoader[Tensor], batch: dic
     assert_type(accel.setup(net, [one]).optimizers, list[AdamW])
     assert_type(accel.setup(net, (one, two), {"train": loader}).optimizers, tuple[AdamW, SGD])
     assert_type(accel.setup(net, one, {"train": loader}).dataloaders, dict[str, DataLoader[Tensor]])
+    assert_type(accel.setup(None, dataloaders=loader), accel.Handles[None, None, DataLoader[Tensor]])
+    assert_type(accel.setup(None, dataloaders=[loader]).dataloaders, list[DataLoader[Tensor]])
+    assert_type(accel.setup(None, dataloaders={"train": loader}).dataloaders, dict[str, DataLoader[Tensor]])
+    for group in accel.accumulate(batches, 4):
+        assert_type(len(group), int)
+        for part in group:
+            assert_type(part, Tensor)
+    accel.LoaderOptions(dispatch=True, split_batches=True)
     accel.setup(torch.compile(net), one, backend=accel.FSDP(replicas=2), precision="bf16-mixed")
     accel.setup(net, backend="deepspeed:3")
     with accel.no_sync(model):
@@ -45,6 +53,11 @@ def right(net: Net, one: AdamW, two: SGD, loader: DataLoader[Tensor], batch: dic
     assert_type(accel.gather_for_metrics(batch, batches), dict[str, Tensor])
     assert_type(accel.all_gather((batch["x"], batch["x"])), tuple[Tensor, Tensor])
     assert_type(accel.all_reduce(batch["x"], "mean"), Tensor)
+    assert_type(accel.all_reduce(1.5), float)
+    assert_type(accel.all_gather("name", objects=True), Any)
+    assert_type(accel.broadcast(["name"], objects=True), list[str])
+    assert_type(accel.split(["a", "b"], pad=True), list[str])
+    assert_type(accel.largest_batch(lambda size: [size], 64), tuple[int, list[int]])
     assert_type(accel.effective_batch_size(batches), int)
     assert_type(accel.shard_sequence(model, batch), dict[str, Tensor])
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 1}
@@ -64,6 +77,9 @@ def wrong(net: Net, one: AdamW, loader: DataLoader[Tensor]) -> None:
     accel.setup(net, precison="bf16-mixed")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     accel.setup(one, net)  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
     accel.setup(net, net.parameters())  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
+    accel.setup(None, loader)  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
+    accel.accumulate(net, 4)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    accel.accumulate(loader, "4")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     accel.setup(net, one, [one])  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
     accel.save("run/step-1", {"model": net})  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     accel.load({"model": net}, "run/step-1")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

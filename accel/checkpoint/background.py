@@ -215,21 +215,21 @@ class Words:
             self._apart = self._shared.clone()
         return self._apart
 
-    def tell(self, status: dict[str, Any]) -> None:
+    def tell(self, status: dict[str, Any], kind: str) -> None:
         """Tell the other ranks."""
         with _reaching():
-            self._store.set(f"done/{self._rank}", json.dumps(status))
+            self._store.set(f"{kind}/{self._rank}", json.dumps(status))
 
-    def read(self, rank: int) -> dict[str, Any]:
-        """What another rank told; raises where it ended or did not tell in time."""
-        if not self._wait_for(rank, "done", self._timeout):
+    def read(self, rank: int, kind: str) -> dict[str, Any]:
+        """What another rank told of this kind; raises where it ended or did not tell in time."""
+        if not self._wait_for(rank, kind, self._timeout):
             self._lost.add(rank)
             what = f"its part of {self._what}"
             if reason := ended():
                 raise CheckpointError(f"rank {rank} may have ended before {what} was done: {reason}")
             raise CheckpointError(f"rank {rank} did not finish {what} within {self._timeout:g} s")
         with _reaching():
-            status: dict[str, Any] = json.loads(self._store.get(f"done/{rank}"))
+            status: dict[str, Any] = json.loads(self._store.get(f"{kind}/{rank}"))
         return status
 
     def finish(self) -> None:
@@ -239,7 +239,7 @@ class Words:
             if self._rank:
                 self._store.set(f"seen/{self._rank}", "")
             elif all(self._wait_for(rank, "seen", min(self._timeout, _LAST_WAIT)) for rank in others):
-                for name in [f"{kind}/{rank}" for kind in ("done", "seen") for rank in range(self._world)]:
+                for name in [f"{kind}/{rank}" for kind in ("record", "done", "seen") for rank in range(self._world)]:
                     self._store.delete_key(name)
 
     def _wait_for(self, rank: int, kind: str, timeout: float) -> bool:

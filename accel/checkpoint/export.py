@@ -180,7 +180,7 @@ def export(
 
     def act(rank: int, world: int) -> None:
         if rank == 0:
-            planned = plan_export(folder.absolute(dir), name, max_shard_size, dtype)
+            planned = plan_export(folder.newest_place(dir), name, max_shard_size, dtype)
             with progress_bar("accel.export", planned.nbytes, shown=progress) as more:
                 write_export(planned, folder.absolute(out), library, overwrite=overwrite, progress=more)
 

@@ -67,16 +67,20 @@ def explain(error: BaseException) -> str:
     if isinstance(error, AccelError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
-        advice = _ADVICE.get(error.errno or 0)
+        full = error.errno == errno.ENOSPC and str(error.filename).startswith("/dev/shm/")
+        advice = _SHARED_MEMORY if full else _ADVICE.get(error.errno or 0)
         return f"{error.strerror}{f': {error.filename}' if error.filename else ''}{f'; {advice}' if advice else ''}"
     return f"{type(error).__name__}: {error}"
 
 
+_SHARED_MEMORY: Final = "save to disk, or give shared memory room for two checkpoints (docker: --shm-size)"
 _ADVICE: Final = {
     errno.ENOSPC: "free space on that file system, or choose a directory on another one",
     errno.EDQUOT: "this user's quota there is used up: remove files, or choose a directory on another file system",
     errno.EFBIG: "files there cannot be so large (ulimit -f, or the file system's own limit): choose another directory",
     errno.EROFS: "that file system cannot be written to: choose a directory on another one",
+    errno.EEXIST: "that is no directory: choose another name",
+    errno.ENOTDIR: "a part of this path is a file: choose another directory",
     errno.EACCES: "this user may not do that: change the permissions, or choose another directory",
     errno.EPERM: "this user may not do that: change the permissions, or choose another directory",
     errno.EIO: "the disk or its server failed, of which the system's log tells more: choose another file system",

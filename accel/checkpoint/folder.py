@@ -6,16 +6,18 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container, Hashable, Iterable
 from typing import Final, Literal
 
 from ..errors import CheckpointError, is_url, refuse_url
-from ..process import rank
+from ..process import current, rank
 from ..process.control import locked
+from . import shared_memory
 from .background import background
 from .failures import exchange, explain, on_every_rank
 from .placement import Sight, newest, sight
 from .record import NAME, Record, encode, exists, is_damaged, read
+from .shared_memory import NUMBER
 from .storage import Claim, StoreError, check_size, storage_of, unreadable
 
 logger = logging.getLogger("accel")
@@ -88,12 +90,32 @@ def present(directory: str) -> Record | None:
     """The record that is to be replaced; None if there is none, or a damaged one. Refuses another program's, or a newer one."""
     if not exists(directory):
         return None
+    if (key := key_of(directory)) in _known:
+        return _known[key]
     try:
-        return read(directory)[0]
+        found, _ = read(directory)
     except CheckpointError:
-        if is_damaged(os.path.join(directory, NAME)):
+        if is_damaged(key[0]):
             return None
         raise
+    note(key, found)
+    return found
+
+
+#: The record that a save has read or written last, by its path and identity.
+_known: Final[dict[tuple[str, Hashable], Record]] = {}
+
+
+def note(key: tuple[str, Hashable], found: Record) -> None:
+    """So that the next save need not read it; ``key`` was found before, or while nobody else could write."""
+    _known.clear()
+    _known[key] = found
+
+
+def key_of(directory: str) -> tuple[str, Hashable]:
+    """Path and identity of a record."""
+    path = os.path.join(directory, NAME)
+    return path, storage_of(directory).identity(path)
 
 
 def complete(directory: str, *, elsewhere: bool = False) -> Record | None:
@@ -147,29 +169,71 @@ def remove(directory: str) -> None:
     storage.remove_directory(directory)
 
 
+# -- The snapshot in memory of the host, beside what is on disk --------------------------------------------------------
+
+
+def in_memory(directory: str, *, elsewhere: bool = True) -> tuple[Record | None, str]:
+    """As ``complete``, of the snapshot of a directory; and where that lies."""
+    where = shared_memory.place(absolute(directory)) or ""
+    found = complete(where, elsewhere=elsewhere) if where else None
+    if found is not None:
+        shared_memory.seen.setdefault(where, "")
+    return found, where
+
+
+def newest_of(path: str, *, elsewhere: bool = False) -> tuple[float, str, Record] | None:
+    """The newest complete checkpoint that this host has of a directory, on disk and in memory: its time, place and record."""
+    both = (complete(path, elsewhere=elsewhere), path), in_memory(path, elsewhere=elsewhere)
+    return max(((one.time, where, one) for one, where in both if one is not None), default=None)
+
+
+def newest_place(path: object) -> str:
+    """Where the checkpoint lies that a load of a directory takes, as far as this host has it."""
+    directory = absolute(path)
+    found = newest_of(directory) if in_memory(directory)[0] else None
+    return directory if found is None else found[1]
+
+
+def free(directory: str, kept: str | None = None) -> None:
+    """On the first rank of each host: remove the snapshots of a directory and its series but that in one place, which are older.
+
+    A place without a record was left by a dead save; of the series, one that this process has not seen may be another job's.
+    """
+    own = shared_memory.place(directory)
+    root, name = os.path.split(directory)
+    alike = (os.path.join(root, one) for one in shared_memory.series(root) if _series(one) == _series(name))
+    for where in () if current().place.local_rank else {own, *map(shared_memory.place, alike)} - {None, kept}:
+        assert where is not None
+        if os.path.isdir(where) and (where == own or where in shared_memory.seen or not exists(where)):
+            with contextlib.suppress(CheckpointError, OSError):  # another job saves there
+                remove(where)
+                shared_memory.seen.pop(where, None)
+
+
 # -- Several checkpoints: the newest one, a second name for one, the oldest ones away ----------------------------------
-
-
-_NUMBER: Final = re.compile(r"\d+\Z")
 
 
 def check_keep(directory: str, keep: object) -> None:
     """Refuse a number that is none, or a directory whose older ones nobody can tell."""
     if type(keep) is not int or keep < 1:
         raise CheckpointError(f"keep={keep!r}: expected a number of checkpoints of at least 1")
-    if not _NUMBER.search(os.path.abspath(directory)):
+    if not NUMBER.search(os.path.abspath(directory)):
         raise CheckpointError(
             f"keep={keep}: the name of {directory!r} does not end in a number, so that its older ones are not known; save "
             "into directories such as 'ckpt/step-100'"
         )
 
 
+def _series(name: str) -> str:
+    return NUMBER.sub("", name)
+
+
 def prune(directory: str, keep: int) -> None:
     """Remove the oldest checkpoints of the series of ``directory``, but never that one itself."""
     root, name = os.path.split(directory)
-    series = _NUMBER.sub("", name)
+    series = _series(name)
     storage = storage_of(root)
-    others = [n for n in storage.names(root) if _NUMBER.sub("", n) == series and n not in (series, name)]
+    others = [n for n in storage.names(root) if _series(n) == series and n not in (series, name)]
     real = storage.real(root)
     paths = [os.path.join(root, n) for n in others if storage.real(os.path.join(real, n)) == os.path.join(real, n)]
     for path in _newest_first(paths, elsewhere=True)[keep - 1 :]:
@@ -199,7 +263,8 @@ def latest(root: str | os.PathLike[str], *, placement: Literal["shared", "host"]
     if placement == "host":
         return _latest_of_hosts(root)
     background.wait()
-    return next(iter(_newest_first(_candidates(named(root)))), None)
+    found = ((newest_of(path), path) for path in _candidates(named(root)))
+    return max(((one[0], path) for one, path in found if one), default=(0.0, None))[1]
 
 
 def check_placement(placement: object) -> None:
@@ -209,22 +274,24 @@ def check_placement(placement: object) -> None:
 
 
 def _candidates(path: str) -> list[str]:
-    """What may be checkpoints: a directory, and what is in it."""
+    """What may be checkpoints: a directory, and what is in it, on disk or in memory."""
+    held = shared_memory.series(absolute(path))
     try:
-        return [path, *(os.path.join(path, name) for name in storage_of(path).names(path))]
+        names = {*storage_of(path).names(path), *held}
     except (FileNotFoundError, NotADirectoryError):
-        return [path]
+        names = set(held)
     except OSError as error:  # there may be one
         raise CheckpointError(f"accel.latest: {explain(error)}") from error
+    return [path, *(os.path.join(path, name) for name in names)]
 
 
 @locked
 def _latest_of_hosts(root: str | os.PathLike[str]) -> str | None:
     def look() -> tuple[dict[str, Record], dict[str, Sight]]:
         background.wait()
-        looked = ((path, complete(path, elsewhere=True)) for path in _candidates(named(root)))
-        found = {path: one for path, one in looked if one is not None}
-        return found, {path: sight(path, one) for path, one in found.items()}
+        looked = ((path, newest_of(path, elsewhere=True)) for path in _candidates(named(root)))
+        found = {path: one[1:] for path, one in looked if one is not None}
+        return {path: one for path, (_, one) in found.items()}, {path: sight(*one) for path, one in found.items()}
 
     return newest(*exchange("accel.latest", look))
 
@@ -242,9 +309,10 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
     def act() -> None:
         background.wait()
         if rank() == 0:
-            _link(absolute(src), absolute(dst))
+            _link(newest_place(src), absolute(dst))
 
     on_every_rank("accel.link", act)
+    free(absolute(dst))
 
 
 def _link(src: str, dst: str) -> None:

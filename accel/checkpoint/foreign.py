@@ -133,9 +133,11 @@ def _unpickled(file: Any, name: str, inert: Sequence[str]) -> Any:
         objects: list[str] = []
         with contextlib.suppress(Exception):
             objects = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - set(inert))
+        if not objects:
+            raise CheckpointError(f"{name} is no file of torch.save with tensors and plain values only") from error
         raise CheckpointError(
-            f"{name} holds pickled objects, which could run code when they are read ({', '.join(objects[:5]) or error}): save "
-            "it again with tensors and plain values only"
+            f"{name} holds pickled objects, which could run code when they are read ({', '.join(objects[:5])}): save it again "
+            "with tensors and plain values only"
         ) from error
 
 

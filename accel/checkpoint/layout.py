@@ -7,6 +7,7 @@ segment has one set of holders; the segments of a set are dealt to its ranks so 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -29,6 +30,7 @@ from .transfer import is_remote, on_host
 
 #: A part of a tensor in the record: (first file, first element, elements per file, number of consecutive files).
 Part = tuple[int, int, int, int]
+_KEPT: Final = 8  # inventories of the last saves, and what is made of them
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
@@ -275,13 +277,14 @@ class Form:
     places: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Inventory:
     """The ranges on one rank; ``kinds`` has int64 columns: first element, number of elements, contents (0: not compared)."""
 
     form: Form
     kinds: torch.Tensor
 
+    @functools.lru_cache(_KEPT)  # noqa: B019 - few are kept
     def digests(self) -> tuple[str, str, str]:
         """Equal on ranks that have the same tensors; the same ranges of them; of those compared, the same contents."""
         table, places = self.form.table, self.form.places
@@ -338,22 +341,30 @@ def _transposed(columns: Sequence[tuple[int, ...]], rows: int) -> torch.Tensor:
 
 def make_inventory(ranges: Sequence[LocalRange], compare: bool) -> Inventory:
     """That of this rank; ``compare``: other ranks could have other values of what is not equal by what an engine does."""
+    listed = []
+    for one in ranges:
+        s, numel = one.shard, math.prod(shape_of(one.shard.box) if one.shard.box else one.shard.shape)
+        content = _content(s.tensor) if compare and s.tensor.numel() == numel and not one.equal else 0
+        listed.append(((s.name, NAMES[s.tensor.dtype], s.shape, s.box), numel, s.start, s.tensor.numel(), content))
+    return _listing(tuple(listed))
+
+
+@functools.lru_cache(_KEPT)
+def _listing(ranges: tuple[tuple[Row, int, int, int, int], ...]) -> Inventory:
+    """Where a save has the ranges of the one before, it has its inventory."""
     table: dict[tuple[str, Box], Row] = {}
     numbers: dict[tuple[str, Box], int] = {}
     columns: list[tuple[int, int, int, int]] = []
-    for one in ranges:
-        s = one.shard
-        if _SURROGATE.search(s.name):
-            raise CheckpointError(f"the tensor {s.name!r} of the state has a name that is no valid Unicode")
-        row, numel = (s.name, NAMES[s.tensor.dtype], s.shape, s.box), math.prod(shape_of(s.box) if s.box else s.shape)
-        inside = not s.box or all(0 <= a <= b <= n for (a, b), n in zip(s.box, s.shape, strict=True))
-        if table.setdefault((s.name, s.box), row) != row or s.start + s.tensor.numel() > numel or not inside:
+    for row, numel, start, count, content in ranges:
+        name, _, shape, box = row
+        if _SURROGATE.search(name):
+            raise CheckpointError(f"the tensor {name!r} of the state has a name that is no valid Unicode")
+        inside = not box or all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
+        if table.setdefault((name, box), row) != row or start + count > numel or not inside:
             raise CheckpointError(
-                f"two tensors of the state have the name {s.name!r}, or a range is outside of its tensor"
+                f"two tensors of the state have the name {name!r}, or a range is outside of its tensor"
             )
-        number = numbers.setdefault((s.name, s.box), len(numbers))
-        content = _content(s.tensor) if compare and s.tensor.numel() == numel and not one.equal else 0
-        columns.append((number, s.start, s.tensor.numel(), content))
+        columns.append((numbers.setdefault((name, box), len(numbers)), start, count, content))
     return inventory(list(table.values()), columns)
 
 
@@ -386,7 +397,7 @@ def content_there(tensor: torch.Tensor) -> int:
     return int(total)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """The tensors of a checkpoint, each with its dtype, shape and cuts, and which rank writes which range of their lines.
 
@@ -508,22 +519,29 @@ def _lowest(ranges: Ranges, content: torch.Tensor, num_tensors: int) -> Ranges:
     return ranges.select(~compared | (content == saved[ranges.tensor]))
 
 
-def write_items(rank: int, layout: Layout, ranges: Sequence[LocalRange]) -> list[WriteItem]:
-    """What one rank writes, from where it lies."""
+def write_items(rank: int, layout: Layout, own: Inventory, ranges: Sequence[LocalRange]) -> list[WriteItem]:
+    """What one rank writes, from where it lies; ``own`` is the inventory of the ranges."""
+    return [WriteItem(entry, ranges[at].shard.tensor, offset) for entry, at, offset in _written(rank, layout, own)]
+
+
+@functools.lru_cache(_KEPT)
+def _written(rank: int, layout: Layout, own: Inventory) -> list[tuple[Entry, int, int]]:
+    """Each entry, the number of the range that has it, and where it begins in that."""
     grids = {name: Grid(shape, cuts) for name, _, shape, cuts in layout.table if cuts}
-    places: dict[str, list[tuple[int, torch.Tensor]]] = {}
-    for s in (one.shard for one in ranges):
-        if s.tensor.numel():
-            first = s.start + (grids[s.name].first(s.box) if s.box else 0)
-            places.setdefault(s.name, []).append((first, s.tensor))
+    places: dict[str, list[tuple[int, int]]] = {}
+    starts, counts, _ = own.kinds.tolist()
+    for at, (number, kind) in enumerate(own.form.places.T.tolist()):
+        name, *_, box = own.form.table[number]
+        if counts[kind]:
+            places.setdefault(name, []).append((starts[kind] + (grids[name].first(box) if box else 0), at))
     for held in places.values():
-        held.sort(key=_START)
+        held.sort()
     found = []
     for number, start, count in layout.of(rank):
         name, dtype, shape, cuts = layout.table[number]
-        first, tensor = places[name][bisect_right(places[name], start, key=_START) - 1]
+        first, at = places[name][bisect_right(places[name], start, key=_START) - 1]
         entry = Entry(name, dtype, shape, start, count)
-        found.append(WriteItem(entry_of(entry, grids[name]) if cuts else entry, tensor, start - first))
+        found.append((entry_of(entry, grids[name]) if cuts else entry, at, start - first))
     return found
 
 

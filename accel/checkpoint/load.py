@@ -21,7 +21,7 @@ from ..errors import CheckpointError
 from ..process import current
 from ..process.control import locked, raise_together
 from ..shard import Manifest, Shard
-from . import folder, record
+from . import folder, record, shared_memory
 from .background import background
 from .export import choose
 from .failures import exchange, explain, on_every_rank
@@ -29,9 +29,9 @@ from .layout import digest
 from .match import Apply, Differences, Match, check_engines, check_objects, plain, report, unfit, value_tensors
 from .objects import ModuleObject, RankObject, StatefulObject, StateObject, TensorObject, engines_of
 from .placement import Placed, Sight, find, sight
-from .progress import log_end, progress_bar
+from .progress import Progress, log_end, progress_bar
 from .reader import Reader
-from .record import Stored
+from .record import Record, Stored
 from .safetensors import BY_NAME
 from .source import Checkpoint, is_weights_alone, open_checkpoint
 from .state import OF_VALUES, State
@@ -52,6 +52,9 @@ def load(
     progress: bool = True,
 ) -> dict[Any, Any]:
     """Fill ``state`` in place from the checkpoint in ``dir``, whatever world size and backend saved it. Collective.
+
+    A newer snapshot of ``dir`` in memory (``save(..., in_memory=True)``) is taken instead; where it is damaged or not whole, what
+    is on disk is, with a warning.
 
     Args:
         dir: the checkpoint's directory; or one with ``model.safetensors``, or with ``model.safetensors.index.json`` and the
@@ -74,30 +77,81 @@ def load(
     Raises:
         CheckpointError: the checkpoint is missing, damaged or of another format, or does not fit; on every rank.
     """
-    process, begin = current(), time.monotonic()
-    rank = process.place.rank
+    current()
     if check not in ("first", "stream"):
         raise CheckpointError(f"check={check!r}: expected 'first' or 'stream'")
-    with progress_bar("accel.load", shown=progress) as more, contextlib.ExitStack() as undo:
-        checkpoint, placed = _open(dir, state, (strict, check, convert))
+    with progress_bar("accel.load", shown=progress) as more:
+        try:
+            if (found := _snapshot(dir)) is not None:
+                return _load(*found, state, strict, convert, None, more)
+        except _UnusableSnapshot as error:
+            if current().place.rank == 0:
+                logger.warning("the newer snapshot in memory cannot be loaded, so what is on disk is: %s", error)
+        return _load(*_open(dir, state, (strict, check, convert)), state, strict, convert, check, more)
+
+
+@final
+class _UnusableSnapshot(CheckpointError):
+    """What memory has is damaged, or not whole. Nothing was changed."""
+
+
+def _snapshot(dir: str | os.PathLike[str]) -> tuple[Checkpoint, Placed] | None:
+    """What hosts have in memory, where it is newer than what is on disk; None where there is none. Collective."""
+
+    def look() -> tuple[Record | None, tuple[str, Sight | None]]:
+        background.wait()
+        directory = folder.absolute(dir)
+        found, where = folder.in_memory(directory)
+        on_disk = folder.present(directory) if found else None
+        if found is None or (on_disk is not None and on_disk.time > found.time):
+            return None, (folder.named(dir), None)
+        return found, (folder.named(dir), sight(where, found))
+
+    own, told = exchange("accel.load (memory)", look)
+    if not any(one for _, one in told) or len({name for name, _ in told}) > 1:
+        return None
+    try:
+        where = on_every_rank("accel.load (memory)", lambda: str(shared_memory.place(folder.absolute(dir), make=True)))
+        return _placed(where, find(where, own, [one for _, one in told]))
+    except CheckpointError as error:
+        raise _UnusableSnapshot(str(error)) from error
+
+
+def _load(
+    checkpoint: Checkpoint,
+    placed: Placed | None,
+    state: dict[Any, Any] | None,
+    strict: bool,
+    convert: bool,
+    check: str | None,  # None: of a snapshot, first, so that what is on disk can be taken instead
+    progress: Progress,
+) -> dict[Any, Any]:
+    process, begin = current(), time.monotonic()
+    rank = process.place.rank
+    with contextlib.ExitStack() as undo:
 
         def prepare() -> tuple[Loading, tuple[Differences, str, dict[str, str]]]:
             loading = Loading(checkpoint, state, undo, rank, stream=check == "stream", convert=convert)
             return loading, (loading.differences, *loading.objects())
 
         loading, told = exchange("accel.load", prepare)
-        loading.reader.progress = more
+        loading.reader.progress = progress
         report(checkpoint.directory, [differences for differences, *_ in told], strict, rank)
         check_objects([objects for _, objects, _ in told])
         check_engines("accel.load", [engines for *_, engines in told])
         host = socket.gethostname()
-        if placed is not None:
-            host = placed.fetch(checkpoint.directory, loading.files())
-        if check == "first" and checkpoint.headers is None:
-            verify_needed(loading.reader, checkpoint.record, loading.needs(), process.place, host)
+        try:
+            if placed is not None:
+                host = placed.fetch(checkpoint.directory, loading.files())
+            if check != "stream" and checkpoint.headers is None:
+                verify_needed(loading.reader, checkpoint.record, loading.needs(), process.place, host)
+        except CheckpointError as error:
+            if check is not None:
+                raise
+            raise _UnusableSnapshot(str(error)) from error
         on_every_rank("accel.load (the values)", loading.decode)
         undo.pop_all()
-        result = on_every_rank("accel.load", loading.apply)
+        result: dict[Any, Any] = on_every_rank("accel.load", loading.apply)
     loading.filled()
     log_end(checkpoint.directory, "loaded", sum(one.tensor.nbytes for one in loading.needs()), begin)
     return result if state is None else state
@@ -164,7 +218,10 @@ def _open_placed(directory: str, found: Checkpoint | None, seen: Sequence[Sighti
             f"accel.load: the ranks name different directories ({', '.join(sorted(names))}); accel.latest(root, "
             "placement='host') gives all the same"
         )
-    placed = find(directory, None if found is None else found.record, [one.sight for one in seen])
+    return _placed(directory, find(directory, None if found is None else found.record, [one.sight for one in seen]))
+
+
+def _placed(directory: str, placed: Placed) -> tuple[Checkpoint, Placed]:
     objects = check_record(placed.record, os.path.join(directory, record.NAME))
     return Checkpoint(directory, placed.record, placed.digits, objects), placed
 
@@ -224,7 +281,7 @@ class Loading:
             own = one.name
             tensors = {"": self.found.tensors[own]} if own in self.found.tensors else {}
         else:
-            own = f"{one.name}/"
+            own = f"{one.prefix(node)}/"
             tensors = {name[len(own) :]: t for name, t in self.found.tensors.items() if name.startswith(own)}
         stored_as = {}
         if isinstance(one, ModuleObject):

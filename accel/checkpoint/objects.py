@@ -32,6 +32,8 @@ class LocalRange:
     shard: Shard
     equal: bool
     kind: str = ""
+    #: The shard is a copy, of which the mean over the ranks is saved.
+    mean: bool = False
 
 
 #: The files of a rank, by the ends of their names. One that holds just what an earlier file holds is linked, so that what may
@@ -56,6 +58,8 @@ class StateObject:
     divided: ClassVar[str] = ""
     #: The engine that must hear that its slots were filled.
     engine: Engine | None = None
+    #: Another object that belongs to it, with a node in its node.
+    outer: StateObject | None = None
 
     def __init__(self, name: str, path: str) -> None:
         self.name = name
@@ -66,6 +70,10 @@ class StateObject:
     def ranges(self) -> Iterator[LocalRange]:
         """The ranges that lie on this rank. Local."""
         return iter(())
+
+    def prefix(self, node: Mapping[str, Json] | None = None) -> str:
+        """What the names of this rank's tensors begin with; in a checkpoint where its node is given."""
+        return self.name
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         """The rest of its node, as this rank knows it. Local."""
@@ -106,7 +114,7 @@ class StateObject:
 
     def local_range(self, own: Shard, equal: bool, kind: str = "") -> LocalRange:
         """Of one of its shards, which gets the name that it has in the checkpoint."""
-        return LocalRange(Shard(f"{self.name}/{own.name}", own.shape, own.start, own.tensor, own.box), equal, kind)
+        return LocalRange(Shard(f"{self.prefix()}/{own.name}", own.shape, own.start, own.tensor, own.box), equal, kind)
 
 
 def engines_of(objects: Iterable[StateObject]) -> dict[str, str]:
@@ -224,8 +232,12 @@ class ModuleObject(StateObject):
             equal.update(s.name for s in shards)  # each buffer lies on one rank
         frozen = {n for n, p in parameters.items() if not p.requires_grad}
         still = "-still" if engine is not None or len(frozen) < len(parameters) else "-apart"
+        apart = () if engine is None else {p.data_ptr() for p in engine.holdings.apart().values()}
         for s in shards:
-            yield self.local_range(s, s.name in equal, still if s.name in frozen else "")
+            if s.tensor.data_ptr() in apart:
+                yield replace(self.local_range(replace(s, tensor=s.tensor.clone()), True), mean=True)
+            else:
+                yield self.local_range(s, s.name in equal, still if s.name in frozen else "")
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         names = {id(part): name for name, part in shard.extra_modules(self._holdings.module).items()}
@@ -282,6 +294,16 @@ class OptimizerObject(StateObject):
             )
         self._parameters = {self._names[id(p)]: p for p in held}
         self._holdings = shard.Raw(None, self._names) if engine is None else engine.holdings
+        #: Every rank has state of its own; rank 0's is what others see.
+        self._own = engine is not None and engine.distributed and engine.holdings.own_state
+        self._rank = engine.process.place.rank if engine is not None and self._own else 0
+        if engine is not None and (found := engine.holdings.outer(optimizer)) is not None:
+            self.outer = OptimizerObject(f"{name}%outer", f"{path} (outer)", found[0], None, found[1])
+            self.node["outer"] = self.outer.node
+
+    def prefix(self, node: Mapping[str, Json] | None = None) -> str:
+        rank = self._rank if node is None else self._rank % max(1, len(node.get("ranks", "")))
+        return f"{self.name}%{rank}" if rank else self.name
 
     def ranges(self) -> Iterator[LocalRange]:
         frozen = self._frozen()
@@ -294,16 +316,31 @@ class OptimizerObject(StateObject):
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         values, engine = self._holdings.values(self.optimizer), self.engine
+        encoder = Encoder(None) if self._own else encoder  # the tensors of one rank's values are unknown to the others
+        state = {n: encoder.encode(s, place(f"{self.path}.state", n)) for n, s in values["state"].items()}
+        ranks = {"ranks": {str(self._rank): state}} if self._own else {}
         return {
             "class": type(self.optimizer).__name__,
             "named": self._named,
             "groups": [
                 encoder.encode(g, place(f"{self.path}.param_groups", i)) for i, g in enumerate(values["groups"])
             ],
-            "state": {n: encoder.encode(s, place(f"{self.path}.state", n)) for n, s in values["state"].items()},
+            "state": state,
             "frozen": sorted(self._frozen()),
             "scale": [*engine.loss_scale.state()] if engine is not None and engine.precision.scaled else None,
+            **ranks,
         }
+
+    def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
+        if "ranks" not in values[0]:
+            return super().merge(values)
+        return {**values[0], "ranks": {rank: state for value in values for rank, state in value["ranks"].items()}}
+
+    def _state(self, node: Mapping[str, Json]) -> dict[str, Json]:
+        """The state that this rank takes."""
+        ranks = node.get("ranks", {})
+        found: dict[str, Json] = ranks[str(self._rank % len(ranks))] if ranks else node["state"]
+        return found
 
     def _renamed(self, node: Mapping[str, Json]) -> dict[str, str]:
         """Saved names to those of this optimizer: by name where both have some, else by position."""
@@ -323,12 +360,18 @@ class OptimizerObject(StateObject):
         # Those frozen need not be in a group: accel 0.1.0 wrote the names of all that the model had frozen.
         if not all(isinstance(name, str) for name in (*names, *node["frozen"])):
             raise ValueError("the name of a parameter is no text")
-        if not names.issuperset(node["state"]):
+        ranks = node.get("ranks", {})
+        if ranks.keys() != {str(i) for i in range(len(ranks))}:
+            raise ValueError(f"an optimizer has state of the ranks {', '.join(ranks)}")
+        states = [node["state"], *ranks.values()]
+        if "outer" in node:
+            cls.check(node["outer"])
+        if not all(names.issuperset(state) for state in states):
             raise ValueError("an optimizer has state of parameters that are in no group")
         scale = node.get("scale")
         if scale is not None and [type(n) for n in scale] != [float, int]:
             raise ValueError(f"the loss scale is {scale!r}")
-        if not all(isinstance(state, dict) for state in node["state"].values()):
+        if not all(isinstance(one, dict) for state in states for one in state.values()):
             raise ValueError("an optimizer's state is not as accel writes it")
 
     def problem(self, node: Mapping[str, Json]) -> str:
@@ -367,14 +410,16 @@ class OptimizerObject(StateObject):
 
     @classmethod
     def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
-        return [*node["groups"], *node["state"].values()]
+        ranks = [state for states in node.get("ranks", {}).values() for state in states.values()]
+        outer = cls.encoded(node["outer"]) if "outer" in node else []
+        return [*node["groups"], *node["state"].values(), *ranks, *outer]
 
     def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
         renamed = self._renamed(node)
         groups = [decoder.decode(group) for group in node["groups"]]
         values = {
             "groups": [{**group, "params": [renamed[name] for name in group["params"]]} for group in groups],
-            "state": {renamed[name]: decoder.decode(state) for name, state in node["state"].items()},
+            "state": {renamed[name]: decoder.decode(state) for name, state in self._state(node).items()},
         }
         self._holdings.fill(self.optimizer, values)
         if self.engine is not None and self.engine.precision.scaled and node.get("scale") is not None:

@@ -29,6 +29,7 @@ from .failures import exchange, on_every_rank
 from .record import Record
 from .safetensors import memory
 from .shards import Written
+from .shared_memory import place
 from .storage import Write, storage_of
 
 logger = logging.getLogger("accel")
@@ -115,11 +116,12 @@ class Sight(NamedTuple):
 
 
 def sight(directory: str, found: Record) -> Sight:
-    """Of the checkpoint with this record."""
-    storage, whole = storage_of(directory), 0
-    for number, file in enumerate(found.files):
-        with contextlib.suppress(OSError):
-            whole |= (storage.size(os.path.join(directory, file.name)) == file.size) << number
+    """Of the checkpoint with this record; its files may be in memory, too."""
+    whole = 0
+    for where in filter(None, (directory, place(directory))):
+        for number, file in enumerate(found.files):
+            with contextlib.suppress(OSError):
+                whole |= (storage_of(where).size(os.path.join(where, file.name)) == file.size) << number
     return Sight(found.id, found.time, len(found.files), whole)
 
 

@@ -41,15 +41,16 @@ MAX_BYTES: Final = 1 << 30
 _newest = 0.0
 
 
-def later_than(time: float) -> None:
-    """Note the time of a record."""
+def later_than(time: float) -> float:
+    """Note the time of a record; returns that of the newest."""
     global _newest
     _newest = max(_newest, time)
+    return _newest
 
 
 def next_time() -> float:
     """Of a new one."""
-    return max(time.time(), _newest + 1e-3)
+    return later_than(max(time.time(), _newest + 1e-3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +192,10 @@ def _is_whole(first: bytes, rest: Iterable[bytes | memoryview]) -> bool:
 def _absent(directory: str) -> str:
     storage = storage_of(directory)
     if not storage.is_directory(directory):
-        what = "is a file" if storage.exists(directory) else "does not exist"
-        return f"{directory} {what}; expected the directory of a checkpoint that accel.save wrote"
+        file = storage.exists(directory)
+        what = "is a file" if file else "does not exist"
+        advice = "; accel.import_checkpoint makes one of a file of torch.save" if file else ""
+        return f"{directory} {what}; expected the directory of a checkpoint that accel.save wrote{advice}"
     try:
         names = sorted(storage.names(directory))
     except OSError as error:

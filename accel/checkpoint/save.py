@@ -17,9 +17,10 @@ from typing import Any, Final, Literal, NamedTuple, final
 import torch
 
 from ..errors import CheckpointError, is_url
+from ..gradients.average import average_ranks_
 from ..process import current
-from ..process.control import locked
-from . import folder, record, shards
+from ..process.control import Waiting, locked
+from . import folder, record, shards, shared_memory
 from .background import Pace, Words, background
 from .failures import exchange, explain, on_every_rank
 from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, unpack, write_items
@@ -46,6 +47,7 @@ def save(
     filter: Callable[[str], bool] | None = None,
     placement: Literal["shared", "host"] = "shared",
     replicas: int = 0,
+    in_memory: bool = False,
     progress: bool = True,
 ) -> Future[None] | None:
     """Write a checkpoint of ``state`` into ``dir``, from one moment to the next. Collective.
@@ -60,9 +62,10 @@ def save(
         keep: afterwards remove older checkpoints next to ``dir`` with the same name up to its number
             (``step-100``, ``step-200``), so that the newest ``keep`` are left.
         filter: tells by a tensor's name (``"model/head.weight"``) whether it is saved; an optimizer's always are.
-        placement: "host" where ``dir`` is on each host's own disk: what its ranks write stays there, and a load finds each file
-            on the host that has it.
-        replicas: with ``placement="host"``, on how many other hosts each file is as well, so that it outlives a lost host.
+        placement: "host" where ``dir`` is on each host's own disk: its ranks' files stay there, where a load finds them.
+        in_memory: put it into the hosts' shared memory, in place of the last such save; what is on disk stays. A load of ``dir``
+            finds it there until a save to disk, which frees it, or a new start of the host.
+        replicas: with these two, on how many other hosts each file is as well, so that it outlives a lost host.
         progress: show a bar on rank 0, where that has a terminal or a notebook, it takes over two seconds and tqdm is
             installed; ``ACCEL_QUIET=1`` shows none.
 
@@ -71,33 +74,42 @@ def save(
         rename or remove ``dir``.
 
     Raises:
-        CheckpointError: something cannot be stored (nothing is written), another job saves there, or the disk fails;
+        CheckpointError: something cannot be stored (nothing is written), another job saves there, or the disk or memory fails;
             also where the background save before this one failed. On every rank.
     """
     process = current()
+    options = (wait, keep, placement, replicas, in_memory)
 
     def prepare() -> tuple[Contents, tuple[str, tuple[object, ...], Summary]]:
         background.settle()
         directory = folder.named(dir)
-        _check_options(directory, wait, keep, placement, replicas)
+        _check_options(directory, *options)
         contents = contents_of(state, filter, process.place.world_size)
-        return contents, (directory, (wait, keep, placement, replicas), contents.summary(process.place.rank))
+        contents.place(folder.absolute(dir), in_memory)
+        return contents, (directory, options, contents.summary(process.place.rank))
 
     contents, told = exchange("accel.save", prepare)
     _check_equal(told)
-    directory = folder.absolute(dir)
-    disks = find_disks(directory, folder.present) if placement == "host" else None
+    contents.average()
+    disks = find_disks(contents.directory, folder.present) if placement == "host" or in_memory else None
     with contextlib.ExitStack() as resources:
-        writer = _begin(directory, disks, contents, [summary for *_, summary in told], resources, keep, not wait)
+        writer = _begin(disks, contents, [summary for *_, summary in told], resources, keep, not wait)
         if wait:
             _finish(writer, disks, replicas, progress)
             return None
-        words = Words(process, writer.save, directory)
-        return background.start(functools.partial(writer.finish_alone, words), resources.pop_all())
+        words = Words(process, writer.save, contents.directory)
+        return background.start(functools.partial(writer.finish_alone, words, disks), resources.pop_all())
+
+
+@functools.cache
+def _look(directory: str) -> None:
+    """What this process saves there shall be later than what is there, whatever the clocks of those that saved it."""
+    for where in filter(None, (shared_memory.place(directory), directory)):
+        with contextlib.suppress(OSError, CheckpointError):
+            folder.present(where)
 
 
 def _begin(
-    directory: str,
     disks: Disks | None,
     contents: Contents,
     summaries: Sequence[Summary],
@@ -110,11 +122,11 @@ def _begin(
     first, saves = (0, ()) if disks is None else (disks.leaders[rank], disks.saves)
 
     def begin() -> tuple[Claim | None, SaveMessage]:
-        claim = folder.begin(directory, resources, saves) if rank == first else None
+        claim = folder.begin(contents.directory, resources, saves) if rank == first else None
         return claim, contents.message(summaries, rank)
 
     claim, messages = exchange("accel.save (the directory)", begin)
-    plan = functools.partial(Writer, directory, claim, contents, messages, rank, keep, copy)
+    plan = functools.partial(Writer, contents.directory, claim, contents, messages, rank, keep, copy)
     return on_every_rank("accel.save (the plan)", plan)
 
 
@@ -125,8 +137,8 @@ def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> Non
             raise CheckpointError(f"accel.save: rank 0 saves into {told[0][0]!r}, and rank {rank} into {directory!r}")
         if options != told[0][1]:
             raise CheckpointError(
-                f"accel.save: wait, keep, placement and replicas are {told[0][1]} on rank 0, and {options} on rank {rank}; give "
-                "every rank the same"
+                f"accel.save: wait, keep, placement, replicas and in_memory are {told[0][1]} on rank 0, and {options} on rank "
+                f"{rank}; give every rank the same"
             )
         if summary.structure != told[0][2].structure:
             raise CheckpointError(
@@ -135,7 +147,9 @@ def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> Non
             )
 
 
-def _check_options(directory: str, wait: bool, keep: int | None, placement: str, replicas: object) -> None:
+def _check_options(
+    directory: str, wait: bool, keep: int | None, placement: str, replicas: object, in_memory: bool
+) -> None:
     if keep is not None:
         folder.check_keep(directory, keep)
     folder.check_placement(placement)
@@ -143,11 +157,13 @@ def _check_options(directory: str, wait: bool, keep: int | None, placement: str,
         raise CheckpointError(
             f"placement='host' of {directory}: all hosts see a store; leave it out, or give a directory"
         )
-    if type(replicas) is not int or replicas < 0 or (replicas and placement == "shared"):
-        raise CheckpointError(f"replicas={replicas!r}: expected a number of hosts, with placement='host'")
-    if placement == "host" and not wait:
+    if type(replicas) is not int or replicas < 0 or (replicas and placement == "shared" and not in_memory):
         raise CheckpointError(
-            "placement='host' with wait=False: the ranks send copies to other hosts together, which no thread may do; wait"
+            f"replicas={replicas!r}: expected a number of hosts, with placement='host' or in_memory=True"
+        )
+    if replicas and not wait:
+        raise CheckpointError(
+            f"replicas={replicas} with wait=False: the ranks send copies to other hosts together, which no thread may do; wait"
         )
 
 
@@ -158,6 +174,7 @@ def _finish(writer: Writer, disks: Disks | None, replicas: int, shown: bool) -> 
         on_every_rank("accel.save (the record)", functools.partial(writer.commit, written))
     else:
         _commit_placed(writer, written, disks, replicas)
+    writer.ended()
 
 
 def _written_by_all(writer: Writer, shown: bool) -> list[Files]:
@@ -242,6 +259,8 @@ class Contents:
         layouts: who writes what of each, once it is known; this rank's part alone, but on rank 0.
         plan: a name for these.
         own_of_all: every rank's ``own``, likewise.
+        directory: where the files go.
+        snapshot_of: the directory to which they belong, where that is in memory.
     """
 
     values: dict[str, Json]
@@ -253,10 +272,26 @@ class Contents:
     layouts: Sequence[Layout] = ()
     plan: str = ""
     own_of_all: list[dict[str, Json]] = field(default_factory=list)
+    directory: str = ""
+    snapshot_of: str = ""
+
+    def place(self, directory: str, in_memory: bool) -> None:
+        """Find out where the files go."""
+        if current().place.rank == 0:
+            _look(directory)
+        self.directory = directory
+        if in_memory:
+            self.directory, self.snapshot_of = str(shared_memory.place(directory, make=True)), directory
+
+    def average(self) -> None:
+        """Make what is saved as the ranks' mean: of copies, where they train apart. Collective."""
+        process = current()
+        with Waiting(process, "accel.save"):
+            average_ranks_([one.shard.tensor for part in self.ranges for one in part if one.mean], process)
 
     def summary(self, rank: int) -> Summary:
         """What the ranks compare before they send more."""
-        compared = [one.shard.name for ranges in self.ranges for one in ranges if not one.equal]
+        compared = [one.shard.name for ranges in self.ranges for one in ranges if one.mean or not one.equal]
         structure = [[(one.name, one.kind) for one in self.objects], sorted(compared)]
         digests = [one.digests() for one in self.inventories]
         return Summary(
@@ -384,9 +419,10 @@ class Writer:
         self._before: Sequence[str] = ()  # what was there before the commit; others may save there afterwards
         self._begin = time.monotonic()
         self._sent = False  # whether the record is on its way to a store, and may arrive after it was given up
+        self._placed = False  # whether another host may have it already
         contents.complete(messages, rank)
         self._storage.make(directory)  # a host may not have heard yet that rank 0 made it
-        items = list(map(functools.partial(write_items, rank), contents.layouts, contents.ranges))
+        items = list(map(functools.partial(write_items, rank), contents.layouts, contents.inventories, contents.ranges))
         self._linked: list[Written | None] = [None] * len(KINDS)
         for which, (kind, name) in enumerate(zip(KINDS, self._names(), strict=True)):
             # What is on disk already is linked. A look at what changes after all is cheaper than comparing its values.
@@ -450,11 +486,21 @@ class Writer:
             return
         log_end(self.directory, "saved", new.nbytes, self._begin)
         try:
+            if self._claim.exclusive:
+                folder.note(folder.key_of(self.directory), new)
             self._sweep(new, self._before)
-            if self._keep is not None:
+            if self._keep is not None and not self._contents.snapshot_of:
                 folder.prune(self.directory, self._keep)
         except (OSError, CheckpointError) as error:
             logger.warning("%s is saved, but older files could not be removed: %s", self.directory, explain(error))
+
+    def ended(self) -> None:
+        """Each rank, once it knows that the save is done: what is in memory beside it is not needed any more."""
+        if not (snapshot_of := self._contents.snapshot_of):
+            folder.free(self.directory)
+            return
+        shared_memory.seen[self.directory] = "" if current().place.local_rank else snapshot_of
+        folder.free(snapshot_of, self.directory)
 
     def _check_visible(self, new: Record) -> None:
         try:
@@ -487,40 +533,61 @@ class Writer:
 
     # -- in the background: without collectives ---------------------------------------------------------------------
 
-    def finish_alone(self, words: Words, pace: Pace) -> None:
+    def finish_alone(self, words: Words, disks: Disks | None, pace: Pace) -> None:
         """Write, and commit once all ranks have written; all know how it ended, and raise any rank's failure. In a thread."""
+        if disks is None:
+            self._round(words, "done", lambda: self.write(pace), self.commit)
+        else:
+            content = self._round(words, "record", lambda: self.write(pace), functools.partial(self._named, disks))
+            self._placed = True
+            self._round(words, "done", lambda: self.put(content.encode()), lambda _: None)
+            self.committed(record.parse(content.encode(), self.directory)[0])
+        self.ended()
+
+    def _named(self, disks: Disks, written: Sequence[Files]) -> str:
+        return encode(self.record(written, disks.copies(written, 0)[1])).decode()
+
+    def _round(
+        self, words: Words, name: str, act: Callable[[], Files | None], conclude: Callable[[list[Files]], Any]
+    ) -> Any:
+        """Act on every rank, then conclude on rank 0, and return what that gives. All raise any rank's failure."""
         failure: Exception | None = None
         files: Files = (None,) * len(KINDS)
+        found = None
         try:
-            files = self.write(pace)
+            files = act() or files
             if self._rank == 0:
-                self.commit([files, *(_written(words.read(rank)) for rank in range(1, self._world))])
+                found = conclude([files, *(_written(words.read(rank, name)) for rank in range(1, self._world))])
         except Exception as error:
             failure = error
-            if self._rank == 0:
+            if self._rank == 0 and not self._placed:
                 self._clean()
         if self._world > 1:
-            end = self._tell(words, files, failure)
+            told = [None if file is None else [file.name, file.size, file.header] for file in files]
+            end = self._tell(words, name, {"files": told, "found": found}, failure)
             if end["error"] and self._rank:
                 # What went wrong here may follow from the end of the save, which removes files.
                 if not end.get("stands", True):
                     self.discard()
                 raise CheckpointError(end["error"]) from failure
+            found = end["found"]
         if failure is not None:
             raise failure
+        return found
 
-    def _tell(self, words: Words, files: Files, failure: Exception | None) -> Mapping[str, Any]:
-        """Tell what this rank has done, and hear from rank 0 how the save has ended, as every rank does."""
+    def _tell(self, words: Words, name: str, told: dict[str, Any], failure: Exception | None) -> Mapping[str, Any]:
+        """Tell what this rank has done, and hear from rank 0 how that has ended, as every rank does."""
         error = ""
         if failure is not None:
             error = f"rank {self._rank}: {explain(failure)}" if self._rank else explain(failure)
-        told = [None if file is None else [file.name, file.size, file.header] for file in files]
+        stands = failure is None or self._placed or self._stands()
         try:
-            words.tell({"error": error, "files": told, "stands": failure is None or self._stands()})
-            end = words.read(0)
+            words.tell({"error": error, "stands": stands, **told}, name)
+            end = words.read(0, name)
         except (OSError, CheckpointError) as lost:
             raise failure or lost from None
-        words.finish()
+        if name == "done" or end["error"]:
+            words.finish()
         return end
 
 

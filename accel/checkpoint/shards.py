@@ -14,7 +14,7 @@ import xxhash
 
 from .progress import Progress
 from .safetensors import CHUNK, DIGITS, ITEM_BYTES, Entry, build_header, chunks_of, is_lazy, memory, resolve
-from .storage import Write, storage_of
+from .storage import MEMORY, Write, storage_of
 from .transfer import PIECE, on_host
 
 _WRITE: Final = 1 << 20  # bytes that are hashed, and then written while they are in the caches
@@ -173,18 +173,18 @@ _REMEMBERED: Final = 16
 
 @final
 class EarlierFiles:
-    """Files of earlier saves, by the checksums of their headers, which hold those of all that is in them."""
+    """Files of earlier saves, in memory or not, by the checksums of their headers, which hold those of all that is in them."""
 
     def __init__(self) -> None:
-        self._files: dict[tuple[str, ...], tuple[str, int, Hashable]] = {}
+        self._files: dict[tuple[bool, tuple[str, ...]], tuple[str, int, Hashable]] = {}
         #: By the names of several tensors, where they lay, and how often they had been written to.
         self._versions: dict[str, list[tuple[int, int]]] = {}
 
     def remember(self, directory: str, written: Written) -> None:
         """Note a file that can be linked next time."""
         path = os.path.join(directory, written.name)
-        self._files.pop(written.header, None)
-        self._files[written.header] = path, written.size, storage_of(path).identity(path)
+        self._files.pop(key := (path.startswith(MEMORY), written.header), None)
+        self._files[key] = path, written.size, storage_of(path).identity(path)
         while len(self._files) > _REMEMBERED:
             self._files.pop(next(iter(self._files)))
 
@@ -194,7 +194,7 @@ class EarlierFiles:
             return None
         items = _arranged(items)
         header = checksums_of(_header(items, _stream(items, None)))
-        old, size, identity = self._files.get(header, ("", 0, None))
+        old, size, identity = self._files.get((directory.startswith(MEMORY), header), ("", 0, None))
         path, storage = os.path.join(directory, name), storage_of(directory)
         # Where it is gone, was changed, or cannot be linked from there, the tensors are written again.
         with contextlib.suppress(OSError):

@@ -93,7 +93,10 @@ class State:
 
     def __init__(self, state: Any) -> None:
         if not isinstance(state, dict):
-            raise CheckpointError(f"expected the state as a dict, found a {type(state).__name__}")
+            raise CheckpointError(
+                f"expected the state as a dict, found a {type(state).__name__}: a dict names what is in it, as in "
+                'accel.save({"model": model, "optimizer": optimizer}, dir)'
+            )
         self.state = state
         self._holders = _holders(state)
         # For the names of raw optimizers' parameters.
@@ -166,9 +169,10 @@ class State:
             if depth > DEPTH:
                 raise CheckpointError(f"{path}: nested more than {DEPTH} levels deep, or a container that holds itself")
             if is_object(value):
-                objects.append(self.object_of(value, name, path))
+                one = self.object_of(value, name, path)
+                objects.extend([one] if one.outer is None else [one, one.outer])
                 _take_name(paths, name, path)
-                return objects[-1].node
+                return one.node
             if not self.holds_object(value):
                 return encoder.encode(value, path)
             parts = {

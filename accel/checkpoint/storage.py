@@ -148,6 +148,7 @@ def check_size(path: str, found: int, written: int) -> None:
 
 RECORD: Final = "accel.json"
 LOCK: Final = ".accel.lock"
+MEMORY: Final = "/dev/shm"  # a file system that lies in memory
 _WRITE: Final = 8 << 20  # bytes of small parts that are written together
 _SMALL: Final = 256 << 10  # bytes that are copied rather than written by a call of their own
 _MAX_VECTORS: Final = 512

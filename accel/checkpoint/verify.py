@@ -81,9 +81,9 @@ def verify(dir: str | os.PathLike[str], *, progress: bool = True) -> None:
     Raises:
         CheckpointError: names what is missing, damaged or nonsense.
     """
-    directory = folder.absolute(dir)
 
     def act(rank: int, world: int) -> None:
+        directory = folder.newest_place(dir)
         with progress_bar("accel.verify", shown=progress) as more:
             compare_all(directory, rank, world, more)
 

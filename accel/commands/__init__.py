@@ -17,3 +17,11 @@ class Command(NamedTuple):
 
     run: Callable[[argparse.Namespace], int]
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+
+
+def whole_number(text: str) -> int:
+    """An argument's type."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number, found {text!r}") from None

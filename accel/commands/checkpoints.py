@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,10 @@ from ..checkpoint.safetensors import BY_NAME, ITEM_BYTES
 from ..checkpoint.source import STEMS
 from ..checkpoint.values import TAG
 from ..checkpoint.verify import compare_all
-from ..memory import new_figure, write_figure
+from ..engines.base.memory import human
+from ..errors import CheckpointError
+from ..memory import scale
+from ..plots import COLOURS, Panel, save_panels
 from . import Command
 
 # -- convert -----------------------------------------------------------------------------------------------------------
@@ -64,7 +68,10 @@ def _diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _tolerance(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number from 0 on, found {text!r}")
     return value
@@ -75,7 +82,7 @@ def diff(args: argparse.Namespace) -> int:
 
     World size and backend of the jobs that saved them make no difference.
     """
-    args.first, args.second = folder.absolute(args.first), folder.absolute(args.second)
+    args.first, args.second = folder.newest_place(args.first), folder.newest_place(args.second)
     (first, _), (second, _) = read(args.first), read(args.second)
     lines = [*_tensors(args, first, second), *_values(first.values, second.values, "state")]
     for rank, (one, other) in enumerate(zip(first.ranks, second.ranks, strict=False)):
@@ -153,7 +160,7 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export(args: argparse.Namespace) -> int:
     """Write a model of a checkpoint as safetensors files for transformers, vLLM and diffusers."""
-    planned = plan_export(folder.absolute(args.directory), args.name, args.max_shard_size, args.dtype)
+    planned = plan_export(folder.newest_place(args.directory), args.name, args.max_shard_size, args.dtype)
     out = folder.absolute(args.out)
     with progress_bar("export", planned.nbytes) as progress:
         on_running_ranks(
@@ -189,24 +196,17 @@ def save_picture(record: Record, title: str, path: str | os.PathLike[str]) -> Pa
     """A bar for each file, in parts for the objects of the state; the form is by the suffix."""
     files = file_bytes(record)[:_FILES]
     leaves = list(dict.fromkeys(leaf for file in files for leaf in file))
-    labels = [file.name for file in record.files[: len(files)]]
-    figure = new_figure(path, 9, 1.6 + 0.32 * max(len(files), 1))
-    axes = figure.subplots()
-    starts = [0.0] * len(files)
-    for group in (*((leaf,) for leaf in leaves[:_OBJECTS]), tuple(leaves[_OBJECTS:])):
-        sizes = [sum(file.get(leaf, 0) for leaf in group) / 2**20 for file in files]
-        if any(sizes):
-            axes.barh(labels, sizes, left=starts, label=group[0] if len(group) == 1 else f"{len(group)} more")
-        starts = [start + size for start, size in zip(starts, sizes, strict=True)]
-    axes.invert_yaxis()
-    axes.set_xlabel("MiB")
-    more = len(record.files) - len(files)
-    axes.set_title(
-        f"{title}: {len(record.files)} files{f', the first {len(files)} of them' if more else ''}", fontsize=10
-    )
-    if leaves:
-        figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
-    return write_figure(figure, path)
+    shown = {leaf: leaf if i < _OBJECTS else f"{len(leaves) - _OBJECTS} more" for i, leaf in enumerate(leaves)}
+    unit, size = scale(max((sum(file.values()) for file in files), default=0))
+    bars = []
+    for stored, file in zip(record.files, files, strict=False):
+        sizes: dict[str, float] = {}
+        for leaf, nbytes in file.items():
+            sizes[shown[leaf]] = sizes.get(shown[leaf], 0) + nbytes / size
+        bars.append((stored.name, sizes, human(sum(file.values()))))
+    more = f", the first {len(files)} of them" if len(record.files) > len(files) else ""
+    title = f"{title}: {len(record.files)} file{'s' * (len(record.files) != 1)}{more}"
+    return save_panels([Panel(title, unit, {"": bars}, dict(zip(shown.values(), COLOURS, strict=False)))], path)
 
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
@@ -250,13 +250,15 @@ def inspect(args: argparse.Namespace) -> int:
     Reads the record only; `verify` compares the bytes.
     """
     directory = folder.latest(args.directory) or args.directory
-    record, _ = read(folder.absolute(directory))
+    place = folder.newest_place(directory)
+    record, _ = read(place)
     if args.values:
         print(json.dumps(record.values, indent=2))
         return 0
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.time))
     print(
         f"{directory}: saved {when} by {record.world_size} processes, {record.nbytes:,} bytes in {len(record.files)} files"
+        f"{'' if place == folder.absolute(directory) else f' in memory, {place}'}"
     )
     for file, parts in zip(record.files, file_bytes(record), strict=True):
         print(f"  {file.name}  {file.size:,} bytes: {', '.join(f'{leaf} {size:,}' for leaf, size in parts.items())}")
@@ -282,13 +284,19 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Compare every byte of a checkpoint with its checksums."""
+    """Compare every byte of checkpoints with their checksums; the exit status is 1 if any is not as it was written."""
+    status = 0
     for directory in args.directory:
-        path = folder.absolute(directory)
-        with progress_bar("verify", read(path)[0].nbytes) as progress:
-            on_running_ranks("accel.verify", functools.partial(compare_all, path, progress=progress))
-        print(f"{directory}: every byte is as it was written")
-    return 0
+        try:
+            path = folder.newest_place(directory)
+            with progress_bar("verify", read(path)[0].nbytes) as progress:
+                on_running_ranks("accel.verify", functools.partial(compare_all, path, progress=progress))
+        except CheckpointError as error:
+            print(f"accel verify: {error}", file=sys.stderr)
+            status = 1
+        else:
+            print(f"{directory}: every byte is as it was written")
+    return status
 
 
 COMMANDS = {

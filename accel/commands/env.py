@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator
 
@@ -18,13 +19,13 @@ from ..process.devices import available
 from ..process.environments import detect
 from . import Command
 
-_PACKAGES = ("cloudpickle", "numpy", "safetensors")
+_PACKAGES = ("cloudpickle", "fsspec", "matplotlib", "numpy", "safetensors", "torchao", "tqdm", "transformers", "xxhash")
 _PREFIXES = ("ACCEL_", "CUDA_", "GLOO_", "MASTER_", "NCCL_", "OMP_", "TORCH")
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print versions, devices and backends of this machine, for a report of a bug."""
+    """Print versions and devices of this machine, and which backends run here, for a report of a bug."""
     rows = [*_versions(), *_machine(), *_backends(), *_environment()]
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
@@ -37,7 +38,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "system", platform.platform()
     yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, HIP {torch.version.hip or 'none'}"
     yield "accel", sys.modules[__name__.partition(".")[0]].__version__
-    packages = {package.partition(">")[0] for engine in ENGINES.values() for package in engine.requires.values()}
+    packages = {re.split("[<=>]", package)[0] for engine in ENGINES.values() for package in engine.requires.values()}
     for package in [*_PACKAGES, *sorted(packages)]:
         try:
             yield package, importlib.metadata.version(package)
@@ -53,20 +54,24 @@ def _machine() -> Iterator[tuple[str, str]]:
         properties = torch.cuda.get_device_properties(index)
         capability = f"{properties.major}.{properties.minor}"
         yield f"  cuda:{index}", f"{properties.name}, {properties.total_memory >> 20} MiB, capability {capability}"
-    known = [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name)]
+    nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    known = [name for name in ("gloo", "mpi", "ucc") if dist.is_backend_available(name)] + ["nccl"] * nccl
     yield "process groups", ", ".join(known)
-    if torch.cuda.is_available() and dist.is_nccl_available():
+    if nccl:
         yield "  nccl", ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _backends() -> Iterator[tuple[str, str]]:
     for name in ENGINES:
         try:
-            resolve(name)
+            limits = resolve(name)[0].probe()
         except AccelError as error:
             yield f"backend {name}", f"cannot run: {error}"
+        except Exception as error:  # whatever an import raises
+            first = str(error).strip().partition("\n")[0]
+            yield f"backend {name}", f"cannot run: its import fails: {type(error).__name__}: {first}"
         else:
-            yield f"backend {name}", "can run"
+            yield f"backend {name}", f"can run{f', {limits}' if limits else ''}"
 
 
 def _environment() -> Iterator[tuple[str, str]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -51,10 +53,14 @@ def run(args: argparse.Namespace) -> int:
     ranks = parse_ranks(args.ranks)
     kind, arguments = parse_optimizer(args.optimizer)
     model = build(args.model)
+    if kind is not None and next(model.parameters(), None) is None:
+        raise AccelError(f"{args.model!r} gave a {type(model).__name__} without parameters: say --optimizer none")
     try:
         optimizer = None if kind is None else kind(model.parameters(), **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise AccelError(f"--optimizer {args.optimizer}: {error}") from error
+        known = list(inspect.signature(kind).parameters)[1:] if kind is not None else []
+        unknown = [f"no argument {name!r}; it has {', '.join(known)}" for name in arguments if name not in known]
+        raise AccelError(f"--optimizer {args.optimizer}: {unknown[0] if unknown else error}") from error
     report = memory_report(model, optimizer, ranks=ranks)
     print(report)
     if not args.no_plot:
@@ -103,7 +109,7 @@ def build(target: str) -> nn.Module:
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise AccelError(
             f"{module_name} cannot be imported from {os.getcwd()}: {type(error).__name__}: {error}"
         ) from error
@@ -113,6 +119,12 @@ def build(target: str) -> nn.Module:
         found = getattr(found, name)
     if not callable(found):
         raise AccelError(f"{target!r} is a {type(found).__name__}; expected a callable that gives the model")
+    with contextlib.suppress(ValueError):  # of what tells no signature
+        needed = [p.name for p in inspect.signature(found).parameters.values() if p.default is p.empty and p.kind <= 1]
+        if needed:
+            raise AccelError(
+                f"{target!r} needs {', '.join(needed)}; expected a callable without arguments, such as a function"
+            )
     try:
         with torch.device("meta"):
             model = found()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import socket
 import time
 
 from ..engines import resolve
 from ..errors import LaunchError
 from ..process.devices import available
-from . import Command
+from . import Command, whole_number
 
 #: Seconds; a cluster may make the name of a host known after the host has started.
 _KNOWN_WITHIN = 30.0
@@ -20,15 +21,18 @@ _KNOWN_WITHIN = 30.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command understands; all that follows the script is the script's."""
     parser.add_argument(
-        "-n", "--processes", type=int, help="processes on each host; by default one for each accelerator, or one"
+        "-n",
+        "--processes",
+        type=whole_number,
+        help="processes on each host; by default one for each accelerator, or one",
     )
     parser.add_argument("--hosts", help="all hosts, with commas; the ranks meet at the first of them")
-    parser.add_argument("--port", type=int, default=29400, help="a port that is free there (%(default)s)")
+    parser.add_argument("--port", type=whole_number, default=29400, help="a port that is free there (%(default)s)")
     parser.add_argument("--backend", help="sets ACCEL_BACKEND: a name, or name:option=value,option=value")
-    parser.add_argument("--max-restarts", type=int, default=0, help="starts after a failure (%(default)s)")
+    parser.add_argument("--max-restarts", type=whole_number, default=0, help="starts after a failure (%(default)s)")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as in python -m")
     parser.add_argument("script", help="a Python file")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script").required = False
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     torchrun = importlib.import_module("torch.distributed.run")
     errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
+    signals = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
     rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous")
     try:
         torchrun.run(torchrun.get_args_parser().parse_args(_arguments(args, processes)))
@@ -63,11 +68,16 @@ def run(args: argparse.Namespace) -> int:
             f"the hosts {args.hosts} did not meet at port {args.port} of the first one ({type(error).__name__}: {error}): "
             "start the same command on all of them, with a port that is free and open there"
         ) from error
+    except signals.SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from error
+        raise LaunchError(f"ended by {signal.Signals(error.sigval).name}, and so were all processes") from error
     except errors.ChildFailedError as error:
         rank, failure = error.get_first_failure()
         status = failure.exitcode
         how = f"was ended by {failure.signal_name()}" if status < 0 else f"ended with exit status {status}"
-        raise LaunchError(f"rank {rank} {how}; its own error is above. The others were ended") from error
+        others = ". The others were ended" if processes > 1 or args.hosts else ""
+        raise LaunchError(f"rank {rank} {how}; its own error is above{others}") from error
     return 0
 
 

@@ -1,30 +1,45 @@
 """Dataloaders: each rank gets its part of every epoch, on its device, and the position can be saved.
 
-__init__ (the handle, and its iterations) > transfer (to the device) > streams > readers (what stands in the loader, and which
-loaders there can be) > sampling (who gets what, in which order)
+__init__ (the handle, and its iterations) > accumulation (groups of batches) > transfer (to the device) > streams > dispatch (by
+rank 0) > readers (what stands in the loader, and which loaders there can be) > sampling (who gets what, in which order)
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn, TypeVar, final
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar, final
 
 import torch
 import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..errors import LoaderError
+from ..errors import LoaderError, RankMismatchError
 from ..process import ended, rank, running, world_size
 from ..process.collectives import all_gather
-from ..process.control import agree, locked
+from ..process.control import agree, locked, raise_together
 from ..process.prints import Prints, Read, other_values
 from ..process.rng import Generators, from_plain, to_plain
-from ..trees import map_tensors
-from .readers import WHOLE, EpochReader, Kept, Position, SamplerReader, Start, UndividedReader, length_of, shape_of
+from ..trees import walk
+from .accumulation import Accumulation as Accumulation
+from .readers import (
+    WHOLE,
+    EpochReader,
+    Kept,
+    Position,
+    SamplerReader,
+    Start,
+    UndividedReader,
+    keeps_alone,
+    length_of,
+    shape_of,
+    too_short,
+)
 from .readers import LoaderOptions as LoaderOptions
 from .readers import LoaderPlace as LoaderPlace
 from .readers import check as check
@@ -59,11 +74,15 @@ def distribute(
         LoaderError: as ``check``.
     """
     check(loader, options, place.world)
+    if keeps_alone(loader):
+        options = replace(options, shard=False)
     comparisons = None
-    if place.process is not None and place.world > 1 and options.shard and isinstance(loader.dataset, IterableDataset):
+    compared = options.shard and not options.dispatch and isinstance(loader.dataset, IterableDataset)
+    if place.process is not None and place.world > 1 and compared:
         even = options.even_batches or loader.drop_last
         comparisons = StreamComparisons(place.process, name, type(loader.dataset).__qualname__, even)
-    state = LoaderState(raw=loader, options=options, place=place, comparisons=comparisons)
+    loaded = getattr(loader, "next_iter_state", None)  # what torchdata calls a state that was loaded and not begun
+    state = LoaderState(raw=loader, options=options, place=place, comparisons=comparisons, own=loaded)
     state.begin_anew(seed, in_place)
     return LoaderHandle(state)
 
@@ -96,6 +115,10 @@ class LoaderState:
     engines: set[int] = field(default_factory=set)
     #: What the ranks tell each other of what they read.
     comparisons: StreamComparisons | None = None
+    #: What a loader that keeps its own position said at the end of its last epoch.
+    own: Any = None
+    #: Ends what a group of ``accumulate`` began and may not have ended.
+    release: Callable[[], None] = lambda: None
 
     def fresh(self, epoch: int) -> Start:
         """The start of a whole epoch."""
@@ -119,12 +142,14 @@ class LoaderState:
         division = Division(
             rank=self.place.rank if shard else 0,
             world=self.place.world if shard else 1,
-            batch=shape.batch,
+            batch=shape.batch // (self.place.world if self.options.split_batches else 1),
             even=self.options.even_batches,
             drop_last=shape.drop_last,
         )
         if isinstance(self.raw.dataset, IterableDataset):
-            return StreamReader(self.raw, shape, division)
+            process = self.place.process
+            several = self.options.dispatch and process is not None and process.place.world_size > 1
+            return StreamReader(self.raw, shape, division, process if several else None)
         return SamplerReader(self.raw, division)
 
     def prepare(self, iteration: Iteration) -> tuple[DataLoader[Any], EpochReader]:
@@ -136,7 +161,11 @@ class LoaderState:
             self.holder = weakref.ref(iteration)
             if self.persistent is not None:
                 return self.persistent
-        loader, reader = copy.copy(self.raw), self.reader()
+        reader = self.reader()
+        if reader.keeps:  # a copy would keep it to itself
+            self.holder = weakref.ref(iteration)
+            return self.raw, reader
+        loader = copy.copy(self.raw)
         vars(loader).update(_iterator=None, persistent_workers=free)
         reader.install(loader)
         if free:
@@ -166,11 +195,30 @@ class Latest:
 latest = Latest()
 
 
+class Ahead(NamedTuple):
+    """An item of the loader that was read before the loop asked, or the error in its place."""
+
+    item: Any
+    error: Exception | None = None
+    #: The position before it that the loader keeps, if it does.
+    own: Any = None
+
+
 @final
 class Iteration:
     """One iterator of a handle. It begins its epoch when it is made, as in raw PyTorch."""
 
-    __slots__ = ("__weakref__", "_batches", "_transfer", "_comparison", "_state", "reader", "finished", "last")
+    __slots__ = (
+        "__weakref__",
+        "_ahead",
+        "_batches",
+        "_comparison",
+        "_state",
+        "_transfer",
+        "finished",
+        "last",
+        "reader",
+    )
 
     def __init__(self, state: LoaderState) -> None:
         place = state.place
@@ -183,6 +231,8 @@ class Iteration:
         self._transfer = Transfer(place.device) if state.options.move and place.device.type != "cpu" else None
         self.last = 0
         self.finished = False
+        self._ahead: deque[Ahead] = deque()
+        state.release()
         self._begin()
         state.live.add(self)
 
@@ -191,14 +241,19 @@ class Iteration:
         state, start = self._state, self._state.start
         loader, self.reader = state.prepare(self)
         self.reader.begin(start, state.in_place)
-        state.start, state.following = state.fresh(state.following), state.following + 1
         self._comparison = None if state.comparisons is None else state.comparisons.begin(start.epoch, start.at)
         loader.generator = self._seeds(start)
         # Torch draws a seed from the generator, which is the CPU's, on the default device. Workers begin inside this context
         # and stay in it, where each call of torch's takes longer.
         elsewhere = torch.get_default_device().type != "cpu"
         with torch.device("cpu") if elsewhere else contextlib.nullcontext():
-            self._batches = iter(loader)
+            self._batches = self.reader.open(loader)
+        for number in range(0 if self.reader.skips else start.skip):
+            try:
+                self.reader.take(next(self._batches))
+            except StopIteration:
+                raise too_short(start.skip, number) from None
+        state.start, state.following, state.own = state.fresh(state.following), state.following + 1, None
 
     def _seeds(self, start: Start) -> torch.Generator | None:
         """What the loader seeds its workers from: as in raw PyTorch, or nothing that the program draws from."""
@@ -216,23 +271,64 @@ class Iteration:
         return self
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self._batches)  # type: ignore[arg-type]
 
     def __next__(self) -> Any:
+        item, error, _ = self._ahead.popleft() if self._ahead else (self._read(), None, None)
+        if error is not None:
+            raise error
         reader, state = self.reader, self._state
-        try:
-            item = next(self._batches)
-        except StopIteration:
-            if not self._begins_anew():
-                raise
-            return next(self)
         batch = reader.take(item)
         if self._comparison is not None and isinstance(reader, StreamReader):
-            self._comparison.gave(reader.given, reader.tag.first)
+            self._comparison.gave(reader.given - reader.start.skip, reader.tag.first)
         state.batches = self.last = state.batches + 1
         state.kept = latest.kept = reader.kept
         latest.replica = state.place[:2]
         return batch if self._transfer is None else self._transfer(batch)
+
+    def _read(self) -> Any:
+        """The loader's next item; StopIteration at the end of the epoch."""
+        while True:
+            try:
+                return next(self._batches)
+            except StopIteration:
+                if not self._begins_anew():
+                    raise
+
+    def ready(self) -> bool:
+        """Whether there is another batch, which is read now."""
+        return bool(self._ahead) or self._read_ahead(self._read)
+
+    def upcoming(self, count: int) -> int:
+        """How many of the next ``count`` batches there are for this rank; where only reading tells, they are read now."""
+        known = self.reader.upcoming(count)
+        if known is not None:
+            return known
+        while len(self._ahead) < count and not (self._ahead and self._ahead[-1].error):
+            if not self._read_ahead(lambda: next(self._batches)):
+                break
+        return min(count, len(self._ahead))
+
+    def _read_ahead(self, read: Callable[[], Any]) -> bool:
+        """One item more; an error too waits for its turn."""
+        own = self.reader.own()
+        try:
+            self._ahead.append(Ahead(read(), None, own))
+        except StopIteration:
+            return False
+        except Exception as error:
+            self._ahead.append(Ahead(None, error, own))
+        return True
+
+    def position(self) -> Position:
+        """Where the loops of all ranks stand."""
+        holder = self._state.holder
+        if self.reader.keeps and holder is not None and holder() is not self:
+            raise LoaderError(
+                "this loader keeps the position of one iterator, and another has begun since: save before that"
+            )
+        position = self.reader.position()
+        return position._replace(own=self._ahead[0].own) if self._ahead else position
 
     def _begins_anew(self) -> bool:
         """At the end of the loader's iterator: whether nothing was left of a resumed epoch, so that the next one began."""
@@ -240,15 +336,31 @@ class Iteration:
             return False
         self.reader.close()
         if self._comparison is not None:
-            self._comparison.end(self.reader.given)
-        if any(self.reader.start.at) and not self.reader.given and self.reader.complete():
+            self._comparison.end(self.reader.given - self.reader.start.skip)
+        nothing = self.reader.given == self.reader.start.skip
+        if self.reader.start.inside and nothing and self.reader.complete():
             self._begin()
             return True
-        self.finished = True
+        self.finished, self._state.own = True, self.reader.own()
         return False
 
 
 # -- The handle --------------------------------------------------------------------------------------------------------
+
+
+class _UnlessOwn:
+    """An attribute of a handle whose loader has none of this name."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+        functools.update_wrapper(self, made)  # type: ignore[arg-type]
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, handle: LoaderHandle | None, owner: type | None = None) -> Any:
+        raw = None if handle is None else handle._accel.raw
+        return getattr(raw, self._name) if hasattr(raw, self._name) else self._made.__get__(handle, owner)
 
 
 @final
@@ -280,11 +392,49 @@ class LoaderHandle:
         if type(epoch) is not int or epoch < 0:
             raise LoaderError(f"set_epoch: expected an int of at least 0, found {epoch!r}")
         state = self._accel
-        if state.options.shard and state.start.in_place:
+        chosen = state.options.shard and state.start.in_place
+        if chosen:
             state.in_place = False  # an epoch that is chosen by number can only be drawn from the seed
-            state.start, state.following = state.fresh(epoch), epoch + 1
-        elif epoch != state.start.epoch:
-            state.start, state.following = state.fresh(epoch), epoch + 1
+        if chosen or epoch != state.start.epoch:
+            state.start, state.following = state.fresh(epoch)._replace(skip=state.start.skip), epoch + 1
+
+    @_UnlessOwn
+    def skip(self, n: int) -> None:
+        """The next iteration starts after ``n`` batches, as if they had been read: for a step number of another library.
+
+        Of a map-style dataset their samples are not read. Every rank calls it; ``set_epoch`` may follow or come before.
+
+        Args:
+            n: batches of each rank, at least 0; after those that a loaded state leaves out. A second call replaces the first.
+
+        Raises:
+            LoaderError: not a number of batches, or more than an epoch has; where that is not known now, the iteration raises.
+            RankMismatchError: the ranks leave out different numbers.
+        """
+        state, process = self._accel, self._accel.place.process
+        # The streams of several workers have more batches than the dataset's length tells.
+        problem, length = None, None if isinstance(state.raw.dataset, IterableDataset) else length_of(self)
+        if type(n) is not int or n < 0:
+            problem = LoaderError(f"loader.skip({n!r}): expected a number of batches, at least 0")
+        elif length is not None and n > length:
+            problem = too_short(n, length)
+        told = agree("loader.skip", (n, str(problem or ""))) if process is not None and state.options.shard else []
+        raise_together("loader.skip", problem, [text for _, text in told], LoaderError)
+        if any(theirs != n for theirs, _ in told):
+            raise RankMismatchError(
+                f"loader.skip: the ranks leave out different numbers of batches: {[theirs for theirs, _ in told]}"
+            )
+        state.start = state.start._replace(skip=n, order=None)
+
+    @_UnlessOwn  # type: ignore[prop-decorator]
+    @property
+    def is_last(self) -> bool:
+        """Whether the batch that the loop was given last is this rank's last one of the epoch; False outside of a loop.
+
+        With an iterable dataset, which alone knows, the next batch is read now.
+        """
+        current = self._accel.current()
+        return current is not None and current.last > 0 and not current.upcoming(1)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, the same on all ranks at the same step, as plain values.
@@ -298,10 +448,16 @@ class LoaderHandle:
         state, current = self._accel, self._accel.current()
         if current is None or current.reader.complete():
             start, following = state.start, state.following
-            position = Position(start.at or (0,), start.checksum, start.states)
+            position = Position(
+                start.at or (0,), start.checksum, start.states, state.own if start.own is None else start.own
+            )
         else:
             start, following = current.reader.start, state.start.epoch
-            position = current.reader.position()
+            position = current.position()
+        if start.skip and (current is None or current.reader.given == start.skip):
+            raise LoaderError(
+                f"the position of this loader is not known between skip({start.skip}) and the first batch after it: save later"
+            )
         generators = None
         if start.seed is None:
             own = Generators(own_generators(state.raw)).states()
@@ -316,6 +472,7 @@ class LoaderHandle:
             "generators": generators,
             "length": length_of(state.raw.dataset),
             "part": state.part,
+            "own": position.own,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -333,24 +490,29 @@ class LoaderHandle:
         length, epoch = length_of(state.raw.dataset), saved["epoch"]
         if saved["length"] != length:
             raise LoaderError(f"the state was saved with a dataset of length {saved['length']}; this one has {length}")
-        if saved["consumed"] and saved["part"] != state.part:
+        if (saved["consumed"] or saved["own"] is not None) and saved["part"] != state.part:
             raise LoaderError(
                 f"the state is {saved['consumed']} samples into epoch {epoch}, {_part(saved['part'])}, and this loader reads "
                 f"{_part(state.part)}: what a rank reads by itself cannot be divided anew. Resume with as many ranks and the "
                 "same options, or save between epochs"
             )
+        reader = state.reader()
+        if saved["own"] is not None and not reader.keeps:
+            raise LoaderError(
+                f"the state is of a loader that keeps its own position, which a {type(state.raw).__qualname__} does not"
+            )
         generators = saved["generators"]
         states = None if generators is None else generators["order"]
         seed = saved["seed"] if generators is None and state.options.shard else None
-        wanted = Start(epoch, seed, tuple(saved["streams"]), saved["checksum"], states)
+        wanted = Start(epoch, seed, tuple(saved["streams"]), saved["checksum"], states, own=saved["own"])
         if seed is None and not any(wanted.at) and states is None:
-            wanted = state.fresh(epoch)
-        start = state.reader().resume(wanted)
+            wanted = state.fresh(epoch)._replace(own=saved["own"])
+        start = reader.resume(wanted)
         if seed is not None:
             state.seed, state.in_place = seed, False
         elif state.in_place:
             Generators(own_generators(state.raw)).put(generators["own"] if generators else {})
-        state.start, state.following = start, saved["next"]
+        state.start, state.following, state.own = start, saved["next"], None
         state.live.clear()
 
     def __getattr__(self, name: str) -> Any:
@@ -389,7 +551,8 @@ def raw_loader(loader: LoaderHandle | DataLoader[Any]) -> DataLoader[Any]:
 
 
 #: What a state dict need not have.
-_OPTIONAL: Final[Mapping[str, Any]] = {"streams": [], "checksum": None, "length": None, "generators": None, "part": []}
+_NONE: Final = dict.fromkeys(("checksum", "length", "generators", "own"))
+_OPTIONAL: Final[Mapping[str, Any]] = {"streams": [], "part": [], **_NONE}
 
 
 def _read(state: Any) -> dict[str, Any]:
@@ -424,11 +587,19 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
             "effective_batch_size: neither the loader nor its batch sampler has a batch_size: multiply what each rank's "
             "batches hold by accel.world_size()"
         )
-    return size * (loader._accel.place.world if isinstance(loader, LoaderHandle) else world_size())
+    if isinstance(loader, LoaderHandle):
+        return size * (1 if loader._accel.options.split_batches else loader._accel.place.world)
+    return size * world_size()
 
 
 @locked
-def gather_for_metrics(data: T, loader: LoaderHandle | DataLoader[Any] | None = None) -> T:
+def gather_for_metrics(
+    data: T,
+    loader: LoaderHandle | DataLoader[Any] | None = None,
+    *,
+    pad: float | None = None,
+    objects: bool = False,
+) -> T:
     """``data`` of all ranks, in the order of the dataset and without the padding of the last batch. Collective.
 
     Ranks that hold one model together, as the stages of a pipeline do, have the same rows, which come once.
@@ -436,6 +607,9 @@ def gather_for_metrics(data: T, loader: LoaderHandle | DataLoader[Any] | None = 
     Args:
         data: nested tensors whose dim 0 is this rank's batch; on one process it comes back as it is.
         loader: the loader that gave the batch; by default the one that gave the last batch.
+        pad: fills the other dimensions to the longest of all ranks, as in ``all_gather``.
+        objects: takes lists of anything that can be pickled too, such as texts, with one item for each sample; as in
+            ``all_gather``.
 
     Raises:
         LoaderError: no loader gave a batch, or dim 0 is not the batch, so that its padding is not known.
@@ -450,38 +624,55 @@ def gather_for_metrics(data: T, loader: LoaderHandle | DataLoader[Any] | None = 
             "gather_for_metrics: no loader of accel has given a batch yet, so that its padding is not known: pass the "
             "loader to accel.setup, or use accel.all_gather"
         )
-    rows: T = map_tensors(lambda tensor: _trim(tensor, kept), data) if kept.pads else data
+
+    def trim(leaf: Any) -> Any:
+        return leaf if leaf is None and not objects else _trim(leaf, kept)
+
+    rows = _map_rows(trim, data, objects) if kept.pads else data
     replica = latest.replica if loader is None else loader._accel.place[:2]
     if replica is not None and replica[1] < world_size():
-        rows = _once(rows, replica[0])
-    gathered: T = all_gather(rows)
+        rows = _once(rows, replica[0], objects)
+    gathered: T = all_gather(rows, pad=pad, objects=objects)
     return gathered
 
 
-def _once(data: T, replica: int) -> T:
+def _map_rows(fn: Callable[[Any], Any], data: Any, objects: bool) -> Any:
+    """The data with ``fn`` of each leaf; a list is one where it has ``objects``."""
+    return walk(lambda path, leaf: fn(leaf), data, "data", lambda tree: objects and isinstance(tree, list))
+
+
+def _once(data: Any, replica: int, objects: bool) -> Any:
     """No rows on all but the first rank of each replica, since its ranks all have the same rows. Collective."""
-    mine: list[torch.Tensor] = []
-    map_tensors(mine.append, data)
-    told = agree("gather_for_metrics", (replica, Prints(mine).read()))
+    mine: list[Any] = []
+    _map_rows(mine.append, data, objects)
+    texts = [repr(leaf) for leaf in mine if isinstance(leaf, list) and all(isinstance(x, str | float) for x in leaf)]
+    tensors = [leaf for leaf in mine if isinstance(leaf, torch.Tensor)]
+    told = agree("gather_for_metrics", (replica, Prints(tensors).read(), texts))
     together: dict[int, dict[int, Read]] = {}
-    for number, (theirs, sums) in enumerate(told):
+    for number, (theirs, sums, _) in enumerate(told):
         together.setdefault(theirs, {})[number] = sums
-    if any(map(other_values, together.values())):
+    words = {(theirs, str(read)) for theirs, _, read in told}
+    if len(words) > len(together) or any(map(other_values, together.values())):
         raise LoaderError(
             "gather_for_metrics: ranks that read one batch have other rows, and those of one of them would be taken. "
             "Where each has a part of the sequence, reduce over it first, or use accel.all_gather"
         )
-    first = next(iter(together[replica])) == rank()
-    rows: T = map_tensors(lambda t: (t if t.dim() else t[None])[: None if first else 0], data)
-    return rows
+    stop = None if next(iter(together[replica])) == rank() else 0
+
+    def keep(leaf: Any) -> Any:
+        rows = leaf[None] if isinstance(leaf, torch.Tensor) and not leaf.dim() else leaf
+        return rows[:stop] if isinstance(rows, torch.Tensor | list) else rows
+
+    return _map_rows(keep, data, objects)
 
 
-def _trim(tensor: torch.Tensor, kept: Kept) -> torch.Tensor:
+def _trim(leaf: Any, kept: Kept) -> Any:
     """The rows of a batch that are not padding."""
-    if tensor.dim() == 0 or kept.rows not in (None, len(tensor)):
+    shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else (len(leaf),) if isinstance(leaf, list) else ()
+    if not shape or kept.rows not in (None, shape[0]):
+        found = f"shape {shape}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__qualname__} of shape {shape}"
         raise LoaderError(
             f"gather_for_metrics: expected dim 0 to be this rank's batch{f' of {kept.rows}' if kept.rows else ''}, found "
-            f"shape {tuple(tensor.shape)}: its padding is not known. Give one row for each sample, or use "
-            "accel.all_gather or accel.all_reduce"
+            f"{found}: its padding is not known. Give one row for each sample, or use accel.all_gather or accel.all_reduce"
         )
-    return tensor[: kept.real] if kept.rows is not None else tensor[: len(tensor) * kept.real]
+    return leaf[: kept.real] if kept.rows is not None else leaf[: shape[0] * kept.real]

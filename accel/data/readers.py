@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -33,7 +33,7 @@ def shape_of(loader: DataLoader[Any]) -> Shape:
     batcher = loader.batch_sampler
     if batcher is None:
         return Shape(loader.sampler, 1, False, True)
-    if type(batcher) is BatchSampler:
+    if type(batcher) is BatchSampler or (isinstance(batcher, BatchSampler) and loader.batch_size is not None):
         return Shape(batcher.sampler, batcher.batch_size, batcher.drop_last, False)
     return Shape(batcher, 1, False, True)
 
@@ -52,11 +52,20 @@ class Start(NamedTuple):
     states: Mapping[str, Any] | None = None
     #: The order, where it is drawn to this position already.
     order: SampleOrder | None = None
+    #: The batches of each rank to leave out after the samples of ``at``.
+    skip: int = 0
+    #: What a loader that keeps its own position said of it.
+    own: Any = None
 
     @property
     def in_place(self) -> bool:
         """Whether the order is drawn now, as in raw PyTorch."""
         return self.seed is None and self.states is None
+
+    @property
+    def inside(self) -> bool:
+        """Whether it is not the start of the epoch."""
+        return any(self.at) or self.skip > 0
 
 
 class Kept(NamedTuple):
@@ -88,6 +97,7 @@ class Position(NamedTuple):
     at: tuple[int, ...]
     checksum: int | None = None
     states: Mapping[str, Any] | None = None
+    own: Any = None
 
 
 def length_of(sized: Any) -> int | None:
@@ -98,12 +108,37 @@ def length_of(sized: Any) -> int | None:
         return None
 
 
+def keeps_position(loader: DataLoader[Any]) -> bool:
+    """Whether its class knows a position of its own, as torchdata's StatefulDataLoader does."""
+    methods = [getattr(type(loader), name, None) for name in ("state_dict", "load_state_dict")]
+    return type(loader).__iter__ is not DataLoader.__iter__ and all(map(callable, methods))
+
+
+def keeps_alone(loader: DataLoader[Any]) -> bool:
+    """Whether nothing but the loader itself can tell the position: what its dataset reads, or how, is its own."""
+    stream = isinstance(loader.dataset, IterableDataset)
+    return keeps_position(loader) and (stream or hasattr(loader.dataset, "state_dict"))
+
+
+def too_short(skip: int, found: int) -> LoaderError:
+    """That an epoch has fewer batches than are to be left out."""
+    return LoaderError(
+        f"loader.skip({skip}): what is left of the epoch has {found} batches. For the number of a step write "
+        "loader.set_epoch(step // len(loader)) and loader.skip(step % len(loader))"
+    )
+
+
 class EpochReader(ABC):
     """One rank's reading of one epoch, and how much of it was handed to the loop."""
 
     start: Start
     kept: Kept = WHOLE
+    #: The batches that the loop was given, and before them those to leave out.
     given: int = 0
+    #: What is left out is not read.
+    skips: bool = False
+    #: The loader keeps a position of its own.
+    keeps: bool = False
 
     def install(self, loader: DataLoader[Any]) -> None:
         """Takes its place in a copy of the user's loader."""
@@ -113,6 +148,10 @@ class EpochReader(ABC):
         """Starts an epoch, of a loader whose orders are drawn in place or not."""
         self.start, self.given = start, 0
 
+    def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """An iterator of the loader that it was installed in."""
+        return iter(loader)
+
     def take(self, item: Any) -> Any:
         """Counts one item of the loader's iterator; returns the user's batch in it."""
         self.given += 1
@@ -121,6 +160,14 @@ class EpochReader(ABC):
     def close(self) -> None:
         """The loader's iterator has ended: checks that it gave what was planned."""
         return
+
+    def own(self) -> Any:
+        """The position that the loader keeps, if it does."""
+        return None
+
+    def upcoming(self, count: int) -> int | None:
+        """How many of the next ``count`` batches there are for this rank; None where only reading them tells."""
+        return None
 
     @abstractmethod
     def complete(self) -> bool:
@@ -141,16 +188,32 @@ class EpochReader(ABC):
 
 @final
 class UndividedReader(EpochReader):
-    """A loader that accel cannot follow, with the off switch."""
+    """A loader that accel cannot follow, with the off switch; where it keeps its own position, that is what is saved."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
+        self._loader: Any = loader
+        self.keeps = keeps_position(loader)
+
+    def begin(self, start: Start, in_place: bool) -> None:
+        super().begin(start, in_place)
+        self._closed = False
+        if start.own is not None:
+            self._loader.load_state_dict(start.own)
+
+    def own(self) -> Any:
+        return self._loader.state_dict() if self.keeps else None
+
+    def close(self) -> None:
+        """Its own state tells no end before."""
+        self._closed = True
 
     def complete(self) -> bool:
-        length = length_of(self._loader)
-        return length is not None and self.given >= length
+        length = None if self.keeps else length_of(self._loader)
+        return self._closed or (length is not None and self.given >= length)
 
     def position(self) -> Position:
+        if self.keeps:
+            return Position((sum(self.start.at) + self.given,), own=self.own())
         if self.given:
             raise LoaderError(
                 "the position of a loader with LoaderOptions(shard=False) was asked for in mid-epoch, after "
@@ -161,7 +224,7 @@ class UndividedReader(EpochReader):
         return Position((0,))
 
     def resume(self, start: Start) -> Start:
-        if any(start.at):
+        if any(start.at) and start.own is None:
             raise LoaderError(
                 f"the state is {sum(start.at)} samples into epoch {start.epoch}, and this loader with "
                 "LoaderOptions(shard=False) reads in a way of its own, so that it can only resume between epochs."
@@ -175,6 +238,8 @@ class UndividedReader(EpochReader):
 @final
 class SamplerReader(EpochReader):
     """Stands in for the sampler, or batch sampler, of a map-style loader."""
+
+    skips = True
 
     def __init__(self, loader: DataLoader[Any], division: Division) -> None:
         self._shape = shape_of(loader)
@@ -215,10 +280,11 @@ class SamplerReader(EpochReader):
         #: What the loader has asked for and the loop has not been given yet: the items of all ranks, and what this one keeps.
         self._pending: deque[tuple[list[Any], Kept]] = deque()
         self._at, self._checksum = sum(start.at), start.checksum or 0
-        self._states = start.states
+        self._states, self.given = start.states, start.skip
         order = self._order = None if start.in_place else start.order or self._open(start)
         if order is None:
             return
+        self._leave_out(order)
         if start.states is not None and in_place and isinstance(order.rng, Private):
             order.rng = order.rng.settled(start.states, self._own)
         if start.seed is not None:
@@ -229,7 +295,16 @@ class SamplerReader(EpochReader):
         rng = InPlace(Generators(drawn_from(sampler, self._own)), once=draws_once(sampler))
         self._states = rng.states
         self._order = SampleOrder(sampler, rng, ahead=False)
+        self._leave_out(self._order)
         return self._order
+
+    def _leave_out(self, order: SampleOrder) -> None:
+        """Draws the samples of the batches to skip."""
+        division, skip = self._division, self.start.skip
+        found, self._checksum = order.skip(skip * division.width, division.world - 1, self._checksum)
+        self._at += found
+        if division.steps(found) < skip:
+            raise too_short(skip, division.steps(found))
 
     def __iter__(self) -> Iterator[Any]:
         self._asked = True
@@ -245,7 +320,9 @@ class SamplerReader(EpochReader):
                 yield mine[0] if self._shape.units else mine
 
     def __len__(self) -> int:
-        return self._division.local_steps(max(0, len(self._shape.sampler) - sum(self.start.at)))
+        return self._division.local_steps(
+            max(0, len(self._shape.sampler) - sum(self.start.at) - self.start.skip * self._division.width)
+        )
 
     def take(self, item: Any) -> Any:
         self.given += 1
@@ -269,6 +346,13 @@ class SamplerReader(EpochReader):
             "dataset does not give one batch for each batch of its sampler, so that accel can know neither padding nor "
             "position. Use a plain DataLoader, or LoaderOptions(shard=False)."
         )
+
+    def upcoming(self, count: int) -> int | None:
+        """As its sampler tells, which is read ahead."""
+        if self._order is None:
+            return None
+        waiting, division = len(self._pending), self._division
+        return min(count, waiting + division.local_steps(self._order.peek((count - waiting) * division.width)))
 
     def complete(self) -> bool:
         """On every rank at the same step, also where this one has no share in the last."""
@@ -312,6 +396,8 @@ class LoaderOptions:
         shard: each rank gets its own part of every epoch; False is the off switch, samplers and datasets stay untouched.
         even_batches: all ranks get equally many samples, the last batch being padded from the start of the epoch;
             False divides the last batch as it is, so that ranks may differ by one sample, or by one batch.
+        dispatch: rank 0 alone reads an iterable dataset, and sends each rank its batches; the others' datasets are not read.
+        split_batches: a loader's ``batch_size`` is that of all ranks together, and each gets its part of it.
         move: batches are moved to the rank's device.
         seed: decides the order of every epoch; None takes the seed of rank 0's torch, and in one process draws as raw
             PyTorch does.
@@ -319,6 +405,8 @@ class LoaderOptions:
 
     shard: bool = True
     even_batches: bool = True
+    dispatch: bool = False
+    split_batches: bool = False
     move: bool = True
     seed: int | None = None
 
@@ -344,8 +432,26 @@ def check(loader: Any, options: Any, world_size: int) -> None:
     check_options(options)
     if world_size < 1:
         raise LoaderError(f"expected a world size of at least 1, found {world_size}")
-    if not options.shard:
-        return
+    if options.dispatch and not (options.shard and isinstance(loader.dataset, IterableDataset)):
+        raise LoaderError(
+            "LoaderOptions(dispatch=True) is for iterable datasets, which rank 0 reads for all ranks: each rank reads its own "
+            "samples of a map-style dataset, and all that it reads with shard=False"
+        )
+    if options.dispatch and not options.even_batches:
+        raise LoaderError(
+            "LoaderOptions(dispatch=True): all ranks get equally many batches, leave even_batches=False out"
+        )
+    if options.split_batches:
+        _check_split(loader, options, world_size)
+    if options.shard:
+        _check_divisible(loader, options, world_size)
+
+
+def _check_divisible(loader: DataLoader[Any], options: LoaderOptions, world_size: int) -> None:
+    if keeps_position(loader):
+        _check_own(loader, options, world_size)
+        if keeps_alone(loader):
+            return
     if isinstance(loader.dataset, torch_data.IterDataPipe | torch_data.MapDataPipe):
         raise LoaderError(f"torch shards DataPipes by itself, with their sharding_filter: {_OFF}")
     if loader.num_workers and not loader.in_order:
@@ -363,11 +469,40 @@ def check(loader: Any, options: Any, world_size: int) -> None:
     _check_sampler(loader)
 
 
+def _check_split(loader: DataLoader[Any], options: LoaderOptions, world_size: int) -> None:
+    batch, units = shape_of(loader).batch, shape_of(loader).units
+    problem = ""
+    if not options.shard:
+        problem = "with shard=False each rank reads by itself, so that there is nothing to split"
+    elif units:
+        problem = "the loader has no batch_size of its own (batch_size=None, or a custom batch_sampler): leave split_batches out"
+    elif batch % world_size:
+        problem = f"batch_size={batch} does not divide over {world_size} ranks: use a multiple of {world_size}"
+    if problem:
+        raise LoaderError(f"LoaderOptions(split_batches=True): {problem}")
+
+
+def _check_own(loader: DataLoader[Any], options: LoaderOptions, world_size: int) -> None:
+    """Of a loader that keeps its own position: in one process it is left to itself."""
+    kind, alone = type(loader).__qualname__, keeps_alone(loader)
+    problem = ""
+    if alone and world_size > 1:
+        problem = (
+            f"what its dataset keeps cannot be divided over ranks: let the dataset read each rank's part, and {_OFF}"
+        )
+    elif alone and (options.seed is not None or options.split_batches):
+        problem = "it reads by itself, so that seed and split_batches would do nothing: leave them out"
+    elif not alone and getattr(loader, "next_iter_state", None) is not None:
+        problem = f"a state was loaded into it before accel.setup: load one through the handle instead, or {_OFF}"
+    if problem:
+        raise LoaderError(f"{kind}: {problem}")
+
+
 def check_options(options: Any) -> None:
     """Refuses other things than LoaderOptions, and bad values in them."""
     if not isinstance(options, LoaderOptions):
         raise LoaderError(f"expected LoaderOptions, found a {type(options).__qualname__}")
-    for name in ("shard", "even_batches", "move"):
+    for name in ("shard", "even_batches", "dispatch", "split_batches", "move"):
         if not isinstance(getattr(options, name), bool):
             raise LoaderError(f"LoaderOptions({name}=...): expected a bool, found {getattr(options, name)!r}")
     if options.seed is not None and type(options.seed) is not int:
@@ -384,17 +519,20 @@ def _check_sampler(loader: DataLoader[Any]) -> None:
             )
 
 
-def describe(loader: DataLoader[Any], options: LoaderOptions | None = None) -> str:
-    """What must be equal on all ranks for their parts to fit together, as text. Local."""
+def describe(loader: DataLoader[Any], options: LoaderOptions | None = None) -> dict[str, Any]:
+    """What must be equal on all ranks for their parts to fit together, by name. Local."""
     options = options or LoaderOptions()
+    facts = asdict(options)
     if not options.shard:
-        return f"{options}"
+        return facts
     dataset, shape = loader.dataset, shape_of(loader)
-    facts: dict[str, Any] = {
+    facts |= {
         "dataset": type(dataset).__qualname__,
         "length": length_of(dataset),
         "sampler": type(shape.sampler).__qualname__,
-        "batch": shape[1:],
+        "batch size": shape.batch,
+        "drop_last": shape.drop_last,
+        "custom batches": shape.units,
     }
     if isinstance(dataset, torch_data.Subset):
         # A random_split with another seed on each rank would mix training and validation data.
@@ -403,7 +541,7 @@ def describe(loader: DataLoader[Any], options: LoaderOptions | None = None) -> s
         facts["num_workers"] = loader.num_workers
     elif type(shape.sampler) not in (torch_data.SequentialSampler, torch_data.RandomSampler) and world_size() > 1:
         facts["checksum of the sampler's order"] = _order_of(loader, shape)
-    return f"{facts}, {options}"
+    return facts
 
 
 def _order_of(loader: DataLoader[Any], shape: Shape) -> str:

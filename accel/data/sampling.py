@@ -67,10 +67,23 @@ class Division:
         size += self.rank < extra
         return Share(offset, size, size)
 
+    def steps(self, remaining: int) -> int:
+        """The global steps of ``remaining`` samples."""
+        return remaining // self.width if self.drop_last else -(-remaining // self.width)
+
     def local_steps(self, remaining: int) -> int:
         """The batches that this rank gets from ``remaining`` samples."""
         full, tail = divmod(remaining, self.width)
         return full + (not self.drop_last and self.share(tail).size > 0)
+
+
+def portion(chunk: list[Any], division: Division, head: list[Any]) -> list[Any]:
+    """One rank's part of a global step, padded from ``head``."""
+    if len(chunk) < division.width and division.drop_last:
+        return []
+    share = division.share(len(chunk))
+    padding = [head[(share.offset + i - len(chunk)) % len(head)] for i in range(share.real, share.size)]
+    return chunk[share.offset : share.offset + share.real] + padding
 
 
 def divide(
@@ -82,12 +95,7 @@ def divide(
     """
     while chunk := read(division.width):
         head += chunk[: division.world - 1 - len(head)]
-        if len(chunk) < division.width and division.drop_last:
-            yield [], chunk
-            continue
-        share = division.share(len(chunk))
-        padding = [head[(share.offset + i - len(chunk)) % len(head)] for i in range(share.real, share.size)]
-        yield chunk[share.offset : share.offset + share.real] + padding, chunk
+        yield portion(chunk, division, head), chunk
 
 
 def mix(*values: Any) -> int:
@@ -225,11 +233,11 @@ class SampleOrder:
         """The next items, at most ``count``; fewer at the end only."""
         return [self._waiting.popleft() for _ in range(self.peek(count))]
 
-    def skip(self, count: int, head: int) -> tuple[int, int]:
-        """Draws and drops the first ``count`` items, all but ``head`` of them; returns how many there were, and their digest."""
-        found = crc = 0
-        while found < count and not self._ended:
-            block = self._draw(min(_BLOCK, count - found))
+    def skip(self, count: int, head: int, crc: int = 0) -> tuple[int, int]:
+        """Draws and drops the next ``count`` items, and keeps the first ``head`` of all; how many, and their digest."""
+        found = 0
+        while found < count and not self.ended:
+            block = self.read(min(len(self._waiting), count - found)) or self._draw(min(_BLOCK, count - found))
             self._waiting += block[count - found :]
             block = block[: count - found]
             self.head += block[: head - len(self.head)]

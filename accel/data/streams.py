@@ -12,19 +12,21 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import islice
 from typing import Any, NamedTuple, final
 
 import torch
 from torch.distributed.distributed_c10d import Store
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
 from ..errors import LoaderError
 from ..process import Process, end_groups, ended
 from ..process.rng import Generators, InPlace, Private, global_generators
+from .dispatch import Dispatched
 from .readers import EpochReader, Position, Shape, Start, kept_of
-from .sampling import Division, divide, mix, notify
+from .sampling import Division, divide, mix, notify, portion
 
 # -- What the first items of a stream are, in a few bytes that are the same in every process ---------------------------
 
@@ -86,14 +88,17 @@ class Tag(NamedTuple):
     samples: int  # those of its global step
     again: bool = True  # whether the stream would come out the same once more
     first: Fingerprint | None = None  # of the stream's first items
+    more: bool | None = None  # whether another batch follows, where that is told
 
 
 @final
 class _DividedStream:
     """Reads a stream. ``control`` (in place, epoch, seed, samples to skip) is shared with workers that outlive an epoch."""
 
-    def __init__(self, dataset: Any, division: Division, control: torch.Tensor) -> None:
+    def __init__(self, dataset: Any, division: Division, control: torch.Tensor, everyones: bool) -> None:
         self.dataset = dataset
+        #: It gives the parts of all ranks, each step as one item.
+        self.everyones = everyones
         self.division = division
         self.control = control
         self.tag = Tag(0, 0, 0)
@@ -133,7 +138,10 @@ class _DividedStream:
         for mine, chunk in divide(self._read, self.division, head):
             first = fingerprint(chunk) if first is None and self.division.world > 1 else first
             self.tag = Tag(stream, self.tag.position + len(chunk), len(chunk), self._again(), first)
-            yield from mine
+            if not self.everyones:
+                yield from mine
+            elif mine:
+                yield [portion(chunk, replace(self.division, rank=rank), head) for rank in range(self.division.world)]
 
     def _again(self) -> bool:
         """Whether what was read can be read again; workers that outlive an epoch have generators in a state that nobody knows."""
@@ -185,12 +193,19 @@ def _tagged(collate: Callable[[Any], Any], reader: _DividedStream, items: Any) -
     return reader.tag, collate(items)
 
 
+def _collated(collate: Callable[[Any], Any], units: bool, parts: list[list[Any]]) -> list[Any]:
+    """A batch of each rank."""
+    return [collate(part[0] if units else part) for part in parts]
+
+
 @final
 class StreamReader(EpochReader):
     """Stands in for the dataset of an iterable loader."""
 
-    def __init__(self, loader: DataLoader[Any], shape: Shape, division: Division) -> None:
-        self._division = division
+    def __init__(
+        self, loader: DataLoader[Any], shape: Shape, division: Division, dispatcher: Process | None = None
+    ) -> None:
+        self._division, self._dispatcher = division, dispatcher
         self._units = shape.units
         self._workers = loader.num_workers
         # What a loader with workers seeds them from; the stream is drawn again where they get the same seeds.
@@ -198,13 +213,18 @@ class StreamReader(EpochReader):
         self._control = torch.zeros(3 + max(1, self._workers), dtype=torch.int64, device="cpu")
         if self._workers:
             self._control.share_memory_()
-        self._reader = _DividedStream(loader.dataset, division, self._control)
+        self._reader = _DividedStream(loader.dataset, division, self._control, dispatcher is not None)
         self.tag = Tag(0, 0, 0)
         self._again = True
 
     def install(self, loader: DataLoader[Any]) -> None:
         """Its dataset reads this rank's part, and its batches carry their tags."""
         vars(loader)["dataset"] = _StreamView(self._reader)
+        if self._dispatcher is not None:
+            vars(loader).update(batch_sampler=None, batch_size=None)
+            loader.collate_fn = partial(_collated, loader.collate_fn, self._units)
+        elif not self._units:
+            vars(loader)["batch_sampler"] = BatchSampler(loader.sampler, self._division.batch, loader.drop_last)
         loader.collate_fn = partial(_tagged, loader.collate_fn, self._reader)
 
     def begin(self, start: Start, in_place: bool) -> None:
@@ -213,8 +233,16 @@ class StreamReader(EpochReader):
         seed = 0 if start.seed is None else mix(start.seed, start.epoch)
         self._control.copy_(torch.tensor([start.seed is None, start.epoch, seed, *self._at], device="cpu"))
         self._reader.states, self._reader.settles = start.states or {}, in_place
-        self._seeds = self._seeding.states()
+        self._seeds, self.tag = self._seeding.states(), Tag(0, 0, 0)
         self.start, self.given, self._closed, self._again = start, 0, False, True
+
+    def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        if self._dispatcher is None:
+            return iter(loader)
+        return Dispatched(self._dispatcher, self._division.rank, loader)
+
+    def upcoming(self, count: int) -> int | None:
+        return int(self.tag.more) if count == 1 and self.tag.more is not None else None
 
     def take(self, item: Any) -> Any:
         self.tag, batch = item
@@ -232,7 +260,7 @@ class StreamReader(EpochReader):
 
     def complete(self) -> bool:
         """Known at the end only; a rank without a share in the last batch still had an epoch."""
-        return self._closed and (self._division.pads or self._reader.tag.position == sum(self.start.at))
+        return self._closed and (not self._division.ragged or self._reader.tag.position == sum(self.start.at))
 
     def position(self) -> Position:
         if self.given:

@@ -136,14 +136,23 @@ def _options(kind: type[Options], text: str) -> Options:
         plain = value.strip()
         with contextlib.suppress(ValueError, SyntaxError):  # then it is a text
             plain = ast.literal_eval(plain.capitalize() if plain in ("true", "false", "none") else plain)
-        values[name.strip() or kind.leading] = plain
+        name = name.strip() or kind.leading
+        if name in values:
+            raise BackendError(f"backend {text!r}: {name} is there twice")
+        values[name] = plain
     return kind(**values)
 
 
 def _unknown(backend: object) -> BackendError:
     if isinstance(backend, type) and issubclass(backend, Options):
         return BackendError(f"backend={backend.__name__} is the class of its options: accel.{backend.__name__}()")
-    meant = difflib.get_close_matches(str(backend).lower(), ENGINES, 1)
+    if str(backend) in ("gloo", "mpi", "nccl", "ucc"):
+        return BackendError(
+            f"{backend!r} is no backend of accel but a process group: accel.init(process_group={backend!r})"
+        )
+    if isinstance(backend, str) and backend.partition("(")[0] in ENGINES:
+        return BackendError(f"backend {backend!r}: options in a text follow a colon, as name:option=value,option=value")
+    meant = difflib.get_close_matches(str(backend).partition(":")[0].lower(), ENGINES, 1)
     return BackendError(
         f"unknown backend {backend!r}{f', did you mean {meant[0]!r}?' if meant else ''}; expected 'auto', one of "
         f"{', '.join(map(repr, ENGINES))}, or options: {', '.join(f'accel.{name}(...)' for name in option_names())}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 import torch
@@ -21,6 +21,7 @@ from ..gradients.reduction import Reduction
 from ..precision import Replaced, convert_batchnorms, restore_batchnorms
 from ..process import Process
 from ..process.control import agree
+from ._periodic import PeriodicGradients, PeriodicHoldings
 from .base.engine import Context, Engine, SequenceOptions
 from .base.gradients import Gradients
 from .base.holdings import Holdings
@@ -47,6 +48,8 @@ class DDP(SequenceOptions):
         comm_hook: compress gradients on the wire: "fp16", "bf16" or "powersgd" (Vogels et al., arXiv 1905.13727).
         powersgd_rank: rank of PowerSGD's approximation.
         auto_refresh: look for a change of ``requires_grad`` before each forward.
+        sync_every: each rank steps with its own gradients, and weights are averaged after so many steps of their optimizer.
+        outer: options of a ``torch.optim.SGD`` that steps by the difference of the weights before and their average (DiLoCo).
     """
 
     find_unused_parameters: bool = False
@@ -59,6 +62,8 @@ class DDP(SequenceOptions):
     comm_hook: Literal["fp16", "bf16", "powersgd"] | None = None
     powersgd_rank: int = 1
     auto_refresh: bool = True
+    sync_every: int | None = None
+    outer: Mapping[str, Any] | None = None
 
     def check_values(self) -> None:
         """Refuse an unknown hook, and sizes that are none."""
@@ -70,6 +75,22 @@ class DDP(SequenceOptions):
             raise BackendError(f"{name}(bucket_cap_mb={self.bucket_cap_mb!r}): expected a positive number of MiB")
         if type(self.powersgd_rank) is not int or self.powersgd_rank < 1:
             raise BackendError(f"{name}(powersgd_rank={self.powersgd_rank!r}): expected at least 1")
+        if self.sync_every is not None or self.outer is not None:
+            self._check_periodic(name)
+
+    def _check_periodic(self, name: str) -> None:
+        if type(self.sync_every) is not int or self.sync_every < 1:
+            raise BackendError(f"{name}(sync_every={self.sync_every!r}): expected a number of steps, also with outer")
+        for option in ("static_graph", "sync_batchnorm", "comm_hook", "sequence_parallel"):
+            if getattr(self, option) not in (False, None, 1):
+                raise BackendError(
+                    f"{name}(sync_every={self.sync_every}): gradients are not reduced; leave {option} out"
+                )
+        try:
+            torch.optim.SGD([torch.zeros((), device="cpu")], **({} if self.outer is None else self.outer))
+        except (TypeError, ValueError) as error:
+            what = f"{name}(outer={self.outer!r}): expected options of torch.optim.SGD"
+            raise BackendError(f"{what}, as dict(lr=0.7, momentum=0.9, nesterov=True): {error}") from error
 
 
 @final
@@ -116,6 +137,11 @@ class DDPGradients(Gradients):
         if self.reduction.noted:
             hook, rank = options.comm_hook, options.powersgd_rank
             self.hook_state = _compress(self.ddp, hook, self.process.group, rank, self.reduction.marks)
+
+    @property
+    def spares(self) -> bool:
+        """``no_sync`` is refused with a static graph."""
+        return self.engine.distributed and not self.engine.options.static_graph
 
     def accumulate(self, accumulating: bool) -> None:
         """Leave the reducer unarmed in the forwards inside."""
@@ -265,12 +291,17 @@ class DDPEngine(Engine):
     name = "ddp"
     options_type = DDP
     options: DDP
-    gradients_type = DDPGradients
-    holdings_type = DDPHoldings
+    gradients_type: Any = DDPGradients
+    holdings_type: Any = DDPHoldings
     gradients: DDPGradients
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
+        if context.options.sync_every is not None:
+            self.gradients_type, self.holdings_type = PeriodicGradients, PeriodicHoldings
         super().__init__(module, entry, context)
+        made: Any = self.gradients
+        #: With ``sync_every``, in the place of all that has to do with a reducer.
+        self.periodic: PeriodicGradients | None = made if context.options.sync_every is not None else None
         #: What a forward calls where there is no reducer, and what the reducer is built around.
         self._core = entry
         self._batchnorms: Replaced = []
@@ -287,10 +318,15 @@ class DDPEngine(Engine):
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
         """Everything on every rank; the gradients once more in buckets, unless they are views of them."""
         buckets = 0
-        if world_size > 1:
+        if world_size > 1 and options.sync_every is None:
             buckets = _predict_kept(options.comm_hook, options.powersgd_rank, footprint.trainable)
             buckets += 0 if options.gradient_as_bucket_view else sum(p.nbytes for p in footprint.trainable)
-        return whole(footprint, world_size, buckets)
+        uses = whole(footprint, world_size, buckets)
+        if options.outer is None:
+            return uses
+        stepped = [footprint.parameters[i] for indices in footprint.optimizers for i in indices]
+        outer = sum(p.nbytes * (1 + (p.trainable and bool(options.outer.get("momentum")))) for p in stepped)
+        return tuple(replace(use, optimizer_state=use.optimizer_state + outer) for use in uses)
 
     def wrap(self) -> None:
         """Build the reducer, unless there is one process."""
@@ -300,28 +336,41 @@ class DDPEngine(Engine):
             self._batchnorms = convert_batchnorms(self.module, self.process.group)
         self.rebuild()
 
+    def attach(self, optimizer: Optimizer) -> None:
+        """Refuse one whose weights another one averages."""
+        if self.periodic:
+            self.periodic.check(optimizer)
+        super().attach(optimizer)
+
     def rebuild(self) -> None:
         """A new reducer for the parameters that are trainable now."""
-        self.gradients.build(self._core)
+        if not self.periodic:
+            self.gradients.build(self._core)
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let go of the reducer and of its buckets."""
+        """Let go of the reducer and of its buckets, or make one model of the ranks' own."""
+        restore_batchnorms(self._batchnorms)
+        if self.periodic:
+            self.periodic.end(optimizers)
+            for optimizer in () if self.ended or not self.distributed else optimizers:
+                self.holdings.give_back("the end of sync_every", optimizer, self.named)
+            return
         if self.gradients.ddp is not None and self.options.gradient_as_bucket_view:
             for parameter in self.parameters:
                 parameter.grad = None if parameter.grad is None else parameter.grad.clone()
         self.gradients.let_go()
-        restore_batchnorms(self._batchnorms)
 
     def abandon(self, reason: str) -> None:
         """Free the reducer too: peers that wait in it wake only when nothing here holds the group any more."""
         super().abandon(reason)
-        self.gradients.let_go()
+        if not self.periodic:
+            self.gradients.let_go()
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward through the reducer, which is armed for the next backward."""
         if function is not self.entry:
             return function(*args, **kwargs)
-        if not self.distributed:
+        if not self.distributed or self.periodic:
             return self._core(*args, **kwargs)
         grad, gradients = torch.is_grad_enabled(), self.gradients
         sync, reduction, buffers = not gradients.accumulating, gradients.reduction, gradients.buffers
@@ -347,6 +396,10 @@ class DDPEngine(Engine):
     def join(self) -> Iterator[None]:
         """``DistributedDataParallel.join``: ranks that ran out of inputs mirror the others' reductions."""
         gradients = self.gradients
+        if self.periodic:
+            raise BackendError(
+                "accel.join with sync_every: ranks that ran out of inputs would miss in the next average"
+            )
         if gradients.ddp is None:
             yield
             return

@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from ..process.devices import available
 from .base.activations import Recomputed, offloaded
 from .base.engine import Engine, LayerOptions
 
@@ -71,6 +72,11 @@ class DPEngine(Engine):
     name = "dp"
     options_type = DP
     synchronizes = False
+
+    @classmethod
+    def probe(cls) -> str:
+        """Tell where there is nothing to split a batch over."""
+        return "on one device as 'single'" if available()[1] < 2 else ""
 
     def wrap(self) -> None:
         """Build the DataParallel where there are devices for it."""

@@ -142,6 +142,12 @@ class HorovodEngine(AveragingEngine):
     options: Horovod
 
     @classmethod
+    def probe(cls) -> str:
+        """Import its part for torch."""
+        load()
+        return ""
+
+    @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         """Refuse a Horovod that was built without torch or for another one."""
         if process.place.world_size > 1:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..errors import BackendError
 from ..process import Process
+from ..process.devices import available
 from ._averaging import AveragedGradients, AveragingEngine, AveragingOptions
 
 
@@ -36,6 +37,14 @@ class XLAGradients(AveragedGradients):
             sys.modules["torch_xla"].sync()
 
 
+def _refuse(kind: str, found: str) -> None:
+    if kind not in ("tpu", "xla"):
+        raise BackendError(
+            f"backend 'xla' needs a TPU, but {found} (torch {torch.__version__}): with torch 2.11 to 2.15 pip install "
+            "'torch-tpu==0.2.0'; with torch 2.9 pip install 'torch_xla==2.9.0' and set PJRT_DEVICE to TPU or CPU, for one process"
+        )
+
+
 @final
 class XLAEngine(AveragingEngine):
     """Sums the flat pieces on the device; torch_xla, which only records operations, runs them after each step."""
@@ -47,12 +56,14 @@ class XLAEngine(AveragingEngine):
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         """Refuse a process without an XLA device."""
-        if process.device.type not in ("tpu", "xla"):
-            raise BackendError(
-                f"backend 'xla' needs a TPU, but this process uses {process.device} (torch {torch.__version__}): with torch "
-                "2.11 to 2.15 pip install 'torch-tpu==0.2.0'; with torch 2.9 pip install 'torch_xla==2.9.0' and set "
-                "PJRT_DEVICE to TPU or CPU, for one process"
-            )
+        _refuse(process.device.type, f"this process uses {process.device}")
+
+    @classmethod
+    def probe(cls) -> str:
+        """Refuse a machine without an XLA device."""
+        kind = available()[0]
+        _refuse(kind, f"torch finds {kind} here")
+        return ""
 
     def add(self, flat: torch.Tensor) -> None:
         """Sum by the process group's backend for the device."""

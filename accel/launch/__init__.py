@@ -104,9 +104,11 @@ def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int 
     _check_here(fn)
     if unknown:
         name = next(iter(unknown))
+        advice = "did you mean num_processes? Arguments" if "proc" in name else "arguments"
+        short = "fn" if "<lambda>" in name_of(fn) else name_of(fn).rpartition(".")[2]
         raise LaunchError(
-            f"accel.launch has no option {name!r}: arguments of {name_of(fn)} go by position, or as "
-            f"functools.partial({name_of(fn)}, {name}=...)"
+            f"accel.launch has no option {name!r}: {advice} of {short} go by position, or as "
+            f"functools.partial({short}, {name}=...)"
         )
     given: tuple[Any, ...] = args
     found = stateful({name_of(fn): fn, **{f"args[{i}]": argument for i, argument in enumerate(given)}})
@@ -134,6 +136,8 @@ def _number(asked: int | None) -> int:
 
 
 def _check_here(fn: object) -> None:
+    if isinstance(fn, str):
+        raise LaunchError(f"accel.launch expects a function; a script is started by python -m accel run {fn}")
     if not callable(fn):
         raise LaunchError(
             f"accel.launch expects a function and its arguments, got a {type(fn).__name__}: accel.launch(train, model, "

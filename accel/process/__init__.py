@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import gc
 import logging
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TextIO
@@ -21,8 +23,8 @@ from torch.distributed import distributed_c10d
 from ..errors import AccelError, DeviceError
 from .devices import parse_backend, pick, resolve, unserved
 from .environments import Place
-from .hangs import HangDetector, abort_kernels, disconnect, missing_ranks
-from .startup import UNKNOWN, Rendezvous, destroy_groups, place_now, select, start
+from .hangs import HangDetector, abort_kernels, disconnect, missing_ranks, reconnect
+from .startup import UNKNOWN, Order, Rendezvous, destroy_groups, exchange, place_now, select, start
 from .startup import Process as Process
 
 logger = logging.getLogger("accel")
@@ -36,14 +38,28 @@ class _State:
     ended: str = ""
     #: They were ended because the ranks are in different places.
     mismatch: bool = False
+    #: This process was forked from one in which accel runs over several ranks.
+    forked: bool = False
+    #: What has ended can be connected anew: nothing lets go of the groups.
+    keeps: bool = False
+    #: How often they were, also by processes before.
+    connected: int = 0
     rendezvous: Rendezvous = field(default_factory=Rendezvous)
     #: One thread at a time starts it.
     starting: Any = field(default_factory=threading.RLock)
 
 
 _state = _State()
-# A forked process does not have the thread that had it.
-os.register_at_fork(after_in_child=lambda: setattr(_state, "starting", threading.RLock()))
+
+
+def _after_fork() -> None:
+    """A forked process has neither the thread that had the lock nor those of gloo, and its connections are its parent's."""
+    _state.starting = threading.RLock()
+    _state.forked = _state.process is not None and _state.process.place.world_size > 1
+    atexit.unregister(_at_exit)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 # -- start and end ----------------------------------------------------------------------------------------------------
@@ -91,22 +107,29 @@ def _begin(backend: str | None, timeout: timedelta | None, devices: object) -> P
             return _state.process
         process = _state.process = start(backend, timeout, devices, _state.rendezvous)
     if process.control is not None:
-        limit = process.timeout.total_seconds()
-        deaf = "nccl" in process.backends.values()
-        process.detector = HangDetector(
-            process.control, process.begun, limit, lambda: process.doing, _noticed, deaf=deaf
-        )
-        process.detector.start()
+        _detect_hangs(process, process.control)
         atexit.register(_at_exit)
     return process
+
+
+def _detect_hangs(process: Process, control: dist.ProcessGroup) -> None:
+    limit, deaf = process.timeout.total_seconds(), "nccl" in process.backends.values()
+    process.detector = HangDetector(control, process.begun, limit, lambda: process.doing, _noticed, deaf=deaf)
+    process.detector.start()
 
 
 def current() -> Process:
     """The running process; started from the environment where it is not, which is collective.
 
     Raises:
-        AccelError: the process groups were ended, or replaced outside accel.
+        AccelError: the process groups were ended, or replaced outside accel, or are those of the process that this one was
+            forked from.
     """
+    if _state.forked:
+        raise AccelError(
+            f"this process was forked from rank {rank()} (as a DataLoader's workers are), whose connections to other ranks it "
+            "cannot use: call accel in the process that called accel.setup"
+        )
     if _state.ended:
         _finish_end()
         raise AccelError(f"the process groups were ended: {_state.ended}; call accel.teardown() to start again")
@@ -203,7 +226,7 @@ def use_devices(devices: object) -> None:
 
 def shutdown(how: str = "called accel.teardown(), and does not come") -> None:
     """Ends accel's control group, and the default group if accel made it; everything can start again. The others hear ``how``."""
-    process = _state.process
+    process, _state.keeps = _state.process, False
     atexit.unregister(_at_exit)
     if process is not None:
         if process.detector is not None:
@@ -244,10 +267,51 @@ def end_groups(reason: str, *, mismatch: bool = False) -> None:
     """
     process = _state.process
     _note_end(reason, mismatch)
+    if _state.keeps:
+        return
     if process is not None:
         _let_go(process, _state.ended)
     if dist.is_initialized():
         distributed_c10d._abort_process_group()
+
+
+@contextlib.contextmanager
+def keeping_groups() -> Iterator[None]:
+    """Context: where the groups end inside, everything keeps them, until ``connect_anew``."""
+    before, _state.keeps = _state.keeps, True
+    try:
+        yield
+    finally:
+        _state.keeps = before
+
+
+def keeps_groups() -> bool:
+    """Whether this is inside of ``keeping_groups``."""
+    return _state.keeps
+
+
+def connect_anew() -> None:
+    """Connect the groups that ended inside of ``keeping_groups``, for all that has them. Collective.
+
+    Raises:
+        AccelError: another process group is there, or a backend cannot be connected again.
+    """
+    process = _state.process
+    if process is None or process.control is None or process.group is not dist.group.WORLD:
+        raise AccelError(f"the process groups were ended, and others are there: {_state.ended}")
+    if process.detector is not None:
+        process.detector.stop()
+    _state.connected += 1
+    reconnect(process.control, _state.connected)
+    process.rounds, process.order, process.ended, process.doing = _state.connected << 32, Order(), "", ""
+    process.common = process.rounds, {}
+    names = exchange(process, [group.group_name for group in distributed_c10d._world.pg_map])
+    for group in sorted(distributed_c10d._world.pg_map, key=lambda group: group.group_name):
+        everywhere = all(group.group_name in names[rank] for rank in dist.get_process_group_ranks(group))
+        if everywhere and group is not process.control:  # one that not all have yet is nobody's
+            reconnect(group, _state.connected)
+    _state.ended, _state.mismatch = "", False
+    _detect_hangs(process, process.control)
 
 
 def _note_end(reason: str, mismatch: bool) -> None:
@@ -265,7 +329,8 @@ def _note_end(reason: str, mismatch: bool) -> None:
 
 def _noticed(reason: str, mismatch: bool) -> None:
     if not _state.ended:
-        logger.error("rank %d: the process groups were ended: %s", rank(), reason)
+        level = logging.INFO if _state.keeps else logging.ERROR
+        logger.log(level, "rank %d: the process groups were ended: %s", rank(), reason)
     _note_end(reason, mismatch)
 
 

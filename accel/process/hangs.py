@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ..errors import AccelError
 from .packing import framed, to_bytes, to_tensor, unframed
 
 logger = logging.getLogger("accel")
@@ -352,9 +353,9 @@ def counts(own: dist.ProcessGroup | None, world: int) -> dict[str, int]:
     found: dict[str, int] = {}
     for group in list(distributed_c10d._world.pg_map):
         if group is not own and isinstance(group, dist.ProcessGroup) and group.size() == world:
-            counted: Any = group
+            carriers: set[Any] = {group._get_backend(device) for device in group._device_types}
             with contextlib.suppress(RuntimeError):  # not every backend counts
-                found[str(group.group_name)] = counted._get_sequence_number_for_group()
+                found[str(group.group_name)] = sum(one._get_sequence_number_for_group() for one in carriers)
     return found
 
 
@@ -393,3 +394,36 @@ def disconnect(group: dist.ProcessGroup) -> None:
     for peer in set(range(group.size())) - {group.rank()}:
         with contextlib.suppress(RuntimeError):
             group.recv([torch.empty(1, device="cpu")], peer, _NO_TAG).wait(timedelta(milliseconds=1))
+
+
+def reconnect(group: dist.ProcessGroup, number: int) -> None:
+    """Give a group whose connections are closed new ones, for the ``number``-th time. Collective in the group.
+
+    The group itself stays, which reducers, meshes and other libraries hold: what carries its tensors is replaced inside of it.
+
+    Raises:
+        AccelError: its backend is none of gloo and nccl, or it is too often.
+    """
+    if number > 100:
+        raise AccelError("the process groups were connected anew 100 times: start the program again")
+    store = distributed_c10d.PrefixStore(f"connected/{number}", distributed_c10d._world.pg_map[group][1])
+    made: dict[Any, Any] = {}
+    name, desc = group.group_name, group.group_desc  # the backends have them
+    for position, device in enumerate(group._device_types):
+        old = group._get_backend(device)
+        # A group keeps the backend that it has of a type. These types, up to 255, are nobody's.
+        kind = dist.ProcessGroup.BackendType(5 + 2 * number + position)
+        if old not in made:
+            made[old] = _like(old, distributed_c10d.PrefixStore(device.type, store))
+            made[old]._set_sequence_number_for_group()
+        group._register_backend(device, kind, made[old])
+    group._set_group_name(name)
+    group._set_group_desc(desc)
+
+
+def _like(old: Any, store: distributed_c10d.Store) -> Any:
+    if isinstance(old, dist.ProcessGroupGloo):
+        return dist.ProcessGroupGloo(store, old.rank(), old.size(), timeout=old.options._timeout)
+    if dist.is_nccl_available() and isinstance(old, dist.ProcessGroupNCCL):
+        return dist.ProcessGroupNCCL(store, old.rank(), old.size(), old.options)
+    raise AccelError(f"a process group of {old.name()} cannot be connected anew")

@@ -213,7 +213,7 @@ def _connect(process: Process, backend: str, problem: str, rendezvous: Rendezvou
     try:
         process.control = dist.new_group(timeout=process.timeout, backend="gloo", group_desc="accel control")
         # A store outlives elastic restarts, with the keys of the ranks that failed.
-        process.token = _exchange(process, uuid.uuid4().hex)[0]
+        process.token = exchange(process, uuid.uuid4().hex)[0]
         _agree_on_devices(process, problem)
     except BaseException as error:
         destroy_groups(process)
@@ -313,7 +313,7 @@ def _agree_on_devices(process: Process, problem: str) -> None:
     """Picks this rank's device; where a rank has a problem, or two ranks one device, all raise."""
     host, first = socket.gethostname(), process.asked[0]
     problem = problem or unserved(first, process.backends)
-    reports = _exchange(process, (problem, host, f"{first.type} by {process.backends.get(first.type)}"))
+    reports = exchange(process, (problem, host, f"{first.type} by {process.backends.get(first.type)}"))
     for rank, (text, *_) in enumerate(reports):
         if text:
             raise DeviceError(f"rank {rank}: {text}")
@@ -327,10 +327,10 @@ def _agree_on_devices(process: Process, problem: str) -> None:
         process.place = replace(process.place, local_rank=local_rank, local_world_size=len(mates))
     process.devices = pick(process.asked, process.place.local_rank, process.place.local_world_size)
     if not process.shares(first):
-        refuse_shared(_exchange(process, identity(process.device, host)))
+        refuse_shared(exchange(process, identity(process.device, host)))
 
 
-def _exchange(process: Process, value: object) -> list[Any]:
+def exchange(process: Process, value: object) -> list[Any]:
     """Every rank's value; torch's own all_gather_object needs NumPy."""
 
     def gather(message: bytes) -> list[bytearray]:

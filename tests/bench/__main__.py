@@ -29,6 +29,7 @@ from . import (  # noqa: E402
     pipeline,
     report,
     restart,
+    rivals,
     scale,
     settings,
     sharded,
@@ -53,6 +54,7 @@ SECTIONS = {
         restart.SECTION,
         memory.SECTION,
         pipeline.SECTION,
+        rivals.SECTION,
     )
 }
 

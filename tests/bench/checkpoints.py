@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import accel
 
-from . import movers
+from . import movers, placed
 from .movers import ACCEL, CHECKSUM, MEMCPY, RAW_LOAD, RAW_SAVE, READ, STREAM, Movers, build, trained
 from .ranks import run
 from .section import Data, Panel, Section, Verdict, answer, brief, failures, table
@@ -182,6 +182,12 @@ def _measure(quick: bool) -> Data:
         found["frozen"] = [asdict(row) for row in summarise(times)]
     except RuntimeError as error:
         found["failed"]["99 % frozen"] = brief(error)
+    try:
+        found["placed"] = placed.measure(
+            lambda fn, *args: run(WORLD, fn, *args, seconds=LIMIT_SECONDS), _Clock, LAYOUTS, quick=quick
+        )
+    except RuntimeError as error:
+        found["failed"]["tmpfs and disk apart"] = brief(error)
     return found
 
 
@@ -208,7 +214,7 @@ def _tell(data: Data) -> list[str]:
             for r in data["frozen"]
         ]
         parts.append(table(["", "wall, s", "cpu, s", "wall ratio"], lines))
-    return parts
+    return parts + placed.tell(data.get("placed", {}))
 
 
 def _judge(data: Data) -> Iterator[Verdict]:
@@ -226,6 +232,7 @@ def _judge(data: Data) -> Iterator[Verdict]:
                 -times, -20, cause="every frozen byte is hashed again, since nothing else proves that it is as it was"
             ),
         )
+    yield from placed.judge(data.get("placed", {}))
 
 
 def _judge_layout(layout: str, told: Data) -> Iterator[Verdict]:
@@ -261,7 +268,7 @@ def _draw(data: Data) -> list[Panel]:
         names = list(dict.fromkeys(name for rows in found.values() for name in rows))
         bars = {n: [rows[n].wall_ratio if n in rows else None for rows in found.values()] for n in names}
         if bars:
-            panels.append(Panel(title, f"wall time, multiple of {names[0]}", list(found), bars, 1.0, log=True))
+            panels.append(Panel(title, f"wall time, multiple of {names[0]}", list(found), bars, 1.0))
     return panels
 
 

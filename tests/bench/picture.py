@@ -1,79 +1,61 @@
-"""The pictures: bars in groups."""
+"""The pictures, in the style of those that accel draws itself; each contender has one colour in all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from accel import plots
+from accel.plots import COLOURS
 
 from .section import Panel
 
-#: accel's bars stand out; those of raw torch and the rivals are grey.
-OURS = ("#c2410c", "#ea8a4d", "#f3b48a", "#7c2d12")
-OTHERS = ("#334155", "#64748b", "#94a3b8", "#b6c2d1", "#d3dae4", "#475569", "#0f766e")
+#: By what the name of a contender or part begins with; the first that fits counts.
+CONTENDERS = {
+    "accel": "#c2410c",
+    "raw": "#334155",
+    "memcpy": "#334155",
+    "one checksum": "#64748b",
+    "torch": "#0f766e",
+    "Accelerate": "#0369a1",
+    "Fabric": "#7c3aed",
+    "DCP": "#65a30d",
+    "safetensors": "#a16207",
+    "fairscale": "#be185d",
+    "DeepSpeed": "#eab308",
+    "prototype": "#94a3b8",
+    "2 ranks, theory": "#cbd5e1",
+    "4 ranks, theory": "#cbd5e1",
+    "2 ranks": "#c2410c",
+    "4 ranks": "#ea8a4d",
+}
 
 
-def _colours(names: Sequence[str]) -> dict[str, str]:
-    ours, others, found = iter(OURS), iter(OTHERS * 2), {}
-    for name in names:
-        found[name] = next(ours, OURS[-1]) if name.startswith("accel") else next(others)
-    return found
+def _colour(name: str, others: Mapping[str, str]) -> str:
+    found = next((colour for start, colour in CONTENDERS.items() if name.startswith(start)), None)
+    return found or others[name]
 
 
-def _stack(axes: Axes, panel: Panel) -> None:
-    """One bar for each group, from the first part at the bottom to the last; its sum above."""
-    shades, tops = (*OURS, *OTHERS), [0.0] * len(panel.groups)
-    for colour, (name, values) in zip(shades * 2, panel.bars.items(), strict=False):
-        sizes = [value or 0.0 for value in values]
-        axes.bar(range(len(sizes)), sizes, 0.6, bottom=tops, color=colour, label=name)
-        tops = [top + size for top, size in zip(tops, sizes, strict=True)]
-    for place, top in enumerate(tops):
-        axes.annotate(
-            f"{top:.3g}", (place, top), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=8
-        )
-
-
-def _panel(axes: Axes, panel: Panel) -> None:
+def _panel(panel: Panel) -> plots.Panel:
+    others = dict(zip(panel.bars, COLOURS * 2, strict=False))
     if panel.stacked:
-        _stack(axes, panel)
-    else:
-        _bars(axes, panel)
-    if panel.limit is not None:
-        axes.axhline(panel.limit, color="black", linewidth=0.8, linestyle="--")
-    if panel.log:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_xticks(range(len(panel.groups)), panel.groups, fontsize=8)
-    axes.set_title(panel.title, fontsize=11)
-    axes.set_ylabel(panel.unit)
-    axes.margins(y=0.12)
-    axes.grid(axis="y", alpha=0.25)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=panel.stacked)
-
-
-def _bars(axes: Axes, panel: Panel) -> None:
-    width = 0.84 / len(panel.bars)
-    colours = _colours(list(panel.bars))
-    for i, (name, values) in enumerate(panel.bars.items()):
-        places = [k + (i - (len(panel.bars) - 1) / 2) * width for k in range(len(panel.groups))]
-        drawn = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
-        axes.bar([p for p, _ in drawn], [v for _, v in drawn], width * 0.92, color=colours[name], label=name)
-        for place, value in drawn:
-            axes.annotate(
-                f"{value:.3g}", (place, value), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=7
-            )
+        parts = [{name: values[i] or 0.0 for name, values in panel.bars.items()} for i in range(len(panel.groups))]
+        rows = [(group, part, f"{sum(part.values()):.3g}") for group, part in zip(panel.groups, parts, strict=True)]
+        return plots.Panel(panel.title, panel.unit, {"": rows}, others, panel.limit)
+    colours = {name: _colour(name, others) for name in panel.bars}
+    names = {name: textwrap.fill(name.replace("`", ""), 36) for name in panel.bars}
+    groups = {
+        group.replace("`", ""): [
+            (names[name], {name: value}, f"{value:.3g}")
+            for name, values in panel.bars.items()
+            if (value := values[i]) is not None
+        ]
+        for i, group in enumerate(panel.groups)
+    }
+    return plots.Panel(panel.title, panel.unit, groups, colours, panel.limit)
 
 
 def draw(panels: Sequence[Panel], path: Path) -> None:
     """One below the other."""
-    figure = Figure(figsize=(11, 3.9 * len(panels)), layout="constrained")
-    for axes, panel in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
-        _panel(axes, panel)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    plots.save_panels([_panel(panel) for panel in panels], path)

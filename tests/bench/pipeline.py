@@ -171,7 +171,7 @@ def _judge(data: Data) -> Iterator[Verdict]:
 
 
 def _draw(data: Data) -> list[Panel]:
-    groups = [f"{row['world']}: {row['options']}".replace(", ", "\n") for row in data["rows"]]
+    groups = [f"{row['world']}: {row['options']}" for row in data["rows"]]
     most = [[max(sizes) for sizes in row["sizes"]] for row in data["rows"]]
     bars = {name: [m[i] for m in most] for i, name in enumerate(("state", "activations", "peak"))}
     return [Panel("The fullest process of a pipeline", "MiB", groups, bars)]

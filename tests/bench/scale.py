@@ -73,7 +73,7 @@ def simulate(world: int, tensors: int, loading: int, directory: str) -> Scale:
     packed = [_pack(rank, world, table) for rank in range(world)]
     assert packed[world // 2].kinds == listing.pack(0).kinds
     plan, plan_s = _timed(lambda: make_layout(unpack(packed), world))
-    assert len(write_items(world // 2, plan, mine)) == sum(one.shard.tensor.numel() > 0 for one in mine)
+    assert len(write_items(world // 2, plan, listing, mine)) == sum(one.shard.tensor.numel() > 0 for one in mine)
 
     found = zip(plan.table, plan.parts(torch.arange(world)), strict=True)
     stored = {name: Stored(dtype, shape, tuple(own)) for (name, dtype, shape, _), own in found}

@@ -29,7 +29,6 @@ class Panel:
     groups: Sequence[str]
     bars: dict[str, Sequence[float | None]]
     limit: float | None = None
-    log: bool = False
     stacked: bool = False
 
 

@@ -158,9 +158,9 @@ def ratio_verdicts(
     return verdicts
 
 
-def ratio_panel(data: Data, title: str, names: Sequence[str], limit: float | None, *, log: bool = False) -> Panel:
+def ratio_panel(data: Data, title: str, names: Sequence[str], limit: float | None) -> Panel:
     """cpu time relative to the first contender, a group of bars for each table."""
     found = {key: rows(data, key) for key in data["tables"]}
     groups = [data["tables"][key]["title"].partition(":")[0] for key in found]
     bars = {n: [t[n].cpu_ratio if n in t else None for t in found.values()] for n in names}
-    return Panel(title, "cpu time of a step, multiple", groups, bars, limit, log)
+    return Panel(title, "cpu time of a step, multiple", groups, bars, limit)

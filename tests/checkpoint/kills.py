@@ -1,7 +1,8 @@
 """Jobs that save into an S3 server on the loopback and are killed at any moment: `python -m tests.checkpoint.kills 200`.
 
-After each the last commit must be there, whole, and at least what the job knew to be saved. One job in four has two ranks, of
-which one or both are killed; half of the saves go on in the background; every fifth job meets a server that is busy at times.
+With `--in-memory` they save into shared memory, and every seventh time to disk. After each kill the last commit must be there,
+whole, and at least what the job knew to be saved. One job in four has two ranks, of which one or both are killed; half of the
+saves go on in the background; every fifth job of a store meets a server that is busy at times.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import accel
-from accel.checkpoint.record import exists
+from accel.checkpoint import shared_memory
 from tests.checkpoint import stores
 
 
@@ -37,7 +39,7 @@ def job(url: str, begin: int, rank: int, world: int, wait: bool, meeting: str, t
         torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     accel.init()
     for value in itertools.count(begin):
-        accel.save(state(float(value)), url, wait=wait)
+        accel.save(state(float(value)), url, wait=wait, in_memory="://" not in url and value % 7 > 0)
         os.write(told, f"{value if wait else value - 1}\n".encode())
 
 
@@ -90,31 +92,42 @@ def value_of(url: str) -> float:
     return float(found["n"])
 
 
-def main(rounds: int) -> None:
-    lost, done, saved = 0, Counter[str](), 0
+def attack(rounds: int, url: str, prepare: Callable[[int], None]) -> None:
+    """Kill so many jobs; ``prepare`` is told which one is next, and -1 before what it did is looked at."""
+    lost, done, saved, value = 0, Counter[str](), 0, 0
     start = time.monotonic()
+    for number in range(rounds):
+        prepare(number)
+        sure, kind = one_round(number, url, value + 1)
+        done[kind] += 1
+        prepare(-1)
+        if accel.latest(url) is None:
+            lost += max(sure, value) > 0
+            continue
+        try:
+            found = value_of(url)
+            assert found >= max(sure, value), f"{found} is there, {max(sure, value)} was saved"
+            saved += int(found) - value
+            value = int(found)
+        except Exception as error:
+            lost += 1
+            print(f"round {number} ({kind}): {type(error).__name__}: {error}", flush=True)
+        if number % 20 == 19:
+            print(f"{number + 1} kills, {lost} lost, {saved} commits, {time.monotonic() - start:.0f} s", flush=True)
+    print(f"{rounds} kills ({dict(done)}): {lost} lost; {saved} commits between them")
+
+
+def in_store(rounds: int) -> None:
     with stores.server() as endpoint, stores.proxy(endpoint) as (busy, proxy):
         proxy.faults.append(stores.Fault("PUT|GET", (503, stores.BUSY), times=0))
-        url, value = f"s3://{stores.BUCKET}/kills", 0
-        for number in range(rounds):
-            stores.use(busy if number % 5 == 4 else endpoint)
+        url = f"s3://{stores.BUCKET}/kills"
+
+        def prepare(number: int) -> None:
             proxy.faults[0].times = 2 if number % 5 == 4 else 0
-            sure, kind = one_round(number, url, value + 1)
-            done[kind] += 1
-            proxy.faults[0].times = 0
-            if not exists(url):
-                lost += value > 0
-                continue
-            try:
-                found = value_of(url)
-                assert found >= max(sure, value), f"{found} is there, {max(sure, value)} was saved"
-                saved += int(found) - value
-                value = int(found)
-            except Exception as error:
-                lost += 1
-                print(f"round {number} ({kind}): {type(error).__name__}: {error}", flush=True)
-            if number % 20 == 19:
-                print(f"{number + 1} kills, {lost} lost, {saved} commits, {time.monotonic() - start:.0f} s", flush=True)
+            if number >= 0:
+                stores.use(busy if number % 5 == 4 else endpoint)
+
+        attack(rounds, url, prepare)
         stores.use(endpoint)
         accel.save(state(-1.0), url)
         accel.teardown()
@@ -122,9 +135,21 @@ def main(rounds: int) -> None:
 
         fs = s3fs.S3FileSystem(use_listings_cache=False)
         left = [name for name in fs.ls(url, detail=False) if not name.endswith(".json")]
-        print(f"{rounds} kills ({dict(done)}): {lost} lost; {saved} commits between them")
         print(f"after one more save: {len(left)} shard, {len(fs.list_multipart_uploads(stores.BUCKET))} uploads left")
 
 
+def in_memory(rounds: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        url = f"{folder}/run"
+        attack(rounds, url, lambda _: None)
+        for inside in (True, False):
+            accel.save(state(-1.0), url, in_memory=inside)
+            where = shared_memory.place(url) or ""
+            left = [name for name in os.listdir(where) if not name.startswith(".")] if os.path.isdir(where) else []
+            print(f"after one more save {'in memory' if inside else 'to disk'}: {len(left)} files in memory")
+        accel.teardown()
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 200)
+    numbers = [int(text) for text in sys.argv[1:] if text.isdecimal()]
+    (in_memory if "--in-memory" in sys.argv else in_store)(*numbers or [200])

@@ -169,8 +169,8 @@ def commits_by_half(root: str) -> None:
             accel.save(broken, "ckpt", placement="host")
         accel.load("ckpt", other)
         assert values(other) == {3.0}
-        with pytest.raises(CheckpointError, match="wait=False"):
-            accel.save(other, "ckpt", placement="host", wait=False)
+        with pytest.raises(CheckpointError, match="replicas=1 with wait=False"):
+            accel.save(other, "ckpt", placement="host", replicas=1, wait=False)
         with pytest.raises(CheckpointError, match="replicas=1"):
             accel.save(other, "ckpt", replicas=1)
 

@@ -50,7 +50,7 @@ def test_the_raw_loader_stays_as_it_is() -> None:
     with pytest.raises(AttributeError):
         _ = handle.nothing
     public = {name for name in set(dir(handle)) - set(dir(raw)) if not name.startswith("_")}
-    assert public == {"set_epoch", "state_dict", "load_state_dict"}
+    assert public == {"is_last", "load_state_dict", "set_epoch", "skip", "state_dict"}
     assert "rank 1 of 2" in repr(handle)
 
 

@@ -252,3 +252,22 @@ def _refused_options() -> None:
 
 def test_options_of_another_type_are_refused() -> None:
     assert all("LoaderOptions" in message for message in refusals(2, _refused_options, error="LoaderError"))
+
+
+def _gather_texts(n: int) -> tuple[list[str], list[int]]:
+    found: list[Any] = []
+    for batch in _here(_tensors(n, batch_size=3)):
+        data: Any = {"text": [f"text {i}" for i in batch.tolist()], "x": torch.full((len(batch), 1 + accel.rank()), 1)}
+        found.append(gather_for_metrics(data, pad=0, objects=True))
+        with pytest.raises(LoaderError, match=r"found a str of shape \(\): its padding is not known"):
+            gather_for_metrics({"text": "one for all"}, objects=True)
+        with pytest.raises(LoaderError, match=r"expected dim 0 to be this rank's batch"):
+            gather_for_metrics({"text": ["more"] * 7}, objects=True)
+    assert all(part["x"].shape[1] == 2 for part in found)
+    return [text for part in found for text in part["text"]], [len(part["x"]) for part in found]
+
+
+def test_texts_come_once_and_in_order_without_padding() -> None:
+    for texts, rows in run(2, _gather_texts, 13):
+        assert texts == [f"text {i}" for i in range(13)]
+        assert sum(rows) == 13

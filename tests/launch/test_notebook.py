@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.interpreters import executable
 from tests.programs import ROOT
 
 nbclient = pytest.importorskip("nbclient")
@@ -32,6 +33,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     client.create_kernel_manager()
     client.km.transport = "ipc"
     client.km.connection_file = f"{path}/kernel.json"
+    client.km.kernel_spec.argv[0] = executable()
     client.execute(env=environment)
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
@@ -64,7 +66,25 @@ def test_dp_says_that_it_has_one_device(cells: list[Any]) -> None:
     assert told == (torch.accelerator.device_count() < 2)
 
 
+def test_the_memory_that_it_would_take(cells: list[Any]) -> None:
+    (line,) = streams(cells[3], "stdout")
+    ddp, fsdp = map(int, re.findall(r"(\d+) (?:bytes )?with", line))
+    assert ddp > 6 * fsdp
+    (picture,) = [o.data["image/png"] for o in cells[3].outputs if o.output_type == "execute_result"]
+    assert base64.b64decode(picture)[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_checkpoint_goes_on_with_another_backend(cells: list[Any]) -> None:
+    accuracies = [float(re.findall(r"accuracy (0\.\d+)", "".join(streams(cells[i], "stdout")))[0]) for i in (2, 4)]
+    assert accuracies[1] >= accuracies[0]
+    assert "resumed: accuracy" in "".join(streams(cells[4], "stdout"))
+
+
+def test_an_interrupt_ends_well(cells: list[Any]) -> None:
+    assert streams(cells[5], "stdout") == ["interrupted; the model is as it was: True\n"]
+
+
 def test_a_failure_is_raised_in_the_cell(cells: list[Any]) -> None:
-    text = "".join(streams(cells[3], "stdout"))
+    text = "".join(streams(cells[6], "stdout"))
     assert "rank 1 of 2 in accel.launch(fail) raised" in text
     assert "the cause: ValueError('a batch of the wrong shape')" in text

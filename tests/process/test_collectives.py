@@ -219,16 +219,16 @@ def test_map_tensors_returns_what_did_not_change() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tree", "path"),
+    ("tree", "path", "functions"),
     [
-        ({"a": [torch.ones(1), 3]}, r'data\["a"\]\[1\] is a int'),
-        (Pair(torch.ones(1), None), r"data\.right is a NoneType"),
-        ({2: Output("x")}, r"data\[2\]\.loss is a str"),
-        (3.0, "data is a float"),
+        ({"a": [torch.ones(1), 3]}, r'data\["a"\]\[1\] is a int', (all_gather, broadcast)),
+        (Pair(torch.ones(1), None), r"data\.right is a NoneType", ()),
+        ({2: Output("x")}, r"data\[2\]\.loss is a str", (all_reduce, all_gather, broadcast)),
+        (3.0, "data is a float", (all_gather, broadcast)),
     ],
 )
-def test_a_leaf_that_is_no_tensor_is_named(tree: Any, path: str) -> None:
-    for fn in (lambda t: map_tensors(lambda x: x, t), all_reduce, all_gather, broadcast):
+def test_a_leaf_that_is_no_tensor_is_named(tree: Any, path: str, functions: tuple[Any, ...]) -> None:
+    for fn in (lambda t: map_tensors(lambda x: x, t), *functions):
         with pytest.raises(AccelError, match=path):
             fn(tree)
     process.shutdown()
@@ -435,7 +435,8 @@ def differ(case: str) -> Any:
         "op": lambda: all_reduce(ones, "max" if one else "min"),
         "src": lambda: broadcast(ones, 1 if one else 0),
         "call": lambda: barrier() if one else all_reduce(ones),
-        "leaf": lambda: all_reduce({"a": [ones, 3 if one else ones]}),
+        "leaf": lambda: all_reduce({"a": [ones, "3" if one else ones]}),
+        "number": lambda: all_reduce({"a": [ones, 3 if one else ones]}),
         "bad op": lambda: all_reduce(ones, "avg"),
         "bad src": lambda: broadcast(ones, 2),
         "complex": lambda: all_reduce([torch.ones(1, dtype=torch.complex64)], "max"),
@@ -462,7 +463,12 @@ def differ(case: str) -> Any:
         ("op", "RankMismatchError", "rank 0 is in \"all_reduce(op='min')\"; rank 1 is in \"all_reduce(op='max')\""),
         ("src", "RankMismatchError", "rank 1 is in 'broadcast(src=1)'"),
         ("call", "RankMismatchError", "rank 1 is in 'barrier'"),
-        ("leaf", "AccelError", 'on rank 1: data["a"][1] is a int; expected a tensor'),
+        ("leaf", "AccelError", 'on rank 1: data["a"][1] is a str; expected a tensor'),
+        (
+            "number",
+            "RankMismatchError",
+            'data["a"][1] is torch.float32 of shape (2) sent on cpu on rank 0 and a number',
+        ),
         ("bad op", "AccelError", "expected op to be one of sum, mean, max, min, product"),
         ("bad src", "AccelError", "expected src to be a rank from 0 to 1"),
         ("complex", "AccelError", "data[0] is complex, which has no max over ranks"),
@@ -557,3 +563,113 @@ def test_one_ranks_failure_is_everyones() -> None:
         raise_together("a step", None, ["", "ValueError: no"], AccelError)
     with pytest.raises(ValueError, match="mine"):
         raise_together("a step", ValueError("mine"), ["", "ValueError: mine"])
+
+
+# -- numbers, objects and lengths that differ ---------------------------------------------------------------------------
+
+
+def reduce_numbers() -> list[Any]:
+    rank, numpy = accel.rank(), pytest.importorskip("numpy")
+    mixed: Any = {"loss": rank + 0.5, "counts": [rank, 2**70], "done": rank == 1, "none": None, "x": torch.ones(2)}
+    scalars: Any = (numpy.float32(rank), numpy.int32(rank), numpy.bool_(rank))
+    text: Any = numpy.array("text")
+    with pytest.raises(AccelError, match="data is a ndarray; expected a tensor"):
+        all_reduce(text)
+    lonely: Any = 0 if rank == 0 else 2.5  # a total that one rank never added to
+    values = [all_reduce(mixed, op) for op in ("sum", "mean", "max")]
+    values += [
+        all_reduce(scalars),
+        all_reduce(scalars, "max"),
+        all_reduce(lonely),
+        all_reduce(float("nan") if rank else 1.0, "min"),
+    ]
+    return [*values, [type(value).__name__ for op in ("sum", "max", "mean") for value in all_reduce(scalars, op)]]
+
+
+def test_all_reduce_of_numbers_gives_numbers() -> None:
+    numpy_bool = type(pytest.importorskip("numpy").bool_(True)).__name__
+    for total, mean, largest, scalars, maxima, lonely, nan, kinds in run(2, reduce_numbers):
+        assert (total["loss"], total["counts"], total["done"], total["none"]) == (2.0, [1, 2**71], 1, None)
+        assert total["x"].tolist() == [2.0, 2.0]
+        assert (mean["loss"], mean["counts"], mean["done"]) == (1.0, [0.5, 2.0**70], 0.5)
+        assert (largest["loss"], largest["counts"], largest["done"]) == (1.5, [1, 2**70], True)
+        assert type(largest["done"]) is bool
+        assert (scalars, maxima, lonely) == ((1.0, 1, 1), (1.0, 1, True), 2.5)
+        assert nan != nan
+        assert kinds[:3] == ["float32", "int64", "int64"]
+        assert kinds[3:] == ["float32", "int32", numpy_bool, "float32", "float64", "float64"]
+
+
+def send_objects() -> list[Any]:
+    rank = accel.rank()
+    part: Any = torch.arange(6.0)[2 * rank : 2 * rank + 2]  # of a larger tensor
+    data: Any = {
+        "x": torch.ones(1 + rank, 1),
+        "words": ["a", "b"][: 1 + rank],
+        "path": Path(str(rank)),
+        "items": [{"x": part}],
+    }
+    gathered = all_gather(data, objects=True)
+    padded = all_gather(torch.full((1, 1 + rank), rank), pad=-1)
+    leaf = torch.ones(1, 1 + rank, requires_grad=True)
+    rows = all_gather(leaf, pad=0, gradients=True)
+    (rows * torch.tensor([[1.0, 2.0], [3.0, 4.0]])).sum().backward()
+    given = broadcast({"run": "name", "x": part} if rank == 1 else None, 1, objects=True)
+    assert leaf.grad is not None
+    return [gathered, padded.tolist(), leaf.grad.tolist(), given, broadcast({"x": part, "none": None})]
+
+
+def test_objects_and_lengths_that_differ() -> None:
+    for rank, (gathered, padded, grad, given, sent) in enumerate(run(2, send_objects)):
+        assert gathered["x"].shape == (3, 1)
+        assert gathered["words"] == ["a", "a", "b"]
+        assert gathered["path"] == [Path("0"), Path("1")]
+        assert [item["x"].tolist() for item in gathered["items"]] == [[0.0, 1.0], [2.0, 3.0]]
+        assert len(gathered["items"][1]["x"].untyped_storage()) == 8  # bytes: the rest was not sent
+        assert padded == [[0, -1], [1, 1]]
+        assert grad == ([[2.0]], [[6.0, 8.0]])[rank]
+        assert (given["run"], given["x"].tolist()) == ("name", [2.0, 3.0])
+        assert (sent["x"].tolist(), sent["none"]) == ([0.0, 1.0], None)
+
+
+def refuse_objects() -> list[str]:
+    rank = accel.rank()
+    wrong: list[Any] = [
+        lambda: all_gather({"x": torch.ones(1, 1 + rank)}),
+        lambda: all_gather([lambda: 0] if rank else ["a"], objects=True),  # type: ignore[call-overload]
+        lambda: broadcast(lambda: 0, 1, objects=True),
+        lambda: all_gather({"x": "text"}),
+        lambda: all_reduce({"x": "text"}),
+        lambda: all_gather(torch.ones(1, 1 + rank, dtype=torch.uint8), pad=-1),
+        lambda: all_reduce(1j, "max"),
+        lambda: broadcast("text" if rank else None),
+        lambda: all_gather("text" if rank else ["text"], objects=True),
+    ]
+    messages = []
+    for call in wrong:
+        with pytest.raises(AccelError) as caught:
+            call()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_is_not_sent_is_refused_on_every_rank() -> None:
+    first, second = run(2, refuse_objects)
+    assert first == second
+    for message, text in zip(
+        first,
+        (
+            'data["x"] is torch.float32 of shape (any, 1) sent on cpu on rank 0 and torch.float32 of shape (any, 2) sent on cpu '
+            "on rank 1; pad=value fills what is shorter",
+            "all_gather(objects=True) on rank 1: data is a list that cannot be pickled: ",
+            "broadcast(src=1, objects=True) on rank 1: a function that cannot be pickled: ",
+            "tuples of tensors; objects=True sends what can be pickled",
+            "tuples of tensors; numbers are reduced too",
+            "data is torch.uint8, which cannot hold pad=-1",
+            "data is complex, which has no max over ranks",
+            "is a str; expected a tensor",
+            "data is a list of objects on rank 0 and an object on rank 1",
+        ),
+        strict=True,
+    ):
+        assert text in message

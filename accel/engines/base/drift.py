@@ -5,8 +5,10 @@ Comparing replicas by a hash every so many steps is Megatron-LM's idea (``--chec
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import logging
 import math
 import sys
 import time
@@ -21,11 +23,15 @@ from torch.utils.hooks import RemovableHandle
 
 from ...errors import RankMismatchError
 from ...gradients.log import remove_hooks
+from ...process import current
 from ...process.control import agree, agree_later
 from ...process.prints import to_host
+from ...trees import walk
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+logger = logging.getLogger("accel")
 
 #: Of a step's time. Half of what docs/design.md promises: the message's own thread is not measured.
 _SHARE: Final = 5e-4
@@ -34,6 +40,14 @@ _FIRST: Final = 16
 _LEAST, _MOST = 16, 1 << 14
 _NEVER: Final = sys.maxsize
 _NAMED: Final = 5
+#: The key of the inputs among the digests, and how many of them are noted from one comparison to the next.
+_INPUTS: Final = "inputs"
+_NOTED: Final = 8
+_SAME: Final = (
+    "%s is given the same inputs on all %d ranks, so that each computes what the others do: give the loader to accel.setup, as "
+    "in model, optimizer, loader = accel.setup(model, optimizer, loader), or choose other data by accel.rank(); where it is "
+    "meant, nothing is wrong"
+)
 #: What this rank had at a step: texts by what they say, digests of tensors by name, its place and digests of its parts.
 #: The step, facts that must be equal, and digests by name of what ranks of one place have alike; "" is everywhere.
 _Snapshot: TypeAlias = tuple[int, dict[str, str], dict[str, dict[str, Any]]]
@@ -65,6 +79,8 @@ class DriftGuard:
         self._writes: dict[str, tuple[int, int]] = {}
         self._versions: dict[str, int] = {}
         self._hooks: list[RemovableHandle] = []
+        #: What the first forwards are given, until a comparison shows that ranks have other inputs; then None.
+        self._inputs: FirstInputs | None = None
 
     def judge(self) -> None:
         """End the comparison that is under way; comes before a step that is due.
@@ -89,7 +105,8 @@ class DriftGuard:
         """Begin a comparison, if it is time for one; comes after ``judge``, when the gradients of the step are final."""
         start = time.thread_time()
         self.judged = False
-        if self._todo is None and self.steps >= self._next:
+        engine = self._engine()
+        if self._todo is None and self.steps >= self._next and engine is not None and not engine.holdings.apart():
             self._take()
         self.due = self._next if self._todo is None else self.steps + 1
         self._cost += time.thread_time() - start
@@ -106,6 +123,7 @@ class DriftGuard:
     def stop(self) -> None:
         """Compare no more. Local."""
         self.due, self._todo, self._every = _NEVER, None, 0
+        self._forget_inputs()
         remove_hooks(self._hooks)
         self._uses.clear()
         self._names.clear()
@@ -119,6 +137,8 @@ class DriftGuard:
         tensors = {"": [*engine.holdings.replicas(), *_tensors_of_groups(engine.optimizers)], **parts}
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             digests = {place: {name: digest(tensor) for name, tensor in some} for place, some in tensors.items()}
+        if self._inputs is not None:
+            digests[_INPUTS], self._inputs.digests = {str(n): d for n, d in enumerate(self._inputs.digests)}, []
         snapshot = self.steps, facts, digests
         steps, then = self._begun
         self._begun = (self.steps, time.perf_counter())
@@ -141,15 +161,17 @@ class DriftGuard:
 
     def _send(self, snapshot: _Snapshot, costs: tuple[float, float]) -> None:
         _, facts, digests = snapshot
+        inputs = _of_bytes(repr(given).encode()) if (given := digests.pop(_INPUTS, None)) else 0
         compared = {place: list(some.values()) for place, some in digests.items()} | {"facts": sorted(facts.items())}
         summary = tuple((place, _of_bytes(repr(values).encode())) for place, values in compared.items())
-        answers = agree_later(f"the drift guard of {self._kind}", (summary, *costs))
+        answers = agree_later(f"the drift guard of {self._kind}", (summary, inputs, *costs))
         self._todo = functools.partial(self._judge, snapshot, answers)
 
     def _judge(self, snapshot: _Snapshot, answers: Callable[[], list[Any]]) -> None:
         (step, *mine), told = snapshot, answers()
-        self.interval = self._every or _interval([costs for _, *costs in told])
+        self.interval = self._every or _interval([costs for _, _, *costs in told])
         self._next = step + self.interval
+        self._judge_inputs([inputs for _, inputs, *_ in told])
         found = {pair for summary, *_ in told for pair in summary}  # one of each place where the ranks are equal
         if len(dict(found)) == len(found):
             self._equal = step if told else self._equal
@@ -159,6 +181,34 @@ class DriftGuard:
         raise RankMismatchError(
             f"the ranks of {self._kind} have drifted apart by step {step}, {since}: {_difference(everyone)}"
         )
+
+    # -- inputs that should differ --------------------------------------------------------------------------------
+
+    def watch_inputs(self) -> None:
+        """Let two comparisons see what the first training forwards are given; only where ranks read different batches."""
+        engine = self._engine()
+        if engine is not None and self._every != 0 and engine.replica(engine.options, engine.process)[1] > 1:
+            self._inputs = FirstInputs(engine)
+
+    def _judge_inputs(self, inputs: Sequence[int]) -> None:
+        """Forget them if they differ; warn if they were the same twice, since one batch may be so by chance."""
+        if self._inputs is None:
+            return
+        if len(set(inputs)) != 1 or not inputs[0]:
+            self._forget_inputs()
+        elif not self._inputs.suspicious:
+            self._inputs.suspicious = True
+        else:
+            self._forget_inputs()
+            if current().place.rank == 0:
+                logger.warning(_SAME, self._kind, len(inputs))
+
+    def _forget_inputs(self) -> None:
+        if self._inputs is not None:
+            self._inputs.close()
+            self._inputs = None
+
+    # -- what must be equal ---------------------------------------------------------------------------------------
 
     def _facts(self, engine: Engine) -> dict[str, str]:
         """What must be equal and is not a tensor, as text by what it says."""
@@ -225,6 +275,38 @@ class DriftGuard:
         count, last = self._writes.get(name, (0, 0))
         if last != step:
             self._writes[name] = (count + 1, step)
+
+
+@final
+class FirstInputs:
+    """Stands in the place of an engine's ``run``, and notes digests of the tensors that training forwards are given."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+        self.digests: list[int | torch.Tensor] = []
+        #: Whether all ranks were given the same up to the comparison before.
+        self.suspicious = False
+        vars(engine)["run"] = self
+
+    def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        engine = self._engine()
+        assert engine is not None  # it is running
+        trains = torch.is_grad_enabled() and engine.module.training and not torch.compiler.is_compiling()
+        if trains and len(self.digests) < _NOTED:
+            kinds = ("cpu", engine.process.device.type)
+            with contextlib.suppress(Exception), torch.no_grad():  # what has no bits to read, as inside of torch.func
+                walk(lambda _, leaf: self._note(leaf, kinds), (args, kwargs), "inputs")
+        return type(engine).run(engine, function, args, kwargs)
+
+    def _note(self, leaf: Any, kinds: Sequence[str]) -> Any:
+        if type(leaf) is torch.Tensor and leaf.layout is torch.strided and leaf.device.type in kinds:
+            self.digests.append(digest(leaf))
+        return leaf
+
+    def close(self) -> None:
+        """Give the engine its own ``run`` again."""
+        if (engine := self._engine()) is not None:
+            vars(engine).pop("run", None)
 
 
 @final

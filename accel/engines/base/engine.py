@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import importlib
 import logging
 import weakref
 from abc import ABC, abstractmethod
@@ -166,9 +167,9 @@ class Engine(ABC):
     #: Gives values to parameters on the meta device by itself, in ``start``.
     materializes: ClassVar[bool] = False
     #: When gradients are final, and who steps with them.
-    gradients_type: ClassVar[type[Gradients]] = Gradients
+    gradients_type: type[Gradients] = Gradients
     #: What of the model and its optimizers lies on this rank.
-    holdings_type: ClassVar[type[Holdings]] = Holdings
+    holdings_type: type[Holdings] = Holdings
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         self.module = module
@@ -219,6 +220,17 @@ class Engine(ABC):
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         """Refuse what cannot work before anything changes. Local and pure."""
         return
+
+    @classmethod
+    def probe(cls) -> str:
+        """Import what the backend needs, and say how it is limited on this machine; nothing where it is not. Local.
+
+        Raises:
+            BackendError: it cannot run here.
+        """
+        for module in cls.requires:
+            importlib.import_module(module)
+        return ""
 
     @classmethod
     def divides_from_host(cls, options: Any) -> bool:
@@ -289,12 +301,13 @@ class Engine(ABC):
         return
 
     @final
-    def teardown(self, alone: str = "") -> None:
+    def teardown(self, alone: str = "", interrupted: str = "") -> None:
         """End the engine: the raw module and optimizers are the user's own again.
 
         Args:
             alone: why the other ranks take no part; empty where they do. Then it is local, and ``p.grad`` that is not
                 final is dropped.
+            interrupted: why the ranks did not end their backward or step together; then that is dropped too.
 
         Raises:
             AccelError: weights lay on ranks that take no part, and are lost; the engine has ended all the same.
@@ -303,7 +316,7 @@ class Engine(ABC):
         with contextlib.ExitStack() as last:
             last.callback(end, self.handle)
             last.callback(self.process.dependents.discard, self)
-            self._finish_gradients()
+            self._finish_gradients(self.ended or interrupted)
             optimizers = list(self.optimizers)
             last.callback(restore_dtypes, self.dtypes, optimizers)
             last.callback(self.undo.close)
@@ -313,13 +326,12 @@ class Engine(ABC):
             self.drift.stop()
             self.unwrap(optimizers)
 
-    def _finish_gradients(self) -> None:
-        problem = ""
+    def _finish_gradients(self, problem: str) -> None:
         try:
-            if self.gradients.pending():
-                problem = self.ended
-                if not problem:
-                    self.gradients.settle()
+            if not self.gradients.pending():
+                problem = ""
+            elif not problem:
+                self.gradients.settle()
         except AccelError as error:
             problem = str(error)
         if problem:

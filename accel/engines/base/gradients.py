@@ -68,6 +68,11 @@ class Gradients:
         engine = self.engine
         return engine.precision.scaled or (engine.distributed and (self.reduced or self.spread))
 
+    @property
+    def spares(self) -> bool:
+        """Whether backwards under ``no_sync`` save messages, and take no memory for it."""
+        return False
+
     def follow(self, parameters: Sequence[nn.Parameter]) -> None:
         """Log the gradients of these parameters, where they are logged."""
         self.log.close()

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import AccelError, BackendError, OptimizerError
+from ...gradients.average import average_ranks_
 from ...gradients.log import remove_hooks
 from ...process.control import Waiting
 from ...process.packing import broadcast_
@@ -41,6 +42,8 @@ class Holdings(Raw):
     divides_weights: bool = False
     #: State lies in the host's memory by the engine's doing; whole it lies on the device, as in one process.
     offloads: bool = False
+    #: Each rank has state of its own of every optimizer.
+    own_state: bool = False
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.module, {})
@@ -68,6 +71,14 @@ class Holdings(Raw):
         for name, parameter in self.engine.named.items():
             if parameter.grad is not None:
                 yield name, "grad", parameter.grad
+
+    def apart(self) -> Mapping[str, torch.Tensor]:
+        """The weights of which each rank has its own values just now; a whole state has their means. Local."""
+        return {}
+
+    def outer(self, optimizer: Optimizer) -> tuple[Optimizer, Mapping[int, str]] | None:
+        """A second optimizer of the same weights, which all ranks have alike, with the names of its parameters. Local."""
+        return None
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
         """The weights that every rank holds whole, and equal before each step. Local."""
@@ -152,10 +163,18 @@ class Holdings(Raw):
         self, what: str, optimizer: Optimizer | None, advice: str = "", keep: bool = True
     ) -> dict[str, Any]:
         if not self.partial(optimizer):
-            return (self.module if optimizer is None else optimizer).state_dict()
+            return self._means() if optimizer is None and self.apart() else (optimizer or self.module).state_dict()
         title = f"{what} of {'the model' if optimizer is None else type(optimizer).__name__}{advice}"
         with Waiting(self.engine.process, what + advice):
             return self._full_model(title, keep) if optimizer is None else self._full_optimizer(title, optimizer, keep)
+
+    def _means(self) -> dict[str, Any]:
+        self.engine.compare("accel.full_state_dict", list(self.apart()))
+        means = {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in self.apart().values()}
+        average_ranks_(means.values(), self.engine.process)
+        with self.guard.opened(), _in_place_of(self.module, means):
+            state: dict[str, Any] = self.module.state_dict()
+        return state
 
     def _full_model(self, what: str, keep: bool) -> dict[str, Any]:
         module = self.module
@@ -547,6 +566,11 @@ class Guard:
         self._holdings = weakref.ref(holdings)
         self._open = False
         self._watched: dict[int, tuple[weakref.ref[Any], list[RemovableHandle]]] = {}
+
+    @property
+    def watching(self) -> bool:
+        """Whether anything is refused."""
+        return bool(self._watched)
 
     def watch(self, raw: nn.Module | Optimizer, load: Callable[..., Any] | None = None) -> None:
         """Refuse from now on; ``load`` is called instead before a raw optimizer loads a state, and may give another one."""

@@ -23,7 +23,13 @@ Names = Sequence[tuple[str, str, str]]
 _COMMON: Final[Names] = (
     ("torch.distributed.distributed_c10d:", "_world.pg_map", "closing every group where a rank is gone"),
     ("torch.distributed.distributed_c10d:", "_get_default_store", "what ranks tell each other outside of collectives"),
-    ("torch.distributed:ProcessGroup.", "_get_sequence_number_for_group", "which rank is behind"),
+    ("torch.distributed:ProcessGroup.", "_get_backend _device_types", "which rank is behind"),
+    ("torch._C._distributed_c10d:Backend.", "_get_sequence_number_for_group", "which rank is behind"),
+    (
+        "torch.distributed:ProcessGroup.",
+        "_register_backend _set_group_name _set_group_desc",
+        "groups that are connected anew where memory ran out",
+    ),
     ("torch.autograd:Variable.", "_execution_engine.queue_callback", "the end of a backward"),
     ("torch.autograd:", "_engine_run_backward graph._engine_run_backward", "the begin and the end of each backward"),
     ("torch._C:", "_current_graph_task_id", "whether a backward runs, and which"),

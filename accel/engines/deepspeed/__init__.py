@@ -19,6 +19,7 @@ from ...gradients.clip import clip_, norm_over_ranks
 from ...precision import Accumulator
 from ...process import Process
 from ...process.control import Waiting
+from ...process.devices import available
 from ..base.absent import plainly
 from ..base.engine import Context, Engine, SequenceOptions, lost_weights
 from ..base.gradients import Gradients, refuse_sparse
@@ -26,8 +27,8 @@ from ..base.memory import Footprint, MemoryUse
 from . import overrides
 from .config import Configuration, refuse_parameters
 from .files import new_state, store_state
-from .library import release_groups
-from .optimizers import choose_adam, level_steps, refuse_optimizer
+from .library import probe, release_groups
+from .optimizers import choose_adam, describe_adam, level_steps, refuse_optimizer
 from .partitions import Flat, Partitions
 from .stage3 import Stage3
 from .state import DeepSpeedHoldings
@@ -406,7 +407,7 @@ class DeepSpeedEngine(Engine):
 
     name = "deepspeed"
     options_type = DeepSpeed
-    requires = {"deepspeed": "deepspeed"}
+    requires = {"deepspeed": "deepspeed>=0.19.8"}
     gradients_type = ZeROGradients
     gradients: ZeROGradients
     holdings_type = DeepSpeedHoldings
@@ -419,6 +420,12 @@ class DeepSpeedEngine(Engine):
         self.stage = self.configuration.stage
         self.holdings.undoes_writes = bool(self.stage)
         self.zero: Partitions | None = None
+
+    @classmethod
+    def probe(cls) -> str:
+        """Import the library, and tell whether its Adam for offloaded weights is compiled."""
+        probe(torch.device(available()[0]))
+        return describe_adam()
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:

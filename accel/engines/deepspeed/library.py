@@ -142,6 +142,7 @@ _PRIVATE: Final = (
     (_OWN, "fetch_sub_module release_sub_module reset_step", "what is gathered, and divided again"),
     (_OWN, "trace_prologue release_and_reset_all", "its hooks on plain tensors"),
     (_OWN, f"{OF_COORDINATOR}params_to_release {OF_COORDINATOR}submodule_order", "letting go of models"),
+    (_OWN, "is_invalid_trace _invalidate_trace", "a new start after an exception"),
     (_OWN, f"{OF_COORDINATOR}inflight_param_registry", "weights that one module reads from another"),
     (_OWN, f"{OF_COORDINATOR}release_param", "what is gathered, and divided again"),
     (_OWN, f"{OF_COORDINATOR}allgather_stream", "weights that are gathered after they were written"),
@@ -181,6 +182,12 @@ def _import(device: torch.device) -> Any:
             "choose devices="
         )
     return deepspeed
+
+
+def probe(device: torch.device) -> None:
+    """Import it as for an engine; raises what is missing. Local."""
+    with _undisturbed(device), unseen_group():
+        _import(device)
 
 
 def forget_groups() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import shutil
 from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Any, Final
@@ -78,6 +79,15 @@ def is_compiled(op: str) -> bool:
     sources = f"{Path(library('deepspeed').__file__).parent}{os.sep}"
     found = (made.with_name("build.ninja") for made in Path(root).glob(f"**/{op}/{op}.so"))
     return any(plan.exists() and sources in plan.read_text() for plan in found)
+
+
+def describe_adam() -> str:
+    """Whether its op is compiled, or could be."""
+    if is_compiled("cpu_adam"):
+        return "with DeepSpeed's CPU Adam, which is compiled"
+    missing = [name for name in ("g++", "ninja") if shutil.which(name) is None]
+    how = f"cannot be compiled without {' and '.join(missing)}" if missing else "is not compiled yet"
+    return f"where weights are offloaded with torch's Adam: DeepSpeed's own {how}"
 
 
 @functools.cache

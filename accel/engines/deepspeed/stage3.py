@@ -378,6 +378,9 @@ class Stage3(Partitions):
         for parameter in self.divided.values():
             parameter.ds_active_sub_modules.clear()  # type: ignore[attr-defined]
         self.gather()
+        coordinator = zero.parameter_offload.get_param_coordinator()
+        if not coordinator.is_invalid_trace():  # ranks may have come to other modules
+            coordinator._invalidate_trace()
 
     @plainly
     def gather(self) -> None:
@@ -386,7 +389,11 @@ class Stage3(Partitions):
         underway = getattr(coordinator, f"{OF_COORDINATOR}inflight_param_registry")
         release = getattr(coordinator, f"{OF_COORDINATOR}release_param")
         while underway:
-            underway.popitem()[1].wait()
+            weight, handle = underway.popitem()
+            try:
+                handle.wait()
+            except RuntimeError:  # its connections closed; where they are lost for good, what follows fails
+                weight.ds_status = weight._available
         weights: Sequence[Any] = self.parameters
         for weight in weights:
             weight.ds_active_sub_modules.clear()

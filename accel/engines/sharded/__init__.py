@@ -372,7 +372,7 @@ class ShardedEngine(Engine):
 
     name = "sharded"
     options_type = Sharded
-    requires = {"fairscale": "fairscale"}
+    requires = {"fairscale": "fairscale>=0.4.12"}
     gradients_type = ShardedGradients
     gradients: ShardedGradients
     holdings_type = ShardedHoldings

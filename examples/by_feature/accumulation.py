@@ -1,0 +1,38 @@
+"""Gradient accumulation: four micro-batches make one step, and only the last of them communicates."""
+
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accel
+
+MICRO_BATCHES = 4
+
+
+def main():
+    accel.seed(0)
+    x = torch.randn(256, 8)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accel.setup(model, optimizer, loader)
+
+    losses = []
+    for _ in range(6):
+        for number, (x, y) in enumerate(loader, 1):
+            steps_now = number % MICRO_BATCHES == 0 or number == len(loader)
+            with nullcontext() if steps_now else accel.no_sync(model):  # the forward is inside, too
+                loss = F.mse_loss(model(x), y)
+                (loss / MICRO_BATCHES).backward()
+            if steps_now:
+                optimizer.step()
+                optimizer.zero_grad()
+        losses.append(accel.all_reduce(loss, "mean").item())
+    accel.print(f"loss {losses[0]:.4f} to {losses[-1]:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""Snapshots in memory of the hosts. Here that is a directory on disk; hosts are directories too, as in ``test_placement``."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel.checkpoint import record, shared_memory, storage
+from accel.checkpoint.save import Writer
+from accel.errors import CheckpointError
+from tests.checkpoint.test_placement import At, state, values
+from tests.distributed import GUARD, run
+from tests.interpreters import executable
+from tests.programs import ROOT, clean_environ
+
+
+@contextmanager
+def memory_in(root: str) -> Iterator[None]:
+    """Context: shared memory is there."""
+    os.makedirs(root, exist_ok=True)
+    with replaced(shared_memory, "MEMORY", root):
+        yield
+    shared_memory.seen.clear()
+
+
+@contextmanager
+def warnings() -> Iterator[list[str]]:
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: found.append(entry.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accel").addHandler(handler)
+    try:
+        yield found
+    finally:
+        logging.getLogger("accel").removeHandler(handler)
+
+
+@contextmanager
+def replaced(where: Any, name: str, value: object) -> Iterator[None]:
+    before = getattr(where, name)
+    setattr(where, name, value)
+    try:
+        yield
+    finally:
+        setattr(where, name, before)
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "/dev/shm/accel")
+
+
+def held(root: str) -> list[str]:
+    return sorted(p.name for p in Path(root).rglob("*.safetensors"))
+
+
+def loaded(directory: str, backend: str = "fsdp", **options: Any) -> float:
+    other = state(0.0, backend)
+    accel.load(directory, other, **options)
+    (value,) = values(other)
+    return value
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+def fails(directory: str, where: Any, name: str, wait: bool) -> None:
+    """What ends before the commit, or in it, changes nothing."""
+
+    def save() -> None:
+        pending = accel.save(state(4.0), directory, in_memory=True, wait=wait)
+        if pending is not None:
+            pending.result()
+
+    with replaced(where, name, full), pytest.raises(CheckpointError, match="No space left.*--shm-size"):
+        save()
+    assert loaded(directory) == 3.0
+
+
+def saves_and_loads(root: str) -> None:
+    directory, memory, rank = f"{root}/run/ckpt", f"{root}/memory", accel.rank()
+    with memory_in(memory), warnings() as said:
+        accel.save(state(1.0), directory)
+        on_disk = os.listdir(directory)
+        accel.save(state(2.0), directory, in_memory=True)
+        assert len(held(memory)) == 2
+        assert loaded(directory) == loaded(directory, "ddp", check="stream") == 2.0
+        assert accel.latest(f"{root}/run") == directory
+        accel.verify(directory)
+        accel.barrier()
+        # The place of the old one is taken; in the background too.
+        pending = accel.save(state(3.0), directory, in_memory=True, wait=False)
+        assert pending is not None
+        pending.result()
+        accel.barrier()
+        assert len(held(memory)) == 2
+        assert set(os.listdir(directory)) == {*on_disk, ".accel.memory"}
+        assert loaded(directory) == 3.0
+        for where, name, wait in ((storage, "reserve", True), (Writer, "put", True), (Writer, "put", False)):
+            fails(directory, where, name, wait)
+        with pytest.raises(CheckpointError, match="before this one failed"):
+            accel.save(state(4.0), directory, in_memory=True)
+        # A clock that goes back makes nothing older.
+        with replaced(record, "time", SimpleNamespace(time=lambda: 1.0)):
+            accel.save(state(5.0), directory, in_memory=True)
+        assert loaded(directory) == 5.0
+        assert not said
+        accel.barrier()
+        # What is damaged is passed over for what is on disk, with one warning, whatever the check.
+        if rank == 0:
+            flip(next(Path(memory).rglob("*-00001.safetensors")))
+        accel.barrier()
+        assert loaded(directory, check="stream") == loaded(directory) == 1.0
+        assert [("is damaged between" in one, "on disk is" in one) for one in said] == [(True, True)] * 2 * (rank == 0)
+        accel.save(state(6.0), directory, in_memory=True)
+        accel.barrier()
+        assert loaded(directory) == 6.0
+        accel.save(state(7.0), directory)
+        accel.barrier()
+        assert not held(memory)
+        assert loaded(directory) == 7.0
+        accel.save(state(8.0), directory, in_memory=True)
+
+
+def other_world(root: str) -> None:
+    with memory_in(f"{root}/memory"):
+        assert loaded(f"{root}/run/ckpt", "single") == 8.0
+
+
+def test_the_newest_snapshot_is_in_memory(tmp_path: Path) -> None:
+    run(2, saves_and_loads, str(tmp_path))
+    run(1, other_world, str(tmp_path))
+
+
+def on_two_hosts(root: str) -> None:
+    rank = accel.rank()
+    memory = f"{root}/memory{rank}"
+    with At(root, f"host{rank}"), memory_in(memory), warnings() as said:
+        accel.save(state(1.0), "run/step-1", placement="host")
+        accel.save(state(2.0), "run/step-1", in_memory=True)
+        assert len(held(memory)) == 1
+        assert loaded("run/step-1") == 2.0
+        # One host starts anew, and its part of what was in memory is nowhere.
+        accel.barrier()
+        if rank == 1:
+            shutil.rmtree(memory)
+            os.makedirs(memory)
+        accel.barrier()
+        assert accel.latest("run", placement="host") == "run/step-1"
+        assert loaded("run/step-1") == 1.0
+        assert ["on none of these hosts" in one for one in said] == [True] * (rank == 0)
+        # With a copy it is whole; and the next of the series takes its place, in the background too.
+        accel.save(state(3.0), "run/step-3", in_memory=True, replicas=1)
+        accel.barrier()
+        if rank == 1:
+            shutil.rmtree(memory)
+            os.makedirs(memory)
+        accel.barrier()
+        assert accel.latest("run", placement="host") == "run/step-3"
+        assert loaded("run/step-3", "ddp") == 3.0
+        pending = accel.save(state(4.0), "run/step-4", in_memory=True, wait=False)
+        assert pending is not None
+        pending.result()
+        accel.barrier()
+        assert accel.latest("run", placement="host") == "run/step-4"
+        assert loaded("run/step-4") == 4.0
+        assert len(held(f"{root}/memory0")) == 1
+        # Disks of hosts in the background: one record on all of them.
+        pending = accel.save(state(5.0), "run/step-5", placement="host", wait=False)
+        assert pending is not None
+        pending.result()
+        accel.barrier()
+        assert accel.latest("run", placement="host") == "run/step-5"
+        assert loaded("run/step-5") == 5.0
+        assert len(held(f"host{rank}/run/step-5")) == 0
+        assert not held(f"{root}/memory0")
+        assert len(said) == (rank == 0)
+
+
+def test_a_part_that_is_lost(tmp_path: Path) -> None:
+    run(2, on_two_hosts, str(tmp_path))
+
+
+def test_a_series_has_one_snapshot(tmp_path: Path) -> None:
+    """And what another job left there is not touched, nor read where the directory was removed."""
+    memory = str(tmp_path / "memory")
+    one: dict[str, Any] = {"x": torch.zeros(3), "n": 0}
+    with memory_in(memory):
+        accel.init()
+        for n in (1, 2, 3):
+            accel.save(one | {"n": n}, tmp_path / f"run/step-{n}", in_memory=True)
+            assert len(held(memory)) == 1
+            assert accel.latest(tmp_path / "run") == str(tmp_path / f"run/step-{n}")
+        shared_memory.seen.clear()  # as in another process
+        accel.save(one, tmp_path / "run/step-9", in_memory=True)
+        accel.save(one, tmp_path / "run/step-9", keep=1)
+        assert len(held(memory)) == 1
+        assert accel.load(tmp_path / "run/step-3")["n"] == 3
+        accel.link(tmp_path / "run/step-3", tmp_path / "second")
+        assert accel.load(tmp_path / "second")["n"] == 3
+        shutil.rmtree(tmp_path / "run")
+        (tmp_path / "run").mkdir()
+        assert accel.latest(tmp_path / "run") is None
+        # Of a store.
+        accel.save(one | {"n": 1}, "memory://bucket/run/step-1")
+        accel.save(one | {"n": 2}, "memory://bucket/run/step-2", in_memory=True)
+        assert accel.latest("memory://bucket/run") == "memory://bucket/run/step-2"
+        assert accel.load("memory://bucket/run/step-2")["n"] == 2
+        accel.save(one | {"n": 3}, "memory://bucket/run/step-3")
+        assert accel.latest("memory://bucket/run") == "memory://bucket/run/step-3"
+        assert len(held(memory)) == 1
+        accel.teardown()
+
+
+def test_what_is_frozen_is_linked_on_disk_all_the_same(tmp_path: Path) -> None:
+    net = nn.Linear(8, 8)
+    net.bias.requires_grad_(False)
+    for n in (1, 2, 3, 4):
+        accel.save({"model": net, "n": n}, tmp_path / f"run/step-{n}", in_memory=n % 2 == 0)
+    (still,) = (tmp_path / "run/step-3").glob("*-still.safetensors")
+    assert still.stat().st_nlink == 2
+    accel.save({}, tmp_path / "run/step-5")
+    accel.teardown()
+
+
+def test_memory_that_is_not_ones_own(tmp_path: Path) -> None:
+    planted = tmp_path / f"accel-{os.geteuid()}"
+    with memory_in(str(tmp_path)):
+        planted.mkdir(mode=0o755)
+        with pytest.raises(CheckpointError, match="not a directory of this user alone"):
+            accel.save({}, tmp_path / "run", in_memory=True)
+        planted.rmdir()
+        planted.symlink_to(tmp_path)
+        with pytest.raises(CheckpointError, match="not a directory of this user alone"):
+            accel.save({}, tmp_path / "run", in_memory=True)
+    none = replaced(shared_memory, "MEMORY", str(tmp_path / "none"))
+    with none, pytest.raises(CheckpointError, match="needs shared memory in .*none"):
+        accel.save({}, tmp_path / "run", in_memory=True)
+    accel.teardown()
+
+
+def test_a_restart_of_torchrun_goes_on_from_memory(tmp_path: Path) -> None:
+    """Rank 1 is killed in step 7, when memory has step 6 and the disk step 2; it ends as a run that nothing disturbs."""
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        "--monitor-interval=0.1",
+    ]
+    command = [executable(), *torchrun, str(Path(__file__).parent / "resumed.py"), str(tmp_path / "run")]
+    environ = clean_environ() | {"PYTHON_EXEC": executable()}
+    done = subprocess.run(command, env=environ, cwd=ROOT, check=False, capture_output=True, text=True, timeout=GUARD)
+    found = re.search(r"began at step 6, ended with (\S+)", done.stdout)
+    assert found, done.stdout + done.stderr
+    torch.manual_seed(0)
+    net = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(net.parameters())
+    for _ in range(8):
+        optimizer.zero_grad()
+        net(torch.ones(4, 64)).square().mean().backward()
+        optimizer.step()
+    assert float(found[1]) == pytest.approx(sum(float(p.detach().double().sum()) for p in net.parameters()), rel=1e-5)
+    assert not Path(shared_memory.place(str(tmp_path / "run")) or "").exists()

@@ -1,0 +1,353 @@
+"""What the loop is told of the next batches: the last one of an epoch, groups of one step, batches that are left out."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+import accel
+from accel import LoaderError
+from tests.data.loaders import (
+    OWN,
+    SAMPLERS,
+    Counting,
+    Mine,
+    Noisy,
+    Numbers,
+    loader_of,
+    make,
+    numbers,
+    ragged,
+    raw_like,
+    reset,
+    rng_states,
+    sampled,
+)
+from tests.distributed import run
+from tests.models import mlp, sgd
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+class Unsized(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(17))
+
+
+class Boastful(Unsized):
+    def __len__(self) -> int:
+        return 30
+
+
+class Failing(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(8)
+        raise KeyError("the disk")
+
+
+class Reads(Dataset[int]):
+    """Notes which samples are read."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.read = n, []  # type: ignore[var-annotated]
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> int:
+        self.read.append(i)
+        return i
+
+
+BUILDS: dict[str, Any] = {
+    "shuffle": lambda: numbers(17, 3, shuffle=True),
+    "drop_last": lambda: numbers(17, 3, drop_last=True),
+    "units": lambda: numbers(17, None),
+    "batch sampler": ragged,
+    "no length": lambda: sampled(Unsized(), batch_size=3),
+    "a wrong length": lambda: sampled(Boastful(), batch_size=3),
+    "stream": lambda: DataLoader(Counting(17), 3, collate_fn=list),
+    "stream, drop_last": lambda: DataLoader(Counting(17), 3, collate_fn=list, drop_last=True),
+    "workers": lambda: numbers(17, 3, num_workers=2),
+    "stream, workers": lambda: DataLoader(Counting(17), 3, collate_fn=list, num_workers=2),
+}
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=list(BUILDS))
+def test_the_last_batch_and_the_groups_are_known(build: Any) -> None:
+    """On each rank, also in a resumed epoch, with the batches and positions of a loop that does not ask."""
+    places: list[Any] = [(0, 1, {}), (1, 2, {}), (1, 2, {"even_batches": False}), (1, 2, {"shard": False})]
+    for rank, world, options in places[: 2 if build().num_workers else 4]:  # workers take their time to begin
+        reset()
+        expected = list(make(build(), rank, world, **options))
+        reset()
+        handle = make(build(), rank, world, **options)
+        assert not handle.is_last
+        given = [(batch, handle.is_last, handle.is_last) for batch in handle]
+        assert given == [(batch, last, last) for batch, last in zip(expected, _lasts(len(expected)), strict=True)]
+        assert not handle.is_last
+        handle.set_epoch(0)
+        reset()
+        groups = [(len(group), list(group)) for group in accel.accumulate(handle, 2)]  # type: ignore[arg-type,var-annotated]
+        assert [batch for _, group in groups for batch in group] == expected
+        assert [size for size, _ in groups] == [min(2, len(expected) - at) for at in range(0, len(expected), 2)]
+        if options == {"even_batches": False}:
+            continue
+        handle.set_epoch(0)
+        reset()
+        iterator = iter(handle)
+        for _ in range(2):
+            next(iterator)
+        before = json.dumps(handle.state_dict())
+        assert handle.is_last == (len(expected) == 2)
+        assert json.dumps(handle.state_dict()) == before
+        again = make(build(), rank, world, **options)
+        again.load_state_dict(json.loads(before))
+        rest = [(batch, again.is_last) for batch in again]
+        assert [batch for batch, _ in rest] == (list(iterator) or expected)
+        assert [last for _, last in rest] == _lasts(len(rest))
+        iterator = iter(handle)
+        for _ in expected:
+            next(iterator)
+        again.load_state_dict(handle.state_dict())  # after the last batch: the next epoch is next
+        assert len(list(again)) == len(expected) or build is BUILDS["a wrong length"]
+
+
+def _lasts(n: int) -> list[bool]:
+    return [False] * (n - 1) + [True]
+
+
+def test_loops_in_loops_and_breaks() -> None:
+    outer, inner = make(numbers(4, 2)), make(DataLoader(Counting(3), 1, collate_fn=list))
+    seen = [(outer.is_last, inner.is_last) for _ in outer for _ in inner]
+    assert seen == [(False, False), (False, False), (False, True), (True, False), (True, False), (True, True)]
+    assert [(a.is_last, b.is_last) for a, b in [(outer, inner)] for _ in zip(outer, inner, strict=False)] == [
+        (False, False),
+        (True, False),
+    ]
+    for _ in inner:
+        break
+    assert not inner.is_last
+    same = make(numbers(4, 2))
+    assert [[same.is_last for _ in same] + [same.is_last] for _ in same] == [[False, True, False], [False, True, True]]
+
+
+def test_an_error_comes_in_its_turn_though_it_was_read_ahead() -> None:
+    handle, got = make(DataLoader(Failing(), 4, collate_fn=list)), []
+    with pytest.raises(KeyError, match="disk"):  # noqa: PT012
+        for batch in handle:
+            got.append((batch, handle.is_last))
+    assert got == [([0, 1, 2, 3], False), ([4, 5, 6, 7], False)]
+
+
+def test_asking_draws_no_other_random_numbers_in_one_process() -> None:
+    for build in (lambda: loader_of(SAMPLERS["shuffle"]()), lambda: loader_of(Mine("random"))):
+        ends = []
+        for asks in (False, True):
+            reset()
+            handle = raw_like(build())
+            got = [(batch, torch.rand(()).item(), asks and handle.is_last) for batch in handle]
+            ends.append(([(batch, number) for batch, number, _ in got], rng_states()))
+        assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("build", [*BUILDS, *SAMPLERS, *OWN, "noise"])
+def test_batches_are_left_out_as_if_they_had_been_read(build: str) -> None:
+    """The rest of the epoch, the epoch after it, and in one process the program's random numbers too."""
+
+    def loader() -> DataLoader[Any]:
+        if build == "noise":
+            return DataLoader(Noisy(), 3, collate_fn=list)
+        return BUILDS[build]() if build in BUILDS else loader_of((SAMPLERS | OWN)[build]())  # type: ignore[no-any-return]
+
+    wraps = [raw_like, lambda raw: make(raw, 1, 2), lambda raw: make(raw, 1, 2, shard=False)]
+    for wrap in wraps[: 1 if loader().num_workers else 3]:
+        reset()
+        whole = wrap(loader())
+        first, second, end = list(whole), list(whole), rng_states()
+        for n in (1, len(first) - 1):
+            reset()
+            handle = wrap(loader())
+            handle.skip(n)
+            handle.skip(n)  # a cell that runs twice
+            iterator = iter(handle)
+            begun = [next(iterator)]
+            state = json.loads(json.dumps(handle.state_dict()))
+            assert begun + list(iterator) == first[n:]
+            assert (list(handle), rng_states()) == (second, end)
+            again = wrap(loader())
+            again.load_state_dict(state)
+            assert list(again) == first[n + 1 :] or n + 1 == len(first)
+        reset()
+        handle = wrap(loader())
+        handle.skip(len(first))
+        assert build == "a wrong length" or wrap is not raw_like or list(handle) == second
+
+
+def test_what_is_left_out_is_not_read_and_goes_on_from_a_position() -> None:
+    data = Reads(20)
+    handle = make(DataLoader(data, 2, collate_fn=list), 1, 2)
+    handle.skip(3)
+    handle.set_epoch(4)  # in either order
+    assert list(handle) == [[14, 15], [18, 19]]
+    assert data.read == [14, 15, 18, 19]
+    handle.set_epoch(0)
+    iterator = iter(handle)
+    next(iterator)
+    state = handle.state_dict()
+    handle.load_state_dict(state)
+    handle.skip(2)
+    with pytest.raises(LoaderError, match=r"between skip\(2\) and the first batch"):
+        make(DataLoader(data, 2), 1, 2).load_state_dict(handle.state_dict())
+    assert list(handle) == [[14, 15], [18, 19]]
+
+
+@pytest.mark.parametrize("n", [-1, True, 2.0, "3"])
+def test_what_cannot_be_left_out_is_refused(n: Any) -> None:
+    handle = make(numbers(17, 3))
+    with pytest.raises(LoaderError, match="expected a number of batches"):
+        handle.skip(n)
+    with pytest.raises(LoaderError, match=r"left of the epoch has 6 batches.*step // len\(loader\)"):
+        handle.skip(7)
+    assert len(list(handle)) == 6
+    stream = make(DataLoader(Failing(), 3))
+    stream.skip(9)
+    with pytest.raises(KeyError):
+        iter(stream)
+    short = make(sampled(Unsized(), batch_size=3))
+    short.skip(7)
+    with pytest.raises(LoaderError, match="has 6 batches"):
+        list(short)
+    with pytest.raises(LoaderError, match="at least 1"):
+        accel.accumulate(handle, 0)  # type: ignore[arg-type]
+    with pytest.raises(LoaderError, match="expected the handle"):
+        accel.accumulate(numbers(4), 2)
+
+
+def test_the_loaders_own_attributes_come_first() -> None:
+    class Own(DataLoader[Any]):
+        is_last = "mine"
+
+        def skip(self, n: int, why: str) -> str:
+            return f"{n} {why} {self.batch_size}"
+
+    handle = make(Own(Numbers(4), 2))
+    assert (handle.is_last, handle.skip(3, "since")) == ("mine", "3 since 2")
+
+
+def test_a_group_gives_its_batches_once_and_a_break_leaves_the_rest_out() -> None:
+    handle = make(numbers(10, 1))
+    seen = []
+    for group in accel.accumulate(handle, 4):  # type: ignore[arg-type]
+        for batch in group:
+            seen.append(batch)
+            break
+        with pytest.raises(LoaderError, match="once"):
+            list(group)
+    assert seen == [[0], [4], [8]]
+    groups: Any = list(accel.accumulate(handle, 4))  # type: ignore[arg-type]
+    assert list(map(len, groups)) == [4, 4, 2]
+    with pytest.raises(LoaderError, match="once"):
+        list(groups[0])
+    positions = [handle.state_dict()["consumed"] for _ in accel.accumulate(handle, 4)]  # type: ignore[arg-type]
+    assert positions == [0, 4, 8]
+
+
+# -- on real ranks ----------------------------------------------------------------------------------------------------
+
+
+def _steps(backend: str, workers: int = 0) -> tuple[list[Any], list[bool], int]:
+    """Trained weights and, of ddp, in which backwards gradients stayed this rank's own."""
+    model = mlp(3, 4, 2)
+    torch.manual_seed(1)
+    x = torch.randn(22, 3)
+    loader: Any = DataLoader(x, batch_size=4 // accel.world_size(), num_workers=workers)  # type: ignore[arg-type]
+    model, optimizer, loader = accel.setup(model, sgd(model), loader, backend=backend)
+    own, scheduler = [], torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
+    for _ in range(2):
+        for group in accel.accumulate(loader, 4):
+            for batch in group:
+                (model(batch).square().mean() / len(group)).backward()
+                if backend == "ddp" and accel.world_size() > 1:
+                    grads = accel.all_gather(next(model.parameters()).grad.flatten()).chunk(2)  # type: ignore[union-attr]
+                    own.append(not torch.equal(*grads))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    state = accel.full_state_dict(model)
+    accel.teardown()
+    return [t.tolist() for t in state.values()], own, scheduler.last_epoch
+
+
+def _all_steps(backends: list[str]) -> list[Any]:
+    return [_steps(backend) for backend in backends]
+
+
+def test_groups_step_as_one_process_does_on_the_global_batches() -> None:
+    [[(expected, _, steps)]] = run(1, _all_steps, ["single"])
+    raw, batches = mlp(3, 4, 2), []
+    torch.manual_seed(1)
+    optimizer, batches = sgd(raw), list(torch.randn(22, 3).split(4))
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
+    for group in [batches[:4], batches[4:]] * 2:
+        for batch in group:
+            (raw(batch).square().mean() / len(group)).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    assert expected == [t.tolist() for t in raw.state_dict().values()]
+    backends = ["ddp", "fsdp"]
+    for results in run(2, _all_steps, backends):
+        for backend, (weights, own, taken) in zip(backends, results, strict=True):
+            assert taken == steps == 4
+            for mine, theirs in zip(weights, expected, strict=True):
+                torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), msg=backend)
+            assert own == ([True, True, True, False, True, False] * 2 if backend == "ddp" else [])
+
+
+class Uneven(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8 + 4 * accel.rank()))
+
+
+def _refusals() -> list[str]:
+    def text(call: Any) -> str:
+        with pytest.raises(accel.AccelError) as caught:
+            call()
+        return str(caught.value)
+
+    def loader(data: Any, **options: Any) -> Any:
+        raw: Any = DataLoader(data, batch_size=2)
+        return accel.setup(None, dataloaders=raw, loader_options=accel.LoaderOptions(**options)).dataloaders
+
+    rank = accel.rank()
+    streams = loader(Uneven(), shard=False)
+    sampled = loader(torch.arange(10), even_batches=False)  # 5 samples each: equally many batches
+    uneven = loader(torch.arange(9), even_batches=False)
+    found = [
+        text(lambda: list(accel.accumulate(sampled, 2 + rank))),
+        text(lambda: list(accel.accumulate(uneven, 2))),
+        text(lambda: [list(group) for group in accel.accumulate(streams, 3)]),
+        text(lambda: sampled.skip(rank)),
+        text(lambda: sampled.skip(-rank)),
+    ]
+    assert [len(list(group)) for group in accel.accumulate(sampled, 2)] == [2, 1]
+    assert copy.deepcopy(sampled).batch_size == 2
+    return found
+
+
+def test_ranks_that_would_not_step_together_raise_on_every_rank() -> None:
+    mine, other = run(2, _refusals)
+    assert mine[:4] == other[:4]
+    assert "in groups of 2, and rank 1 has 3 in groups of 3" in mine[0]
+    assert "rank 0 has 3 batches in groups of 2, and rank 1 has 2 in" in mine[1]
+    assert "rank 0 has 1 batches in groups of 3, and rank 1 has 3 in" in mine[2]
+    assert "[0, 1]" in mine[3]
+    assert "failed on rank 1" in mine[4]
+    assert "skip(-1)" in other[4]

@@ -1,0 +1,169 @@
+"""Loaders that keep a position of their own: torchdata's StatefulDataLoader."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+import accel
+from accel import LoaderError
+from accel.data import LoaderOptions, check
+from tests.data.loaders import Numbers, make, raw_like, reset
+from tests.distributed import run
+
+stateful = pytest.importorskip("torchdata.stateful_dataloader")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+]
+
+
+class Reading:
+    """An iterator that keeps where it is, and what it was told."""
+
+    def __init__(self, first: int, step: int) -> None:
+        self.at, self.step, self.read = first, step, 0
+
+    def __iter__(self) -> Reading:
+        return self
+
+    def __next__(self) -> int:
+        if self.at >= 40:
+            raise StopIteration
+        self.at, self.read = self.at + self.step, self.read + 1
+        return self.at - self.step
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Stream(IterableDataset[int]):
+    """Each rank reads its own part, and each worker a part of that."""
+
+    def __init__(self) -> None:
+        self.last: Any = None
+
+    def __iter__(self) -> Reading:
+        info = get_worker_info()
+        number, workers = (info.id, info.num_workers) if info else (0, 1)
+        self.last = Reading(accel.rank() + accel.world_size() * number, accel.world_size() * workers)
+        return self.last  # type: ignore[no-any-return]
+
+
+class Remembering(Numbers):
+    """A map-style dataset with a state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        return
+
+
+def loader(**options: Any) -> Any:
+    return stateful.StatefulDataLoader(**{"dataset": Stream(), "batch_size": 3, "collate_fn": list, **options})
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
+def test_its_own_position_is_kept_and_resumed(options: dict[str, Any]) -> None:
+    whole = list(raw_like(loader(**options)))
+    assert sorted(i for batch in whole for i in batch) == list(range(40))
+    cases = ((4, False), (len(whole), True), (1, True), (len(whole) - 1, True))
+    for after, asks in cases[: 2 if options else 4]:
+        handle = raw_like(loader(**options))
+        iterator = iter(handle)
+        for _ in range(after):
+            next(iterator)
+        assert not asks or handle.is_last == (after == len(whole))
+        state = json.loads(json.dumps(handle.state_dict()))
+        assert list(iterator) == whole[after:]
+        again = raw_like(loader(**options))
+        again.load_state_dict(state)
+        rest = list(again)
+        assert rest == (whole[after:] or whole)
+        assert list(again) == list(handle) == whole
+        if not options:
+            assert len(rest) <= again.dataset.last.read
+    handle = raw_like(loader(**options))
+    handle.skip(2)
+    groups = [[len(group), list(group)] for group in accel.accumulate(handle, 2)]  # type: ignore[arg-type,var-annotated]
+    assert [batch for _, group in groups for batch in group] == whole[2:]  # type: ignore[union-attr]
+    again = raw_like(loader(**options))
+    again.load_state_dict(handle.state_dict())  # of the end of an epoch
+    assert list(again) == whole
+
+
+def test_it_reads_no_more_than_the_rest() -> None:
+    handle = raw_like(loader())
+    iterator = iter(handle)
+    for _ in range(10):
+        next(iterator)
+    again = raw_like(loader())
+    again.load_state_dict(handle.state_dict())
+    assert len(list(again)) == 4
+    assert again.dataset.last.read == 10
+
+
+def test_one_that_accel_divides_resumes_at_any_world_size() -> None:
+    for world in (1, 2):
+        handles = [make(loader(dataset=Numbers(20), shuffle=True), rank, world) for rank in range(world)]
+        iterators = [iter(handle) for handle in handles]
+        seen = [next(iterator) for iterator in iterators]
+        state = json.loads(json.dumps(handles[0].state_dict()))
+        assert state["own"] is None
+        assert state["consumed"] == 3 * world
+        again = make(loader(dataset=Numbers(20), shuffle=True))
+        again.load_state_dict(state)
+        assert sorted(i for batch in [*seen, *again] for i in batch) == list(range(20))
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    for dataset in (Stream(), Remembering(9)):
+        with pytest.raises(LoaderError, match=r"cannot be divided over ranks: let .* use LoaderOptions\(shard=False\)"):
+            check(loader(dataset=dataset), LoaderOptions(), 2)
+        with pytest.raises(LoaderError, match="seed and split_batches would do nothing"):
+            check(loader(dataset=dataset), LoaderOptions(seed=1), 1)
+    begun = loader(dataset=Numbers(9))
+    begun.load_state_dict(loader(dataset=Numbers(9)).state_dict())
+    with pytest.raises(LoaderError, match="a state was loaded into it before accel.setup"):
+        check(begun, LoaderOptions(), 1)
+    handle = raw_like(loader())
+    first, second = iter(handle), iter(handle)
+    next(second)
+    next(first)
+    with pytest.raises(LoaderError, match="another has begun since"):
+        handle.state_dict()
+    next(second)
+    state = handle.state_dict()
+    with pytest.raises(LoaderError, match="keeps its own position, which a DataLoader does not"):
+        make(torch.utils.data.DataLoader(Stream(), 3), shard=False).load_state_dict(state)
+    with pytest.raises(LoaderError, match="as rank 0 of 1 .* and this loader reads as rank 0 of 2"):
+        make(loader(), 0, 2, shard=False).load_state_dict(state)
+
+
+def _own_parts(directory: str) -> None:
+    def handle() -> Any:
+        options = LoaderOptions(shard=False)
+        return accel.setup(None, dataloaders=loader(), loader_options=options).dataloaders
+
+    loop = handle()
+    iterator = iter(loop)
+    next(iterator)
+    accel.save({"loader": loop}, directory)
+    again = handle()
+    accel.load(directory, {"loader": again})
+    assert list(again) == list(iterator)
+    assert accel.world_size() < 2 or again.dataset.last.at % 2 == accel.rank()
+
+
+def test_each_rank_resumes_its_own_in_a_checkpoint(tmp_path: Path) -> None:
+    reset()
+    run(2, _own_parts, str(tmp_path / "one"))

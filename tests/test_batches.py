@@ -1,0 +1,236 @@
+"""Each rank's part of items, and the largest batch that fits: on real gloo ranks, of which one runs out of memory."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel import batches, process
+from tests.distributed import run
+
+TOO_MUCH = 1 << 50  # bytes, which no host has
+
+
+# -- split ------------------------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+def split_all() -> None:
+    rank, world = accel.rank(), accel.world_size()
+    for length in (0, 1, 2, 7):
+        items = [f"text {i}" for i in range(length)]
+        part = accel.split(items)
+        assert accel.all_gather(part, objects=True) == items
+        sizes = [len(theirs) for theirs in accel.all_gather([part], objects=True)]
+        assert sum(sizes) == length
+        assert max(sizes) - min(sizes) <= 1
+        padded = accel.split(items, pad=True)
+        assert len(padded) == math.ceil(length / world)
+        assert accel.all_gather(padded, objects=True)[:length] == items
+        rows = torch.arange(2 * length).reshape(length, 2)
+        assert torch.equal(accel.all_gather(accel.split(rows)), rows)
+        assert torch.equal(accel.all_gather(accel.split(rows, pad=True))[:length], rows)
+    pair = accel.split(Pair(torch.arange(4), list("abcd")))  # fields are not items
+    assert [("a", "b", "c", "d")[i] for i in pair.x.tolist()] == pair.y
+    both = accel.split({"x": torch.arange(5), "y": {"words": tuple("abcde")}})
+    assert both["y"]["words"] == tuple("abcde"[i] for i in both["x"].tolist())  # type: ignore[index]
+    assert accel.all_gather(accel.split(range(5), pad=True), objects=True) == [0, 1, 2, 3, 4, *[4] * (-5 % world)]
+
+    for wrong, what in (
+        ("a prompt", "items is a str; expected a list"),
+        ({"x": [1], "y": [1, 2]}, "expected equal lengths"),
+        ("a prompt" if rank == world - 1 else ["a", "b"], "on rank [01]: items is a str"),
+        (["a", "b"] if rank else ["b", "a"], "the ranks have other items" if world > 1 else ""),
+    ):
+        with pytest.raises(accel.AccelError, match=what) if what else contextlib.nullcontext():
+            accel.split(wrong)
+
+
+def split_by_place() -> list[int]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    handle, _, _ = accel.setup(model, backend="pipeline")
+    part = accel.split([1, 2, 3])
+    del handle, model
+    return part
+
+
+def test_split_gives_each_rank_its_part_and_gathering_brings_back_the_order() -> None:
+    run(2, split_all)
+    assert run(2, split_by_place) == [[1, 2, 3]] * 2  # the stages of a pipeline have one batch
+    split_all()
+    accel.teardown()
+
+
+# -- the largest batch -------------------------------------------------------------------------------------------------
+
+
+FITS = 2
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def fail_once(where: str, net: nn.Module, optimizer: torch.optim.Optimizer, batch_size: int, at: int) -> list[None]:
+    """Rank 1 runs out of memory in step ``at`` of too large a batch; the list is for noting steps."""
+    steps: list[None] = []
+
+    def fail(*args: Any) -> None:
+        if batch_size > FITS and process.rank() == 1 and len(steps) == at:
+            hook.remove()
+            torch.empty(TOO_MUCH, dtype=torch.uint8)
+
+    if where == "step":
+        hook = optimizer.register_step_pre_hook(fail)
+    elif where == "backward":
+        hook = net[2].register_full_backward_pre_hook(fail)  # type: ignore[index]
+    else:
+        hook = net[2].register_forward_pre_hook(fail)  # type: ignore[index]
+    return steps
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = Net()
+    return net, torch.optim.AdamW(net.parameters(), lr=0.1)
+
+
+def train(handles: Any, raw: torch.optim.Optimizer, where: str, batch_size: int, at: int = 1) -> dict[str, Any]:
+    model, optimizer, loader = handles
+    steps = fail_once(where, accel.unwrap(model), raw, batch_size, at)
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        steps.append(None)
+    return accel.full_state_dict(model)
+
+
+def loader_of(batch_size: int, *, shuffle: bool = False) -> Any:
+    data: Any = torch.arange(64.0).view(16, 4) / 64
+    return torch.utils.data.DataLoader(data, batch_size=batch_size, shuffle=shuffle)
+
+
+def training(backend: Any, where: str, batch_size: int) -> dict[str, Any]:
+    """As a user's function does it: all that it trains is made in it."""
+    net, raw = made()
+    return train(accel.setup(net, raw, loader_of(batch_size, shuffle=True), backend=backend), raw, where, batch_size)
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def fit(backends: list[Any], places: list[str]) -> None:
+    batches._PATIENCE = timedelta(seconds=0.1)  # type: ignore[misc]
+    for backend in backends:
+        torch.manual_seed(1)
+        want = training(backend, "", FITS)
+        for where in places:
+            torch.manual_seed(1)
+            size, got = accel.largest_batch(lambda n, b=backend, w=where: training(b, w, n), 5)  # type: ignore[misc]
+            assert (size, same(want, got)) == (FITS, True), (backend, where)
+
+
+BACKENDS = ["ddp", "fsdp", "sharded", "pipeline", accel.DeepSpeed(stage=1), accel.DeepSpeed(stage=3)]
+
+
+def test_all_ranks_begin_again_where_one_has_no_memory() -> None:
+    run(2, fit, BACKENDS, ["forward", "backward", "step"])
+
+
+def keep(backends: list[Any]) -> None:
+    """The model is made before, and set up before or in the function. Another one is there all the while."""
+    batches._PATIENCE = timedelta(seconds=0.1)  # type: ignore[misc]
+    other, other_raw = made()
+    others = accel.setup(other, other_raw, loader_of(4), backend="fsdp")
+    for backend in backends:
+        results = []
+        for where, before in (("", True), ("backward", True), ("forward", False)):
+            torch.manual_seed(3)
+            net, raw = made()
+            handles = accel.setup(net, raw, loader_of(FITS), backend=backend) if before else None
+
+            def fn(batch_size: int) -> dict[str, Any]:
+                found = handles or accel.setup(net, raw, loader_of(FITS), backend=backend)  # noqa: B023
+                return train(found, raw, where, batch_size, at=0)  # noqa: B023
+
+            size, result = accel.largest_batch(fn, 5 if where else FITS)
+            results.append(result)
+            assert (size, same(result, results[0])) == (FITS, True), (backend, where, before)
+            accel.teardown(net)
+    train(others, other_raw, "", FITS)
+
+
+def test_what_was_there_before_goes_on() -> None:
+    run(2, keep, ["ddp", "fsdp", accel.DeepSpeed(stage=3)])
+
+
+def refuse() -> list[str]:
+    batches._PATIENCE = timedelta(seconds=0.1)  # type: ignore[misc]
+    net, raw = made()
+    handles = accel.setup(net, raw, loader_of(FITS), backend="ddp")
+    messages = []
+
+    def no_memory(batch_size: int) -> None:
+        raise MemoryError
+
+    def other_error(batch_size: int) -> None:
+        if process.rank() == 1:
+            raise KeyError("mine")
+        accel.barrier()
+
+    def ends(batch_size: int) -> None:
+        accel.teardown()
+
+    for fn in (no_memory, other_error, ends, lambda n: train(handles, raw, "step", n, at=0)):
+        try:
+            accel.largest_batch(fn, 3)
+        except Exception as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    assert accel.all_reduce(1) == 2  # the groups go on
+    return messages
+
+
+def test_what_cannot_go_on_is_an_error_on_every_rank() -> None:
+    first, second = run(2, refuse)
+    assert (
+        first[0]
+        == second[0]
+        == ("AccelError: largest_batch: not even a batch of 1 fits: rank 0: MemoryError: ; rank 1: MemoryError: ")
+    )
+    assert first[1].endswith("the function of accel.largest_batch failed on rank 1, so on every rank: KeyError: 'mine'")
+    assert second[1] == "KeyError: 'mine'"
+    for messages in (first, second):
+        assert "accel.teardown() inside of accel.largest_batch" in messages[2]
+        assert "largest_batch: memory ran out on a rank while the ranks made a step of Net #" in messages[3]
+    with pytest.raises(accel.AccelError, match="expected start to be an int of at least 1, found 0"):
+        accel.largest_batch(print, 0)
+
+
+def test_one_process_halves_until_it_fits() -> None:
+    tried = []
+
+    def fn(batch_size: int) -> list[int]:
+        tried.append(batch_size)
+        torch.empty(TOO_MUCH if batch_size > FITS else 1, dtype=torch.uint8)
+        return [int(torch.randint(1000, ()))]
+
+    torch.manual_seed(0)
+    assert accel.largest_batch(fn, 9) == (FITS, [44])
+    assert tried == [9, 4, 2]
+    with pytest.raises(ZeroDivisionError):
+        accel.largest_batch(lambda n: 1 // 0, 4)
+    accel.teardown()

@@ -1,0 +1,173 @@
+"""The recipes of examples/by_feature run on one process and on two, and do what docs/recipes.md says of them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint import stores
+from tests.distributed import run
+from tests.interpreters import executable
+from tests.programs import ROOT, clean_environ
+
+FOLDER = ROOT / "examples/by_feature"
+RECIPES = sorted(path.name for path in FOLDER.glob("*.py"))
+
+
+def recipe(name: str, *arguments: str) -> str:
+    """What the program prints on this rank."""
+    heard = io.StringIO()
+    before = sys.argv
+    sys.argv = [name, *arguments]
+    try:
+        with contextlib.redirect_stdout(heard):
+            runpy.run_path(str(FOLDER / name), run_name="__main__")
+    finally:
+        sys.argv = before
+    return heard.getvalue()
+
+
+def printed(world: int, name: str, *arguments: str) -> str:
+    """What the ranks print: all of it rank 0's."""
+    main, *others = run(world, recipe, name, *arguments)
+    assert not any(others)
+    return main
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    (found,) = re.findall(pattern, text)
+    return [float(number) for number in ([found] if isinstance(found, str) else found)]
+
+
+#: What falls, and at least by how much.
+FALLS = {
+    "accumulation.py": (r"loss ([\d.]+) to ([\d.]+)", 5.0),
+    "contrastive.py": (r"loss ([\d.]+) to ([\d.]+)", 1.5),
+    "ema.py": (r"error ([\d.]+) to ([\d.]+)", 1.02),
+    "gan.py": (r"data ([\d.]+) to ([\d.]+)", 4.0),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", FALLS)
+def test_what_falls(name: str, world: int, tmp_path: Path) -> None:
+    arguments = ("--out", str(tmp_path / "out")) if name == "ema.py" else ()
+    pattern, factor = FALLS[name]
+    first, last = numbers(pattern, printed(world, name, *arguments))
+    assert last < first / factor
+
+
+def test_the_adapters_alone_are_saved(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    out = printed(2, "lora.py", "--out", str(tmp_path / "lora"))
+    first, last = numbers(r"loss ([\d.]+) to ([\d.]+)", out)
+    assert last < first / 3
+    assert "difference after loading 0.0e+00" in out
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors")) < 8000  # the base has 18 kB
+
+
+def test_the_policy_learns_from_its_reward() -> None:
+    first, last = numbers(r"reward ([\d.]+) to ([\d.]+)", printed(2, "rlhf.py"))
+    assert first < 2
+    assert last > 6
+
+
+def test_each_fold_is_measured_whole() -> None:
+    out = printed(2, "cross_validation.py")
+    assert out.count(" on 50 samples\n") == 4
+    assert numbers(r"mean accuracy ([\d.]+)", out)[0] > 0.8
+
+
+def test_the_best_weights_come_back(tmp_path: Path) -> None:
+    out = printed(2, "early_stopping.py", "--out", str(tmp_path / "best"))
+    stopped, best, error = numbers(r"after epoch (\d+); best is epoch (\d+), error ([\d.]+)", out)
+    assert stopped == best + 5 < 199
+    assert numbers(r"came back ([\d.]+)", out) == pytest.approx([error], abs=2e-4)
+
+
+def test_each_sample_is_evaluated_once(tmp_path: Path) -> None:
+    out = [printed(world, "evaluate.py", "--out", str(tmp_path / str(world))) for world in (1, 2)]
+    assert out == [f"right 101 of 101 on {world} processes\n" for world in (1, 2)]
+
+
+def test_the_trace_of_rank_0(tmp_path: Path) -> None:
+    out = printed(2, "profiling.py", "--out", str(tmp_path / "new/trace.json"))
+    assert "gloo:all_reduce" in (tmp_path / "new/trace.json").read_text()
+    assert "Self CPU time total" in out
+
+
+def test_trials_follow_each_other() -> None:
+    out = printed(2, "search.py", "--trials", "3")
+    errors = [float(error) for error in re.findall(r": error ([\d.]+)", out)]
+    assert len(set(errors)) == 3
+    assert numbers(r"with error ([\d.]+)", out) == [min(errors)]
+
+
+def test_the_rest_of_an_epoch_on_another_number_of_processes(tmp_path: Path) -> None:
+    whole = printed(2, "resume.py", "--out", str(tmp_path / "whole"))
+    assert printed(2, "resume.py", "--out", str(tmp_path / "cut"), "--stop-at", "13") == ""
+    out = printed(1, "resume.py", "--out", str(tmp_path / "cut"))
+    assert out.startswith("resumed at step 10\n")  # of 8 in an epoch
+    assert numbers(r"loss ([\d.]+)", out) == pytest.approx(numbers(r"loss ([\d.]+)", whole), abs=2e-6)
+
+
+@pytest.fixture
+def bucket() -> Iterator[str]:
+    with stores.server() as endpoint:
+        yield endpoint
+
+
+def recipe_with(endpoint: str, name: str, *arguments: str) -> str:
+    stores.use(endpoint)
+    return recipe(name, *arguments)
+
+
+def test_a_bucket_takes_checkpoints(bucket: str) -> None:
+    root = f"s3://{stores.BUCKET}/run"
+    first, *_ = run(2, recipe_with, bucket, "object_store.py", "--root", root)
+    second, *_ = run(2, recipe_with, bucket, "object_store.py", "--root", root)
+    ((saved, loss),) = re.findall(r"saved (s3://\S+/epoch-2): loss ([\d.]+)", first)
+    assert f"resumed from {saved}: loss {loss}\n" in second
+    assert "/epoch-5: loss" in second
+
+
+def test_trackers_write_what_is_printed(tmp_path: Path) -> None:
+    out = printed(2, "tracking.py", "--out", str(tmp_path))
+    if importlib.util.find_spec("tensorboard") is None:
+        assert "TensorBoard is not installed: pip install tensorboard\n" in out
+        return
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
+    assert [event.step for event in events] == list(range(1, 25))
+    printed_losses = numbers(r"loss ([\d.]+) to ([\d.]+)", out)
+    assert [events[0].value, events[-1].value] == pytest.approx(printed_losses, abs=1e-3)
+
+
+def test_as_a_program(tmp_path: Path) -> None:
+    """Started by python, and by ``accel run``."""
+    environ = clean_environ() | {"PYTHON_EXEC": executable()}
+    for launcher in ([], ["-m", "accel", "run", "--processes", "2"]):
+        command = [executable(), *launcher, str(FOLDER / "evaluate.py")]
+        out = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+        assert out.returncode == 0, out.stderr
+        assert f"right 101 of 101 on {2 if launcher else 1} processes\n" in out.stdout
+        assert os.listdir(tmp_path) == ["runs"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_is_short_tested_and_told_of(name: str) -> None:
+    source = (FOLDER / name).read_text()
+    assert len(source.splitlines()) <= 60
+    assert f'"{name}"' in Path(__file__).read_text()
+    assert f"examples/by_feature/{name}`" in (ROOT / "docs/recipes.md").read_text()
