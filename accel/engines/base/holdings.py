@@ -163,13 +163,14 @@ class Holdings(Raw):
         self, what: str, optimizer: Optimizer | None, advice: str = "", keep: bool = True
     ) -> dict[str, Any]:
         if not self.partial(optimizer):
-            return self._means() if optimizer is None and self.apart() else (optimizer or self.module).state_dict()
+            apart = optimizer is None and self.apart()
+            return self._means(what + advice) if apart else (optimizer or self.module).state_dict()
         title = f"{what} of {'the model' if optimizer is None else type(optimizer).__name__}{advice}"
         with Waiting(self.engine.process, what + advice):
             return self._full_model(title, keep) if optimizer is None else self._full_optimizer(title, optimizer, keep)
 
-    def _means(self) -> dict[str, Any]:
-        self.engine.compare("accel.full_state_dict", list(self.apart()))
+    def _means(self, what: str) -> dict[str, Any]:
+        self.engine.compare(what, list(self.apart()))
         means = {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in self.apart().values()}
         average_ranks_(means.values(), self.engine.process)
         with self.guard.opened(), _in_place_of(self.module, means):
@@ -619,7 +620,7 @@ class Guard:
         raw: Any = reference()
         holdings = self._holdings()
         optimizer = raw if isinstance(raw, Optimizer) else None
-        if holdings is None or self._open or not holdings.partial(optimizer):
+        if holdings is None or self._open or not (holdings.partial(optimizer) or holdings.apart()):
             return (found or functools.partial(type(raw).state_dict, raw))(*args, **kwargs)
         return holdings.state_dict(optimizer, *args, **kwargs)
 
