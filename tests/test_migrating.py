@@ -35,6 +35,11 @@ def gather_for_metrics(prepare, gather):
     return torch.cat([gather(batch) for batch in loader])
 
 
+def split_by_peer():
+    with peer.split_between_processes(list(range(6))) as mine:
+        return mine
+
+
 def trigger():
     if peer.process_index == 1:
         peer.set_trigger()
@@ -56,18 +61,13 @@ def accumulated_by_peer():
 def accumulated_by_accel():
     net, optimizer = build()
     model, optimizer, loader = accel.setup(net, optimizer, DataLoader(data, batch_size=8))
-    for number, (x, y) in enumerate(loader, 1):
-        (F.mse_loss(model(x), y) / 2).backward()
-        if number % 2 == 0:
-            norm = accel.clip_grad_norm_(model, 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
+    for group in accel.accumulate(loader, 2):
+        for x, y in group:
+            (F.mse_loss(model(x), y) / len(group)).backward()
+        norm = accel.clip_grad_norm_(model, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
     return norm, [p.detach() for p in net.parameters()]
-
-
-def padded_by_accel():
-    width = int(accel.all_reduce(torch.tensor(padded.shape[1]), "max"))
-    return accel.all_gather(F.pad(padded, (0, width - padded.shape[1])))
 
 
 pairs = {
@@ -79,7 +79,8 @@ pairs = {
     ),
     "reduce": (peer.reduce(x, reduction="mean"), accel.all_reduce(x, "mean")),
     "reduce without a word": (peer.reduce(x), accel.all_reduce(x)),
-    "pad_across_processes": (peer.gather(peer.pad_across_processes(padded, dim=1)), padded_by_accel()),
+    "pad_across_processes": (peer.gather(peer.pad_across_processes(padded, dim=1)), accel.all_gather(padded, pad=0)),
+    "split_between_processes": (split_by_peer(), accel.split(list(range(6)))),
     "set_trigger, check_trigger": (trigger(), accel.any_rank(accel.rank() == 1)),
     "set_seed": ((set_seed(3), torch.rand(3)), (accel.seed(3), torch.rand(3))),
     "set_seed of each": (
@@ -133,6 +134,7 @@ pairs = {
     "all_gather": (peer.all_gather(x), accel.all_gather(x[None])),
     "all_reduce": (peer.all_reduce(x.clone()), accel.all_reduce(x, "mean")),
     "broadcast": (peer.broadcast(x, src=1), accel.broadcast(x, src=1)),
+    "broadcast of an object": (peer.broadcast([x, "a"], src=1)[:1], accel.broadcast([x, "a"], src=1, objects=True)[:1]),
     "seed_everything": ((peer.seed_everything(3, verbose=False) and None, torch.rand(3)), (accel.seed(3), torch.rand(3))),
     "clip_gradients, save, load": (by_peer(), by_accel()),
 }

@@ -76,6 +76,13 @@ def test_the_adapters_alone_are_saved(tmp_path: Path) -> None:
     assert sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors")) < 8000  # the base has 18 kB
 
 
+def test_the_batch_size_that_fits_on_all() -> None:
+    out = printed(2, "batch_size.py")
+    assert re.findall(r"trying (\d+)", out) == ["64", "32", "16"]
+    first, last = numbers(r"batch size 16: loss ([\d.]+) to ([\d.]+)", out)
+    assert last < first / 2
+
+
 def test_the_policy_learns_from_its_reward() -> None:
     first, last = numbers(r"reward ([\d.]+) to ([\d.]+)", printed(2, "rlhf.py"))
     assert first < 2

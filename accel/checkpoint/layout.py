@@ -30,7 +30,7 @@ from .transfer import is_remote, on_host
 
 #: A part of a tensor in the record: (first file, first element, elements per file, number of consecutive files).
 Part = tuple[int, int, int, int]
-_KEPT: Final = 8  # inventories of the last saves, and what is made of them
+_KEPT: Final = 6  # inventories of the last saves, and what is made of them
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -81,13 +82,14 @@ def load(
     if check not in ("first", "stream"):
         raise CheckpointError(f"check={check!r}: expected 'first' or 'stream'")
     with progress_bar("accel.load", shown=progress) as more:
+        fill, options = functools.partial(_load, state, strict, convert, more), (strict, check, convert)
         try:
-            if (found := _snapshot(dir)) is not None:
-                return _load(*found, state, strict, convert, None, more)
+            if (found := _snapshot(dir, options)) is not None:
+                return fill(None, *found)
         except _UnusableSnapshot as error:
             if current().place.rank == 0:
                 logger.warning("the newer snapshot in memory cannot be loaded, so what is on disk is: %s", error)
-        return _load(*_open(dir, state, (strict, check, convert)), state, strict, convert, check, more)
+        return fill(check, *_open(dir, state, options))
 
 
 @final
@@ -95,21 +97,21 @@ class _UnusableSnapshot(CheckpointError):
     """What memory has is damaged, or not whole. Nothing was changed."""
 
 
-def _snapshot(dir: str | os.PathLike[str]) -> tuple[Checkpoint, Placed] | None:
-    """What hosts have in memory, where it is newer than what is on disk; None where there is none. Collective."""
+def _snapshot(dir: str | os.PathLike[str], options: tuple[object, ...]) -> tuple[Checkpoint, Placed] | None:
+    """What hosts have in memory, where it is newer than what is on disk; None where nothing is. Collective."""
 
-    def look() -> tuple[Record | None, tuple[str, Sight | None]]:
+    def look() -> tuple[Record | None, tuple[object, Sight | None]]:
         background.wait()
-        directory = folder.absolute(dir)
+        directory, asked = folder.absolute(dir), (folder.named(dir), options)
         found, where = folder.in_memory(directory)
         on_disk = folder.present(directory) if found else None
         if found is None or (on_disk is not None and on_disk.time > found.time):
-            return None, (folder.named(dir), None)
-        return found, (folder.named(dir), sight(where, found))
+            return None, (asked, None)
+        return found, (asked, sight(where, found))
 
     own, told = exchange("accel.load (memory)", look)
-    if not any(one for _, one in told) or len({name for name, _ in told}) > 1:
-        return None
+    if not any(one for _, one in told) or any(asked != told[0][0] for asked, _ in told):
+        return None  # where ranks ask for different things, `_open` says so
     try:
         where = on_every_rank("accel.load (memory)", lambda: str(shared_memory.place(folder.absolute(dir), make=True)))
         return _placed(where, find(where, own, [one for _, one in told]))
@@ -118,14 +120,15 @@ def _snapshot(dir: str | os.PathLike[str]) -> tuple[Checkpoint, Placed] | None:
 
 
 def _load(
-    checkpoint: Checkpoint,
-    placed: Placed | None,
-    state: dict[Any, Any] | None,
+    state: Any,
     strict: bool,
     convert: bool,
-    check: str | None,  # None: of a snapshot, first, so that what is on disk can be taken instead
-    progress: Progress,
+    more: Progress,
+    check: str | None,
+    checkpoint: Checkpoint,
+    placed: Placed | None,
 ) -> dict[Any, Any]:
+    """``check`` is None of a snapshot: that is compared first, so that what is on disk can be taken instead."""
     process, begin = current(), time.monotonic()
     rank = process.place.rank
     with contextlib.ExitStack() as undo:
@@ -135,7 +138,7 @@ def _load(
             return loading, (loading.differences, *loading.objects())
 
         loading, told = exchange("accel.load", prepare)
-        loading.reader.progress = progress
+        loading.reader.progress = more
         report(checkpoint.directory, [differences for differences, *_ in told], strict, rank)
         check_objects([objects for _, objects, _ in told])
         check_engines("accel.load", [engines for *_, engines in told])

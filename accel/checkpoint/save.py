@@ -77,8 +77,7 @@ def save(
         CheckpointError: something cannot be stored (nothing is written), another job saves there, or the disk or memory fails;
             also where the background save before this one failed. On every rank.
     """
-    process = current()
-    options = (wait, keep, placement, replicas, in_memory)
+    process, options = current(), (wait, keep, placement, replicas, in_memory)
 
     def prepare() -> tuple[Contents, tuple[str, tuple[object, ...], Summary]]:
         background.settle()

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import accumulate, chain, islice, repeat, takewhile
+from operator import methodcaller
 from types import FrameType
 from typing import Any, Final, final
 
@@ -69,32 +71,38 @@ class Report:
 
 def report(begun: Mapping[str, int], thread: int, doing: str, since: float) -> Report:
     """This rank's, seen from another thread: the one that trains pays nothing for it."""
-    frame = sys._current_frames().get(thread)
+    stack = stack_of(thread)
     cpu = float("nan")
-    if frame is not None and hasattr(time, "pthread_getcpuclockid"):
+    if stack and hasattr(time, "pthread_getcpuclockid"):
         cpu = time.clock_gettime(time.pthread_getcpuclockid(thread))
-    return Report(begun, cpu, doing, _call(frame), _line(frame), since)
+    return Report(begun, cpu, doing, _call(stack), _line(stack), since)
 
 
-def _call(frame: FrameType | None) -> str:
+def stack_of(thread: int) -> list[FrameType]:
+    """Where a thread is, innermost first.
+
+    Nothing of Python's runs in between, so that the thread cannot go on: ``f_back`` of a frame that has been left has ended a
+    process.
+    """
+    newest = islice(map(methodcaller("get", thread), iter(sys._current_frames, None)), 1)
+    return list(takewhile(bool, accumulate(chain(newest, repeat("f_back")), getattr)))
+
+
+def _call(stack: Sequence[FrameType]) -> str:
     """The function of torch's whose innermost frame this is, where that may be a collective."""
-    name = ""
-    if frame is not None and frame.f_code.co_name == "_engine_run_backward":
+    if stack and stack[0].f_code.co_name == "_engine_run_backward":
         return "backward"  # or a hook of a reducer, which has no frame
-    while frame is not None and frame.f_code.co_filename.startswith(_COLLECTIVES):
-        if frame.f_code.co_filename.endswith("distributed_c10d.py"):
-            name = frame.f_code.co_name
-        frame = frame.f_back
-    return name
+    inside = takewhile(lambda code: code.co_filename.startswith(_COLLECTIVES), (frame.f_code for frame in stack))
+    names = [code.co_name for code in inside if code.co_filename.endswith("distributed_c10d.py")]
+    return names[-1] if names else ""
 
 
-def _line(frame: FrameType | None) -> str:
+def _line(stack: Sequence[FrameType]) -> str:
     """The innermost line that is no library's."""
-    while frame is not None:
+    for frame in stack:
         path = frame.f_code.co_filename
         if not path.startswith((*_LIBRARIES, "<frozen")):
             return f"{os.path.basename(path)}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
     return ""
 
 

@@ -1,7 +1,5 @@
 """Gradient accumulation: four micro-batches make one step, and only the last of them communicates."""
 
-from contextlib import nullcontext
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -22,14 +20,12 @@ def main():
 
     losses = []
     for _ in range(6):
-        for number, (x, y) in enumerate(loader, 1):
-            steps_now = number % MICRO_BATCHES == 0 or number == len(loader)
-            with nullcontext() if steps_now else accel.no_sync(model):  # the forward is inside, too
+        for group in accel.accumulate(loader, MICRO_BATCHES):
+            for x, y in group:
                 loss = F.mse_loss(model(x), y)
-                (loss / MICRO_BATCHES).backward()
-            if steps_now:
-                optimizer.step()
-                optimizer.zero_grad()
+                (loss / len(group)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(accel.all_reduce(loss, "mean").item())
     accel.print(f"loss {losses[0]:.4f} to {losses[-1]:.4f}")
 

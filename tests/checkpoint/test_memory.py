@@ -74,6 +74,17 @@ def loaded(directory: str, backend: str = "fsdp", **options: Any) -> float:
     return value
 
 
+def plain(value: float) -> dict[str, Any]:
+    return {"x": torch.full((1000,), value), "value": value}
+
+
+def read(directory: str, **options: Any) -> float:
+    other = plain(0.0)
+    accel.load(directory, other, **options)
+    assert set(other["x"].tolist()) == {other["value"]}
+    return float(other["value"])
+
+
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
@@ -84,58 +95,60 @@ def fails(directory: str, where: Any, name: str, wait: bool) -> None:
     """What ends before the commit, or in it, changes nothing."""
 
     def save() -> None:
-        pending = accel.save(state(4.0), directory, in_memory=True, wait=wait)
+        pending = accel.save(plain(4.0), directory, in_memory=True, wait=wait)
         if pending is not None:
             pending.result()
 
     with replaced(where, name, full), pytest.raises(CheckpointError, match="No space left.*--shm-size"):
         save()
-    assert loaded(directory) == 3.0
+    assert read(directory) == 3.0
 
 
 def saves_and_loads(root: str) -> None:
     directory, memory, rank = f"{root}/run/ckpt", f"{root}/memory", accel.rank()
     with memory_in(memory), warnings() as said:
-        accel.save(state(1.0), directory)
+        accel.save(plain(1.0), directory)
         on_disk = os.listdir(directory)
-        accel.save(state(2.0), directory, in_memory=True)
+        accel.save(plain(2.0), directory, in_memory=True)
         assert len(held(memory)) == 2
-        assert loaded(directory) == loaded(directory, "ddp", check="stream") == 2.0
+        assert read(directory) == 2.0
         assert accel.latest(f"{root}/run") == directory
         accel.verify(directory)
-        accel.barrier()
+        with pytest.raises(CheckpointError, match="strict, check and convert are"):
+            accel.load(directory, {}, strict=rank == 0)
         # The place of the old one is taken; in the background too.
-        pending = accel.save(state(3.0), directory, in_memory=True, wait=False)
+        pending = accel.save(plain(3.0), directory, in_memory=True, wait=False)
         assert pending is not None
         pending.result()
         accel.barrier()
         assert len(held(memory)) == 2
         assert set(os.listdir(directory)) == {*on_disk, ".accel.memory"}
-        assert loaded(directory) == 3.0
+        assert read(directory) == 3.0
         for where, name, wait in ((storage, "reserve", True), (Writer, "put", True), (Writer, "put", False)):
             fails(directory, where, name, wait)
         with pytest.raises(CheckpointError, match="before this one failed"):
-            accel.save(state(4.0), directory, in_memory=True)
+            accel.save(plain(4.0), directory, in_memory=True)
         # A clock that goes back makes nothing older.
         with replaced(record, "time", SimpleNamespace(time=lambda: 1.0)):
-            accel.save(state(5.0), directory, in_memory=True)
-        assert loaded(directory) == 5.0
+            accel.save(plain(5.0), directory, in_memory=True)
+        assert read(directory) == 5.0
         assert not said
         accel.barrier()
         # What is damaged is passed over for what is on disk, with one warning, whatever the check.
         if rank == 0:
             flip(next(Path(memory).rglob("*-00001.safetensors")))
         accel.barrier()
-        assert loaded(directory, check="stream") == loaded(directory) == 1.0
+        assert read(directory, check="stream") == read(directory) == 1.0
         assert [("is damaged between" in one, "on disk is" in one) for one in said] == [(True, True)] * 2 * (rank == 0)
-        accel.save(state(6.0), directory, in_memory=True)
+        accel.save(plain(6.0), directory, in_memory=True)
         accel.barrier()
-        assert loaded(directory) == 6.0
-        accel.save(state(7.0), directory)
+        assert read(directory) == 6.0
+        accel.save(plain(7.0), directory)
         accel.barrier()
         assert not held(memory)
-        assert loaded(directory) == 7.0
+        assert read(directory) == 7.0
         accel.save(state(8.0), directory, in_memory=True)
+        assert loaded(directory) == loaded(directory, "ddp", check="stream") == 8.0
 
 
 def other_world(root: str) -> None:

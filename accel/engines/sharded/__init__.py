@@ -62,13 +62,13 @@ def _new_owners(rank: int, world: int) -> Owners:
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
-def knowledge(gradient: torch.Tensor | None, touched: bool) -> int:
-    """What this rank knows of a gradient; ``touched`` says that a backward added to it since it was noted."""
+def knowledge(gradient: torch.Tensor | None) -> int:
+    """What this rank knows of a gradient."""
     if gradient is None:
         return NONE
     if gradient.is_sparse:
         return SPARSE
-    if touched or HiddenAttribute.KEY not in gradient.__dict__:
+    if HiddenAttribute.KEY not in gradient.__dict__:
         return LOCAL
     noted: int | None = HiddenAttribute.get(gradient)
     return LOCAL if noted is None else noted
@@ -100,7 +100,7 @@ def spread(gradient: torch.Tensor, world: int) -> None:
 
 
 def spread_before_accumulation(parameter: nn.Parameter, world: int) -> RemovableHandle:
-    """Keep the mean over the ranks right where a backward adds to a gradient that only its owner still has.
+    """Keep the mean over the ranks right where a backward adds to a gradient that is final, which it is not any more then.
 
     Every backward pays for the hook, so that only parameters get it whose gradients a loop has kept over a step or clipping.
     """
@@ -108,8 +108,8 @@ def spread_before_accumulation(parameter: nn.Parameter, world: int) -> Removable
 
     def before(_: torch.Tensor) -> None:
         held = reference()
-        if held is not None and held.grad is not None and HiddenAttribute.get(held.grad) == OWNED:
-            spread(held.grad, world)
+        if held is not None and held.grad is not None and (noted := HiddenAttribute.get(held.grad)) is not None:
+            spread(held.grad, world) if noted == OWNED else HiddenAttribute.clear(held.grad)
 
     trainable = parameter.requires_grad
     # torch wants requires_grad to register the hook, which then also serves a later unfreeze.
@@ -187,7 +187,7 @@ class ShardedGradients(Gradients):
     own. So all that the loop may do with gradients in between, or not do on some ranks, is known at the step.
     """
 
-    reduced = partial = logged = deferred = True
+    reduced = partial = deferred = True
     engine: ShardedEngine
 
     def __init__(self, engine: Engine) -> None:
@@ -198,7 +198,7 @@ class ShardedGradients(Gradients):
         #: By optimizer (one may step or write inside of another), the parameters that their owners have stepped, or may
         #: have, and the other ranks do not have yet.
         self._unpublished: dict[int, set[int]] = {}
-        #: By identity, the parameters whose final gradients were left to this rank since the last backward; and, of those whose
+        #: By identity, the parameters that were left final gradients here since the last backward; and, of those whose
         #: gradients were still there when the next one came, the hooks.
         self._left: dict[int, nn.Parameter] = {}
         self._spreading: dict[int, RemovableHandle] = {}
@@ -260,7 +260,7 @@ class ShardedGradients(Gradients):
         engine = self.engine
         # As long as this list lives, torch need not make new Python objects of them at each use.
         mine = [engine.parameters[i].grad for i in indices]
-        codes = self._agree(what, indices, mine)
+        codes = self._agree(what, mine)
         if SPARSE in codes:
             names = [engine.names[i] for i, code in zip(indices, codes, strict=True) if code == SPARSE]
             raise BackendError(
@@ -274,8 +274,9 @@ class ShardedGradients(Gradients):
         gradients = complete(pending, self._world)
         if everywhere:
             average_(gradients, self._world, lambda flat: dist.all_reduce(flat, group=self.process.group))
-            for gradient in gradients:
+            for parameter, gradient in zip(pending, gradients, strict=True):
                 HiddenAttribute.put(gradient, EVERYWHERE)
+                self._left[id(parameter)] = parameter
         else:
             reduce_to_owners(self.owners.by_owner(pending, gradients), self._rank, self.process.group)
             self._leave_to_owners(live)
@@ -283,16 +284,10 @@ class ShardedGradients(Gradients):
             self.log.fold()
         return live
 
-    def _agree(self, what: str, indices: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> bytes:
+    def _agree(self, what: str, gradients: Sequence[torch.Tensor | None]) -> bytes:
         """What is known of each gradient on all ranks together; brings stale buffers up to date."""
-        parameters = self.engine.parameters
-        touched = {i if i >= 0 else ~i for i in self.log.entries if i is not None}
-        # Those that are not looked at now must not pass for final later.
-        for i in touched.difference(indices):
-            if (grad := parameters[i].grad) is not None:
-                HiddenAttribute.clear(grad)
-        mine = bytes([knowledge(gradient, i in touched) for i, gradient in zip(indices, gradients, strict=True)])
-        if touched:
+        mine = bytes(map(knowledge, gradients))
+        if LOCAL in mine:
             self.buffers.touch()
         what = f"{what} of {self.engine.label}"
         told = agree(what, (zlib.compress(mine, 1), self.buffers.stale, self.owners.digest))
