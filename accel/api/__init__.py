@@ -16,20 +16,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import data, planning, process
-from .data import LoaderHandle, LoaderOptions, LoaderPlace
-from .deferred import materialize, weights_of, without_setup
-from .engines import Context, Engine, Options
-from .engines.base.activations import checkpointed
-from .engines.base.sequence import prepared
-from .errors import AccelError, BackendError, LoaderError, PrecisionError, RankMismatchError
-from .handles import Dataloaders, Handles, HiddenAttribute, Model, ModelHandle, Optimizers, engine_behind, raw
-from .planning import Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
-from .precision import convert_linears, convert_module, convert_optimizer
-from .process import Process, current, ended, running
-from .process.control import Waiting, agree, locked, raise_together
-from .registry import registry, resolve_module
-from .trees import map_leaves
+from .. import data, planning, process
+from ..data import LoaderHandle, LoaderOptions, LoaderPlace
+from ..deferred import materialize, weights_of, without_setup
+from ..engines import Context, Engine, Options
+from ..engines.base.activations import checkpointed
+from ..engines.base.sequence import prepared
+from ..errors import AccelError, BackendError, LoaderError, PrecisionError, RankMismatchError
+from ..handles import Dataloaders, Handles, HiddenAttribute, Model, ModelHandle, Optimizers, engine_behind, raw
+from ..planning import Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
+from ..precision import convert_linears, convert_module, convert_optimizer
+from ..process import Process, current, ended, running
+from ..process.control import Waiting, agree, locked, raise_together
+from ..registry import registry, resolve_module
+from ..trees import map_leaves
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -86,7 +86,7 @@ def setup(
         return handles
     plan = make_plan(model, optimizers, dataloaders, wanted, loader_options, scale_lr)
     if plan.error is None and plan.engine is None and weights_of(plan.module) is not None:
-        from .checkpoint.load import first_values  # with all that checkpoints need
+        from ..checkpoint.load import first_values  # with all that checkpoints need
 
         try:
             plan.fill = first_values(plan.module)
