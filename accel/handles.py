@@ -67,8 +67,8 @@ def _no_pickle(handle: object) -> AccelError:
     if _get(handle, "_accel_engine") is None:
         return AccelError(f"{kind} cannot be pickled: its engine was torn down, pickle the raw {what}")
     return AccelError(
-        f"{kind} cannot be pickled: pickle what accel.full_state_dict({what}) returns, which every rank calls, or the raw {what} "
-        f"that accel.teardown(model) {verb}; accel.save writes a checkpoint"
+        f"{kind} cannot be pickled: write torch.save({what}.state_dict(), path); or pickle what accel.full_state_dict({what}) "
+        f"returns, which every rank calls, or the raw {what} that accel.teardown(model) {verb}; accel.save writes a checkpoint"
     )
 
 
@@ -251,7 +251,7 @@ class OptimizerHandle(Optimizer):
         _engine(self).steppers[id(self._accel_raw)].add_param_group(param_group)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The raw optimizer's, where this rank holds it all."""
+        """The raw optimizer's; of a divided one copies of the whole, which every rank asks for together."""
         _engine(self)
         return self._accel_raw.state_dict(*args, **kwargs)
 

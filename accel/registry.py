@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
@@ -39,7 +40,7 @@ from .gradients.patches import (
     run_patches,
 )
 from .handles import UNPACK, Handles, HiddenAttribute, LoaderHandle, ModelHandle, OptimizerHandle, raw
-from .precision import LossScale, all_finite
+from .precision import Accumulator, LossScale, all_finite, here
 from .process.control import agree
 
 _SERIAL: Final = operator.attrgetter("serial")
@@ -276,12 +277,12 @@ class Registry:
         if not gradients:
             if any(e.gradients.hidden() for e in self.engines):
                 self.sweep()
-            self.before_multiplying([p for e in self.engines for p in e.parameters])
+            self._refuse_hidden([p for e in self.engines for p in e.parameters])
         for engine in [e for e in self.in_order() if e.gradients.pending()]:
             own = {id(p.grad) for p in engine.parameters if p.grad is not None}
             if given := [g for g in gradients if id(g) in own]:
                 missing = engine.gradients.settle_clipped(given)
-                self.before_multiplying(engine.parameters)
+                self._refuse_hidden(engine.parameters)
                 if engine.distributed:
                     engine.compare(
                         "clipping by torch.nn.utils", missing, lambda _: "a rank had no gradient where others had"
@@ -291,8 +292,13 @@ class Registry:
                         "gradients were missing when torch.nn.utils clipped: use accel.clip_grad_norm_(model)"
                     )
 
-    def before_multiplying(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Torch's functions see gradients in ``p.grad`` only: refuse where an engine keeps them elsewhere."""
+    def behind(self, parameters: Sequence[torch.Tensor]) -> list[Accumulator]:
+        """What else than these has their final gradients in its ``grad``. Collective where an engine hides some."""
+        hiding = [(e, _of(e, parameters)) for e in self.in_order() if e.gradients.hidden()]
+        return [holder for engine, own in hiding if own for holder in engine.gradients.behind(own)]
+
+    def _refuse_hidden(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Torch's function was given gradients, which these keep elsewhere than in ``p.grad``."""
         for engine in [e for e in self.engines if e.gradients.hidden()]:
             if any(id(p) in engine.known for p in parameters):
                 raise BackendError(
@@ -324,12 +330,27 @@ class Registry:
 
         The parameters tell whose gradients: an engine that nobody holds any more may live on one rank only.
         """
-        spread = [e for e in self._spread() if not parameters or any(id(p) in e.known for p in parameters)]
-        if not spread:
-            owner = next((e for e in self.engines if parameters and id(parameters[0]) in e.known), None)
-            if owner is None or any(id(p) not in owner.known for p in parameters):
-                return None
-            return owner.gradients.norm(parameters, norm_type)
+        norms = []
+        for engine in [e for e in self.in_order() if type(e.gradients).norm is not Gradients.norm]:
+            if (own := _of(engine, parameters)) and (norm := engine.gradients.norm(own, norm_type)) is not None:
+                if len(own) == len(parameters):
+                    return norm
+                norms.append(here(norm).to(engine.process.device))
+                parameters = [p for p in parameters if id(p) not in engine.known]
+                gradients = [p.grad for p in parameters if p.grad is not None]
+        spread = [e for e in self._spread() if not parameters or _of(e, parameters)]
+        if not norms:
+            return self._spread_norm(spread, gradients, norm_type) if spread else None
+        if parameters:
+            known = self._spread_norm(spread, gradients, norm_type) if spread else None
+            rest = clip_grad._get_total_norm(gradients, norm_type) if known is None else known
+            norms.append(rest.to(norms[0].device))
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        return total
+
+    def _spread_norm(
+        self, spread: Sequence[Engine], gradients: Sequence[torch.Tensor], norm_type: float
+    ) -> torch.Tensor:
         own = {id(p.grad) for e in spread for p in e.parameters if p.grad is not None}
         labels = ", ".join(engine.label for engine in spread)
 
@@ -351,6 +372,10 @@ class Registry:
                 "torch.nn.utils.get_total_norm sees the gradients of this rank only: accel.clip_grad_norm_(model, "
                 'float("inf")) measures those of all ranks'
             )
+
+
+def _of(engine: Engine, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [p for p in parameters if id(p) in engine.known]
 
 
 def _concerned(engine: Engine) -> bool:

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -27,7 +28,9 @@ def progress_bar(what: str, total: int | None = None, *, shown: bool = True) -> 
         yield lambda nbytes: None
         return
     try:
-        from tqdm.auto import tqdm
+        with warnings.catch_warnings():  # of a notebook without widgets, where the bar is one of text
+            warnings.simplefilter("ignore")
+            from tqdm.auto import tqdm
     except ImportError:
         yield lambda nbytes: None
         return

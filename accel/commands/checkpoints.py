@@ -232,7 +232,7 @@ def _limits(record: Record) -> Iterator[str]:
             yield f"{path}: a model{backend}; loads with any backend"
         elif kind == "optimizer":
             other = (
-                f"loads into a {node['class']} only"
+                f"loads into {node['class']} only"
                 if node["class"]
                 else "of another library, which does not tell its class"
             )
@@ -257,7 +257,8 @@ def inspect(args: argparse.Namespace) -> int:
         return 0
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.time))
     print(
-        f"{directory}: saved {when} by {record.world_size} processes, {record.nbytes:,} bytes in {len(record.files)} files"
+        f"{directory}: saved {when} by {_number(record.world_size, 'process', 'es')}, {record.nbytes:,} bytes in "
+        f"{_number(len(record.files), 'file')}"
         f"{'' if place == folder.absolute(directory) else f' in memory, {place}'}"
     )
     for file, parts in zip(record.files, file_bytes(record), strict=True):
@@ -274,6 +275,10 @@ def inspect(args: argparse.Namespace) -> int:
     if args.plot:
         print(f"picture: {save_picture(record, directory, args.plot)}")
     return 0
+
+
+def _number(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count} {noun}{'' if count == 1 else plural}"
 
 
 # -- verify ------------------------------------------------------------------------------------------------------------

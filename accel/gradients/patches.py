@@ -6,13 +6,14 @@ has put something of its own in the place since, that stays, and what of accel i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
@@ -21,7 +22,7 @@ from torch.nn.utils import clip_grad
 from torch.utils import checkpoint
 
 from ..errors import BackendError
-from ..precision import here
+from ..precision import Accumulator, here
 from ..process.control import raise_lost
 from .clip import scale_
 
@@ -259,7 +260,7 @@ class ClipListener(Protocol):
     """What hears of clipping: the registry, which says what each is for."""
 
     def before_clipping(self, gradients: Sequence[torch.Tensor]) -> None: ...
-    def before_multiplying(self, parameters: Sequence[torch.Tensor]) -> None: ...
+    def behind(self, parameters: Sequence[torch.Tensor]) -> Sequence[Accumulator]: ...
     def before_local_norm(self, gradients: Sequence[torch.Tensor]) -> None: ...
     def total_norm(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], norm_type: float
@@ -270,7 +271,30 @@ def clip_patches(listener: ClipListener) -> tuple[Patch, ...]:
     """The replaced helpers; ``listener`` hears of their calls."""
     clip = _Clip(listener)
     acts: dict[str, Callable[..., Any]] = {_GROUP: clip.group, _NORM: clip.norm, _MULTIPLY: clip.multiply}
-    return tuple(around(vars(clip_grad), name, act) for name, act in acts.items())
+    patches = [around(vars(clip_grad), name, act) for name, act in acts.items()]
+    for function, act in ((clip_grad.clip_grad_value_, clip.value), (getattr(clip_grad, _NORM, None), clip.given)):
+        if "func" in (inner := _Cells(function)).names:
+            patches.append(around(inner, "func", act))
+    return tuple(patches)
+
+
+@final
+class _Cells:
+    """What a function has of the scope that it was made in, as its decorator's: found however the function was imported."""
+
+    def __init__(self, function: Any) -> None:
+        code = getattr(function, "__code__", None)
+        cells = () if code is None else zip(code.co_freevars, function.__closure__ or (), strict=True)
+        self.names: dict[str, Any] = dict(cells)
+
+    def get(self, name: str, default: Any) -> Any:
+        return self.names[name].cell_contents
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.names[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.names[name].cell_contents
 
 
 @final
@@ -286,7 +310,8 @@ class _Clip:
     def group(self, original: Callable[..., Any], tensors: Sequence[Sequence[torch.Tensor]], *args: Any) -> Any:
         if not self._inside and sys._getframe(2).f_code.co_name == _NORM:  # who has called the patch
             self._listener.before_local_norm(tensors[0])
-        self._listener.before_clipping(tensors[0])
+        if tensors[0] or not self._inside:
+            self._listener.before_clipping(tensors[0])
         return original(tensors, *args)
 
     def norm(
@@ -298,13 +323,11 @@ class _Clip:
         foreach: bool | None = None,
     ) -> torch.Tensor:
         gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        self._inside = True
-        try:
-            total = self._listener.total_norm(_clipped(sys._getframe(2)), gradients, float(norm_type))
+        clipped = _clipped(sys._getframe(2))
+        with self._called():
+            total = self._listener.total_norm(clipped, gradients, float(norm_type))
             if total is None:
                 return original(gradients, norm_type, error_if_nonfinite, foreach)
-        finally:
-            self._inside = False
         self._norm = total
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
@@ -313,13 +336,37 @@ class _Clip:
         return total
 
     def multiply(self, original: Callable[..., None], parameters: Any, *args: Any, **kwargs: Any) -> None:
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        self._listener.before_multiplying(parameters)
+        holders = self._holders(parameters)
         norm, self._norm = self._norm, None
-        if norm is None or len(args) < 2 or args[1] is not norm:
-            original(parameters, *args, **kwargs)
-        else:
-            scale_([here(p.grad) for p in parameters if p.grad is not None], args[0], here(norm))
+        if norm is not None and len(args) > 1 and args[1] is norm:
+            scale_([here(p.grad) for p in holders if p.grad is not None], args[0], here(norm))
+            return
+        with self._called():
+            original(holders, *args, **kwargs)
+
+    def value(self, original: Callable[..., None], parameters: Any, *args: Any, **kwargs: Any) -> None:
+        holders = [holder for holder in self._holders(parameters) if holder.grad is not None]
+        if holders:  # torch cannot clip nothing, which may be all that this rank has
+            original(holders, *args, **kwargs)
+
+    def given(self, original: Callable[..., torch.Tensor], tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if not (gradients or self._inside):  # torch gives 0 by itself
+            self._listener.before_clipping(gradients)
+        return original(gradients, *args, **kwargs)
+
+    def _holders(self, parameters: Any) -> list[Accumulator]:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        return [*given, *self._listener.behind(given)]
+
+    @contextlib.contextmanager
+    def _called(self) -> Iterator[None]:
+        """Inside of a function of torch's, whose gradients are known, also where this rank has none."""
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
 
 
 def _clipped(caller: FrameType) -> list[torch.Tensor]:

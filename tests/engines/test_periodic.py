@@ -126,7 +126,9 @@ def save_and_resume(path: pathlib.Path) -> None:
     moments = accel.full_state_dict(o)["state"][0]["exp_avg"]
     dist.broadcast(moments_of_rank_0 := o.state[next(whole.parameters())]["exp_avg"].clone(), 0)
     assert torch.equal(moments, moments_of_rank_0)
-    for refused in (whole.state_dict, whole[0].state_dict, unbroken.state_dict, lambda: copy.deepcopy(whole)):
+    assert near(unbroken.state_dict(), means)
+    assert near(whole.state_dict(), means)
+    for refused in (whole[0].state_dict, lambda: copy.deepcopy(whole)):
         with pytest.raises(accel.BackendError, match="full_state_dict"):
             refused()
     train(unbroken, o, range(10, 16))

@@ -121,8 +121,13 @@ CASES: dict[str, Callable[[Loop, Path], object]] = {
     "experts in evaluation": lambda loop, _: [loop.train(2, only=0), loop.evaluate(one()), loop.train()],
     "full state": lambda loop, _: [
         loop.train(2),
-        on_main(lambda: accel.full_state_dict(loop.model)),
+        on_main(lambda: loop.model.state_dict()),
         loop.train(2),
+    ],
+    "state of the optimizer": lambda loop, _: [
+        loop.train(),
+        on_main(lambda: loop.optimizer.state_dict()),
+        loop.train(),
     ],
     "clipping": lambda loop, _: [
         loop.train(2),
@@ -199,7 +204,8 @@ def test_what_only_one_rank_gathers_ends_on_every_rank_and_names_it(backend: str
         "experts in evaluation": ("the gathering of", "blocks.1"),
         "evaluation, then barrier": ("the gathering of", "'barrier'"),
         "evaluation, then save": ("the gathering of", "'accel.save'"),
-        "full state": ("accel.full_state_dict", "the gathering of"),
+        "full state": ("write state = model.state_dict() above", "the gathering of"),
+        "state of the optimizer": ("write state = optimizer.state_dict() above",),
         "clipping": ("accel.clip_grad_norm_",),
         "first on main": ("(Net", "'main_first'"),
     }
@@ -220,7 +226,8 @@ def test_different_numbers_of_backwards_end_on_every_rank(backend: str, tmp_path
 
 @pytest.mark.parametrize("backend", ["ddp", "sharded"])
 def test_different_numbers_of_steps_end_on_every_rank(backend: str, tmp_path: Path) -> None:
-    refused(backend, ["steps"], tmp_path)
+    texts = refused(backend, ["steps"] if backend == "ddp" else ["steps", "state of the optimizer"], tmp_path)
+    assert all("write state = optimizer.state_dict() above" in t for t in texts.get("state of the optimizer", ()))
 
 
 def forwards_of_its_own(backend: str) -> dict[str, torch.Tensor]:
@@ -265,7 +272,7 @@ except accel.AccelError as error:
     ("backend", "act", "where"),
     [
         ("ddp", "accel.save({'model': model}, '/nowhere/at/all')", "'accel.save'"),
-        ("fsdp", "model(torch.ones(2, 4))", "the gathering of"),
+        ("fsdp", "model.state_dict()", "write state = model.state_dict() above"),
     ],
 )
 def test_a_rank_that_ends_its_program_is_named(backend: str, act: str, where: str) -> None:

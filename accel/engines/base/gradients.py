@@ -160,6 +160,10 @@ class Gradients:
         """The norm of the gradients of these, of which torch clips all; None where torch's own will do. Collective."""
         return None
 
+    def behind(self, parameters: Sequence[torch.Tensor]) -> Sequence[Accumulator]:
+        """What else has, in its ``grad``, of the final gradients of these: all that ``hidden`` tells of. Collective."""
+        return ()
+
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def check(self, optimizer: Optimizer) -> None:

@@ -48,7 +48,7 @@ class Holdings(Raw):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.module, {})
         self.engine: Any = engine
-        self.guard = Guard()
+        self.guard = Guard(self)
         #: Of each parameter, whole, whatever becomes of it on this rank.
         self.shapes = {name: p.shape for name, p in engine.named.items()}
 
@@ -141,15 +141,36 @@ class Holdings(Raw):
         It is what that method returns while whole tensors are in the places of parts, so that hooks and order are its own.
         What is divided may not fit on one device: these tensors lie on the host.
         """
-        if not self.partial(optimizer):
-            return self._means() if optimizer is None and self.apart() else (optimizer or self.module).state_dict()
-        kind = "the model" if optimizer is None else type(optimizer).__name__
-        what = f"accel.full_state_dict of {kind}"
-        with Waiting(self.engine.process, "accel.full_state_dict"):
-            return self._full_model(what, keep) if optimizer is None else self._full_optimizer(what, optimizer, keep)
+        return self._whole_dict("accel.full_state_dict", optimizer, keep=keep)
 
-    def _means(self) -> dict[str, Any]:
-        self.engine.compare("accel.full_state_dict", list(self.apart()))
+    @final
+    def state_dict(self, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """What ``state_dict()`` of a divided model or optimizer gives: ``full_state_dict``, in copies. Collective.
+
+        One process would give the weights themselves: torch refuses writes to these, which would be lost.
+        """
+        kind = "model" if optimizer is None else "optimizer"
+        # The errors of the others say where this rank is.
+        advice = f", which every rank calls: write state = {kind}.state_dict() above an `if` of one rank"
+        state = self._whole_dict(f"{kind}.state_dict()", optimizer, advice)
+        if optimizer is not None:
+            return map_tensors(_read_only, state, others=True)
+        for name, value in state.items():
+            state[name] = map_tensors(_read_only, value, others=True)
+        return _under(state, *args, **kwargs) if args or kwargs else state
+
+    def _whole_dict(
+        self, what: str, optimizer: Optimizer | None, advice: str = "", keep: bool = True
+    ) -> dict[str, Any]:
+        if not self.partial(optimizer):
+            apart = optimizer is None and self.apart()
+            return self._means(what + advice) if apart else (optimizer or self.module).state_dict()
+        title = f"{what} of {'the model' if optimizer is None else type(optimizer).__name__}{advice}"
+        with Waiting(self.engine.process, what + advice):
+            return self._full_model(title, keep) if optimizer is None else self._full_optimizer(title, optimizer, keep)
+
+    def _means(self, what: str) -> dict[str, Any]:
+        self.engine.compare(what, list(self.apart()))
         means = {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in self.apart().values()}
         average_ranks_(means.values(), self.engine.process)
         with self.guard.opened(), _in_place_of(self.module, means):
@@ -401,6 +422,32 @@ def _with_memory(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (tensor if local is None else local(),)
 
 
+# -- what a state dict gives out -----------------------------------------------------------------------------------------
+
+
+def _read_only(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as a tensor that torch refuses to write to outside of ``inference_mode``, and whose copies it does not."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return tensor
+    with torch.inference_mode():
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _under(state: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+    """A module's state as part of its parent's, as ``Module.state_dict`` gives it."""
+    if keep_vars:
+        raise BackendError(
+            "state_dict(keep_vars=True) would give parameters that are divided over the ranks: leave it out"
+        )
+    target: Any = OrderedDict() if destination is None else destination
+    target.update({prefix + name: value for name, value in state.items()})
+    if not hasattr(target, "_metadata"):
+        target._metadata = OrderedDict()
+    target._metadata.update({prefix + name if name else prefix[:-1]: about for name, about in state._metadata.items()})
+    return target  # type: ignore[no-any-return]
+
+
 # -- other tensors in the places of a module's -------------------------------------------------------------------------
 
 
@@ -506,16 +553,18 @@ class Target(Absent, torch.Tensor):
 
 #: How ``copy`` and ``pickle`` ask an object for what they take; of the instance, since the class is the user's.
 _COPIES: Final = ("__deepcopy__", "__getstate__")
+_STATE_DICT: Final = "state_dict"
 
 
 @final
 class Guard:
-    """Refuses ``state_dict()``, ``load_state_dict()``, copies and pickles of raw modules and optimizers, unless opened.
+    """Refuses ``load_state_dict()``, copies and pickles of raw modules and optimizers, unless opened; ``state_dict()`` is whole.
 
-    It knows no engine: an optimizer that is kept does not keep its model, and what is a part stays one without it.
+    Of a module in the model ``state_dict()`` is refused too, and where the engine is gone, which an optimizer does not keep.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = weakref.ref(holdings)
         self._open = False
         self._watched: dict[int, tuple[weakref.ref[Any], list[RemovableHandle]]] = {}
 
@@ -533,6 +582,10 @@ class Guard:
             raw.register_load_state_dict_pre_hook(load or before_load),
         ]
         self._watched[id(raw)] = weakref.ref(raw), hooks
+        holdings = self._holdings()
+        if isinstance(raw, Optimizer) or (holdings is not None and raw is holdings.module):
+            found = vars(raw).get(_STATE_DICT)  # of the user's own
+            vars(raw)[_STATE_DICT] = functools.partial(self._give, weakref.ref(raw), found)
         refused = _refusal(
             raw, f"a copy or pickle of this {type(raw).__name__}", "a copy or pickle would miss the rest"
         )
@@ -557,6 +610,19 @@ class Guard:
         for name in _COPIES:
             if getattr(vars(raw).get(name), "func", None) is _raise:
                 del vars(raw)[name]
+        given: Any = vars(raw).get(_STATE_DICT)
+        if getattr(given, "func", None) == self._give:
+            del vars(raw)[_STATE_DICT]
+            vars(raw).update({_STATE_DICT: given.args[1]} if given.args[1] else {})
+
+    def _give(self, reference: weakref.ref[Any], found: Any, *args: Any, **kwargs: Any) -> Any:
+        """In the place of ``state_dict`` of a raw object; ``found`` was there before."""
+        raw: Any = reference()
+        holdings = self._holdings()
+        optimizer = raw if isinstance(raw, Optimizer) else None
+        if holdings is None or self._open or not (holdings.partial(optimizer) or holdings.apart()):
+            return (found or functools.partial(type(raw).state_dict, raw))(*args, **kwargs)
+        return holdings.state_dict(optimizer, *args, **kwargs)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ...errors import BackendError, OptimizerError
 from ...gradients.average import average_gradients_
-from ...gradients.clip import clip_
+from ...gradients.clip import clip_, norm_over_ranks
 from ...precision import Accumulator
 from ...process import Process
 from ...process.control import Waiting
@@ -264,10 +264,33 @@ class ZeROGradients(Gradients):
         zero = self.engine.zero
         if zero is None:
             return nn.utils.clip_grad_norm_(self.engine.parameters, max_norm, norm_type)
-        mine, common = zero.gradients()
-        if self.process.place.rank == 0:  # what all ranks have is counted once
-            mine, common = [*mine, *common], []
+        mine, common = self._counted(zero, range(len(self.engine.parameters)))
         return clip_(mine, max_norm, norm_type, self.process, common)
+
+    def _counted(self, zero: Partitions, indices: Container[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        mine, common = zero.gradients(indices)
+        return (
+            ([*mine, *common], []) if self.process.place.rank == 0 else (mine, common)
+        )  # what all ranks have counts once
+
+    def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        """Of all ranks' fragments."""
+        zero, what = self.engine.zero, "torch.nn.utils.clip_grad_norm_"
+        if zero is None:
+            return None
+        self.engine.announce(what)
+        self.settle()
+        with Waiting(self.process, what):
+            mine, _ = self._counted(zero, {zero.numbers[id(p)] for p in parameters})
+            return norm_over_ranks(mine, norm_type, self.process)
+
+    def behind(self, parameters: Sequence[torch.Tensor]) -> Sequence[Accumulator]:
+        """Fragments."""
+        if (zero := self.engine.zero) is None:
+            return ()
+        self.settle()
+        found = [zero.fragments.get(zero.numbers[id(p)]) for p in parameters]
+        return [fragment for fragment in found if fragment is not None]
 
     # -- dropping them --------------------------------------------------------------------------------------------
 

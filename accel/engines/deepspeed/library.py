@@ -246,7 +246,11 @@ def initialise(
         config = {**config, "zero_optimization": {**divided, "memory_efficient_linear": False}}
         stand_in = torch.optim.SGD([{"params": group} for group in groups], lr=0.0)
         # All ranks have rank 0's weights, or wait for their own.
-        kind = type("DeepSpeedEngine", (deepspeed.DeepSpeedEngine,), {"_broadcast_model": lambda engine: None})
+        changed: dict[str, Any] = {"_broadcast_model": lambda engine: None}
+        if (double := torch.float64) in {p.dtype for group in groups for p in group}:
+            # Its configuration has no name for this: it would keep such gradients in float32.
+            changed["get_data_types"] = lambda engine: (double, double)
+        kind = type("DeepSpeedEngine", (deepspeed.DeepSpeedEngine,), changed)
         # Its shared-memory op takes a minute to compile and serves only inference.
         ops = replaced(vars(library("deepspeed.ops")), "__compatible_ops__", collections.defaultdict(bool))
         with ops, replaced(vars(deepspeed), kind.__name__, kind):

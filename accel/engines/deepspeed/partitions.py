@@ -11,7 +11,7 @@ import itertools
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, final
 
@@ -265,12 +265,13 @@ class Partitions(ABC):
         for index, grad in zip(indices, assigned, strict=True):
             self.parameters[index].grad = grad
 
-    def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """This rank's part of the final gradients, ready to be computed with, and those that every rank has whole."""
-        for fragment in self.fragments.values():
+    def gradients(self, indices: Container[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """This rank's part of the final gradients of these, ready to be computed with, and those that every rank has whole."""
+        fragments = [fragment for i, fragment in self.fragments.items() if i in indices]
+        for fragment in fragments:
             fragment.widen()
-        whole = [self.parameters[i].grad for i in sorted(self.whole_gradients)]
-        mine = [f.grad for f in self.fragments.values() if f.grad is not None]
+        whole = [self.parameters[i].grad for i in sorted(self.whole_gradients) if i in indices]
+        mine = [f.grad for f in fragments if f.grad is not None]
         return mine, [grad for grad in whole if grad is not None]
 
     def reset(self) -> None:

@@ -8,7 +8,7 @@ import inspect
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from types import MethodType
 from typing import Any, Final, final
 
@@ -348,12 +348,12 @@ class Stage3(Partitions):
         if len(self.interruption.running) <= 1:  # the backward around a reentrant checkpoint's still needs its weights
             zero.parameter_offload.release_backward_leftovers()
 
-    def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def gradients(self, indices: Container[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The very ones that the library adds to."""
         for ds_id in list(self._gradients):
             self._gradients[ds_id]  # asked for again, it is of the weights' dtype
         self._gradients.hand_out()
-        return super().gradients()
+        return super().gradients(indices)
 
     @plainly
     def drop(self, indices: Sequence[int], set_to_none: bool) -> None:

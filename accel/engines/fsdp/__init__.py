@@ -489,8 +489,13 @@ class FSDPEngine(Engine):
 
             name = "" if forward else getattr(function, "__name__", type(function).__name__)
             out = compute() if self._alike is None else self._alike.call(compute, args, kwargs, name)
-        except BaseException:
+        except BaseException as error:
             sharded.reset()
+            if not forward and "mixed torch.Tensor and DTensor" in str(error):
+                raise BackendError(
+                    f"the method {name} uses weights of {self.label} that are not gathered any more: a backward inside of a "
+                    "method ends that; call loss.backward() and optimizer.step() in the loop, outside of it, or use backend='ddp'"
+                ) from error
             raise
         # Whoever asks for parameters must find shards: they have the gradients, and an edit of a gathered one is lost.
         if torch._C._current_graph_task_id() == -1 and (not grad or sharded.exposed_gradients()):

@@ -219,8 +219,7 @@ def state_verbs() -> list[str]:
     assert full["head.weight"] is full["embed.weight"]
     assert not accel.full_state_dict(handle, rank0_only=True) or accel.is_main()
     said = []
-    calls = [model.state_dict, handle.state_dict, net.state_dict, net.blocks[1].state_dict, raw.state_dict]
-    for call in [*calls, lambda: copy.deepcopy(model)]:
+    for call in (net.blocks[1].state_dict, lambda: copy.deepcopy(model)):
         with pytest.raises(accel.AccelError, match="accel.full_state_dict") as caught:
             call()
         said.append(str(caught.value))

@@ -301,3 +301,23 @@ def test_what_torch_refuses_is_said_on_every_rank_and_changes_nothing(everywhere
     for message in run(2, failing_inside_torch, everywhere, inside):
         assert "torch's fully_shard refuses" in message
         assert "TypeError: this class is final" in message
+
+
+class TrainsItself(nn.Linear):
+    """Steps inside of a method, more than once."""
+
+    def fit(self, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(2):
+            torch.mm(x, self.weight.T).square().sum().backward()
+            optimizer.step()
+
+
+def fit() -> None:
+    net = TrainsItself(4, 4)
+    model, optimizer, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), backend="fsdp")
+    model.fit(torch.ones(2, 4), optimizer)
+
+
+def test_a_method_that_goes_on_after_a_backward_is_named() -> None:
+    for message in refusals(2, fit, error="BackendError"):
+        assert "the method fit uses weights" in message

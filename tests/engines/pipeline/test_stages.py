@@ -6,7 +6,6 @@ import copy
 import itertools
 import pickle
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -30,11 +29,7 @@ def bytes_of(module: nn.Module) -> int:
     return sum(storages.values())
 
 
-def refused_parts(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
-    for holders, error in ((models, accel.BackendError), (optimizers, accel.OptimizerError)):
-        for holder in holders:
-            with pytest.raises(error, match="full_state_dict"):
-                holder.state_dict()
+def refused_parts(*models: Any) -> None:
     elsewhere = models[1][-1] if accel.rank() == 0 else models[1][0]
     for refused in (*models, elsewhere):
         with pytest.raises(accel.AccelError, match="holds only its own part|cannot be pickled"):
@@ -56,7 +51,7 @@ def where_things_lie() -> int:
     assert part < 0.8 * whole
     assert 0 < len(own_optimizer.state) < len(list(raw.parameters()))
     assert [tuple(p.shape) for p in raw.parameters()] == [tuple(p.shape) for p in plain.parameters()]
-    refused_parts((model, raw), (optimizer, own_optimizer))
+    refused_parts(model, raw)
     with pytest.raises(accel.BackendError, match="lies on rank"):
         raw(batch(0)[0])
     full, state = accel.full_state_dict(model), accel.full_state_dict(optimizer)
@@ -101,9 +96,7 @@ def optimizer_added() -> None:
     for step in range(2):
         one_step(model, optimizer, step)
         one_step(plain, reference, step)
-    with pytest.raises(accel.OptimizerError, match="holds only its own part"):
-        own.state_dict()
-    torch.testing.assert_close(accel.full_state_dict(optimizer)["state"], reference.state_dict()["state"])
+    torch.testing.assert_close(own.state_dict()["state"], reference.state_dict()["state"])
     accel.teardown(model)
     assert apart(raw, plain) < 1e-5
     assert len(own.state) == len(list(raw.parameters()))

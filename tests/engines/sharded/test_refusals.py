@@ -25,10 +25,6 @@ def refuse(case: str) -> None:
     x = torch.tensor([1]) if case == "sparse" else data(0, accel.rank())
     before = copy.deepcopy(raw.state_dict())
     try:
-        if case == "state of the handle":
-            handle.state_dict()
-        if case == "state of the raw optimizer":
-            optimizer.state_dict()
         if case == "copy":
             copy.deepcopy(optimizer)
         if case == "pickle":
@@ -53,8 +49,6 @@ def refuse(case: str) -> None:
 
 
 REFUSALS = {
-    "state of the handle": (accel.OptimizerError, "accel.full_state_dict"),
-    "state of the raw optimizer": (accel.OptimizerError, "accel.save"),
     "copy": (accel.OptimizerError, "a copy or pickle would miss the rest"),
     "pickle": (accel.OptimizerError, "a copy or pickle would miss the rest"),
     "scaler": (accel.PrecisionError, "accel.backward"),

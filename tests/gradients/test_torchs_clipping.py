@@ -1,0 +1,76 @@
+"""torch's own clipping, imported by name before any engine lives, where gradients are divided: as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+import accel
+from tests.backends import need
+from tests.distributed import run
+
+BACKENDS: list[Any] = ["ddp", "sharded", "fsdp", "pipeline", *(accel.DeepSpeed(stage=stage) for stage in (1, 2, 3))]
+
+
+def nets() -> tuple[nn.Sequential, nn.Sequential]:
+    torch.manual_seed(0)
+    first, second = (nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)) for _ in range(2))
+    return first, second
+
+
+def clipped(backend: Any) -> Iterator[tuple[str, Any]]:
+    """Norms and weights after steps clipped in each way, over all, a part, and the parameters of two models."""
+    raws, optimizers, models = nets(), [], []
+    for raw, kind in zip(raws, (backend, backend if backend == "single" else "ddp"), strict=True):
+        optimizer = torch.optim.SGD(raw.parameters(), lr=0.5)
+        model, optimizer, _ = accel.setup(raw, optimizer, backend=kind)
+        models.append(model)
+        optimizers.append(optimizer)
+    one, other = models
+    both = [*one.parameters(), *other.parameters()]
+    ways = {
+        "all": lambda: clip_grad_norm_(one.parameters(), 0.05),
+        "largest": lambda: clip_grad_norm_(one.parameters(), 0.01, norm_type=float("inf")),
+        "order 1": lambda: clip_grad_norm_(one.parameters(), 0.05, norm_type=1),
+        "above": lambda: clip_grad_norm_(one.parameters(), 1e3),
+        "head": lambda: clip_grad_norm_(one[2].parameters(), 0.05),
+        "two models": lambda: clip_grad_norm_(both, 0.05),
+        "value": lambda: clip_grad_value_(one.parameters(), 0.01),
+        "value of a head": lambda: clip_grad_value_(list(one[2].parameters()), 0.01),
+    }
+    world, rank = accel.world_size(), accel.rank()
+    for number, (name, clip) in enumerate(ways.items()):
+        batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(number))
+        for model in models:
+            all_of_it = model is one and backend == "pipeline"
+            (model(batch if all_of_it else batch.chunk(world)[rank]).square().mean() * 3).backward()
+        norm = clip()
+        yield name, None if norm is None else float(norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        yield f"weights after {name}", [{n: t.clone() for n, t in model.state_dict().items()} for model in models]
+    if backend in ("single", "ddp", "sharded", "fsdp"):
+        return
+    one(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(accel.BackendError, match="accel.clip_grad_norm_"):
+        get_total_norm([p.grad for p in one.parameters() if p.grad is not None])
+
+
+def results(backend: Any) -> dict[str, Any]:
+    found = dict(clipped(backend))
+    accel.teardown()
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: getattr(backend, "stage", backend))
+def test_torchs_clipping_is_that_of_one_process(backend: Any) -> None:
+    need(backend, 2)
+    expected = run(1, results, "single")[0]
+    for found in run(2, results, backend):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,639 @@
+"""Loops that other people published, with the lines of accel in them, on every backend: the table of docs/public_loops.md.
+
+    python -m tests.public_loops SOURCES [--only NAME ...] [--on BACKEND ...] [--table FILE]
+
+SOURCES is a folder with checkouts of pytorch/examples, karpathy/nanoGPT and karpathy/minGPT, named ``examples``, ``nanoGPT``
+and ``minGPT``. Nothing of theirs is here: a loop is given by edits, "after (or in the place of) the line that has X, write Y".
+Edits are counted where they are accel's; what shrinks a run (fewer steps, tiny data in the place of downloads) is not.
+Each loop runs in one process, then on two CPU processes for each backend, which together have its batches. Weights are compared
+by the distance between them, over the distance that training has moved them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import nn
+
+import accel
+from tests import preload  # noqa: F401
+
+BACKENDS = ("ddp", "sharded", "fsdp", "deepspeed:1", "deepspeed:2", "deepspeed:3")
+SECONDS = 240
+#: Of the way that training has moved the weights.
+CLOSE = 0.01
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop and what is done to it.
+
+    Args:
+        path: below SOURCES.
+        lines: accel's, each after the line that has a text, or in its place where that begins with "=".
+        args: what the program is given; ``{batch}`` becomes the batch of each process, twice as large in one process alone.
+        small: edits that make the run short, written as ``lines``.
+        files: writes the data that it reads into the working directory.
+        noise: each process draws random numbers of its own, or normalizes its part of a batch, so that one process has other
+            weights; backends are compared with ddp alone.
+        double: compute in float64, where Adam would make steps out of gradients that are zero but for rounding.
+    """
+
+    path: str
+    lines: Sequence[tuple[str, str]]
+    args: str = ""
+    small: Sequence[tuple[str, str]] = ()
+    files: Callable[[], None] = lambda: None
+    noise: bool = False
+    double: bool = False
+    #: The file that the edits are in, where it is not the program itself.
+    edited: str = ""
+    #: With these lines too it runs where it does not with ``lines``.
+    more: Sequence[tuple[str, str]] = ()
+
+
+def text_files() -> None:
+    """A corpus of a few words."""
+    words = np.random.default_rng(0).choice(
+        ["the", "cat", "sat", "on", "a", "mat", "and", "ran", "to", "see", "dogs"], 400
+    )
+    for name in ("train", "valid", "test"):
+        Path(f"{name}.txt").write_text(" ".join(words) + "\n")
+    Path("input.txt").write_text("O God, O God! " + " ".join(words))
+
+
+def tokens() -> None:
+    """What nanoGPT's prepare.py writes."""
+    folder = Path("data/tiny")
+    folder.mkdir(parents=True)
+    for name in ("train", "val"):
+        np.random.default_rng(0).integers(0, 64, 2000).astype(np.uint16).tofile(folder / f"{name}.bin")
+
+
+def cora() -> None:
+    """A small graph in the form of the Cora data set."""
+    folder, draw = Path("cora"), np.random.default_rng(0)
+    folder.mkdir()
+    rows = [f"{n} {' '.join(map(str, draw.integers(0, 2, 12)))} {'abc'[n % 3]}" for n in range(60)]
+    (folder / "cora.content").write_text("\n".join(rows))
+    pairs = {(int(a), int(b)) for a, b in draw.integers(0, 60, (120, 2))}
+    (folder / "cora.cites").write_text("\n".join(f"{a} {b}" for a, b in sorted(pairs)))
+
+
+def sine() -> None:
+    """What generate_sine_wave.py writes, shorter."""
+    torch.save(np.sin(np.arange(20.0) / 3 + np.arange(8.0)[:, None]), "traindata.pt")
+
+
+def style() -> None:
+    """An image, and folders for what is saved."""
+    from PIL import Image
+
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (16, 16, 3)).astype("uint8")).save("style.png")
+
+
+IMPORT = ("import torch", "import accel")
+MNIST = "--save-model --epochs 2 --log-interval 1 --batch-size {batch}"
+SETUP = "model, optimizer, train_loader = accel.setup(model, optimizer, train_loader)"
+CORA = [
+    ("=with requests.get(", "if False:"),
+    ("=idx_test, idx_val", "idx_test, idx_val, idx_train = idx[:20], idx[20:40], idx[40:]"),
+]
+MINGPT = [
+    IMPORT,
+    ("model.train()", "model, self.optimizer, train_loader = accel.setup(model, self.optimizer, train_loader)"),
+]
+#: The order of samples that one process and two draw alike.
+IN_ORDER = (
+    "=sampler=torch.utils.data.RandomSampler",
+    "sampler=torch.utils.data.SequentialSampler(self.train_dataset),",
+)
+NANO = "--trainer.max_iters=3 --trainer.batch_size={batch} --trainer.num_workers=0 --model.model_type=None --model.n_layer=2"
+NANO += " --model.n_head=2 --model.n_embd=16 --model.embd_pdrop=0.0 --model.resid_pdrop=0.0 --model.attn_pdrop=0.0"
+#: Weights in a file, and not a whole model.
+WEIGHTS = [
+    ("=torch.save(model, f)", "torch.save(model.state_dict(), f)"),
+    ("=model = torch.load(f)", "model.load_state_dict(torch.load(f))"),
+]
+LANGUAGE = "--data . --emsize 8 --nhid 8 --nlayers 1 --epochs 2 --bptt 100 --batch_size 2 --dropout 0 --lr 0.1"
+
+LOOPS: dict[str, Loop] = {
+    "mnist": Loop("examples/mnist/main.py", [IMPORT, ("optimizer = optim.Adadelta", SETUP)], MNIST),
+    "mnist_rnn": Loop("examples/mnist_rnn/main.py", [IMPORT, ("optimizer = optim.Adadelta", SETUP)], MNIST, noise=True),
+    "siamese_network": Loop(
+        "examples/siamese_network/main.py", [IMPORT, ("optimizer = optim.Adadelta", SETUP)], MNIST, noise=True
+    ),
+    "mnist_forward_forward": Loop(
+        "examples/mnist_forward_forward/main.py",
+        [
+            IMPORT,
+            (
+                "self.layers = self.layers + [",
+                "self.layers[-1], *_ = accel.setup(self.layers[-1], self.layers[-1].opt)",
+            ),
+        ],
+        "--epochs 2 --train_size 16 --test_size 16 --save-model",
+    ),
+    "vae": Loop(
+        "examples/vae/main.py",
+        [
+            IMPORT,
+            ("optimizer = optim.Adam", "model, optimizer, train_loader = accel.setup(model, optimizer, train_loader)"),
+        ],
+        "--epochs 2 --batch-size {batch}",
+        noise=True,
+    ),
+    "dcgan": Loop(
+        "examples/dcgan/main.py",
+        [
+            IMPORT,
+            ("optimizerD = optim.Adam", "netD, optimizerD, dataloader = accel.setup(netD, optimizerD, dataloader)"),
+            ("optimizerG = optim.Adam", "netG, optimizerG, _ = accel.setup(netG, optimizerG)"),
+        ],
+        "--dataset fake --workers 0 --niter 1 --ngf 2 --ndf 2 --nz 4 --manualSeed 1 --batchSize {batch}",
+        noise=True,
+    ),
+    "imagenet": Loop(
+        "examples/imagenet/main.py",
+        [
+            IMPORT,
+            (
+                "val_loader = torch.utils.data.DataLoader",
+                "model, optimizer, train_loader = accel.setup(model, optimizer, train_loader)",
+            ),
+        ],
+        "--dummy --epochs 2 --workers 0 --seed 1 --batch-size {batch}",
+        noise=True,
+    ),
+    "super_resolution": Loop(
+        "examples/super_resolution/main.py",
+        [
+            IMPORT,
+            (
+                "optimizer = optim.Adam",
+                "model, optimizer, training_data_loader = accel.setup(model, optimizer, training_data_loader)",
+            ),
+        ],
+        "--upscale_factor 2 --threads 0 --batchSize {batch}",
+        [
+            ("=from data import", "from torchvision import datasets"),
+            ("=train_set = get_training_set", "train_set = datasets.Pairs()"),
+            ("=test_set = get_test_set", "test_set = datasets.Pairs()"),
+        ],
+        noise=True,
+        more=[("=torch.save(model, ", "torch.save(model.state_dict(), model_out_path)")],
+    ),
+    "fast_neural_style": Loop(
+        "examples/fast_neural_style/neural_style/neural_style.py",
+        [
+            IMPORT,
+            (
+                "optimizer = Adam",
+                "transformer, optimizer, train_loader = accel.setup(transformer, optimizer, train_loader)",
+            ),
+        ],
+        "train --dataset . --style-image style.png --save-model-dir saved --checkpoint-model-dir kept --checkpoint-interval 2"
+        " --epochs 1 --batch-size {batch}",
+        files=style,
+    ),
+    "word_language_model, LSTM": Loop(
+        "examples/word_language_model/main.py",
+        [IMPORT, ("optimizer = torch.optim.AdamW", "model, optimizer, _ = accel.setup(model, optimizer)")],
+        f"{LANGUAGE} --use-optimizer",
+        files=text_files,
+        more=WEIGHTS,
+    ),
+    "word_language_model, Transformer": Loop(
+        "examples/word_language_model/main.py",
+        [IMPORT, ("optimizer = torch.optim.AdamW", "model, optimizer, _ = accel.setup(model, optimizer)")],
+        f"{LANGUAGE} --use-optimizer --model Transformer",
+        files=text_files,
+        more=WEIGHTS,
+        double=True,
+    ),
+    "regression": Loop(
+        "examples/regression/main.py",
+        [IMPORT, ("fc = torch.nn.Linear", "fc, _, _ = accel.setup(fc)")],
+        small=[("=for batch_idx in count(1)", "for batch_idx in range(1, 6):")],
+        more=[
+            (
+                "fc, _, _ =",
+                "optimizer = torch.optim.SGD(fc.parameters(), 0.1)\nfc, optimizer, _ = accel.setup(fc, optimizer)",
+            ),
+            ("=fc, _, _ =", "# with an optimizer:"),
+            ("=for param in fc.parameters()", "optimizer.step()"),
+            ("=param.data.add_", ""),
+            ("=print('Loss:", "fc = accel.teardown(fc)"),
+        ],
+    ),
+    "time_sequence_prediction": Loop(
+        "examples/time_sequence_prediction/train.py",
+        [IMPORT, ("optimizer = optim.LBFGS", "seq, optimizer, _ = accel.setup(seq, optimizer)")],
+        "--steps 2",
+        [
+            ("=data = torch.load(", "data = torch.load('traindata.pt', weights_only=False)"),
+            ("=future = 1000", "future = 4"),
+            ("lr=0.8", "plt.savefig = lambda *a, **k: None"),
+        ],
+        files=sine,
+        more=[("=optimizer = optim.LBFGS", "optimizer = optim.Adam(seq.parameters(), lr=0.01)")],
+    ),
+    "reinforce": Loop(
+        "examples/reinforcement_learning/reinforce.py",
+        [IMPORT, ("optimizer = optim.Adam", "policy, optimizer, _ = accel.setup(policy, optimizer)")],
+        small=[("=for i_episode in count(1)", "for i_episode in range(1, 4):")],
+    ),
+    "actor_critic": Loop(
+        "examples/reinforcement_learning/actor_critic.py",
+        [IMPORT, ("optimizer = optim.Adam", "model, optimizer, _ = accel.setup(model, optimizer)")],
+        small=[("=for i_episode in count(1)", "for i_episode in range(1, 4):")],
+    ),
+    "gcn": Loop(
+        "examples/gcn/main.py",
+        [IMPORT, ("optimizer = Adam(", "gcn, optimizer, _ = accel.setup(gcn, optimizer)")],
+        "--epochs 3",
+        CORA,
+        files=cora,
+    ),
+    "gat": Loop(
+        "examples/gat/main.py",
+        [IMPORT, ("optimizer = Adam(", "gat_net, optimizer, _ = accel.setup(gat_net, optimizer)")],
+        "--epochs 3",
+        CORA[1:],
+        files=cora,
+    ),
+    "ddp-tutorial-series, single_gpu": Loop(
+        "examples/distributed/ddp-tutorial-series/single_gpu.py",
+        [
+            IMPORT,
+            (
+                "train_data = prepare_dataloader",
+                "model, optimizer, train_data = accel.setup(model, optimizer, train_data)",
+            ),
+        ],
+        "2 1 --batch_size {batch}",
+        [("=device = 0", 'device = "cpu"'), ("=train_set = MyTrainDataset", "train_set = MyTrainDataset(64)")],
+    ),
+    "nanoGPT": Loop(
+        "nanoGPT/train.py",
+        [
+            IMPORT,
+            ("=ddp = int(os.environ", "ddp = False"),
+            ("checkpoint = None", "model, optimizer, _ = accel.setup(model, optimizer)"),
+        ],
+        "--dataset=tiny --device=cpu --dtype=float32 --compile=False --eval_iters=1 --eval_interval=2 --block_size=8"
+        " --batch_size=4 --n_layer=2 --n_head=2 --n_embd=16 --max_iters=4 --warmup_iters=1 --gradient_accumulation_steps=2"
+        " --learning_rate=0.01",
+        files=tokens,
+        double=True,
+    ),
+    "minGPT, chargpt": Loop(
+        "minGPT/projects/chargpt/chargpt.py",
+        MINGPT,
+        f"{NANO} --data.block_size=8",
+        [IN_ORDER],
+        files=text_files,
+        double=True,
+        edited="minGPT/mingpt/trainer.py",
+    ),
+    "minGPT, adder": Loop(
+        "minGPT/projects/adder/adder.py",
+        MINGPT,
+        f"{NANO} --data.ndigit=1",
+        [IN_ORDER],
+        double=True,
+        edited="minGPT/mingpt/trainer.py",
+    ),
+}
+
+# -- what is not installed or would be downloaded --------------------------------------------------------------------------
+
+
+class Images(torch.utils.data.Dataset[Any]):
+    """Images in the place of a data set; whatever a program asks of them."""
+
+    def __init__(
+        self, *args: Any, train: bool = True, image_size: Any = (1, 28, 28), transform: Any = None, **kwargs: Any
+    ) -> None:
+        draw = torch.Generator().manual_seed(int(train))
+        self.flat = any("Lambda" in type(t).__name__ for t in getattr(transform, "steps", ()))
+        self.data = torch.rand(16, *image_size, generator=draw)
+        self.targets = torch.arange(16) % 4 if image_size[-1] == 28 else torch.arange(16) % 10
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        image = self.data[index].flatten() if self.flat else self.data[index]
+        return image, int(self.targets[index])
+
+
+class Digits(Images):
+    """As MNIST, whose images have no channels until they are read."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.data, self.targets = self.data.repeat(2, 1, 1, 1)[:32, 0], torch.arange(32) % 10
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return image if self.flat else image[None], label
+
+
+class Pairs(Images):
+    """Small images, and large ones."""
+
+    def __init__(self) -> None:
+        super().__init__(image_size=(1, 8, 8))
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[index], self.data[index].repeat(1, 2, 2)
+
+
+class ResNet(nn.Module):
+    """As torchvision's is built, in small."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.conv1, self.bn1, self.relu = nn.Conv2d(3, 64, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU()
+        self.layer1 = nn.Sequential(nn.Conv2d(64, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(4, 1000)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """All children, one after the other."""
+        x = self.layer1(self.relu(self.bn1(self.conv1(x))))
+        return self.fc(self.avgpool(x).flatten(1))
+
+
+def vgg16(*args: Any, **kwargs: Any) -> Any:
+    """As many layers as torchvision's has."""
+    layers = [nn.Conv2d(3, 3, 3, padding=1) if i % 2 == 0 else nn.ReLU() for i in range(23)]
+    return types.SimpleNamespace(features=nn.Sequential(*layers))
+
+
+class Transform:
+    """Keeps what it was made with, and does nothing."""
+
+    def __init__(self, *steps: Any, **kwargs: Any) -> None:
+        self.steps = steps[0] if steps and isinstance(steps[0], list) else []
+
+    def __call__(self, image: Any) -> Any:
+        """An image as a tensor."""
+        return (
+            image if isinstance(image, torch.Tensor) else torch.from_numpy(np.array(image)).float().movedim(-1, 0) / 255
+        )
+
+
+class Cart:
+    """An environment with the interface of CartPole, of a few steps."""
+
+    spec = types.SimpleNamespace(reward_threshold=1e9)
+
+    def reset(self, seed: int | None = None) -> Any:
+        """The first state."""
+        self.steps = 0
+        return np.ones(4, np.float32), {}
+
+    def step(self, action: int) -> Any:
+        """The next state."""
+        self.steps += 1
+        state = np.array([action, self.steps, -1, 1], np.float32) / 3
+        return state, 1.0 + action, self.steps == 5, False, {}
+
+
+def stand_ins() -> None:
+    """Small modules in the places of torchvision, gymnasium and requests."""
+    made = {name: types.ModuleType(name) for name in ("torchvision", "gymnasium", "requests")}
+    kinds = {
+        n: type(n, (Transform,), {})
+        for n in [
+            "Compose",
+            "ToTensor",
+            "Normalize",
+            "Resize",
+            "CenterCrop",
+            "Lambda",
+            "RandomResizedCrop",
+            "RandomHorizontalFlip",
+        ]
+    }
+    fake = functools.partial(Images, image_size=(3, 64, 64))
+    folder = functools.partial(Images, image_size=(3, 16, 16))
+    parts: dict[str, dict[str, Any]] = {
+        "datasets": {
+            "MNIST": Digits,
+            "FakeData": lambda *a, **k: fake(),
+            "ImageFolder": lambda *a, **k: folder(),
+            "Pairs": Pairs,
+        },
+        "transforms": kinds,
+        "models": {
+            "resnet18": ResNet,
+            "vgg16": vgg16,
+            "VGG16_Weights": types.SimpleNamespace(DEFAULT=None, IMAGENET1K_V1=None),
+        },
+        "utils": {"save_image": lambda *a, **k: None},
+    }
+    for name, content in parts.items():
+        module = types.ModuleType(f"torchvision.{name}")
+        vars(module).update(content)
+        setattr(made["torchvision"], name, module)
+        made[module.__name__] = module
+    vars(made["gymnasium"])["make"] = lambda *a, **k: Cart()
+    sys.modules.update(made)
+
+
+# -- a run, in a process of its own ----------------------------------------------------------------------------------------
+
+
+def edited(source: str, edits: Iterable[tuple[str, str]]) -> str:
+    """The source with each edit at the first line that has its text, indented like that line."""
+    lines = source.split("\n")
+    for text, new in edits:
+        instead, text = text.startswith("="), text.removeprefix("=")
+        at = next((i for i, line in enumerate(lines) if text in line), None)
+        if at is None:
+            raise ValueError(f"no line has {text!r}: these edits are for other sources")
+        indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
+        end = at + 1
+        while not instead and (statement := "\n".join(lines[at:end])).count("(") > statement.count(")"):
+            end += 1
+        lines[at if instead else end : end] = [indent + line for line in new.split("\n")]
+    return "\n".join(lines)
+
+
+def perform(name: str, sources: Path, more: bool, folder: Path, out: Path) -> NoReturn:
+    """Run a loop in a folder of its own, then end; what its models began with and are, or what went wrong, is in ``out``."""
+    loop, handles, begun = LOOPS[name], list[Any](), list[Any]()
+    (folder / "results").mkdir(parents=True)
+    os.chdir(folder)
+    with open("log", "wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    stand_ins()
+    torch.manual_seed(0)
+    random.seed(0)
+    torch.set_default_dtype(torch.float64 if loop.double else torch.float32)
+    vars(nn.functional)["dropout"] = lambda x, *args, **kwargs: x  # each process would draw its own
+    real = accel.setup
+
+    def setup(model: Any, *args: Any, **kwargs: Any) -> Any:
+        begun.append({n: t.detach().clone() for n, t in model.state_dict().items()})
+        made = real(model, *args, **kwargs)
+        handles.append((made.model, model))
+        return made
+
+    vars(accel)["setup"] = setup
+    loop.files()
+    problem, states = "", []
+    try:
+        execute(loop, sources, [*loop.small, *loop.lines, *(loop.more if more else ())])
+        states = [{n: t.clone() for n, t in whole_state(*pair).items()} for pair in handles]
+    except BaseException as error:
+        problem = f"{type(error).__name__}: {error}"
+        traceback.print_exc()
+    torch.save({"error": problem, "begun": begun, "states": states}, out)
+    os._exit(bool(problem))
+
+
+def execute(loop: Loop, sources: Path, edits: Sequence[tuple[str, str]]) -> None:
+    """Run the edited program as the main module."""
+    program, place = sources / loop.path, sources / (loop.edited or loop.path)
+    main = types.ModuleType("__main__")
+    vars(main).update(__file__=str(program))
+    sys.modules["__main__"] = main
+    sys.argv = [str(program), *loop.args.replace("{batch}", "4" if accel.world_size() > 1 else "8").split()]
+    sys.path[:0] = [str(program.parent), str(sources / "minGPT")]
+    if (program.parent / "configurator.py").exists():  # which nanoGPT reads in the working directory
+        os.symlink(program.parent / "configurator.py", "configurator.py")
+    text = edited(place.read_text(), edits)
+    if place != program:
+        name = ".".join(place.relative_to(sources).with_suffix("").parts[1:])
+        sys.modules[name] = types.ModuleType(name)
+        exec(compile(text, place, "exec"), vars(sys.modules[name]))
+        text = program.read_text()
+    exec(compile(text, program, "exec"), vars(main))
+
+
+def whole_state(handle: Any, raw: nn.Module) -> dict[str, torch.Tensor]:
+    """Of a model that the loop may have torn down."""
+    try:
+        return accel.full_state_dict(handle)
+    except accel.AccelError:
+        return raw.state_dict()
+
+
+# -- all runs, and the table -----------------------------------------------------------------------------------------------
+
+
+def run(name: str, sources: Path, backend: str, world: int, more: bool = False) -> Any:
+    """What rank 0 of a run has written, or the first error."""
+    with tempfile.TemporaryDirectory() as folder:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        outs = [Path(folder, f"{rank}.pt") for rank in range(world)]
+        children = []
+        for rank, out in enumerate(outs):
+            settings = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": world,
+                "LOCAL_WORLD_SIZE": world,
+                "MASTER_PORT": port,
+            }
+            settings |= {"MASTER_ADDR": "127.0.0.1", "ACCEL_BACKEND": backend, "ACCEL_DEVICES": "cpu"}
+            if not (child := os.fork()):  # what is imported stays so
+                os.environ.update({key: str(value) for key, value in settings.items()})
+                perform(name, sources, more, Path(folder, f"rank{rank}"), out)
+            children.append(child)
+        limit = time.monotonic() + SECONDS
+        while children and time.monotonic() < limit:
+            children = [child for child in children if not os.waitpid(child, os.WNOHANG)[0]]
+            time.sleep(0.05)
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        found = [torch.load(out) if out.exists() else {"error": "no result"} for out in outs]
+        if any(one["error"] for one in found) and os.environ.get("VERBOSE"):
+            print(Path(folder, "rank0", "log").read_text()[-6000:], file=sys.stderr)
+    return next((one for one in found if one["error"]), found[0])
+
+
+def distance(one: Sequence[Any], other: Sequence[Any], begun: Sequence[Any]) -> float:
+    """Between the weights of two runs, over the way from where they began."""
+
+    def flat(states: Sequence[Any]) -> torch.Tensor:
+        return torch.cat(
+            [t.double().flatten() for state in states for _, t in sorted(state.items()) if t.is_floating_point()]
+        )
+
+    return float((flat(one) - flat(other)).norm() / (flat(one) - flat(begun)).norm().clamp_min(1e-30))
+
+
+def row(name: str, sources: Path, backends: Sequence[str]) -> list[str]:
+    """A line of the table."""
+    loop = LOOPS[name]
+    cells, failed = results(name, sources, ["single", *backends])
+    again = (
+        results(name, sources, ["single", *(b for b in backends if b in failed)], more=True)[0]
+        if failed and loop.more
+        else {}
+    )
+    count = sum(text.count("\n") + 1 for _, text in loop.lines)
+    texts = [
+        cells[b] + (f" (with {len(loop.more)} more: {again[b]})" if b in again and b in failed else "") for b in cells
+    ]
+    return [name, str(count), *texts]
+
+
+def results(name: str, sources: Path, backends: Sequence[str], more: bool = False) -> tuple[dict[str, str], list[str]]:
+    """What becomes of a loop on each backend, the first of which is one process; on which it fails."""
+    found = {b: run(name, sources, b, 1 if b == "single" else 2, more) for b in backends}
+    failed = [b for b in backends if found[b]["error"]]
+    reference = [b for b in backends if b not in failed][1 if LOOPS[name].noise else 0 :][:1]
+    cells = {b: " ".join(found[b]["error"].split())[:160] if b in failed else "runs" for b in backends}
+    for b in backends:
+        if b not in failed and b != "single" and reference and b not in reference:
+            apart = distance(found[b]["states"], found[reference[0]]["states"], found[b]["begun"])
+            cells[b] = "equal" if apart < CLOSE else f"differs by {apart:.2g}"
+    return cells, failed
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", type=Path)
+    parser.add_argument("--only", nargs="*", default=list(LOOPS), metavar="NAME")
+    parser.add_argument("--on", nargs="*", default=list(BACKENDS), metavar="BACKEND")
+    parser.add_argument("--table", type=Path, help="write it here too")
+    options = parser.parse_args()
+    sources = options.sources.resolve()
+    torch.set_num_threads(1)
+    head = ["loop", "lines", "one process", *options.on]
+    table = [head, ["---"] * len(head)]
+    for name in options.only:
+        table.append(row(name, sources, options.on))
+        print(" | ".join(table[-1]), flush=True)
+    if options.table:
+        options.table.write_text("".join(f"| {' | '.join(cells)} |\n" for cells in table))
+
+
+if __name__ == "__main__":
+    main()
