@@ -237,7 +237,7 @@ def mesh(model: nn.Module) -> DeviceMesh | None:
 
     In a process that has begun anew after ``accel.teardown()``, the names of its axes end in the number of the start.
     """
-    return registry.of_handle(model).mesh
+    return registry.of_handle(model).holdings.mesh
 
 
 def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
@@ -480,7 +480,7 @@ def _tell(plan: Plan, engine: Engine | None, place: LoaderPlace, process: Proces
 
 def _give_memory(plan: Plan, process: Process, undo: contextlib.ExitStack) -> None:
     """To parameters that have none; with first values, where these are not read later."""
-    alone, kind = process.place.world_size == 1, plan.engine_type
+    alone, kind = process.place.world_size == 1, plan.engine_type.holdings_type
     if alone or not kind.materializes:
         host = plan.fill is not None and not alone and kind.divides_from_host(plan.options)
         materialize(plan.module, torch.device("cpu") if host else process.device, undo)
