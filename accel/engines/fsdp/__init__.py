@@ -25,9 +25,9 @@ from ..base.activations import Choice
 from ..base.engine import Context, Engine, Options, SequenceOptions, lost_weights
 from ..base.gradients import Gradients, refuse_sparse
 from ..base.holdings import Holdings
+from ..base.inputs import SameInputs
 from ..base.local import LocalSteps, elementwise
 from ..base.memory import Footprint, MemoryUse, even_shards
-from ..base.prints import SameInputs
 from ..base.sequence import sequence_size
 from ..base.step import refuse_steps
 from . import wrap
