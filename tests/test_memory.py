@@ -478,7 +478,7 @@ def test_the_command(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["accel_test_models:Net.small", "--ranks", "1,x"], "--ranks 1,x: expected numbers above 0"),
         (["accel_test_models:Net.small", "--optimizer", "adm"], "torch.optim has no 'adm'; it has adadelta"),
         (["accel_test_models:Net.small", "--optimizer", "sgd(f())"], "expected a name, or a name with plain keyword"),
-        (["accel_test_models:Net.small", "--optimizer", "sgd(x=1)"], "no argument 'x'; it has lr"),
+        (["accel_test_models:Net.small", "--optimizer", "sgd(x=1)"], "sgd(x=1): no argument 'x'; it has lr, momentum"),
     ],
 )
 def test_the_command_says_what_is_wrong(

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import itertools
 import logging
 import os
 import pickle
-import re
-import tempfile
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final, NamedTuple, final
+from itertools import accumulate, chain, islice, repeat, takewhile
+from operator import methodcaller
+from types import FrameType
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,6 @@ _LIBRARIES: Final = tuple(
     os.path.join(os.path.dirname(path), "")
     for path in (os.path.dirname(__file__), os.path.dirname(torch.__file__), os.__file__)
 )
-_FRAME: Final = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _MESSAGES: Final = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
 _GONE: Final = "is gone without a word: it was killed, or the link to its host is cut"
 _BUSY: Final = 0.02  # share of a CPU that a blocked thread does not use
@@ -79,45 +78,31 @@ def report(begun: Mapping[str, int], thread: int, doing: str, since: float) -> R
     return Report(begun, cpu, doing, _call(stack), _line(stack), since)
 
 
-class Frame(NamedTuple):
-    """A function that runs, and where."""
+def stack_of(thread: int) -> list[FrameType]:
+    """Where a thread is, innermost first.
 
-    path: str
-    line: int
-    function: str
-
-
-def stack_of(thread: int) -> list[Frame]:
-    """Where a thread is, innermost first, 100 deep at most.
-
-    Not by frame objects: between two looks at their ``f_back`` the thread goes on, and one of a generator that has left
-    ended the process once. This is written out in one go, while nothing else runs.
+    Nothing of Python's runs in between, so that the thread cannot go on: ``f_back`` of a frame that has been left has ended a
+    process.
     """
-    text = ""
-    with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        text = file.read().decode(errors="replace")
-    for number, lines in re.findall(r"hread 0x([0-9a-f]+).*\n((?:  .*\n)*)", text):
-        if int(number, 16) == thread:
-            return [Frame(path, int(line), name) for path, line, name in _FRAME.findall(lines)]
-    return []
+    newest = islice(map(methodcaller("get", thread), iter(sys._current_frames, None)), 1)
+    return list(takewhile(bool, accumulate(chain(newest, repeat("f_back")), getattr)))
 
 
-def _call(stack: Sequence[Frame]) -> str:
+def _call(stack: Sequence[FrameType]) -> str:
     """The function of torch's whose innermost frame this is, where that may be a collective."""
-    if stack and stack[0].function == "_engine_run_backward":
+    if stack and stack[0].f_code.co_name == "_engine_run_backward":
         return "backward"  # or a hook of a reducer, which has no frame
-    inside = itertools.takewhile(lambda frame: frame.path.startswith(_COLLECTIVES), stack)
-    names = [frame.function for frame in inside if frame.path.endswith("distributed_c10d.py")]
+    inside = takewhile(lambda code: code.co_filename.startswith(_COLLECTIVES), (frame.f_code for frame in stack))
+    names = [code.co_name for code in inside if code.co_filename.endswith("distributed_c10d.py")]
     return names[-1] if names else ""
 
 
-def _line(stack: Sequence[Frame]) -> str:
+def _line(stack: Sequence[FrameType]) -> str:
     """The innermost line that is no library's."""
-    for path, line, function in stack:
+    for frame in stack:
+        path = frame.f_code.co_filename
         if not path.startswith((*_LIBRARIES, "<frozen")):
-            return f"{os.path.basename(path)}:{line} in {function}"
+            return f"{os.path.basename(path)}:{frame.f_lineno} in {frame.f_code.co_name}"
     return ""
 
 

@@ -120,7 +120,7 @@ def test_ranks_compare_state_by_parameter() -> None:
     """Where ranks stepped different parameters, their state came in another order and is the same all the same."""
     assert run(2, setup_with_state_in_another_order) == [8, 8]
     for message in refusals(2, setup_with_another_state, error="RankMismatchError"):
-        assert "optimizer 0 state of 0.weight is {'exp_avg': 'tensor (12, 6)" in message
+        assert "exp_avg of the state of 0.weight in optimizer 0 is tensor (12, 6)" in message
 
 
 class Late(nn.Module):
