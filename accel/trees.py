@@ -47,7 +47,7 @@ def map_leaves(fn: Callable[[Any, str], Any], tree: Any, path: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Stands in a tree for a tensor that was taken out of it."""
 
     number: int
@@ -57,7 +57,7 @@ def put_back(tree: Any, tensors: Sequence[Any]) -> Any:
     """The tree with tensors, by their numbers, in the places."""
 
     def is_place(leaf: Any) -> bool:
-        return isinstance(leaf, Place)
+        return isinstance(leaf, TensorPlace)
 
     return walk(lambda _, leaf: tensors[leaf.number] if is_place(leaf) else leaf, tree, "value", is_place)
 

@@ -13,7 +13,7 @@ from ..errors import LoaderError
 from ..process import Process
 from ..process.control import Waiting, agree, raise_together
 from ..process.packing import to_bytes, to_tensor
-from ..trees import Place, map_tensors, put_back
+from ..trees import TensorPlace, map_tensors, put_back
 
 _WHAT: Final = "a batch that rank 0 reads"
 
@@ -83,7 +83,7 @@ def _packed(item: Any) -> torch.Tensor:
         ):
             return tensor
         tensors.append(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
-        return Place(len(tensors) - 1)
+        return TensorPlace(len(tensors) - 1)
 
     content = pickle.dumps((map_tensors(take, item, others=True), [(t.dtype, t.shape) for t in tensors]))
     head = len(content).to_bytes(8, "little") + content

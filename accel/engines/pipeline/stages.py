@@ -13,7 +13,7 @@ from torch import nn
 
 from ...errors import BackendError
 from ...process import Process
-from ...trees import Place, map_tensors, put_back, walk
+from ...trees import TensorPlace, map_tensors, put_back, walk
 from ..base.activations import buffers_of, run_again, swapped
 from ..base.memory import Footprint, MemoryUse, layers, stages
 
@@ -33,7 +33,7 @@ def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
     def visit(path: str, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
             tensors.append(leaf)
-            return Place(len(tensors) - 1)
+            return TensorPlace(len(tensors) - 1)
         if isinstance(leaf, _PLAIN):
             return leaf
         kind = f"{leaf.layout} tensor" if isinstance(leaf, torch.Tensor) else type(leaf).__qualname__
