@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import accel
-from accel import batches, process
+from accel import process
+from accel.api import batches
 from tests.distributed import run
 
 TOO_MUCH = 1 << 50  # bytes, which no host has
@@ -24,6 +25,18 @@ TOO_MUCH = 1 << 50  # bytes, which no host has
 class Pair(NamedTuple):
     x: Any
     y: Any
+
+
+OTHER: list[tuple[Any, Any]] = [
+    (["a", "b"], ["b", "a"]),
+    ([{"text": "a"}, {"text": "b"}], [{"text": "b"}, {"text": "a"}]),
+    ([("a", 1), ("b", 2)], [("b", 2), ("a", 1)]),
+    (torch.arange(6), torch.arange(6).flip(0)),
+    ({"x": torch.ones(3, 2), "y": [1, 2, 3]}, {"x": torch.zeros(3, 2), "y": [1, 2, 3]}),
+    ([torch.ones(2), torch.zeros(2)], [torch.zeros(2), torch.ones(2)]),
+    (range(4), range(1, 5)),
+    (torch.arange(3).numpy(), torch.arange(1, 4).numpy()),
+]
 
 
 def split_all() -> None:
@@ -51,7 +64,7 @@ def split_all() -> None:
         ("a prompt", "items is a str; expected a list"),
         ({"x": [1], "y": [1, 2]}, "expected equal lengths"),
         ("a prompt" if rank == world - 1 else ["a", "b"], "on rank [01]: items is a str"),
-        (["a", "b"] if rank else ["b", "a"], "the ranks have other items" if world > 1 else ""),
+        *((two[rank == 0], "the ranks have other items" if world > 1 else "") for two in OTHER),
     ):
         with pytest.raises(accel.AccelError, match=what) if what else contextlib.nullcontext():
             accel.split(wrong)
@@ -176,6 +189,37 @@ def keep(backends: list[Any]) -> None:
 
 def test_what_was_there_before_goes_on() -> None:
     run(2, keep, ["ddp", "fsdp", accel.DeepSpeed(stage=3)])
+
+
+def read_once() -> None:
+    """Rank 1 fails before its loop, in which the others are, over a loader that is set up before, or only made."""
+    batches._PATIENCE = timedelta(seconds=0.1)  # type: ignore[misc]
+    for before in (True, False):
+        raw = loader_of(1, shuffle=True)
+        handle = accel.setup(None, dataloaders=raw).dataloaders if before else None
+        for error, size in ((torch.OutOfMemoryError, FITS), (KeyError, 5)):
+
+            def fn(batch_size: int) -> list[float]:
+                loader = handle or accel.setup(None, dataloaders=raw).dataloaders  # noqa: B023
+                model = accel.setup(Net()).model
+                if batch_size > size and process.rank() == 1:  # noqa: B023
+                    raise error  # noqa: B023
+                seen = []
+                for x in loader:
+                    model(x).sum().backward()
+                    seen.append(float(x[0, 0]))
+                return seen
+
+            with contextlib.suppress(accel.AccelError, KeyError):
+                accel.largest_batch(fn, 6)
+            seen = accel.largest_batch(fn, size)[1]
+            assert len(set(accel.all_gather(seen, objects=True))) == 16
+        positions = accel.all_gather([raw if handle is None else handle.state_dict()], objects=True)
+        assert handle is None or positions[0] == positions[1]
+
+
+def test_loaders_begin_again_where_they_were() -> None:
+    run(2, read_once)
 
 
 def refuse() -> list[str]:

@@ -25,6 +25,7 @@ from ..process.collectives import all_gather
 from ..process.control import agree, locked, raise_together
 from ..process.prints import Prints, Read, other_values
 from ..process.rng import Generators, from_plain, to_plain
+from ..process.transfer import Transfer
 from ..trees import walk
 from .accumulation import Accumulation as Accumulation
 from .readers import (
@@ -48,7 +49,6 @@ from .readers import describe as describe
 from .sampling import Division, mix, own_generators
 from .sampling import loader_seed as loader_seed
 from .streams import StreamComparisons, StreamReader
-from .transfer import Transfer
 
 T = TypeVar("T")
 
@@ -84,6 +84,7 @@ def distribute(
     loaded = getattr(loader, "next_iter_state", None)  # what torchdata calls a state that was loaded and not begun
     state = LoaderState(raw=loader, options=options, place=place, comparisons=comparisons, own=loaded)
     state.begin_anew(seed, in_place)
+    _states.add(state)
     return LoaderHandle(state)
 
 
@@ -176,6 +177,31 @@ class LoaderState:
         """The iteration that gave the last batch, of those that may still give one."""
         running = [iteration for iteration in self.live if not iteration.finished]
         return max(running, key=lambda iteration: iteration.last, default=None)
+
+
+#: Of all handles that live.
+_states: weakref.WeakSet[LoaderState] = weakref.WeakSet()
+
+
+def remember() -> Callable[[], list[LoaderState]]:
+    """Where all handles stand. What is returned puts them back there, on all ranks together, and tells which came since."""
+    names = ("seed", "in_place", "start", "following", "batches", "kept", "own")
+    then = {state: {name: getattr(state, name) for name in names} for state in _states}
+    live = {state: list(state.live) for state in then}
+    generators = {state: Generators(own_generators(state.raw)) for state in then}
+    drawn = {state: own.states() for state, own in generators.items()}
+    last = latest.kept, latest.replica
+
+    def put_back() -> list[LoaderState]:
+        for state, values in then.items():
+            vars(state).update(values, live=weakref.WeakSet(live[state]))
+            generators[state].put(drawn[state])
+            if state.comparisons is not None:
+                state.comparisons.begin_anew()
+        latest.kept, latest.replica = last
+        return [state for state in _states if state not in then]
+
+    return put_back
 
 
 def _followed(loader: DataLoader[Any]) -> bool:

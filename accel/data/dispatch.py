@@ -70,8 +70,8 @@ class Dispatched:
         return _unpacked(received[: sizes[self._place]])
 
 
-class _Place:
-    """Stands in a batch for tensor ``number`` beside it."""
+class _Placeholder:
+    """Stands in a batch for tensor ``number``, which comes beside it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -90,7 +90,7 @@ def _packed(item: Any) -> torch.Tensor:
         ):
             return tensor
         tensors.append(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
-        return _Place(len(tensors) - 1)
+        return _Placeholder(len(tensors) - 1)
 
     content = pickle.dumps((map_tensors(take, item, others=True), [(t.dtype, t.shape) for t in tensors]))
     head = len(content).to_bytes(8, "little") + content
@@ -106,4 +106,4 @@ def _unpacked(message: torch.Tensor) -> Any:
         size = shape.numel() * dtype.itemsize
         tensors.append(message[at : at + size].clone().view(dtype).reshape(shape))
         at += size
-    return walk(lambda _, leaf: tensors[leaf.number] if isinstance(leaf, _Place) else leaf, skeleton, "batch")
+    return walk(lambda _, leaf: tensors[leaf.number] if isinstance(leaf, _Placeholder) else leaf, skeleton, "batch")

@@ -355,11 +355,12 @@ def _reduced(path: str, like: Any, values: Sequence[Any], op: str) -> Any:
 
 
 def _unfilled(tensor: Tensor, pad: float | None) -> str:
-    if pad is None or tensor.is_floating_point() or tensor.is_complex():
+    if pad is None:
         return ""
     holds = False
-    with contextlib.suppress(TypeError, ValueError, RuntimeError):  # out of its range, or no number
-        holds = tensor.new_tensor(pad).item() == pad
+    with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):  # out of its range, or no number
+        filled = nn.functional.pad(tensor.new_empty(0), (0, 1), value=pad).item()
+        holds = filled == pad or tensor.is_floating_point() or tensor.is_complex()
     return "" if holds else f"{tensor.dtype}, which cannot hold pad={pad!r}"
 
 

@@ -641,6 +641,7 @@ def refuse_objects() -> list[str]:
         lambda: all_gather({"x": "text"}),
         lambda: all_reduce({"x": "text"}),
         lambda: all_gather(torch.ones(1, 1 + rank, dtype=torch.uint8), pad=-1),
+        lambda: all_gather(torch.ones(1, 1 + rank), pad="x"),  # type: ignore[arg-type]
         lambda: all_reduce(1j, "max"),
         lambda: broadcast("text" if rank else None),
         lambda: all_gather("text" if rank else ["text"], objects=True),
@@ -666,6 +667,7 @@ def test_what_is_not_sent_is_refused_on_every_rank() -> None:
             "tuples of tensors; objects=True sends what can be pickled",
             "tuples of tensors; numbers are reduced too",
             "data is torch.uint8, which cannot hold pad=-1",
+            "data is torch.float32, which cannot hold pad='x'",
             "data is complex, which has no max over ranks",
             "is a str; expected a tensor",
             "data is a list of objects on rank 0 and an object on rank 1",

@@ -16,15 +16,17 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from . import process
-from .api import end_all
-from .engines.base.step import Stepper
-from .errors import AccelError, RankMismatchError
-from .planning import place_of
-from .process.control import agree, is_lost, locked, raise_together
-from .process.rng import rng_state
-from .registry import registry
-from .trees import walk
+from .. import data, process
+from ..engines.base.step import Stepper
+from ..errors import AccelError, RankMismatchError
+from ..handles import HiddenAttribute
+from ..planning import place_of
+from ..process.control import agree, is_lost, locked, raise_together
+from ..process.prints import Prints, other_values
+from ..process.rng import rng_state
+from ..registry import registry
+from ..trees import walk
+from . import end_all
 
 logger = logging.getLogger("accel")
 T = TypeVar("T")
@@ -45,11 +47,10 @@ def split(items: T, pad: bool = False) -> T:
         pad: makes all parts equally long by repeating the last item: ``all_gather(part)[:len(items)]`` leaves that out.
 
     Raises:
-        RankMismatchError: the ranks have other items, as far as lengths tell, and texts and numbers of lists; on every rank.
+        RankMismatchError: the ranks have other items, as far as their tensors, texts and numbers tell; on every rank.
         AccelError: ``items`` is nothing that has parts, lengths differ, or models have other data-parallel places.
     """
     lengths: dict[str, int] = {}
-    told: list[str] = []
     problems: list[str] = []
 
     def note(path: str, leaf: Any) -> Any:
@@ -57,8 +58,6 @@ def split(items: T, pad: bool = False) -> T:
             problems.append(f"{path} is a {type(leaf).__qualname__}; expected a list, tuple, tensor, or dicts of them")
             return leaf
         lengths[path] = len(leaf)
-        if isinstance(leaf, list | tuple) and all(isinstance(item, str | float | int | os.PathLike) for item in leaf):
-            told.append(hashlib.sha256(repr(leaf).encode()).hexdigest())
         return leaf
 
     walk(note, items, "items", _has_parts)
@@ -67,10 +66,12 @@ def split(items: T, pad: bool = False) -> T:
     places = _places()
     if len(places) > 1:
         problems.append(f"the models that are set up have the data-parallel places {places}: cut by hand")
-    answers = agree("accel.split", (problems[:1], lengths, told, pad))
+    tensors, words = _contents(items) if process.world_size() > 1 else ([], "")
+    answers = agree("accel.split", (problems[:1], (lengths, pad, words), Prints(tensors).read()))
     for number, ((problem, *_), *_) in ((n, theirs) for n, theirs in enumerate(answers) if theirs[0]):
         raise AccelError(f"split on rank {number}: {problem}")
-    if any(theirs != answers[0] for theirs in answers):
+    same = all(theirs[1] == answers[0][1] for theirs in answers)
+    if not same or other_values({number: sums for number, (*_, sums) in enumerate(answers)}):
         raise RankMismatchError(
             "split: the ranks have other items: every rank gives all of them, in one order (sorted)"
         )
@@ -85,8 +86,39 @@ def split(items: T, pad: bool = False) -> T:
 
 
 def _has_parts(leaf: Any) -> bool:
-    array = isinstance(leaf, torch.Tensor) or type(leaf).__module__ == "numpy"
+    array = isinstance(leaf, torch.Tensor) or _is_array(leaf)
     return bool(leaf.shape) if array else isinstance(leaf, list | tuple | range) and not hasattr(leaf, "_fields")
+
+
+def _contents(items: Any) -> tuple[list[torch.Tensor], str]:
+    """The tensors in items, and a digest of what else says what they are."""
+    tensors: list[torch.Tensor] = []
+    words = hashlib.sha256()
+
+    def note(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            words.update(f"{path} {leaf.dtype} {tuple(leaf.shape)}".encode())
+            if leaf.layout is torch.strided and not (leaf.is_meta or leaf.is_quantized or leaf.is_nested):
+                tensors.append(leaf)
+        elif isinstance(leaf, list | tuple | str | bytes | float | int | range | os.PathLike):
+            words.update(f"{path} {leaf!r}".encode())
+        elif _is_array(leaf):
+            words.update(leaf.tobytes() if not leaf.dtype.hasobject else b"")
+        else:
+            words.update(f"{path} {type(leaf).__qualname__}".encode())
+        return leaf
+
+    walk(note, items, "items", _is_plain)
+    return tensors, words.hexdigest()
+
+
+def _is_plain(tree: Any) -> bool:
+    """A list that its text tells whole."""
+    return isinstance(tree, list | tuple) and all(isinstance(item, str | float | int | os.PathLike) for item in tree)
+
+
+def _is_array(leaf: Any) -> bool:
+    return type(leaf).__module__ == "numpy"
 
 
 def _places() -> list[tuple[int, int]]:
@@ -124,8 +156,8 @@ def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
 
     ``fn`` is a step, or a whole training: build in it what it trains. Where it does not fit on one rank, all ranks begin
     again with half: those that wait for that rank in a collective are released, which takes seconds; what was set up in ``fn``
-    is torn down, the memory freed, and the random generators are put back, so that the result is that of a program that
-    had called ``fn`` with this size only. What was set up before goes on; its gradients are dropped. After
+    is torn down, the memory freed, and the random generators and the loaders are put back, so that the result is that of a
+    program that had called ``fn`` with this size only. What was set up before goes on; its gradients are dropped. After
     Accelerate's ``find_executable_batch_size``, which knows nothing of other ranks.
 
     Args:
@@ -144,9 +176,9 @@ def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
         raise RankMismatchError(f"largest_batch: start differs over the ranks: {', '.join(starts)}")
     if type(start) is not int or start < 1:
         raise AccelError(f"largest_batch: expected start to be an int of at least 1, found {start!r}")
-    size, states = start, rng_state().state_dict()
+    size, states, put_back = start, rng_state().state_dict(), data.remember()
     while True:
-        problem, result = _attempt(fn, size)
+        problem, result = _attempt(fn, size, put_back)
         if not problem:
             return size, result  # type: ignore[return-value]
         if size == 1:
@@ -156,8 +188,8 @@ def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
         rng_state().load_state_dict(states)
 
 
-def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
-    """Which rank has no memory for this size, or the result."""
+def _attempt(fn: Callable[[int], T], size: int, put_back: Callable[[], list[data.LoaderState]]) -> tuple[str, T | None]:
+    """Which rank has no memory for this size, or the result. After an error loaders are put back: the epochs may differ."""
     since, result, error = registry.next_serial, None, None
     step: tuple[int | None, weakref.ref[Optimizer] | None] = None, None
     with process.keeping_groups():
@@ -168,6 +200,9 @@ def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
         kind, text = _kind_of(error), "" if error is None else f"{type(error).__name__}: {error}"
         answers = _meet(f"accel.largest_batch({size})", (kind, text))
         worst = max(theirs for theirs, _ in answers)
+        for state in put_back() if worst != _WELL else ():
+            known = HiddenAttribute.get(state.raw) or {}
+            HiddenAttribute.put(state.raw, {place: had for place, had in known.items() if had[0]._accel is not state})
         if worst != _NO_MEMORY:
             problems = [why if theirs == worst else "" for theirs, why in answers]
             raise_together(
