@@ -20,7 +20,7 @@ from .api import (
     unwrap,
     whole_sequences,
 )
-from .batches import largest_batch, split
+from .api.batches import largest_batch, split
 from .data import LoaderOptions, effective_batch_size, gather_for_metrics
 from .deferred import deferred_init
 from .errors import (

@@ -55,6 +55,18 @@ class TimeoutError(AccelError, builtins.TimeoutError):
     """A rank did not arrive at a collective of accel in time."""
 
 
+# -- What users give ---------------------------------------------------------------------------------------------------
+
+
+def described(other: object) -> str:
+    """What something is, by its class."""
+    if other is None:
+        return "None"
+    kind, what = (other, "the class") if isinstance(other, type) else (type(other), "")
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{what or ('an' if name[0] in 'aeiou' else 'a')} {name}"
+
+
 # -- Paths that users name ---------------------------------------------------------------------------------------------
 
 #: Also as a Path has it, which makes one slash of two, and a chain of them: "simplecache::s3://bucket".

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from . import data, engines
-from .advice import described, for_loader, for_optimizer
 from .data import LoaderHandle, LoaderOptions, LoaderPlace
 from .deferred import check_deferred
 from .engines import Engine
 from .engines.base.gradients import check_parameters
-from .errors import AccelError, AlreadySetUpError, BackendError, LoaderError, OptimizerError
+from .errors import AccelError, AlreadySetUpError, BackendError, LoaderError, OptimizerError, described
 from .handles import Handles, HiddenAttribute, OptimizerHandle, engine_behind, raw
 from .precision import Precision
 from .process import Process, current, running, use_devices
@@ -298,7 +298,7 @@ def _from_environment(variable: str, asked: Any, default: Any = None) -> Iterato
 def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
     if not isinstance(optimizer, Optimizer):
         raise OptimizerError(
-            f"{path} is {described(optimizer)}; expected a torch.optim.Optimizer: {for_optimizer(optimizer)}"
+            f"{path} is {described(optimizer)}; expected a torch.optim.Optimizer: {_instead_of_optimizer(optimizer)}"
         )
     if (handle := handle_of(optimizer)) is not None:
         _check_known(plan, handle, path)
@@ -352,7 +352,7 @@ def _plan_loader(plan: Plan, loader: Any, path: str, process: Process) -> None:
         return
     if not isinstance(loader, DataLoader):
         raise LoaderError(
-            f"{path} is {described(loader)}; expected a torch.utils.data.DataLoader: {for_loader(loader)}"
+            f"{path} is {described(loader)}; expected a torch.utils.data.DataLoader: {_instead_of_loader(loader)}"
         )
     handle, made_with = _made(loader, place)
     if handle is not None:
@@ -361,3 +361,39 @@ def _plan_loader(plan: Plan, loader: Any, path: str, process: Process) -> None:
         return
     data.check(loader, plan.loader_options or LoaderOptions(), place.world)
     plan.new_loaders.append(loader)
+
+
+_ORDER: Final = "the order is accel.setup(model, optimizers, dataloaders)"
+
+
+def _instead_of_optimizer(other: object) -> str:
+    """What to write instead of something that is no optimizer."""
+    if isinstance(other, type) and issubclass(other, Optimizer):
+        return f"make one, {other.__name__}(model.parameters(), ...)"
+    if isinstance(other, functools.partial):
+        return "call it, partial(model.parameters())"
+    if isinstance(getattr(other, "optimizer", None), Optimizer):
+        return (
+            f"give the optimizer that this {type(other).__name__} schedules; the scheduler stays as it is in the loop"
+        )
+    if isinstance(other, Iterator | Tensor):
+        return "give what steps them, as torch.optim.AdamW(model.parameters())"
+    if isinstance(other, nn.Module):
+        return "a loss stays as it is in the loop, and each model has a call of accel.setup"
+    return _ORDER
+
+
+def _instead_of_loader(other: object) -> str:
+    """What to write instead of something that is no dataloader."""
+    if isinstance(other, type) and issubclass(other, DataLoader):
+        return "make one, DataLoader(dataset, batch_size=...)"
+    if isinstance(getattr(other, "optimizer", None), Optimizer):
+        return "a scheduler stays as it is in the loop"
+    if isinstance(other, Dataset):
+        return "wrap the dataset, DataLoader(dataset, batch_size=...)"
+    if isinstance(other, Iterable) and not isinstance(other, nn.Module | Optimizer):
+        return (
+            "give the DataLoader itself, not what iterates over it; batches of another kind stay as they are, and accel.rank() "
+            "tells whose they are"
+        )
+    return _ORDER

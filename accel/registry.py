@@ -11,7 +11,7 @@ from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_module_registration_hook,
@@ -20,14 +20,14 @@ from torch.nn.modules.module import (
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .advice import described, for_model
 from .engines import FOREIGN, Engine, Holdings, foreign_part
 from .engines.base.gradients import Gradients
 from .engines.base.step import prepare
-from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError
+from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError, described
 from .gradients.clip import total_norm
 from .gradients.log import remove_hooks
 from .gradients.patches import (
@@ -39,7 +39,7 @@ from .gradients.patches import (
     leaf_patch,
     run_patches,
 )
-from .handles import HiddenAttribute, ModelHandle, OptimizerHandle, raw
+from .handles import UNPACK, Handles, HiddenAttribute, LoaderHandle, ModelHandle, OptimizerHandle, raw
 from .precision import Accumulator, LossScale, all_finite, here
 from .process.control import agree
 
@@ -409,10 +409,26 @@ def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:
         module = raw(model)
         return module, module
     if not isinstance(model, nn.Module):
-        raise AccelError(f"expected a torch.nn.Module as the model, got {described(model)}{for_model(model)}")
+        raise AccelError(f"expected a torch.nn.Module as the model, got {described(model)}{_instead_of_model(model)}")
     if type(model).__name__ == "OptimizedModule" and "_orig_mod" in model._modules:
         return resolve_module(model._modules["_orig_mod"])[0], model
     return model, model
+
+
+def _instead_of_model(other: object) -> str:
+    """What to write instead of something that is no model; begins with a colon, or is empty."""
+    if type(other) is Handles:
+        return f": {UNPACK}"
+    if type(other) is OptimizerHandle or isinstance(other, Optimizer | DataLoader | LoaderHandle):
+        return ": give the model; in accel.setup it comes before its optimizers and dataloaders"
+    if isinstance(other, type) and issubclass(other, nn.Module):
+        return f": make one, {other.__name__}(...)"
+    some = other.values() if isinstance(other, dict) else other if isinstance(other, list | tuple) else ()
+    if isinstance(other, Iterator) or any(isinstance(item, Tensor) for item in some):
+        return ": give the model itself, not its parameters or its state"
+    return (
+        ": each model has a call of accel.setup of its own" if any(isinstance(item, nn.Module) for item in some) else ""
+    )
 
 
 registry: Final = Registry()

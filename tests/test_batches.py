@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import accel
-from accel import batches, process
+from accel import process
+from accel.api import batches
 from tests.distributed import outcomes, run
 
 TOO_MUCH = 1 << 50  # bytes, which no host has

@@ -22,19 +22,18 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Entries of the package, from top to bottom: each imports only from those below its own layer.
 LAYERS = [
     ["__init__", "__main__"],
-    ["batches", "launch"],
+    ["launch"],
     ["api", "commands"],
     ["memory"],
     ["checkpoint", "planning"],
     ["registry"],
     ["engines"],
     ["gradients"],
-    ["advice"],
     ["handles"],
     ["data"],
     ["deferred", "precision"],
     ["process", "shard"],
-    ["boxes", "plots", "trees"],
+    ["boxes", "trees"],
     ["errors"],
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

@@ -19,9 +19,9 @@ import torch
 
 from ..errors import CheckpointError
 from ..process import Process, current, ended
+from ..process.transfer import begun, finish, host_memory, is_remote
 from .failures import explain
 from .shards import CopiedItem, WriteItem
-from .transfer import begun, finish, host_memory, is_remote
 
 _BLOCK: Final = 64 << 20  # a power of two, to which sizes of pinned memory are rounded
 _ALIGN: Final = 64

@@ -309,7 +309,12 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
     def act() -> None:
         background.wait()
         if rank() == 0:
-            _link(newest_place(src), absolute(dst))
+            if (found := newest_place(src)) != absolute(src):
+                raise CheckpointError(
+                    f"accel.link: the newest checkpoint of {absolute(src)} is in memory, in {found}, which no link on disk can "
+                    "reach: accel.save it to disk first"
+                )
+            _link(found, absolute(dst))
 
     on_every_rank("accel.link", act)
     free(absolute(dst))

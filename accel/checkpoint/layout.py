@@ -23,10 +23,10 @@ import torch
 
 from ..boxes import Box, Cuts, Grid, shape_of
 from ..errors import CheckpointError
+from ..process.transfer import is_remote, on_host
 from .objects import LocalRange
 from .safetensors import ITEM_BYTES, NAMES, Entry, from_bytes, memory
 from .shards import WriteItem, checksum, checksum_of, pieces
-from .transfer import is_remote, on_host
 
 #: A part of a tensor in the record: (first file, first element, elements per file, number of consecutive files).
 Part = tuple[int, int, int, int]

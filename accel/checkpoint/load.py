@@ -83,13 +83,24 @@ def load(
         raise CheckpointError(f"check={check!r}: expected 'first' or 'stream'")
     with progress_bar("accel.load", shown=progress) as more:
         fill, options = functools.partial(_load, state, strict, convert, more), (strict, check, convert)
+        unusable: _UnusableSnapshot | None = None
         try:
             if (found := _snapshot(dir, options)) is not None:
                 return fill(None, *found)
         except _UnusableSnapshot as error:
-            if current().place.rank == 0:
-                logger.warning("the newer snapshot in memory cannot be loaded, so what is on disk is: %s", error)
-        return fill(check, *_open(dir, state, options))
+            unusable = error
+        try:
+            on_disk = _open(dir, state, options)
+        except CheckpointError as error:
+            if unusable is None:
+                raise
+            raise CheckpointError(
+                f"{error}; and its snapshot in memory cannot be loaded: {unusable}; to go on from what is on disk, remove "
+                f"{shared_memory.place(folder.absolute(dir))}: then accel.latest does not name it"
+            ) from error
+        if unusable is not None and current().place.rank == 0:
+            logger.warning("the newer snapshot in memory cannot be loaded, so what is on disk is: %s", unusable)
+        return fill(check, *on_disk)
 
 
 @final

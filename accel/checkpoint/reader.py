@@ -16,6 +16,7 @@ import torch
 from ..boxes import Grid, divided, in_box, shape_of
 from ..errors import CheckpointError, is_url
 from ..process import running
+from ..process.transfer import begun, finish, host_memory, is_remote
 from ..shard import Shard
 from .failures import parsing
 from .layout import entry_of
@@ -24,7 +25,6 @@ from .record import NAME, Record, Stored
 from .safetensors import BY_NAME, CHUNK, ITEM_BYTES, Entry, Header, chunks_of, is_lazy, memory, parse_header
 from .shards import checksum_of, checksums_of
 from .storage import File, storage_of
-from .transfer import begun, finish, host_memory, is_remote
 
 # -- Threads that read and hash, as many as this rank's share of the host's cores --------------------------------------
 

@@ -12,10 +12,10 @@ from typing import Final, TypeVar, final
 import torch
 import xxhash
 
+from ..process.transfer import PIECE, on_host
 from .progress import Progress
 from .safetensors import CHUNK, DIGITS, ITEM_BYTES, Entry, build_header, chunks_of, is_lazy, memory, resolve
 from .storage import MEMORY, Write, storage_of
-from .transfer import PIECE, on_host
 
 _WRITE: Final = 1 << 20  # bytes that are hashed, and then written while they are in the caches
 

@@ -27,7 +27,7 @@ from ..checkpoint.verify import compare_all
 from ..engines.base.memory import human
 from ..errors import CheckpointError
 from ..memory import scale
-from ..plots import COLOURS, Panel, save_panels
+from ..memory.plots import COLOURS, Panel, save_panels
 from . import Command
 
 # -- convert -----------------------------------------------------------------------------------------------------------

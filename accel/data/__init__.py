@@ -25,6 +25,7 @@ from ..process.collectives import all_gather
 from ..process.control import agree, locked, raise_together
 from ..process.prints import Prints, Read, other_values
 from ..process.rng import Generators, from_plain, to_plain
+from ..process.transfer import Transfer
 from ..trees import walk
 from .accumulation import Accumulation as Accumulation
 from .readers import (
@@ -48,7 +49,6 @@ from .readers import describe as describe
 from .sampling import Division, mix, own_generators
 from .sampling import loader_seed as loader_seed
 from .streams import StreamComparisons, StreamReader
-from .transfer import Transfer
 
 T = TypeVar("T")
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias, final
 
 import torch
+
+from ..errors import RankMismatchError
+from .transfer import to_host
 
 #: For each tensor its sums, and how far rounding may take them apart.
 Read: TypeAlias = "list[tuple[list[float], float]]"
@@ -59,14 +62,10 @@ def other_values(told: Mapping[int, Read]) -> tuple[int, int, int] | None:
     return None
 
 
-def to_host(remote: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-    """The values on their way to the host, and what waits until they are there."""
-    stacked = torch.stack([value.to(remote[0].device) for value in remote])
-    kind = stacked.device.type
-    if kind != "cuda":
-        return stacked, lambda: None
-    values = torch.empty(stacked.shape, dtype=stacked.dtype, device="cpu", pin_memory=True)
-    values.copy_(stacked, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return values, event.synchronize
+def refuse_other_values(what: str, told: Mapping[int, Read], advice: str) -> None:
+    """Refuse (RankMismatchError) tensors that are not the first rank's; ``told`` is what ranks have read of their prints."""
+    if found := other_values(told):
+        first, rank, index = found
+        raise RankMismatchError(
+            f"{what}: tensor {index} has other values on rank {rank} than on rank {first}: {advice}"
+        )

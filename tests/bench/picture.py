@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from accel import plots
-from accel.plots import COLOURS
+from accel.memory import plots
+from accel.memory.plots import COLOURS
 
 from .section import Panel
 

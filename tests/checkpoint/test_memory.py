@@ -156,6 +156,30 @@ def other_world(root: str) -> None:
         assert loaded(f"{root}/run/ckpt", "single") == 8.0
 
 
+def damaged_series(root: str) -> None:
+    """Of a series what is on disk has another name: the error says how to come to it."""
+    rank = accel.rank()
+    with memory_in(f"{root}/memory"), warnings() as said:
+        accel.save(plain(1.0), f"{root}/run/step-1")
+        accel.save(plain(2.0), f"{root}/run/step-2", in_memory=True)
+        with pytest.raises(CheckpointError, match=r"step-2 is in memory, in .*, which no link on disk can reach"):
+            accel.link(f"{root}/run/step-2", f"{root}/run/best")
+        if rank == 0:
+            flip(next(Path(f"{root}/memory").rglob("*-00001.safetensors")))
+        accel.barrier()
+        last = accel.latest(f"{root}/run")
+        assert last == f"{root}/run/step-2"
+        with pytest.raises(CheckpointError, match="does not exist.*is damaged between.*remove .*then accel.latest") as info:
+            read(last)
+        assert not said
+        accel.barrier()
+        if rank == 0:
+            shutil.rmtree(re.findall("remove (.*): then", str(info.value))[0])
+        accel.barrier()
+        assert accel.latest(f"{root}/run") == f"{root}/run/step-1"
+        assert read(f"{root}/run/step-1") == 1.0
+
+
 def test_the_newest_snapshot_is_in_memory(tmp_path: Path) -> None:
     run(2, saves_and_loads, str(tmp_path))
     run(1, other_world, str(tmp_path))
@@ -292,3 +316,7 @@ def test_a_restart_of_torchrun_goes_on_from_memory(tmp_path: Path) -> None:
         optimizer.step()
     assert float(found[1]) == pytest.approx(sum(float(p.detach().double().sum()) for p in net.parameters()), rel=1e-5)
     assert not Path(shared_memory.place(str(tmp_path / "run")) or "").exists()
+
+
+def test_a_damaged_snapshot_of_a_series_says_how_to_go_on(tmp_path: Path) -> None:
+    run(2, damaged_series, str(tmp_path))

@@ -16,7 +16,8 @@ from torch import nn
 
 import accel
 from accel.checkpoint import background as saving
-from accel.checkpoint import layout, reader, transfer
+from accel.checkpoint import layout, reader
+from accel.process import transfer
 
 REMOTE = torch.float64
 

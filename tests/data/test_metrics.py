@@ -23,7 +23,7 @@ from torch.utils.data import (
 import accel
 from accel import LoaderError
 from accel.data import LoaderHandle, LoaderOptions, LoaderPlace, distribute, gather_for_metrics
-from accel.data.transfer import Transfer
+from accel.process.transfer import Transfer
 from tests.data.loaders import Counting, make, numbers, samples
 from tests.distributed import refusals, run
 

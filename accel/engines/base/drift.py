@@ -25,7 +25,7 @@ from ...errors import RankMismatchError
 from ...gradients.log import remove_hooks
 from ...process import current
 from ...process.control import agree, agree_later
-from ...process.prints import to_host
+from ...process.transfer import to_host
 from ...trees import walk
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import importlib
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from ...gradients.log import TrainableMask, explain
 from ...handles import HiddenAttribute, ModelHandle, OptimizerHandle, end
 from ...precision import Dtypes, LossScale, Precision, restore_dtypes
 from ...process import Process
-from ...process.control import announce, raise_lost, require_equal
+from ...process.control import raise_lost, require_equal
 from .activations import offloaded, offloads
 from .drift import DriftGuard
 from .gradients import Gradients
@@ -30,9 +30,6 @@ from .holdings import Holdings
 from .memory import Footprint, MemoryUse, whole
 from .sequence import SequenceParallel, sequence_size
 from .step import Stepper, refuse_changes
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger("accel")
 
@@ -164,8 +161,6 @@ class Engine(ABC):
     requires: ClassVar[dict[str, str]] = {}
     #: Keeps one model equal on all ranks; without it an optimizer at world size > 1 would train one model a rank.
     synchronizes: ClassVar[bool] = True
-    #: Gives values to parameters on the meta device by itself, in ``start``.
-    materializes: ClassVar[bool] = False
     #: When gradients are final, and who steps with them.
     gradients_type: type[Gradients] = Gradients
     #: What of the model and its optimizers lies on this rank.
@@ -231,14 +226,6 @@ class Engine(ABC):
         for module in cls.requires:
             importlib.import_module(module)
         return ""
-
-    @classmethod
-    def divides_from_host(cls, options: Any) -> bool:
-        """Whether ``start`` takes this rank's part of the weights to its device, out of memory of the host. Pure.
-
-        Values that are read from files go into such parts only: until then the whole lies there untouched, and takes nothing.
-        """
-        return False
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
@@ -342,11 +329,6 @@ class Engine(ABC):
 
     # -- forwards -------------------------------------------------------------------------------------------------
 
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The mesh that the model lies on, where it lies on one."""
-        return None
-
     @abstractmethod
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``function`` through the backend: ``entry``, which is a forward, or a method that may use parameters."""
@@ -420,11 +402,6 @@ class Engine(ABC):
             RankMismatchError: they do not; on every rank.
         """
         return require_equal(f"{what} ({self.label})", value, explain, beside)
-
-    @final
-    def announce(self, what: str, details: Hashable = None) -> None:
-        """Say that a collective is next that has no comparison of its own. Collective where it was not to be expected."""
-        announce(self.process, f"{what} ({self.label})", details)
 
 
 def lost_weights(engine: Engine) -> AccelError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
@@ -15,7 +15,7 @@ from ...gradients.log import BackwardEnd, GradientLog
 from ...gradients.patches import BackwardListener
 from ...precision import Accumulator, all_finite, here
 from ...process import Process
-from ...process.control import agree
+from ...process.control import agree, announce
 from ...process.packing import broadcast_
 
 if TYPE_CHECKING:
@@ -212,10 +212,15 @@ class Gradients:
             self._backward_end = BackwardEnd([engine.parameters[i] for i in self.unoptimized], self._end_backward)
 
     @final
+    def announce(self, what: str, details: Hashable = None) -> None:
+        """Say that a collective is next that has no comparison of its own. Collective where it was not to be expected."""
+        announce(self.process, f"{what} ({self.engine.label})", details)
+
+    @final
     def announce_step(self, optimizer: Optimizer) -> None:
         """Say that a step is next, which comes after equally many backwards on all ranks."""
         steppers = list(self.engine.steppers)
-        self.engine.announce("optimizer.step()", steppers.index(id(optimizer)) if id(optimizer) in steppers else None)
+        self.announce("optimizer.step()", steppers.index(id(optimizer)) if id(optimizer) in steppers else None)
         self.process.order.restart()
 
     @final

@@ -30,6 +30,8 @@ from .gather import Item, gather
 from .memory import MemoryUse
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from .engine import Engine
 
 
@@ -44,6 +46,8 @@ class Holdings(Raw):
     offloads: bool = False
     #: Each rank has state of its own of every optimizer.
     own_state: bool = False
+    #: The engine's ``start`` gives values to parameters on the meta device by itself.
+    materializes: bool = False
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.module, {})
@@ -90,6 +94,19 @@ class Holdings(Raw):
 
     def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
         """Take what the loop assigns to ``parameter.data``, where torch would put it in a wrong place; False if not. Local."""
+        return False
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh that the model lies on, where it lies on one. Local."""
+        return None
+
+    @classmethod
+    def divides_from_host(cls, options: Any) -> bool:
+        """Whether the engine's ``start`` takes this rank's part of the weights to its device, out of memory of the host. Pure.
+
+        Values that are read from files go into such parts only: until then the whole lies there untouched, and takes nothing.
+        """
         return False
 
     @classmethod

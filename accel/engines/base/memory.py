@@ -261,7 +261,7 @@ def _stand_in(optimizer: Optimizer, shapes: Sequence[Sequence[int]]) -> tuple[Op
     copied = {
         k: v
         for k, v in vars(optimizer).items()
-        if k not in ("step", "zero_grad") and not k.startswith(("_optimizer_", "__"))
+        if k not in ("step", "zero_grad", "state_dict") and not k.startswith(("_optimizer_", "__"))
     }
     stand_in = type(optimizer).__new__(type(optimizer))
     try:

@@ -26,7 +26,7 @@ from ...process.rng import put_torch_states, torch_states
 from ...process.startup import mesh_of
 from ...trees import walk
 from .exchange import Exchange, attention, bound, cross_entropy, within
-from .prints import SameInputs
+from .inputs import SameInputs
 
 if TYPE_CHECKING:
     from .engine import Engine

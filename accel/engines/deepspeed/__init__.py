@@ -255,7 +255,7 @@ class ZeROGradients(Gradients):
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the norm over all ranks' parts."""
         if self.engine.zero is not None:
-            self.engine.announce("accel.clip_grad_norm_")
+            self.announce("accel.clip_grad_norm_")
         self.settle()
         with Waiting(self.process, "accel.clip_grad_norm_"):
             return self._clip(max_norm, norm_type)
@@ -278,7 +278,7 @@ class ZeROGradients(Gradients):
         zero, what = self.engine.zero, "torch.nn.utils.clip_grad_norm_"
         if zero is None:
             return None
-        self.engine.announce(what)
+        self.announce(what)
         self.settle()
         with Waiting(self.process, what):
             mine, _ = self._counted(zero, {zero.numbers[id(p)] for p in parameters})
@@ -438,11 +438,6 @@ class DeepSpeedEngine(Engine):
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
         """What the stage divides, divided."""
         return Configuration(options).predicted(footprint, world_size)
-
-    @classmethod
-    def divides_from_host(cls, options: Any) -> bool:
-        """At stage 3."""
-        return Configuration(options).stage == 3
 
     def wrap(self) -> None:
         """Refuse what needs the precision; DeepSpeed itself divides in ``start``."""

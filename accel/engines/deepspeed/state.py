@@ -21,6 +21,7 @@ from ..base.absent import plainly
 from ..base.gather import Item
 from ..base.holdings import Holdings
 from ..base.step import refuse_steps
+from .config import Configuration
 from .files import room
 from .library import without_groups
 from .partitions import Fragment, Partitions
@@ -250,6 +251,11 @@ class DeepSpeedHoldings(Holdings):
     """Fragments of what is divided; while the engine's ``zero`` is None, everything is whole."""
 
     offloads = True
+
+    @classmethod
+    def divides_from_host(cls, options: Any) -> bool:
+        """At stage 3."""
+        return Configuration(options).stage == 3
 
     def partial(self, optimizer: Optimizer | None) -> bool:
         """The optimizers' state always; the model where it does not hold what they step."""

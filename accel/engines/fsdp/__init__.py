@@ -25,9 +25,9 @@ from ..base.activations import Choice
 from ..base.engine import Context, Engine, Options, SequenceOptions, lost_weights
 from ..base.gradients import Gradients, refuse_sparse
 from ..base.holdings import Holdings
+from ..base.inputs import SameInputs
 from ..base.local import LocalSteps, elementwise
 from ..base.memory import Footprint, MemoryUse, even_shards
-from ..base.prints import SameInputs
 from ..base.sequence import sequence_size
 from ..base.step import refuse_steps
 from . import wrap
@@ -46,7 +46,13 @@ class FSDPHoldings(Holdings):
 
     engine: FSDPEngine
     offloads = True
-    undoes_writes = divides_weights = True
+    undoes_writes = divides_weights = materializes = True
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """That of the shards."""
+        parts = self.engine.parts
+        return None if parts is None else parts.sharded.mesh.whole
 
     def partial(self, optimizer: Optimizer | None) -> bool:
         """Once there are shards."""
@@ -293,17 +299,17 @@ class FSDPGradients(Gradients):
         parts.scalar_log.fold(stepping=optimizer)
         sharded.reshard()
         if self.buffers.stale:
-            engine.announce("the broadcast of buffers")
+            self.announce("the broadcast of buffers")
             self.buffers.synchronize()
         if self.log.entries:
             self.log.fold(stepping=optimizer)
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the global norm; one all-reduce of local norms."""
-        engine, parts = self.engine, self.engine.parts
+        parts = self.engine.parts
         if parts is None:
             return super().clip(max_norm, norm_type)
-        engine.announce("accel.clip_grad_norm_")
+        self.announce("accel.clip_grad_norm_")
         self.settle()
         with Waiting(self.process, "accel.clip_grad_norm_"):
             mine, copies = parts.gradients(self.engine.parameters)
@@ -311,10 +317,10 @@ class FSDPGradients(Gradients):
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
         """As a DTensor, as torch gives it; all ranks have all of it."""
-        engine, parts, what = self.engine, self.engine.parts, "torch.nn.utils.clip_grad_norm_"
+        parts, what = self.engine.parts, "torch.nn.utils.clip_grad_norm_"
         if parts is None or not norm_type > 0:
             return None
-        engine.announce(what)
+        self.announce(what)
         self.settle()
         with Waiting(self.process, what):
             mine, _ = parts.gradients(parameters)
@@ -361,7 +367,6 @@ class FSDPEngine(Engine):
     gradients: FSDPGradients
     holdings_type = FSDPHoldings
     holdings: FSDPHoldings
-    materializes = True
     options: Any
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
@@ -469,11 +474,6 @@ class FSDPEngine(Engine):
             put_torch_states(next(theirs for where, theirs in told if where == place and theirs is not None))
 
     # -- forward --------------------------------------------------------------------------------------------------
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """That of the shards."""
-        return None if self.parts is None else self.parts.sharded.mesh.whole
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it; FSDP2 gathers and frees in its hooks, and what methods use of the root is gathered for them."""

@@ -58,6 +58,11 @@ class PipelineHoldings(Holdings):
         #: The parameters of other ranks.
         self.away: list[tuple[str, nn.Parameter]] = []
 
+    @classmethod
+    def divides_from_host(cls, options: Any) -> bool:
+        """Unless the whole is to run once, so that its time is known."""
+        return bool(options.balance != "time")
+
     @property
     def divided(self) -> bool:
         return bool(self._stage_of)
@@ -244,11 +249,6 @@ class PipelineEngine(Engine):
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
         """A stage on each rank; by size, unless the balance is given for as many ranks."""
         return predicted(footprint, options.balance, world_size)
-
-    @classmethod
-    def divides_from_host(cls, options: Any) -> bool:
-        """Unless the whole is to run once, so that its time is known."""
-        return bool(options.balance != "time")
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:

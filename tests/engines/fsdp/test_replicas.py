@@ -65,7 +65,7 @@ def count(backend: Any) -> list[dict[str, int]]:
     raw = mlp(8, 8, 4)
     model, optimizer, _ = accel.setup(raw, adamw(raw), backend=backend)
     engine: Any = registry.of_handle(model)
-    groups = dict(zip(("replicate", "shard"), engine.mesh.get_all_groups(), strict=True))
+    groups = dict(zip(("replicate", "shard"), engine.holdings.mesh.get_all_groups(), strict=True))
     counted = []
     for accumulates in (True, False):
         before = {axis: group._get_sequence_number_for_group() for axis, group in groups.items()}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .log import GradientLog, TrainableMask
+from ...gradients.log import GradientLog, TrainableMask
 
 _dtype = operator.attrgetter("dtype")
 #: Parameters and their gradients, with the numbers of writes to these.

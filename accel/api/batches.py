@@ -16,17 +16,17 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from . import data, process
-from .api import end_all
-from .engines.base.step import Stepper
-from .errors import AccelError, RankMismatchError
-from .handles import HiddenAttribute
-from .planning import place_of
-from .process.control import agree, is_lost, locked, raise_together
-from .process.prints import Prints, other_values
-from .process.rng import rng_state
-from .registry import registry
-from .trees import walk
+from .. import data, process
+from ..engines.base.step import Stepper
+from ..errors import AccelError, RankMismatchError
+from ..handles import HiddenAttribute
+from ..planning import place_of
+from ..process.control import agree, is_lost, locked, raise_together
+from ..process.prints import Prints, other_values
+from ..process.rng import rng_state
+from ..registry import registry
+from ..trees import walk
+from . import end_all
 
 logger = logging.getLogger("accel")
 T = TypeVar("T")

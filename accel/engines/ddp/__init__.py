@@ -14,18 +14,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..errors import BackendError
-from ..gradients.average import average_gradients_
-from ..gradients.log import at_end_of_backward
-from ..gradients.reduction import Reduction
-from ..precision import Replaced, convert_batchnorms, restore_batchnorms
-from ..process import Process
-from ..process.control import agree
-from ._periodic import PeriodicGradients, PeriodicHoldings
-from .base.engine import Context, Engine, SequenceOptions
-from .base.gradients import Gradients
-from .base.holdings import Holdings
-from .base.memory import Footprint, MemoryUse, ParameterSize, whole
+from ...errors import BackendError
+from ...gradients.average import average_gradients_
+from ...gradients.log import at_end_of_backward
+from ...precision import Replaced, convert_batchnorms, restore_batchnorms
+from ...process import Process
+from ...process.control import agree
+from ..base.engine import Context, Engine, SequenceOptions
+from ..base.gradients import Gradients
+from ..base.holdings import Holdings
+from ..base.memory import Footprint, MemoryUse, ParameterSize, whole
+from .periodic import PeriodicGradients, PeriodicHoldings
+from .reduction import Reduction
 
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
 # torch 2.13 renamed the switch; the engine broadcasts buffers by itself, once a step.

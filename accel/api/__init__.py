@@ -16,20 +16,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import data, planning, process
-from .data import LoaderHandle, LoaderOptions, LoaderPlace
-from .deferred import materialize, weights_of, without_setup
-from .engines import Context, Engine, Options
-from .engines.base.activations import checkpointed
-from .engines.base.sequence import prepared
-from .errors import AccelError, BackendError, LoaderError, PrecisionError, RankMismatchError
-from .handles import Dataloaders, Handles, HiddenAttribute, Model, ModelHandle, Optimizers, engine_behind, raw
-from .planning import Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
-from .precision import convert_linears, convert_module, convert_optimizer
-from .process import Process, current, ended, running
-from .process.control import Waiting, agree, locked, raise_together
-from .registry import registry, resolve_module
-from .trees import map_leaves
+from .. import data, planning, process
+from ..data import LoaderHandle, LoaderOptions, LoaderPlace
+from ..deferred import materialize, weights_of, without_setup
+from ..engines import Context, Engine, Options
+from ..engines.base.activations import checkpointed
+from ..engines.base.sequence import prepared
+from ..errors import AccelError, BackendError, LoaderError, PrecisionError, RankMismatchError
+from ..handles import Dataloaders, Handles, HiddenAttribute, Model, ModelHandle, Optimizers, engine_behind, raw
+from ..planning import Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
+from ..precision import convert_linears, convert_module, convert_optimizer
+from ..process import Process, current, ended, running
+from ..process.control import Waiting, agree, locked, raise_together
+from ..registry import registry, resolve_module
+from ..trees import map_leaves
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -86,7 +86,7 @@ def setup(
         return handles
     plan = make_plan(model, optimizers, dataloaders, wanted, loader_options, scale_lr)
     if plan.error is None and plan.engine is None and weights_of(plan.module) is not None:
-        from .checkpoint.load import first_values  # with all that checkpoints need
+        from ..checkpoint.load import first_values  # with all that checkpoints need
 
         try:
             plan.fill = first_values(plan.module)
@@ -237,7 +237,7 @@ def mesh(model: nn.Module) -> DeviceMesh | None:
 
     In a process that has begun anew after ``accel.teardown()``, the names of its axes end in the number of the start.
     """
-    return registry.of_handle(model).mesh
+    return registry.of_handle(model).holdings.mesh
 
 
 def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
@@ -480,7 +480,7 @@ def _tell(plan: Plan, engine: Engine | None, place: LoaderPlace, process: Proces
 
 def _give_memory(plan: Plan, process: Process, undo: contextlib.ExitStack) -> None:
     """To parameters that have none; with first values, where these are not read later."""
-    alone, kind = process.place.world_size == 1, plan.engine_type
+    alone, kind = process.place.world_size == 1, plan.engine_type.holdings_type
     if alone or not kind.materializes:
         host = plan.fill is not None and not alone and kind.divides_from_host(plan.options)
         materialize(plan.module, torch.device("cpu") if host else process.device, undo)

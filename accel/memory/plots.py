@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-from .errors import AccelError, refuse_url
+from ..errors import AccelError, refuse_url
 
 #: Of parts that have no colour of their own.
 COLOURS: Final = (

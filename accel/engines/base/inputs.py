@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any, Final, TypeVar, final
 
 import torch
@@ -13,20 +13,11 @@ from ...errors import RankMismatchError
 from ...precision import here
 from ...process import Process, end_groups
 from ...process.control import Waiting, agree
-from ...process.prints import Prints, Read, other_values
+from ...process.prints import Prints, refuse_other_values
 from ...process.rng import torch_states
 from ...trees import walk
 
 R = TypeVar("R")
-
-
-def refuse_other_values(what: str, told: Mapping[int, Read], advice: str) -> None:
-    """Refuse (RankMismatchError) tensors that are not the first rank's; ``told`` is what ranks have read of their prints."""
-    if found := other_values(told):
-        first, rank, index = found
-        raise RankMismatchError(
-            f"{what}: tensor {index} has other values on rank {rank} than on rank {first}: {advice}"
-        )
 
 
 _EACH: Final = 4  # of the first calls; later only those whose number is a power of two

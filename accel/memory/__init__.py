@@ -12,14 +12,14 @@ from typing import Any, Final, Literal, final
 from torch import nn
 from torch.optim import Optimizer
 
-from .engines import BASELINE, ENGINES, Engine, Options, engine_of
-from .engines.base.memory import UNITS, Footprint, MemoryUse, count, human, take
-from .errors import AccelError, OptimizerError
-from .handles import OptimizerHandle, raw
+from ..engines import BASELINE, ENGINES, Engine, Options, engine_of
+from ..engines.base.memory import UNITS, Footprint, MemoryUse, count, human, take
+from ..errors import AccelError, OptimizerError
+from ..handles import OptimizerHandle, raw
+from ..registry import registry, resolve_module
+from ..shard import Shard
+from ..trees import map_leaves
 from .plots import Panel, save_panels
-from .registry import registry, resolve_module
-from .shard import Shard
-from .trees import map_leaves
 
 #: The parts of a total, as the table and the picture name them, and their colours.
 PARTS: Final = {
