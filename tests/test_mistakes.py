@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -420,14 +421,18 @@ def differing() -> dict[str, str]:
 
 
 def in_a_fork() -> str:
-    """What a setup says in a child, as in a worker of a DataLoader."""
+    """What a setup says in a child, as in a worker of a DataLoader, and a teardown too, which would tell the other ranks."""
     accel.init()
     ours, theirs = os.pipe()
     if not (child := os.fork()):
-        try:
-            accel.setup(net())
-        except BaseException as error:
-            os.write(theirs, str(error).encode())
+        signal.alarm(60)
+        said = []
+        for call in (lambda: accel.setup(net()), accel.teardown):
+            try:
+                call()
+            except BaseException as error:
+                said.append(str(error))
+        os.write(theirs, "; ".join(dict.fromkeys(said) if len(said) == 2 else said[1:]).encode())
         os._exit(0)
     os.waitpid(child, 0)
     os.close(theirs)

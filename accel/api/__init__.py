@@ -113,6 +113,7 @@ def teardown(model: Any = None) -> Any:
         AccelError: weights were lost, since the process groups were ended, or other ranks had let go of the model. Everything
             has ended all the same; where other ranks had let go, all ranks raise.
     """
+    process.refuse_fork()
     if model is not None:
         engine = registry.of_handle(model)
         if engine.distributed and engine.gradients.partial and not engine.ended:

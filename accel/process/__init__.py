@@ -121,6 +121,19 @@ def _detect_hangs(process: Process, control: dist.ProcessGroup) -> None:
     process.detector.start()
 
 
+def refuse_fork() -> None:
+    """Raise in a process forked from one that runs over several ranks: what it would send on the connections is its parent's.
+
+    Raises:
+        AccelError: it is one.
+    """
+    if _state.forked:
+        raise AccelError(
+            f"this process was forked from rank {rank()} (as a DataLoader's workers are), whose connections to other ranks it "
+            "cannot use: call accel in the process that called accel.setup"
+        )
+
+
 def current() -> Process:
     """The running process; started from the environment where it is not, which is collective.
 
@@ -128,11 +141,7 @@ def current() -> Process:
         AccelError: the process groups were ended, or replaced outside accel, or are those of the process that this one was
             forked from.
     """
-    if _state.forked:
-        raise AccelError(
-            f"this process was forked from rank {rank()} (as a DataLoader's workers are), whose connections to other ranks it "
-            "cannot use: call accel in the process that called accel.setup"
-        )
+    refuse_fork()
     if _state.ended:
         _finish_end()
         raise AccelError(f"the process groups were ended: {_state.ended}; call accel.teardown() to start again")
