@@ -169,7 +169,9 @@ def damaged_series(root: str) -> None:
         accel.barrier()
         last = accel.latest(f"{root}/run")
         assert last == f"{root}/run/step-2"
-        with pytest.raises(CheckpointError, match="does not exist.*is damaged between.*remove .*then accel.latest") as info:
+        with pytest.raises(
+            CheckpointError, match="does not exist.*is damaged between.*remove .*then accel.latest"
+        ) as info:
             read(last)
         assert not said
         accel.barrier()
