@@ -46,6 +46,22 @@ def map_leaves(fn: Callable[[Any, str], Any], tree: Any, path: str) -> Any:
     return walk(lambda path, leaf: None if leaf is None else fn(leaf, path), tree, path)
 
 
+@dataclasses.dataclass(frozen=True)
+class TensorPlace:
+    """Stands in a tree for a tensor that was taken out of it."""
+
+    number: int
+
+
+def put_back(tree: Any, tensors: Sequence[Any]) -> Any:
+    """The tree with tensors, by their numbers, in the places."""
+
+    def is_place(leaf: Any) -> bool:
+        return isinstance(leaf, TensorPlace)
+
+    return walk(lambda _, leaf: tensors[leaf.number] if is_place(leaf) else leaf, tree, "value", is_place)
+
+
 def move(tree: Any, to: Callable[[Any], Any]) -> Any:
     """The same containers with ``to`` of their tensors, and of whatever else has a method of this name."""
 

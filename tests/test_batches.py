@@ -14,7 +14,7 @@ from torch import nn
 import accel
 from accel import process
 from accel.api import batches
-from tests.distributed import run
+from tests.distributed import outcomes, run
 
 TOO_MUCH = 1 << 50  # bytes, which no host has
 
@@ -262,6 +262,29 @@ def test_what_cannot_go_on_is_an_error_on_every_rank() -> None:
         assert "largest_batch: memory ran out on a rank while the ranks made a step of Net #" in messages[3]
     with pytest.raises(accel.AccelError, match="expected start to be an int of at least 1, found 0"):
         accel.largest_batch(print, 0)
+
+
+def leave() -> str:
+    process._SILENT = 1.0
+
+    def fn(batch_size: int) -> None:
+        if process.rank() == 1:
+            raise SystemExit
+        accel.barrier()
+
+    try:
+        accel.largest_batch(fn, 4)
+    except SystemExit:
+        process.end_groups("rank 1 left")  # as where its process ends
+    except accel.AccelError as error:
+        return str(error)
+    return ""
+
+
+def test_nobody_waits_for_a_rank_that_has_ended() -> None:
+    first, second = outcomes(2, leave, breaks=True)
+    assert "(rank 1 left) and rank 1 does not come to connect them anew: it was killed" in first.value
+    assert not second.error
 
 
 def test_one_process_halves_until_it_fits() -> None:

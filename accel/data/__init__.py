@@ -242,6 +242,7 @@ class Iteration:
         "_state",
         "_transfer",
         "finished",
+        "group_left",
         "last",
         "reader",
     )
@@ -256,6 +257,8 @@ class Iteration:
         self._state = state
         self._transfer = Transfer(place.device) if state.options.move and place.device.type != "cpu" else None
         self.last = 0
+        #: The batches that the group of ``accumulate`` has and the loop was not given, once it was given one.
+        self.group_left = 0
         self.finished = False
         self._ahead: deque[Ahead] = deque()
         state.release()
@@ -472,6 +475,11 @@ class LoaderHandle:
             LoaderError: the position is not known; see docs/dataloaders.md.
         """
         state, current = self._accel, self._accel.current()
+        if current is not None and current.group_left:
+            raise LoaderError(
+                f"a state inside of a group of accel.accumulate, {current.group_left} batches before its end: a run that resumes "
+                "from it would have other groups, and not the gradients of this one. Save between groups, after the step"
+            )
         if current is None or current.reader.complete():
             start, following = state.start, state.following
             position = Position(

@@ -39,7 +39,7 @@ class Group(Generic[T]):
     def _batches(self) -> Iterator[T]:
         try:
             while self._left:
-                self._left -= 1
+                self._left = self._iteration.group_left = self._left - 1
                 self._accumulate(self._left > 0)
                 yield next(self._iteration)
         finally:
@@ -48,6 +48,7 @@ class Group(Generic[T]):
     def close(self) -> None:
         """Leave out what the loop did not take, so that the ranks stay at one step."""
         left, self._left = self._size if self._left is None else self._left, 0
+        self._iteration.group_left = 0
         for _ in range(left):
             next(self._iteration)
         self._accumulate(False)
@@ -79,7 +80,11 @@ class Accumulation(Generic[T]):
             if not size:
                 return
             group: Group[T] = Group(iteration, size, self._accumulate)
-            yield group
+            try:
+                yield group
+            except GeneratorExit:  # as where a plain loop is left, also while a traceback holds the group
+                state.live.discard(iteration)
+                raise
             group.close()
 
     def _compare(self, told: list[tuple[int, Any]]) -> None:

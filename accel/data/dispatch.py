@@ -13,7 +13,7 @@ from ..errors import LoaderError
 from ..process import Process
 from ..process.control import Waiting, agree, raise_together
 from ..process.packing import to_bytes, to_tensor
-from ..trees import map_tensors, walk
+from ..trees import TensorPlace, map_tensors, put_back
 
 _WHAT: Final = "a batch that rank 0 reads"
 
@@ -70,13 +70,6 @@ class Dispatched:
         return _unpacked(received[: sizes[self._place]])
 
 
-class _Placeholder:
-    """Stands in a batch for tensor ``number``, which comes beside it."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
 def _packed(item: Any) -> torch.Tensor:
     """An item as bytes: what it is pickled, with its tensors' bytes beside it."""
     tensors: list[torch.Tensor] = []
@@ -90,7 +83,7 @@ def _packed(item: Any) -> torch.Tensor:
         ):
             return tensor
         tensors.append(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
-        return _Placeholder(len(tensors) - 1)
+        return TensorPlace(len(tensors) - 1)
 
     content = pickle.dumps((map_tensors(take, item, others=True), [(t.dtype, t.shape) for t in tensors]))
     head = len(content).to_bytes(8, "little") + content
@@ -106,4 +99,4 @@ def _unpacked(message: torch.Tensor) -> Any:
         size = shape.numel() * dtype.itemsize
         tensors.append(message[at : at + size].clone().view(dtype).reshape(shape))
         at += size
-    return walk(lambda _, leaf: tensors[leaf.number] if isinstance(leaf, _Placeholder) else leaf, skeleton, "batch")
+    return put_back(skeleton, tensors)

@@ -29,6 +29,9 @@ from .startup import Process as Process
 
 logger = logging.getLogger("accel")
 
+#: Seconds without a word of a rank that is in ``keeping_groups``, after which it is taken to be gone.
+_SILENT = 20.0
+
 
 @dataclass
 class _State:
@@ -288,10 +291,41 @@ def end_groups(reason: str, *, mismatch: bool = False) -> None:
 def keeping_groups() -> Iterator[None]:
     """Context: where the groups end inside, everything keeps them, until ``connect_anew``."""
     before, _state.keeps = _state.keeps, True
+    over, process = threading.Event(), _state.process
+    if process is not None and process.control is not None:
+        store: Any = process.store("alive")
+        threading.Thread(target=_tell_alive, args=(store.clone(), process.place.rank, over), daemon=True).start()
     try:
         yield
     finally:
+        over.set()
         _state.keeps = before
+
+
+def _tell_alive(store: Any, rank: int, over: threading.Event) -> None:
+    """Beside the program: those that wait for this rank need not wait for one that was killed."""
+    with contextlib.suppress(RuntimeError):  # the host of the store has ended
+        while not over.is_set():
+            store.set(str(rank), str(time.time()))
+            over.wait(1)
+
+
+def _await_all(process: Process, number: int) -> None:
+    """Return when all ranks are here, for the ``number``-th time."""
+    here, alive, began = process.store("connected", str(number)), process.store("alive"), time.monotonic()
+    others: dict[int, tuple[bytes, float]] = dict.fromkeys(range(process.place.world_size), (b"", began))
+    here.set(str(process.place.rank), "")
+    while others := {rank: last for rank, last in others.items() if not here.check([str(rank)])}:
+        time.sleep(0.05)
+        now = time.monotonic()
+        for rank, (last, since) in others.items():
+            word = alive.get(str(rank)) if alive.check([str(rank)]) else b""
+            others[rank] = (last, since) if word == last else (word, now)
+            if now - others[rank][1] > _SILENT or now - began > process.timeout.total_seconds():
+                raise AccelError(
+                    f"the process groups were ended ({_state.ended}) and rank {rank} does not come to connect them anew: it "
+                    "was killed, has ended, or left accel.largest_batch"
+                )
 
 
 def keeps_groups() -> bool:
@@ -303,7 +337,7 @@ def connect_anew() -> None:
     """Connect the groups that ended inside of ``keeping_groups``, for all that has them. Collective.
 
     Raises:
-        AccelError: another process group is there, or a backend cannot be connected again.
+        AccelError: another process group is there, a backend cannot be connected again, or a rank does not come.
     """
     process = _state.process
     if process is None or process.control is None or process.group is not dist.group.WORLD:
@@ -311,6 +345,12 @@ def connect_anew() -> None:
     if process.detector is not None:
         process.detector.stop()
     _state.connected += 1
+    try:
+        _await_all(process, _state.connected)
+    except RuntimeError as error:  # the store is on the host of a rank that has ended
+        raise AccelError(
+            f"the process groups were ended ({_state.ended}) and cannot be connected anew: {error}"
+        ) from error
     reconnect(process.control, _state.connected)
     process.rounds, process.order, process.ended, process.doing = _state.connected << 32, Order(), "", ""
     process.common = process.rounds, {}

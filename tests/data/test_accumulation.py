@@ -255,6 +255,14 @@ def test_a_group_gives_its_batches_once_and_a_break_leaves_the_rest_out() -> Non
     assert list(map(len, groups)) == [4, 4, 2]
     with pytest.raises(LoaderError, match="once"):
         list(groups[0])
+    for group in accel.accumulate(handle, 3):  # type: ignore[arg-type]
+        for _ in group:
+            break
+        with pytest.raises(LoaderError, match=r"inside of a group of accel.accumulate, 2 batches before its end"):
+            handle.state_dict()
+        break
+    state = handle.state_dict()
+    assert (state["epoch"], state["consumed"], len(group)) == (state["next"] - 1, 0, 3)
     positions = [handle.state_dict()["consumed"] for _ in accel.accumulate(handle, 4)]  # type: ignore[arg-type]
     assert positions == [0, 4, 8]
 

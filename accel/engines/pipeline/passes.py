@@ -22,8 +22,9 @@ from ...process import Process
 from ...process.control import agree, lost
 from ...process.packing import framed, to_bytes, to_tensor, unframed
 from ...process.prints import Prints, refuse_other_values
+from ...trees import put_back
 from .checks import meet
-from .stages import Cut, Stage, flatten, pieces, put_together, unflatten, without_hooks
+from .stages import Cut, Stage, flatten, pieces, put_together, without_hooks
 
 SAME_BATCH: Final = (
     "every rank of a pipeline needs the same batch and calls the same things: give the dataloader to accel.setup, draw "
@@ -179,7 +180,7 @@ class Pass:
             out = _node(self, form, anchor, len(batch), *batch, *self._parameters)
         else:
             out = self.forward(batch, form)
-        return unflatten(self._form, out)
+        return put_back(self._form, out)
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
@@ -223,13 +224,13 @@ class Pass:
     def _compute(self, given: Message, keep: bool) -> tuple[Message, Any]:
         with torch.set_grad_enabled(self.grad):
             tensors = [_alias(t) if t is not None and t.requires_grad else t for t in given.tensors]
-            out = self.stage.run(unflatten(given.form, tensors), keep)
+            out = self.stage.run(put_back(given.form, tensors), keep)
             results, form = flatten(out, f"the output of {self.stage.names[-1]}")
         if self.grad:
             leaves = [t for t in given.tensors if t is not None]
             self._kept.append(_Kept(leaves, [get_gradient_edge(t) if t.requires_grad else None for t in results]))
         detached = [t.detach().requires_grad_(t.requires_grad) for t in results]
-        return Message([*detached], form), unflatten(form, detached)
+        return Message([*detached], form), put_back(form, detached)
 
     def _whole(self, outputs: list[Any]) -> Message:
         """The output of the whole batch, on the last stage."""

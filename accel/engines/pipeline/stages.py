@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 
 from ...errors import BackendError
 from ...process import Process
-from ...trees import map_tensors, walk
+from ...trees import TensorPlace, map_tensors, put_back, walk
 from ..base.activations import buffers_of, run_again, swapped
 from ..base.memory import Footprint, MemoryUse, layers, stages
 
@@ -23,15 +22,8 @@ Named = tuple[str, nn.Module]
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a tensor stood in a nested value; compared between ranks."""
-
-    index: int
-
-
 def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
-    """The tensors of a nested value, and the value with places in their stead.
+    """The tensors of a nested value, and the value with places in their stead, which ranks compare.
 
     Raises:
         BackendError: it holds something that is neither a tensor nor a plain value; named by its path.
@@ -41,7 +33,7 @@ def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
     def visit(path: str, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
             tensors.append(leaf)
-            return _Place(len(tensors) - 1)
+            return TensorPlace(len(tensors) - 1)
         if isinstance(leaf, _PLAIN):
             return leaf
         kind = f"{leaf.layout} tensor" if isinstance(leaf, torch.Tensor) else type(leaf).__qualname__
@@ -50,15 +42,6 @@ def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
         )
 
     return tensors, walk(visit, value, name)
-
-
-def unflatten(form: Any, tensors: Sequence[Any]) -> Any:
-    """The nested value again, with other tensors."""
-
-    def is_place(leaf: Any) -> bool:
-        return isinstance(leaf, _Place)
-
-    return walk(lambda _, leaf: tensors[leaf.index] if is_place(leaf) else leaf, form, "value", is_place)
 
 
 # -- micro-batches ----------------------------------------------------------------------------------------------------
@@ -112,7 +95,7 @@ def put_together(outputs: Sequence[Any], where: Cut) -> Any:
                 f"a micro-batch of {n} samples gave {f'a tensor of shape {bad[0]}' if bad else 'another structure'}: with "
                 "Pipeline(chunks > 1) the output needs one row for each sample along dim 0; use chunks=1"
             )
-    return unflatten(form, [torch.cat(parts) for parts in zip(*(tensors for tensors, _ in flat), strict=True)])
+    return put_back(form, [torch.cat(parts) for parts in zip(*(tensors for tensors, _ in flat), strict=True)])
 
 
 # -- one stage --------------------------------------------------------------------------------------------------------
@@ -154,7 +137,7 @@ def run_here(
     def moved(value: Any, to: torch.device) -> Any:
         return map_tensors(lambda tensor: tensor.to(to), value, others=True) if several else value
 
-    values = [unflatten(form, piece) for piece in pieces(tensors, where)]
+    values = [put_back(form, piece) for piece in pieces(tensors, where)]
     # At each moment a stage has the micro-batch after the one that its successor has: devices work at the same time.
     for moment in range(len(values) + len(stages) - 1):
         for at, stage in zip(range(moment, -1, -1), stages, strict=False):
@@ -214,7 +197,7 @@ def times_of(children: Sequence[Named], value: Any) -> list[float]:
                 for _ in range(3):
                     copies = [t.clone() for t in leaves]  # a child may work in place
                     start = time.perf_counter()
-                    value = child(unflatten(form, copies))
+                    value = child(put_back(form, copies))
                     out = [t for t in flatten(value, f"the output of {name}")[0] if t.requires_grad]
                     if out and wanted:
                         torch.autograd.grad(out, wanted, [torch.ones_like(t) for t in out], allow_unused=True)
