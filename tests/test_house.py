@@ -131,14 +131,4 @@ def test_the_top_level_is_the_users_list() -> None:
         "\n"
     )
     top = {f.split("/")[0] for f in tracked if f and not f.startswith(".")}
-    assert top <= {
-        "pyproject.toml",
-        "README.md",
-        "accel",
-        "tests",
-        "examples",
-        "docs",
-        "Makefile",
-        "LICENSE",
-        "MANIFEST.in",
-    }
+    assert top <= {"pyproject.toml", "README.md", "accel", "tests", "examples", "docs", "Makefile", "LICENSE"}
