@@ -199,6 +199,12 @@ def _built() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def _ready(library: Any) -> tuple[Any, Any, Any]:
+    """The raw model, and what the library made of it and of its optimizer."""
+    raw, optimizer = _built()
+    return raw, *library.setup(raw, optimizer)
+
+
 def _train(library: Any, model: Any, optimizer: Any, batches: Batches, steps: int = 2, inner: bool = False) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
@@ -212,8 +218,7 @@ def _by_parts(model: Any, x: torch.Tensor) -> Any:
 
 
 def two_forwards(library: Any) -> Any:
-    raw, optimizer = _built()
-    model, optimizer = library.setup(raw, optimizer)
+    raw, model, optimizer = _ready(library)
     batches = Batches()
     for _ in range(2):
         optimizer.zero_grad()
@@ -225,8 +230,7 @@ def two_forwards(library: Any) -> Any:
 
 
 def second_backward(library: Any) -> Any:
-    raw, optimizer = _built()
-    model, optimizer = library.setup(raw, optimizer)
+    raw, model, optimizer = _ready(library)
     batches = Batches()
     for _ in range(2):
         optimizer.zero_grad()
@@ -238,15 +242,13 @@ def second_backward(library: Any) -> Any:
 
 
 def submodules(library: Any) -> Any:
-    raw, optimizer = _built()
-    model, optimizer = library.setup(raw, optimizer)
+    raw, model, optimizer = _ready(library)
     _train(library, model, optimizer, Batches(), inner=True)
     return raw
 
 
 def freezing(library: Any) -> Any:
-    raw, optimizer = _built()
-    model, optimizer = library.setup(raw, optimizer)
+    raw, model, optimizer = _ready(library)
     batches = Batches()
     for trained in (True, False, True):
         raw.body.requires_grad_(trained)
@@ -276,8 +278,7 @@ def evaluated_first(library: Any) -> Any:
 
 
 def scheduled(library: Any) -> Any:
-    raw, optimizer = _built()
-    model, optimizer = library.setup(raw, optimizer)
+    raw, model, optimizer = _ready(library)
     scheduler = library.schedule(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
     batches = Batches()
     for _ in range(3):

@@ -187,6 +187,15 @@ def test_the_newest_snapshot_is_in_memory(tmp_path: Path) -> None:
     run(1, other_world, str(tmp_path))
 
 
+def starts_anew(rank: int, memory: str) -> None:
+    """The host of one rank, whose memory is empty then."""
+    accel.barrier()
+    if accel.rank() == rank:
+        shutil.rmtree(memory)
+        os.makedirs(memory)
+    accel.barrier()
+
+
 def on_two_hosts(root: str) -> None:
     rank = accel.rank()
     memory = f"{root}/memory{rank}"
@@ -196,21 +205,13 @@ def on_two_hosts(root: str) -> None:
         assert len(held(memory)) == 1
         assert loaded("run/step-1") == 2.0
         # One host starts anew, and its part of what was in memory is nowhere.
-        accel.barrier()
-        if rank == 1:
-            shutil.rmtree(memory)
-            os.makedirs(memory)
-        accel.barrier()
+        starts_anew(1, memory)
         assert accel.latest("run", placement="host") == "run/step-1"
         assert loaded("run/step-1") == 1.0
         assert ["on none of these hosts" in one for one in said] == [True] * (rank == 0)
         # With a copy it is whole; and the next of the series takes its place, in the background too.
         accel.save(state(3.0), "run/step-3", in_memory=True, replicas=1)
-        accel.barrier()
-        if rank == 1:
-            shutil.rmtree(memory)
-            os.makedirs(memory)
-        accel.barrier()
+        starts_anew(1, memory)
         assert accel.latest("run", placement="host") == "run/step-3"
         assert loaded("run/step-3", "ddp") == 3.0
         pending = accel.save(state(4.0), "run/step-4", in_memory=True, wait=False)
