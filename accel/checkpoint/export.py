@@ -47,9 +47,8 @@ class Export:
         return sum(entry.nbytes for entries in self.files for entry in entries)
 
 
-def plan_export(directory: str, name: str | None, max_shard_size: int | str, dtype: str | torch.dtype | None) -> Export:
-    """What an export will write, or why it cannot. Writes nothing."""
-    limit, wanted = parse_size(max_shard_size), _parse_dtype(dtype)
+def _plan(directory: str, name: str | None, max_shard_size: int | str, dtype: str | torch.dtype | None) -> Export:
+    limit, wanted = _parse_size(max_shard_size), _parse_dtype(dtype)
     found, _ = record.read(directory)
     chosen, node = choose(directory, found, name)
     if extra := node.get("extra"):
@@ -73,10 +72,10 @@ def plan_export(directory: str, name: str | None, max_shard_size: int | str, dty
         raise CheckpointError(
             f"{directory}: the model {own[:-1]!r} has no tensors in it (they were filtered when it was saved)"
         )
-    return Export(Reader(directory, found, stream=True), own, divide(entries, limit))
+    return Export(Reader(directory, found, stream=True), own, _divide(entries, limit))
 
 
-def divide(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
+def _divide(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
     """The entries of each file, in order: as many as fit, wide elements first so that all are aligned."""
     files: list[list[Entry]] = [[]]
     size = 0
@@ -89,7 +88,7 @@ def divide(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
     return [sorted(file, key=lambda entry: -ITEM_BYTES[entry.dtype]) for file in files]
 
 
-def parse_size(size: int | str) -> int:
+def _parse_size(size: int | str) -> int:
     """``"5GB"`` (10^9 each) or ``"5GiB"`` (2^30) in bytes; raises where it is no size."""
     if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
         power = " KMGT".index(match[2].upper() or " ")
@@ -180,17 +179,14 @@ def export(
 
     def act(rank: int, world: int) -> None:
         if rank == 0:
-            planned = plan_export(folder.newest_place(dir), name, max_shard_size, dtype)
+            planned = _plan(folder.newest_place(dir), name, max_shard_size, dtype)
             with progress_bar("accel.export", planned.nbytes, shown=progress) as more:
-                write_export(planned, folder.absolute(out), library, overwrite=overwrite, progress=more)
+                _export(planned, folder.absolute(out), library, overwrite, more)
 
     on_running_ranks("accel.export", act)
 
 
-def write_export(
-    planned: Export, out: str, library: str, *, overwrite: bool, progress: Progress = lambda nbytes: None
-) -> None:
-    """Write the files, in this process; ``progress`` hears how many more bytes were written."""
+def _export(planned: Export, out: str, library: str, overwrite: bool, progress: Progress) -> None:
     if library not in STEMS:
         raise CheckpointError(f"library={library!r}: expected {' or '.join(map(repr, STEMS))}")
     if record.exists(out):

@@ -67,21 +67,17 @@ def import_checkpoint(
         if rank:
             return {}
         with progress_bar("accel.import_checkpoint", shown=progress) as more:
-            return convert(folder.absolute(source), folder.absolute(dir), optimizer=optimizer, progress=more)
+            return _convert(folder.absolute(source), folder.absolute(dir), optimizer, more)
 
     return on_running_ranks("accel.import_checkpoint", act)
 
 
-def convert(
-    source: str, directory: str, *, optimizer: bool, progress: Progress = lambda nbytes: None
-) -> dict[str, list[str]]:
-    """``import_checkpoint`` in this process; ``progress`` hears how many bytes of tensors were put together."""
+def _convert(source: str, directory: str, optimizer: bool, progress: Progress) -> dict[str, list[str]]:
     if record.exists(directory):
         raise CheckpointError(f"{directory} has a checkpoint already: import into another directory")
     background.settle()
-    with tempfile.TemporaryDirectory(
-        prefix=".accel-import-", dir=storage_of(directory).workplace(directory)
-    ) as scratch:
+    workplace = storage_of(directory).workplace(directory)
+    with tempfile.TemporaryDirectory(prefix=".accel-import-", dir=workplace) as scratch:
         here = storage_of(source).fetched(source, scratch)
         state, found = recognize(read(here, tensors_in(scratch, progress)), source, optimizer=optimizer)
         save_alone(state, directory)

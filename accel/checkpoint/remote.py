@@ -1,7 +1,7 @@
 """Object stores, through fsspec: whatever it has a filesystem for, by URL.
 
 An object is there whole or not at all, and nothing keeps another job out. So a save claims nothing: it remembers which record
-it found, and its own is put only where that one still is (``_Turn``). All names of a save are its own, and what it sweeps
+it found, and its own is put only where that one still is (``Turn``). All names of a save are its own, and what it sweeps
 afterwards was there before its record, so that nobody can commit it any more.
 """
 
@@ -165,7 +165,7 @@ class Remote:
         pass
 
     def claim(self, directory: str) -> Claim:
-        return _Turn(self, directory)
+        return Turn(self, directory)
 
     def workplace(self, directory: str) -> str:
         return tempfile.gettempdir()
@@ -284,7 +284,7 @@ class _Object(File):
 
 
 @final
-class _Turn:
+class Turn:
     """The record that a save has found: its own replaces just that one."""
 
     exclusive = False

@@ -83,17 +83,17 @@ def verify(dir: str | os.PathLike[str], *, progress: bool = True) -> None:
     """
 
     def act(rank: int, world: int) -> None:
-        directory = folder.newest_place(dir)
-        with progress_bar("accel.verify", shown=progress) as more:
-            compare_all(directory, rank, world, more)
+        begin, directory = time.monotonic(), folder.newest_place(dir)
+        found, _ = record.read(directory)
+        with progress_bar("accel.verify", found.nbytes // world, shown=progress) as more:
+            _compare_all(directory, found, rank, world, more)
+        log_end(directory, f"1 of {world} parts verified" if world > 1 else "verified", found.nbytes // world, begin)
 
     on_running_ranks("accel.verify", act)
 
 
-def compare_all(directory: str, rank: int, world: int, progress: Progress = lambda nbytes: None) -> None:
-    """Compare one rank's share of all chunks, and the record; ``progress`` hears how many more bytes are done."""
-    begin = time.monotonic()
-    found, _ = record.read(directory)
+def _compare_all(directory: str, found: Record, rank: int, world: int, progress: Progress) -> None:
+    """Compare one rank's share of all chunks, and the record."""
     check_record(found, os.path.join(directory, record.NAME))
     if found.hosts:
         folder.check_sizes(directory, found)
@@ -107,8 +107,6 @@ def compare_all(directory: str, rank: int, world: int, progress: Progress = lamb
             chunks = mine[at : at + _BATCH]
             reader.verify(file, chunks)
             progress(len(chunks) * CHUNK)
-    part = f"1 of {world} parts " if world > 1 else ""
-    log_end(directory, f"{part}verified", found.nbytes // world, begin)
 
 
 # -- Whether all of a record can be what accel wrote: the kinds of values, their ranges, and what they refer to --------
