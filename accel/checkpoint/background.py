@@ -20,8 +20,8 @@ import torch
 from ..errors import CheckpointError
 from ..process import Process, current, ended
 from ..process.transfer import begun, finish, host_memory, is_remote
-from .failures import explain
 from .shards import CopiedItem, WriteItem
+from .steps import explain
 
 _BLOCK: Final = 64 << 20  # a power of two, to which sizes of pinned memory are rounded
 _ALIGN: Final = 64
@@ -216,7 +216,6 @@ class Words:
         return self._apart
 
     def tell(self, status: dict[str, Any], kind: str) -> None:
-        """Tell the other ranks."""
         with _reaching():
             self._store.set(f"{kind}/{self._rank}", json.dumps(status))
 

@@ -18,13 +18,12 @@ import torch
 from ..errors import CheckpointError
 from ..process.control import locked
 from . import folder, record
-from .failures import on_running_ranks
 from .match import SavedNames, children_of
-from .progress import Progress, log_end, progress_bar
 from .reader import Reader
 from .record import Record
 from .safetensors import BY_NAME, ITEM_BYTES, METADATA, NAMES, Entry, build_header, memory
 from .source import STEMS, index_file, present, whole_file
+from .steps import Progress, log_end, on_running_ranks, progress_bar
 from .storage import Write, storage_of
 from .values import TAG, Decoder, Json
 
@@ -43,13 +42,13 @@ class Export:
 
     @property
     def nbytes(self) -> int:
-        """Of all data."""
         return sum(entry.nbytes for entries in self.files for entry in entries)
 
 
 def _plan(directory: str, name: str | None, max_shard_size: int | str, dtype: str | torch.dtype | None) -> Export:
     limit, wanted = _parse_size(max_shard_size), _parse_dtype(dtype)
     found, _ = record.read(directory)
+    folder.check_sizes(directory, found)
     chosen, node = choose(directory, found, name)
     if extra := node.get("extra"):
         raise CheckpointError(
@@ -183,7 +182,7 @@ def export(
             with progress_bar("accel.export", planned.nbytes, shown=progress) as more:
                 _export(planned, folder.absolute(out), library, overwrite, more)
 
-    on_running_ranks("accel.export", act)
+    on_running_ranks("accel.export", act, overwrite=overwrite, progress=progress)
 
 
 def _export(planned: Export, out: str, library: str, overwrite: bool, progress: Progress) -> None:

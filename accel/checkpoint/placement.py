@@ -1,4 +1,4 @@
-"""Checkpoints whose files stay on the disks of the hosts that wrote them: who shares a disk, what lies there, how it moves.
+"""Checkpoints whose files stay on the hosts that wrote them, on disk or in memory: who has what, and how it moves.
 
 No name of a host is relied on: ranks share a disk where they see each other's probes, and a file lies where it is seen whole.
 A record on any disk says that all files are durable on all of them; nothing older is removed before it is on every one.
@@ -6,11 +6,14 @@ A record on any disk says that all files are durable on all of them; nothing old
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
+import re
 import secrets
 import socket
+import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,16 +24,16 @@ from typing import Final, NamedTuple, final
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, is_url
 from ..process import current
 from ..process.control import Waiting
 from . import record
-from .failures import exchange, on_every_rank
+from .layout import digest
 from .record import Record
 from .safetensors import memory
 from .shards import Written
-from .shared_memory import place
-from .storage import Write, storage_of
+from .steps import exchange, explain, on_every_rank
+from .storage import MEMORY, Write, storage_of
 
 logger = logging.getLogger("accel")
 
@@ -103,6 +106,70 @@ def find_disks(directory: str, present: Callable[[str], Record | None]) -> Disks
     return Disks(leaders, {save for _, save, _ in told})
 
 
+# -- In memory of a host -----------------------------------------------------------------------------------------------
+# The newest snapshot of a checkpoint lies in files in /dev/shm, which outlive the processes. It is a checkpoint on disks of hosts
+# in another place, which follows from the identity of an empty file in the directory that it belongs to: so whoever removes that
+# directory is rid of it. Directories whose names end in a number are a series with one such file above them, and one snapshot,
+# the newest.
+
+NUMBER: Final = re.compile(r"\d+\Z")
+_MARK: Final = ".accel.memory"
+#: The places of snapshots that this process has found or made, and the directories of those that it has made.
+seen_in_memory: Final[dict[str, str]] = {}
+
+
+def memory_place(directory: str, *, make: bool = False) -> str | None:
+    """Where the snapshot of a directory lies on this host, if there is one; None: nowhere.
+
+    Raises:
+        CheckpointError: one is to be made, and cannot be.
+    """
+    parent, name = os.path.split(directory)
+    if not NUMBER.search(name):
+        return _folder(directory, make)
+    folder = _folder(parent, make)
+    return folder and os.path.join(folder, name)
+
+
+def memory_series(root: str) -> list[str]:
+    """The names, which end in a number, of the directories in ``root`` of which this host may have snapshots."""
+    folder = _folder(root)
+    return list(filter(NUMBER.search, os.listdir(folder))) if folder and os.path.isdir(folder) else []
+
+
+def _folder(directory: str, make: bool = False) -> str | None:
+    """What belongs to a directory, in this user's folder, into which nobody else may look; None where there is neither."""
+    home, mark = os.path.join(MEMORY, f"accel-{os.geteuid()}"), os.path.join(directory, _MARK)
+    try:
+        if make:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(home, 0o700)
+            if not is_url(directory):
+                storage_of(directory).make(directory)
+                os.close(os.open(mark, os.O_CREAT | os.O_NOFOLLOW, 0o666))
+        file = None if is_url(directory) else os.lstat(mark)
+        status = os.lstat(home)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise CheckpointError(f"{home} is not a directory of this user alone, and others may read it: remove it")
+    except (OSError, CheckpointError) as error:
+        if make:
+            raise CheckpointError(f"in_memory=True needs shared memory in {MEMORY}: {explain(error)}") from error
+        return None
+    return os.path.join(home, digest([directory] if file is None else [file.st_ino, file.st_mtime_ns]))
+
+
+@atexit.register
+def _say_what_is_left() -> None:
+    for where, directory in seen_in_memory.items():
+        if directory:
+            logger.warning(
+                "the newest checkpoint of %s stays in memory, in %s, until it is saved to disk", directory, where
+            )
+
+
+os.register_at_fork(after_in_child=seen_in_memory.clear)
+
+
 # -- What lies where ---------------------------------------------------------------------------------------------------
 
 
@@ -118,7 +185,7 @@ class Sight(NamedTuple):
 def sight(directory: str, found: Record) -> Sight:
     """Of the checkpoint with this record; its files may be in memory, too."""
     whole = 0
-    for where in filter(None, (directory, place(directory))):
+    for where in filter(None, (directory, memory_place(directory))):
         for number, file in enumerate(found.files):
             with contextlib.suppress(OSError):
                 whole |= (storage_of(where).size(os.path.join(where, file.name)) == file.size) << number

@@ -61,11 +61,11 @@ def _opened(pid: int, protocol: str, options: tuple[tuple[str, Any], ...]) -> Re
     return Remote(protocol, filesystem(protocol, use_listings_cache=False, skip_instance_cache=True, **dict(options)))
 
 
-def _kinds(error: Exception) -> str:
+def _kinds(error: BaseException) -> str:
     return " ".join(cls.__name__ for cls in type(error).__mro__)
 
 
-def _named(error: Exception, url: str) -> OSError:
+def _named(error: BaseException, url: str) -> OSError:
     """The same as an OSError of this URL."""
     text = f"{type(error).__name__}: {str(error).strip() or 'no more is known'}"
     if isinstance(error, FileNotFoundError | NotADirectoryError) and not re.search("bucket does|container does", text):
@@ -78,7 +78,17 @@ def _named(error: Exception, url: str) -> OSError:
     return StoreError(0, f"{text}; the store, or the way to it, fails", url)
 
 
-def _is_passing(error: Exception) -> bool:
+def _meant(error: Exception) -> BaseException:
+    """An error, or what it came of: some filesystems (of http) call missing what they could not ask for."""
+    cause = error.__cause__
+    lost = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+    if isinstance(error, FileNotFoundError) and (lost or getattr(cause, "status", 404) not in (404, 410)):
+        assert cause is not None
+        return cause
+    return error
+
+
+def _is_passing(error: BaseException) -> bool:
     """Whether it may be well the next time."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _BUSY or isinstance(error, TimeoutError | ConnectionError)
@@ -107,9 +117,10 @@ class Remote:
                     return act()
             except (CheckpointError, MemoryError):
                 raise
-            except Exception as error:
+            except Exception as raised:
+                error = _meant(raised)
                 if pause is None or not _is_passing(error):
-                    raise _named(error, url) from error
+                    raise _named(error, url) from raised
                 logger.info("%s: %s: %s; once more", url, type(error).__name__, error)
                 time.sleep(pause * random.uniform(0.5, 1.5))
         raise AssertionError
@@ -156,13 +167,9 @@ class Remote:
         return str(self.ask("ukey", path))
 
     def make(self, directory: str) -> None:
-        pass  # there are none, only names that begin alike
+        """There are none, only names that begin alike."""
 
-    def sync(self, directory: str) -> None:
-        pass
-
-    def remove_directory(self, directory: str) -> None:
-        pass
+    sync = remove_directory = make
 
     def claim(self, directory: str) -> Claim:
         return Turn(self, directory)
@@ -325,7 +332,6 @@ class Turn:
         return None
 
     def release(self) -> None:
-        pass
+        """Nothing was taken."""
 
-    def remove(self) -> None:
-        pass
+    remove = release

@@ -20,17 +20,16 @@ from ..errors import CheckpointError, is_url
 from ..gradients.average import average_ranks_
 from ..process import current
 from ..process.control import Waiting, locked
-from . import folder, record, shards, shared_memory
+from . import folder, record, shards
 from .background import Pace, Words, background
-from .failures import exchange, explain, on_every_rank
 from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, unpack, write_items
 from .match import check_engines
 from .objects import KINDS, LocalRange, RankObject, StateObject, engines_of
-from .placement import Disks, broadcast, find_disks, move
-from .progress import Progress, log_end, progress_bar
+from .placement import Disks, broadcast, find_disks, memory_place, move, seen_in_memory
 from .record import Record, Stored, encode
 from .shards import Item, Written, earlier_files
 from .state import State, local_ranges, value_range
+from .steps import Progress, check_flags, exchange, explain, log_end, on_every_rank, progress_bar
 from .storage import Claim, storage_of
 from .values import Encoder, Json
 
@@ -82,6 +81,7 @@ def save(
     def prepare() -> tuple[Contents, tuple[str, tuple[object, ...], Summary]]:
         background.settle()
         directory = folder.named(dir)
+        check_flags(wait=wait, in_memory=in_memory, progress=progress)
         _check_options(directory, *options)
         contents = contents_of(state, filter, process.place.world_size)
         contents.place(folder.absolute(dir), in_memory)
@@ -103,7 +103,7 @@ def save(
 @functools.cache
 def _look(directory: str) -> None:
     """What this process saves there shall be later than what is there, whatever the clocks of those that saved it."""
-    for where in filter(None, (shared_memory.place(directory), directory)):
+    for where in filter(None, (memory_place(directory), directory)):
         with contextlib.suppress(OSError, CheckpointError):
             folder.present(where)
 
@@ -167,22 +167,17 @@ def _check_options(
 
 
 def _finish(writer: Writer, disks: Disks | None, replicas: int, shown: bool) -> None:
-    """Write, and commit once all ranks have. Collective."""
-    written = _written_by_all(writer, shown)
+    try:
+        with progress_bar("accel.save", writer.nbytes, shown=shown) as progress:
+            written = exchange("accel.save (writing)", lambda: (None, writer.write(progress)))[1]
+    except CheckpointError:
+        writer.discard()  # on all ranks; after another error some may think that all is written
+        raise
     if disks is None:
         on_every_rank("accel.save (the record)", functools.partial(writer.commit, written))
     else:
         _commit_placed(writer, written, disks, replicas)
     writer.ended()
-
-
-def _written_by_all(writer: Writer, shown: bool) -> list[Files]:
-    try:
-        with progress_bar("accel.save", writer.nbytes, shown=shown) as progress:
-            return exchange("accel.save (writing)", lambda: (None, writer.write(progress)))[1]
-    except CheckpointError:
-        writer.discard()  # on all ranks; after another error some may think that all is written
-        raise
 
 
 def _commit_placed(writer: Writer, written: Sequence[Files], disks: Disks, replicas: int) -> None:
@@ -246,41 +241,26 @@ class Summary:
 
 @dataclass(slots=True)
 class Contents:
-    """What this rank has to save.
+    """What this rank has to save."""
 
-    Args:
-        values: the state as JSON, with open nodes.
-        objects: of the state.
-        merged: the objects whose nodes are made of all ranks', with what this rank knows of them.
-        own: values that belong to this rank alone, by the object's name.
-        ranges: that lie on this rank, for each of ``KINDS``.
-        inventories: the same as numbers.
-        layouts: who writes what of each, once it is known; this rank's part alone, but on rank 0.
-        plan: a name for these.
-        own_of_all: every rank's ``own``, likewise.
-        directory: where the files go.
-        snapshot_of: the directory to which they belong, where that is in memory.
-    """
-
-    values: dict[str, Json]
+    values: dict[str, Json]  # the state as JSON, with open nodes
     objects: list[StateObject]
-    merged: list[tuple[StateObject, dict[str, Json]]]
-    own: dict[str, Json]
-    ranges: list[list[LocalRange]]
-    inventories: list[Inventory]
-    layouts: Sequence[Layout] = ()
-    plan: str = ""
-    own_of_all: list[dict[str, Json]] = field(default_factory=list)
-    directory: str = ""
-    snapshot_of: str = ""
+    merged: list[tuple[StateObject, dict[str, Json]]]  # those whose nodes are made of all ranks', with this rank's
+    own: dict[str, Json]  # values that belong to this rank alone, by the object's name
+    ranges: list[list[LocalRange]]  # that lie on this rank, for each of ``KINDS``
+    inventories: list[Inventory]  # the same as numbers
+    layouts: Sequence[Layout] = ()  # who writes what of each, once it is known; this rank's part alone, but on rank 0
+    plan: str = ""  # a name for these
+    own_of_all: list[dict[str, Json]] = field(default_factory=list)  # every rank's ``own``, likewise
+    directory: str = ""  # where the files go
+    snapshot_of: str = ""  # the directory to which they belong, where that is in memory
 
     def place(self, directory: str, in_memory: bool) -> None:
-        """Find out where the files go."""
         if current().place.rank == 0:
             _look(directory)
         self.directory = directory
         if in_memory:
-            self.directory, self.snapshot_of = str(shared_memory.place(directory, make=True)), directory
+            self.directory, self.snapshot_of = str(memory_place(directory, make=True)), directory
 
     def average(self) -> None:
         """Make what is saved as the ranks' mean: of copies, where they train apart. Collective."""
@@ -436,7 +416,6 @@ class Writer:
 
     @property
     def nbytes(self) -> int:
-        """Of what this rank writes."""
         return sum(item.entry.nbytes for items in self._items for item in items)
 
     def write(self, progress: Progress = lambda nbytes: None) -> Files:
@@ -451,7 +430,6 @@ class Writer:
         return tuple(files)
 
     def discard(self) -> None:
-        """Remove this rank's files, which no record names."""
         for name in self._names():
             with contextlib.suppress(OSError):
                 self._storage.remove(os.path.join(self.directory, name))
@@ -498,7 +476,7 @@ class Writer:
         if not (snapshot_of := self._contents.snapshot_of):
             folder.free(self.directory)
             return
-        shared_memory.seen[self.directory] = "" if current().place.local_rank else snapshot_of
+        seen_in_memory[self.directory] = "" if current().place.local_rank else snapshot_of
         folder.free(snapshot_of, self.directory)
 
     def _check_visible(self, new: Record) -> None:
@@ -511,7 +489,6 @@ class Writer:
             ) from error
 
     def _clean(self) -> None:
-        """Remove what this save has written."""
         with contextlib.suppress(OSError, CheckpointError):
             if self._sent:
                 return  # the next save removes them
@@ -519,7 +496,6 @@ class Writer:
             self._sweep(folder.present(self.directory), names)
 
     def _sweep(self, kept: Record | None, names: Sequence[str]) -> None:
-        """Remove those that are not of this record."""
         folder.sweep(self.directory, names, [file.name for file in kept.files] if kept else ())
 
     def _stands(self) -> bool:
@@ -591,7 +567,6 @@ class Writer:
 
 
 def _written(status: Mapping[str, Any]) -> Files:
-    """What another rank has written; raises its failure."""
     if status["error"]:
         raise CheckpointError(status["error"])
     return tuple(None if f is None else Written(f[0], f[1], tuple(f[2])) for f in status["files"])

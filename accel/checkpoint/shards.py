@@ -13,8 +13,8 @@ import torch
 import xxhash
 
 from ..process.transfer import PIECE, on_host
-from .progress import Progress
 from .safetensors import CHUNK, DIGITS, ITEM_BYTES, Entry, build_header, chunks_of, is_lazy, memory, resolve
+from .steps import Progress
 from .storage import MEMORY, Write, storage_of
 
 _WRITE: Final = 1 << 20  # bytes that are hashed, and then written while they are in the caches
@@ -29,7 +29,6 @@ class WriteItem:
     offset: int
 
     def pieces(self) -> Iterable[torch.Tensor]:
-        """Its elements, as ``pieces`` gives them."""
         return pieces(self.tensor, self.offset, self.offset + self.entry.count)
 
 
@@ -41,7 +40,6 @@ class CopiedItem:
     copies: Sequence[torch.Tensor]
 
     def pieces(self) -> Iterable[torch.Tensor]:
-        """The copies."""
         return self.copies
 
 
@@ -107,7 +105,6 @@ class _Stream:
         self._checksums: list[str] = []
 
     def add(self, piece: torch.Tensor) -> None:
-        """Take all of it."""
         data = memory(piece)
         for at in range(0, len(data), _WRITE):
             self._checksum(data[at : at + _WRITE])

@@ -20,8 +20,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 from ..errors import CheckpointError, is_url
-from .failures import explain, naming
 from .safetensors import CHUNK, MAX_HEADER
+from .steps import explain, naming
 
 if TYPE_CHECKING:
     from .remote import Remote, Turn
@@ -263,7 +263,6 @@ class _Writing:
         self._small = bytearray()
 
     def write(self, part: memoryview) -> None:
-        """Take it."""
         if len(part) < _SMALL and len(self._small) < _WRITE:
             self._small += part
             return
@@ -271,7 +270,6 @@ class _Writing:
         _write_out(self._fd, part)
 
     def finish(self) -> None:
-        """Write what was gathered."""
         _write_out(self._fd, self._small)
         self._small = bytearray()
 

@@ -14,14 +14,13 @@ from ..process.control import locked
 from ..process.environments import Place
 from ..shard import Shard
 from . import folder, record
-from .failures import exchange, on_every_rank, on_running_ranks, parsing
 from .match import children_of, objects_in
 from .objects import ModuleObject, OptimizerObject, RankObject, StatefulObject, StateObject, TensorObject
-from .progress import Progress, log_end, progress_bar
 from .reader import Reader
 from .record import Record
 from .safetensors import BY_NAME, CHUNK, chunks_of
 from .state import OF_VALUES
+from .steps import Progress, exchange, log_end, on_every_rank, on_running_ranks, parsing, progress_bar
 from .values import DEPTH, TAG, Decoder, Json
 
 _BATCH: Final = 64  # chunks between two words of progress
@@ -74,6 +73,8 @@ def _share(needed: torch.Tensor, told: Sequence[tuple[list[int], bool]], me: int
 def verify(dir: str | os.PathLike[str], *, progress: bool = True) -> None:
     """Compare every byte of a checkpoint with its checksums, and its record with the format. Collective on several ranks.
 
+    Of one that hosts have on their own disks or in memory each rank compares what its host has, which must be all of it.
+
     Args:
         dir: the checkpoint's directory.
         progress: as for ``save``.
@@ -85,18 +86,19 @@ def verify(dir: str | os.PathLike[str], *, progress: bool = True) -> None:
     def act(rank: int, world: int) -> None:
         begin, directory = time.monotonic(), folder.newest_place(dir)
         found, _ = record.read(directory)
+        if found.hosts:
+            rank, world = 0, 1  # which have copies of their own
         with progress_bar("accel.verify", found.nbytes // world, shown=progress) as more:
             _compare_all(directory, found, rank, world, more)
         log_end(directory, f"1 of {world} parts verified" if world > 1 else "verified", found.nbytes // world, begin)
 
-    on_running_ranks("accel.verify", act)
+    on_running_ranks("accel.verify", act, progress=progress)
 
 
 def _compare_all(directory: str, found: Record, rank: int, world: int, progress: Progress) -> None:
     """Compare one rank's share of all chunks, and the record."""
     check_record(found, os.path.join(directory, record.NAME))
-    if found.hosts:
-        folder.check_sizes(directory, found)
+    folder.check_sizes(directory, found)
     reader = Reader(directory, found, stream=False)
     for name, stored in islice(found.tensors.items(), rank, None, world):
         for _ in reader.locate(name, 0, stored.numel):

@@ -22,8 +22,7 @@ from ..checkpoint.source import STEMS
 from ..checkpoint.values import TAG
 from ..engines.base.memory import human
 from ..errors import CheckpointError
-from ..memory import scale
-from ..memory.plots import COLOURS, Panel, save_panels
+from ..memory import COLOURS, Panel, save_panels, scale
 from . import Command
 
 # -- convert -----------------------------------------------------------------------------------------------------------
@@ -75,6 +74,8 @@ def diff(args: argparse.Namespace) -> int:
     """
     args.first, args.second = folder.newest_place(args.first), folder.newest_place(args.second)
     (first, _), (second, _) = read(args.first), read(args.second)
+    folder.check_sizes(args.first, first)
+    folder.check_sizes(args.second, second)
     lines = [*_tensors(args, first, second), *_values(first.values, second.values, "state")]
     for rank, (one, other) in enumerate(zip(first.ranks, second.ranks, strict=False)):
         lines += _values(one, other, f"rank {rank}")
