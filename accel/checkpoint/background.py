@@ -253,13 +253,10 @@ class Words:
             if lost or waited > timeout:
                 return False
             if waited > warning:
-                logger.warning(
-                    "a background save into %s: rank %d has waited %.0f s for rank %d",
-                    self._what,
-                    self._rank,
-                    waited,
-                    rank,
+                text = (
+                    f"a background save into {self._what}: rank {self._rank} has waited {waited:.0f} s for rank {rank}"
                 )
+                logger.warning("%s", text)
                 warning += _WARNING
             time.sleep(pause)
             pause = min(pause * 1.5, 0.5)

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -218,16 +218,16 @@ def _weights(out: str) -> list[str]:
 def _write(planned: Export, out: str, stem: str, progress: Progress) -> None:
     count, storage = len(planned.files), storage_of(out)
     names = [whole_file(f"{stem}-{i + 1:05d}-of-{count:05d}" if count > 1 else stem) for i in range(count)]
-    contents: dict[str, Callable[[], Iterable[bytes | memoryview]]] = {
-        name: functools.partial(_content, planned, entries, progress)
+    contents: dict[str, Callable[[Write], bytes]] = {
+        name: functools.partial(_write_file, planned, entries, progress)
         for name, entries in zip(names, planned.files, strict=True)
     }
     if count > 1:
-        contents[index_file(stem)] = lambda: [_index(names, planned)]
+        contents[index_file(stem)] = functools.partial(_write_index, planned, names)
     temporaries = {name: os.path.join(out, f".{name}.{secrets.token_hex(6)}.tmp") for name in contents}
     try:
         for name, content in contents.items():
-            storage.create(temporaries[name], 0, 0, functools.partial(_pour, content))
+            storage.create(temporaries[name], 0, 0, content)
         _exchange(out, temporaries)
     except BaseException:
         for path in temporaries.values():
@@ -236,30 +236,27 @@ def _write(planned: Export, out: str, stem: str, progress: Progress) -> None:
         raise
 
 
-def _pour(content: Callable[[], Iterable[bytes | memoryview]], write: Write) -> bytes:
-    for part in content():
-        write(memoryview(part))
-    return b""
-
-
-def _content(planned: Export, entries: Sequence[Entry], progress: Progress) -> Iterator[bytes | memoryview]:
-    yield build_header(entries, {}, align=8)
+def _write_file(planned: Export, entries: Sequence[Entry], progress: Progress, write: Write) -> bytes:
+    write(memoryview(build_header(entries, {}, align=8)))
     pieces = []
     for entry in entries:
         name, dtype = f"{planned.prefix}{entry.name}", BY_NAME[entry.dtype]
         step = _PIECE // dtype.itemsize
         pieces += [(name, at, min(step, entry.count - at), dtype) for at in range(0, entry.count, step)]
     for piece in planned.reader.in_turn(pieces):
-        yield memory(piece)
+        write(memory(piece))
         progress(piece.nbytes)
+    return b""
 
 
-def _index(names: Sequence[str], planned: Export) -> bytes:
+def _write_index(planned: Export, names: Sequence[str], write: Write) -> bytes:
     files = zip(names, planned.files, strict=True)
     places = {entry.name: name for name, entries in files for entry in entries}
     count = sum(entry.count for entries in planned.files for entry in entries)
     metadata = {"total_parameters": count, "total_size": planned.nbytes}
-    return (json.dumps({"metadata": metadata, "weight_map": dict(sorted(places.items()))}, indent=2) + "\n").encode()
+    text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(places.items()))}, indent=2)
+    write(memoryview(f"{text}\n".encode()))
+    return b""
 
 
 def _exchange(out: str, temporaries: dict[str, str]) -> None:

@@ -236,15 +236,10 @@ def prune(directory: str, keep: int) -> None:
     others = [n for n in storage.names(root) if _series(n) == series and n not in (series, name)]
     real = storage.real(root)
     paths = [os.path.join(root, n) for n in others if storage.real(os.path.join(real, n)) == os.path.join(real, n)]
-    for path in _newest_first(paths, elsewhere=True)[keep - 1 :]:
+    found = [(one.time, path) for path in paths if (one := complete(path, elsewhere=True)) is not None]
+    for _, path in sorted(found, reverse=True)[keep - 1 :]:
         with contextlib.suppress(CheckpointError):  # somebody saves there
             remove(path)
-
-
-def _newest_first(paths: Iterable[str], *, elsewhere: bool = False) -> list[str]:
-    """Those of them that are complete checkpoints."""
-    found = [(one.time, path) for path in paths if (one := complete(path, elsewhere=elsewhere)) is not None]
-    return [path for _, path in sorted(found, reverse=True)]
 
 
 def latest(root: str | os.PathLike[str], *, placement: Literal["shared", "host"] = "shared") -> str | None:

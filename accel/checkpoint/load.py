@@ -34,7 +34,7 @@ from .record import Record, Stored
 from .safetensors import BY_NAME
 from .source import Checkpoint, is_weights_alone, open_checkpoint
 from .state import OF_VALUES, State
-from .steps import Progress, check_flags, exchange, explain, log_end, on_every_rank, progress_bar
+from .steps import Progress, check_flags, check_options, exchange, explain, log_end, on_every_rank, progress_bar
 from .values import Decoder, Json
 from .verify import check_record, verify_needed
 
@@ -206,7 +206,7 @@ def _open(dir: str | os.PathLike[str], state: Any, options: tuple[object, ...]) 
         return found, Sighting(name, found.digits, options)
 
     found, seen = exchange("accel.load (the record)", look)
-    _check_options(seen)
+    check_options("accel.load", "strict, check and convert", [one.options for one in seen])
     if any(one.sight for one in seen) and all(one.sight or one.problem for one in seen):
         return _open_placed(folder.absolute(dir), found, seen)
     raise_together("accel.load (the record)", problem, [one.problem for one in seen], CheckpointError)
@@ -217,15 +217,6 @@ def _open(dir: str | os.PathLike[str], state: Any, options: tuple[object, ...]) 
             "that all of them see"
         )
     return found, None
-
-
-def _check_options(seen: Sequence[Sighting]) -> None:
-    for rank, one in enumerate(seen):
-        if one.options != seen[0].options:
-            raise CheckpointError(
-                f"accel.load: strict, check and convert are {seen[0].options} on rank 0, and {one.options} on rank {rank}; give "
-                "every rank the same"
-            )
 
 
 def _open_placed(directory: str, found: Checkpoint | None, seen: Sequence[Sighting]) -> tuple[Checkpoint, Placed]:

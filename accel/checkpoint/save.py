@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, final
 
 import torch
@@ -29,7 +29,7 @@ from .placement import Disks, broadcast, find_disks, memory_place, move, seen_in
 from .record import Record, Stored, encode
 from .shards import Item, Written, earlier_files
 from .state import State, local_ranges, value_range
-from .steps import Progress, check_flags, exchange, explain, log_end, on_every_rank, progress_bar
+from .steps import Progress, check_flags, check_options, exchange, explain, log_end, on_every_rank, progress_bar
 from .storage import Claim, storage_of
 from .values import Encoder, Json
 
@@ -82,7 +82,7 @@ def save(
         background.settle()
         directory = folder.named(dir)
         check_flags(wait=wait, in_memory=in_memory, progress=progress)
-        _check_options(directory, *options)
+        _check_values(directory, *options)
         contents = contents_of(state, filter, process.place.world_size)
         contents.place(folder.absolute(dir), in_memory)
         return contents, (directory, options, contents.summary(process.place.rank))
@@ -131,14 +131,10 @@ def _begin(
 
 def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> None:
     check_engines("accel.save", [summary.engines for *_, summary in told])
-    for rank, (directory, options, summary) in enumerate(told):
+    check_options("accel.save", "wait, keep, placement, replicas and in_memory", [options for _, options, _ in told])
+    for rank, (directory, _, summary) in enumerate(told):
         if directory != told[0][0]:
             raise CheckpointError(f"accel.save: rank 0 saves into {told[0][0]!r}, and rank {rank} into {directory!r}")
-        if options != told[0][1]:
-            raise CheckpointError(
-                f"accel.save: wait, keep, placement, replicas and in_memory are {told[0][1]} on rank 0, and {options} on rank "
-                f"{rank}; give every rank the same"
-            )
         if summary.structure != told[0][2].structure:
             raise CheckpointError(
                 f"accel.save: the state of rank {rank} has other objects or tensors than that of rank 0; give every rank "
@@ -146,7 +142,7 @@ def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> Non
             )
 
 
-def _check_options(
+def _check_values(
     directory: str, wait: bool, keep: int | None, placement: str, replicas: object, in_memory: bool
 ) -> None:
     if keep is not None:
@@ -313,8 +309,8 @@ class Contents:
         found = make_layout(everyone or [self.inventories[which]], len(messages))
         return found.part(rank) if rank else found
 
-    def record(self, save: str, written: Sequence[Files]) -> Record:
-        """The record of files that each rank has written."""
+    def record(self, save: str, written: Sequence[Files], hosts: Sequence[tuple[str, Sequence[int]]]) -> Record:
+        """Of the files that each rank has written, each on its host where hosts are given."""
         files: list[Written] = []
         tensors: dict[str, Stored] = {}
         for which, layout in enumerate(self.layouts):
@@ -333,6 +329,7 @@ class Contents:
             tensors=tensors,
             values=self.values,
             ranks=self.own_of_all if any(self.own_of_all) else [],
+            hosts=hosts,
         )
 
 
@@ -448,8 +445,8 @@ class Writer:
         self.committed(new)
 
     def record(self, written: Sequence[Files], hosts: Sequence[tuple[str, Sequence[int]]] = ()) -> Record:
-        """The record of what all ranks have written, each on its host where hosts are given."""
-        return replace(self._contents.record(self.save, written), hosts=hosts)
+        """What names all that the ranks have written."""
+        return self._contents.record(self.save, written, hosts)
 
     def put(self, content: bytes) -> None:
         """The first rank of a disk: make ``content`` the record there."""

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pickle import PickleError
 from typing import Any, Final, TypeVar
 
@@ -81,6 +81,15 @@ def check_flags(**flags: object) -> None:
     for name, value in flags.items():
         if type(value) is not bool:
             raise CheckpointError(f"{name}={value!r}: expected True or False")
+
+
+def check_options(what: str, names: str, told: Sequence[object]) -> None:
+    """Refuse that the ranks give ``what`` other options, ``names``."""
+    for number, options in enumerate(told):
+        if options != told[0]:
+            raise CheckpointError(
+                f"{what}: {names} are {told[0]} on rank 0, and {options} on rank {number}; give every rank the same"
+            )
 
 
 def explain(error: BaseException) -> str:
