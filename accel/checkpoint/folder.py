@@ -54,11 +54,6 @@ def shard_name(save: str, rank: int, kind: str) -> str:
     return f"accel-{save}-{rank:05d}{kind}.safetensors"
 
 
-def record_name(save: str) -> str:
-    """The record until it is the record."""
-    return f".accel-{save}.record"
-
-
 def begin(directory: str, resources: contextlib.ExitStack, saves: Container[str] = ()) -> Claim:
     """Take a directory, made if need be, as long as ``resources`` last, and clean what dead saves left; refuses others' ones.
 
@@ -333,5 +328,5 @@ def _link(src: str, dst: str) -> None:
             raise CheckpointError(f"{explain(error)}; both must be on one file system that has links") from error
         storage.sync(dst)
         before = storage.names(dst)
-        claim.commit(os.path.join(dst, NAME), encode(one), record_name(one.id))
+        claim.commit(encode(one))
         sweep(dst, before, names)

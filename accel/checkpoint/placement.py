@@ -257,8 +257,7 @@ class Placed:
             with contextlib.ExitStack() as stack:
                 claim = storage_of(directory).claim(directory)
                 stack.callback(claim.release)
-                path = os.path.join(directory, record.NAME)
-                claim.commit(path, record.encode(self.record), f".accel-{self.record.id}.record")
+                claim.commit(record.encode(self.record))
 
 
 def find(directory: str, own: Record | None, told: Sequence[Sight | None]) -> Placed:

@@ -297,16 +297,17 @@ class Turn:
     exclusive = False
 
     def __init__(self, store: Remote, directory: str) -> None:
-        self._store, self._directory = store, directory
+        self._store, self._directory, self._record = store, directory, os.path.join(directory, RECORD)
         self._seen = self._version()
 
     def _version(self) -> str:
-        found = self._store.info(os.path.join(self._directory, RECORD))
+        found = self._store.info(self._record)
         return str(found.get("ETag") or sorted(found.items(), key=str)) if found else ""
 
-    def commit(self, path: str, content: bytes, temporary: str) -> None:
+    def commit(self, content: bytes) -> None:
+        path = self._record
         left = self._store.unfinished(self._directory)
-        problem = self._put(path, content)
+        problem = self._put(content)
         # What failed may have been the answer alone.
         if problem is not None and not self._store.holds(path, content):
             if isinstance(problem, StoreError) and self._version() == self._seen:
@@ -319,14 +320,14 @@ class Turn:
             with contextlib.suppress(OSError):
                 abort()
 
-    def _put(self, path: str, content: bytes) -> OSError | None:
+    def _put(self, content: bytes) -> OSError | None:
         conditions: dict[str, Any] = {} if self._seen else {"mode": "create"}
         if self._seen and self._store.conditional:
             conditions = {"IfMatch": self._seen, "chunksize": _LARGEST}
         elif self._version() != self._seen:
-            return FileExistsError(errno.EEXIST, "there is another record", path)
+            return FileExistsError(errno.EEXIST, "there is another record", self._record)
         try:
-            self._store.ask("pipe_file", path, content, **conditions)
+            self._store.ask("pipe_file", self._record, content, **conditions)
         except OSError as error:
             return error
         return None

@@ -452,7 +452,7 @@ class Writer:
         """The first rank of a disk: make ``content`` the record there."""
         if self._claim is not None:
             self._before, self._sent = self._storage.names(self.directory), not self._claim.exclusive
-            self._claim.commit(os.path.join(self.directory, record.NAME), content, folder.record_name(self.save))
+            self._claim.commit(content)
 
     def committed(self, new: Record) -> None:
         """The first rank of a disk, once all is done: remove what was before. What fails here is no failure of the save."""

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import secrets
 import stat
 import time
 import weakref
@@ -192,7 +193,7 @@ class Local:
             os.close(fd)
 
     def create(self, path: str, size: int, header: int, content: Callable[[Write], bytes]) -> bytes:
-        with _new_file(path, os.O_EXCL) as fd:
+        with _new_file(path) as fd:
             reserve(fd, size)
             os.lseek(fd, header, os.SEEK_SET)
             writing = _Writing(fd)
@@ -304,9 +305,9 @@ def _write_all(fd: int, content: bytes | bytearray | memoryview) -> None:
 
 
 @contextlib.contextmanager
-def _new_file(path: str, flags: int) -> Iterator[int]:
+def _new_file(path: str) -> Iterator[int]:
     """Context: a new file, which is durable afterwards, and removed after an error. An OSError names it."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL, 0o666)
     try:
         with naming(path):
             yield fd
@@ -324,7 +325,7 @@ class Lock:
     """Held by the job that saves into a directory, until its process ends at the latest; refuses another job.
 
     ``exclusive``  no other job can be writing there until this one lets go
-    ``commit``     makes ``content`` the file ``path``, durably, from one moment to the next; ``temporary`` is a name beside it
+    ``commit``     makes ``content`` the directory's record, durably, from one moment to the next
     ``release``    lets the next job in; again is harmless. ``remove`` leaves nothing in the directory, too
     """
 
@@ -355,11 +356,11 @@ class Lock:
             f"{path} is held by another job that saves here now; give each job a directory of its own, or end the other"
         )
 
-    def commit(self, path: str, content: bytes, temporary: str) -> None:
-        passing = os.path.join(self._directory, temporary)
-        with _new_file(passing, os.O_TRUNC | os.O_NOFOLLOW) as fd:
+    def commit(self, content: bytes) -> None:
+        passing = os.path.join(self._directory, f".accel-{secrets.token_hex(6)}.record")
+        with _new_file(passing) as fd:
             _write_all(fd, content)
-        os.replace(passing, path)
+        os.replace(passing, os.path.join(self._directory, RECORD))
         _local.sync(self._directory)
 
     def remove(self) -> None:
