@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -202,18 +203,15 @@ class Words:
     def __init__(self, process: Process, save: str, directory: str) -> None:
         self._rank, self._world = process.place.rank, process.place.world_size
         self._shared: Any = process.store("save", save) if self._world > 1 else None
-        self._apart: Any = None
         self._what = directory
         self._timeout = process.timeout.total_seconds()
         self._lost: set[int] = set()
 
-    @property
+    @functools.cached_property
     def _store(self) -> Any:
         """By a connection of its own: one does one thing at a time, and on that of the start the thread that trains may wait for
         another rank, as where a process group is made, while that rank waits for this save."""
-        if self._apart is None:
-            self._apart = self._shared.clone()
-        return self._apart
+        return self._shared.clone()
 
     def tell(self, status: dict[str, Any], kind: str) -> None:
         with _reaching():

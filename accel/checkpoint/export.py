@@ -23,7 +23,7 @@ from .reader import Reader
 from .record import Record
 from .safetensors import BY_NAME, ITEM_BYTES, METADATA, NAMES, Entry, build_header, memory
 from .source import STEMS, index_file, present, whole_file
-from .steps import Progress, log_end, on_running_ranks, progress_bar
+from .steps import Progress, check_flags, log_end, on_running_ranks, progress_bar
 from .storage import Write, storage_of
 from .values import TAG, Decoder, Json
 
@@ -182,7 +182,7 @@ def export(
             with progress_bar("accel.export", planned.nbytes, shown=progress) as more:
                 _export(planned, folder.absolute(out), library, overwrite, more)
 
-    on_running_ranks("accel.export", act, overwrite=overwrite, progress=progress)
+    on_running_ranks("accel.export", lambda: check_flags(overwrite=overwrite, progress=progress), act)
 
 
 def _export(planned: Export, out: str, library: str, overwrite: bool, progress: Progress) -> None:

@@ -13,7 +13,7 @@ from ..errors import CheckpointError, is_url, refuse_url
 from ..process import current, rank
 from ..process.control import locked
 from .background import background
-from .placement import NUMBER, Sight, memory_place, memory_series, newest, seen_in_memory, sight
+from .placement import NUMBER, Sight, memory_place, memory_series, newest, seen_in_memory
 from .record import NAME, Record, encode, exists, is_damaged, read
 from .steps import exchange, explain, on_every_rank
 from .storage import MEMORY, Claim, StoreError, check_size, storage_of, unreadable
@@ -280,8 +280,8 @@ def _latest_of_hosts(root: str | os.PathLike[str]) -> str | None:
     def look() -> tuple[dict[str, Record], dict[str, Sight]]:
         background.wait()
         looked = ((path, newest_of(path, elsewhere=True)) for path in _candidates(named(root)))
-        found = {path: one[1:] for path, one in looked if one is not None}
-        return {path: one for path, (_, one) in found.items()}, {path: sight(*one) for path, one in found.items()}
+        found = {path: one[2] for path, one in looked if one is not None}
+        return found, {path: (one.time, one.id) for path, one in found.items()}
 
     return newest(*exchange("accel.latest", look))
 

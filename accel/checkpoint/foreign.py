@@ -28,7 +28,7 @@ from .objects import LocalRange, StateObject
 from .safetensors import check_tensor
 from .save import save_alone
 from .source import is_weights_alone
-from .steps import Progress, naming, on_running_ranks, parsing, progress_bar
+from .steps import Progress, check_flags, naming, on_running_ranks, parsing, progress_bar
 from .storage import reserve, storage_of
 from .values import DEPTH, TAG, Encoder, Json, place
 
@@ -68,7 +68,7 @@ def import_checkpoint(
         with progress_bar("accel.import_checkpoint", shown=progress) as more:
             return _convert(folder.absolute(source), folder.absolute(dir), optimizer, more)
 
-    return on_running_ranks("accel.import_checkpoint", act, optimizer=optimizer, progress=progress)
+    return on_running_ranks("accel.import_checkpoint", lambda: check_flags(optimizer=optimizer, progress=progress), act)
 
 
 def _convert(source: str, directory: str, optimizer: bool, progress: Progress) -> dict[str, list[str]]:

@@ -28,7 +28,7 @@ from .export import choose
 from .layout import digest
 from .match import Apply, Differences, Match, check_engines, check_objects, plain, report, unfit, value_tensors
 from .objects import ModuleObject, RankObject, StatefulObject, StateObject, TensorObject, engines_of
-from .placement import Placed, Sight, find, memory_place, sight
+from .placement import Placed, Sight, find, memory_place
 from .reader import Reader
 from .record import Record, Stored
 from .safetensors import BY_NAME
@@ -117,11 +117,11 @@ def _snapshot(
             raise CheckpointError(f"check={check!r}: expected 'first' or 'stream'")
         background.wait()
         directory, asked = folder.absolute(dir), (folder.named(dir), options)
-        found, where = folder.in_memory(directory)
+        found, _ = folder.in_memory(directory)
         on_disk = folder.present(directory) if found else None
         if found is None or (on_disk is not None and on_disk.time > found.time):
             return None, (asked, None)
-        return found, (asked, sight(where, found))
+        return found, (asked, (found.time, found.id))
 
     own, told = exchange("accel.load (memory)", look)
     if not any(one for _, one in told) or any(asked != told[0][0] for asked, _ in told):
@@ -198,7 +198,7 @@ def _open(dir: str | os.PathLike[str], state: Any, options: tuple[object, ...]) 
             problem = error  # another host may have it
             return None, Sighting(name, "", options, str(error))
         if found.record.hosts:
-            return found, Sighting(name, found.digits, options, sight=sight(found.directory, found.record))
+            return found, Sighting(name, found.digits, options, sight=(found.record.time, found.record.id))
         # Before anything is made in the sizes that the record names.
         reads = state is not None or any(name.startswith(OF_VALUES) for name in found.record.tensors)
         if reads and found.headers is None and current().place.rank == 0:

@@ -173,61 +173,54 @@ os.register_at_fork(after_in_child=seen_in_memory.clear)
 # -- What lies where ---------------------------------------------------------------------------------------------------
 
 
-class Sight(NamedTuple):
-    """What a rank sees of a checkpoint: of which save, committed when, and which of how many files are there whole, as bits."""
-
-    save: str
-    time: float
-    files: int
-    whole: int
+#: What a rank tells of a checkpoint that it sees: when its save was committed, and which save it is.
+Sight = tuple[float, str]
 
 
-def sight(directory: str, found: Record) -> Sight:
-    """Of the checkpoint with this record; its files may be in memory, too."""
+def _whole_files(directory: str, found: Record) -> int:
+    """Which files of a checkpoint are there whole, as bits; they may be in memory, too."""
     whole = 0
     for where in filter(None, (directory, memory_place(directory))):
         for number, file in enumerate(found.files):
             with contextlib.suppress(OSError):
                 whole |= (storage_of(where).size(os.path.join(where, file.name)) == file.size) << number
-    return Sight(found.id, found.time, len(found.files), whole)
-
-
-def _absent(wholes: Collection[int], files: int) -> list[int]:
-    """The files that nobody has."""
-    found = reduce(or_, wholes)
-    return [number for number in range(files) if not found >> number & 1]
+    return whole
 
 
 def newest(own: Mapping[str, Record], told: Sequence[Mapping[str, Sight]]) -> str | None:
     """Of checkpoints by their names, as each rank sees them, the newest all of whose files some rank sees. Collective."""
-    seen: dict[tuple[float, str, str, int], dict[int, int]] = {}
-    for rank, names in enumerate(told):
-        for name, one in names.items():
-            seen.setdefault((one.time, one.save, name, one.files), {})[rank] = one.whole
-    for (_, save, name, files), wholes in sorted(seen.items(), reverse=True):
-        found: Collection[int] = wholes.values()
-        if _absent(found, files) and len(wholes) < len(told):  # hosts without this record may have the files
-            *_, found = _everywhere(name, own.get(name), save, min(wholes))
-        if not _absent(found, files):
-            return name
-    return None
+    return next((name for name, placed in _newest_first(own, told) if not placed.absent), None)
 
 
-def _everywhere(directory: str, own: Record | None, save: str, source: int) -> tuple[Record, str, list[int]]:
-    """The record of a save, which rank ``source`` has, its checksum, and which files each rank sees whole. Collective."""
+def _newest_first(own: Mapping[str, Record], told: Sequence[Mapping[str, Sight]]) -> Iterator[tuple[str, Placed]]:
+    """The saves that any rank sees, each with its name. Collective, each of them."""
+    seen = {(*one, name): rank for rank, names in enumerate(told) for name, one in names.items()}
+    for (_, save, name), source in sorted(seen.items(), reverse=True):
+        yield name, _everywhere(name, own.get(name), save, source)
+
+
+def _everywhere(directory: str, own: Record | None, save: str, source: int) -> Placed:
+    """A save of which rank ``source`` has the record, as all ranks see it. Collective."""
     content = record.encode(own) if own is not None and own.id == save else b""
     found, digits = record.parse(broadcast(content, source), os.path.join(directory, record.NAME))
-    return found, digits, exchange("the files of a checkpoint", lambda: (None, sight(directory, found).whole))[1]
+    _, wholes = exchange("the files of a checkpoint", lambda: (None, _whole_files(directory, found)))
+    return Placed(found, digits, wholes)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A save of which all files are on some host: its record, the record's checksum, and what each rank has."""
+    """A save as all ranks see it: its record, the record's checksum, and which files each rank has whole, as bits."""
 
     record: Record
     digits: str
     wholes: Sequence[int]
+
+    @property
+    def absent(self) -> list[int]:
+        """The files that nobody has."""
+        found = reduce(or_, self.wholes)
+        return [number for number in range(len(self.record.files)) if not found >> number & 1]
 
     def fetch(self, directory: str, wanted: Collection[int]) -> str:
         """Bring here what this rank wants and its disk lacks; returns what is one text for the ranks of a disk. Collective."""
@@ -266,12 +259,12 @@ def find(directory: str, own: Record | None, told: Sequence[Sight | None]) -> Pl
     Raises:
         CheckpointError: each lacks files; names those of the newest, and the hosts that wrote them.
     """
-    saves = {(one.time, one.save): rank for rank, one in reversed(list(enumerate(told))) if one is not None}
     problem = ""
-    for (_, save), source in sorted(saves.items(), reverse=True):
-        found, digits, wholes = _everywhere(directory, own, save, source)
-        if not (absent := _absent(wholes, len(found.files))):
-            return Placed(found, digits, wholes)
+    everyone = [{} if one is None else {directory: one} for one in told]
+    for _, placed in _newest_first({} if own is None else {directory: own}, everyone):
+        found = placed.record
+        if not (absent := placed.absent):
+            return placed
         hosts = sorted({name for number in absent for name in found.hosts_of(number)})
         problem = problem or (
             f"{directory}: {len(absent)} of {len(found.files)} files, such as {found.files[absent[0]].name}, are on none of "

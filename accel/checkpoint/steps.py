@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pickle import PickleError
 from typing import Any, Final, TypeVar
 
@@ -56,24 +56,21 @@ def on_every_rank(what: str, act: Callable[[], T]) -> T:
     return exchange(what, lambda: (act(), None))[0]
 
 
-def on_running_ranks(what: str, act: Callable[[int, int], T], **flags: object) -> T:
-    """Run ``act``, given rank and world size, on every rank if accel runs over several, else here, without a process group.
+def on_running_ranks(what: str, look: Callable[[], Hashable], act: Callable[[int, int], T]) -> T:
+    """Run ``look``, then ``act`` on every rank if accel runs over several, else here, without a process group.
 
-    What ``check_flags`` refuses of any rank is refused before.
+    ``act`` is given this rank's number among those for which ``look`` gave the same, and how many they are.
     """
     process = running()
-    own, world = (0, 1) if process is None else (process.place.rank, process.place.world_size)
-    if world > 1:
-        on_every_rank(f"{what} (the options)", lambda: check_flags(**flags))
-        return on_every_rank(what, lambda: act(own, world))
-    check_flags(**flags)
+    if process is not None and process.place.world_size > 1:
+        mine, told = exchange(f"{what} (the beginning)", lambda: (look(),) * 2)
+        alike = [number for number, theirs in enumerate(told) if theirs == mine]
+        return on_every_rank(what, lambda: act(alike.index(process.place.rank), len(alike)))
     try:
-        return act(own, world)
+        look()
+        return act(0, 1)
     except OSError as error:
         raise CheckpointError(f"{what}: {explain(error)}") from error
-
-
-# -- What a message says of a failure ----------------------------------------------------------------------------------
 
 
 def check_flags(**flags: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from .reader import Reader
 from .record import Record
 from .safetensors import BY_NAME, CHUNK, chunks_of
 from .state import OF_VALUES
-from .steps import Progress, exchange, log_end, on_every_rank, on_running_ranks, parsing, progress_bar
+from .steps import Progress, check_flags, exchange, log_end, on_every_rank, on_running_ranks, parsing, progress_bar
 from .values import DEPTH, TAG, Decoder, Json
 
 _BATCH: Final = 64  # chunks between two words of progress
@@ -73,7 +73,7 @@ def _share(needed: torch.Tensor, told: Sequence[tuple[list[int], bool]], me: int
 def verify(dir: str | os.PathLike[str], *, progress: bool = True) -> None:
     """Compare every byte of a checkpoint with its checksums, and its record with the format. Collective on several ranks.
 
-    Of one that hosts have on their own disks or in memory each rank compares what its host has, which must be all of it.
+    Of one that hosts have on their own disks or in memory the ranks compare what their own host has, which must be all of it.
 
     Args:
         dir: the checkpoint's directory.
@@ -83,16 +83,22 @@ def verify(dir: str | os.PathLike[str], *, progress: bool = True) -> None:
         CheckpointError: names what is missing, damaged or nonsense.
     """
 
-    def act(rank: int, world: int) -> None:
-        begin, directory = time.monotonic(), folder.newest_place(dir)
+    begin, directory, found = time.monotonic(), "", None
+
+    def look() -> Hashable:
+        nonlocal directory, found
+        check_flags(progress=progress)
+        directory = folder.newest_place(dir)
         found, _ = record.read(directory)
-        if found.hosts:
-            rank, world = 0, 1  # which have copies of their own
+        return folder.key_of(directory) if found.hosts else None  # hosts have copies of their own
+
+    def act(rank: int, world: int) -> None:
+        assert found is not None
         with progress_bar("accel.verify", found.nbytes // world, shown=progress) as more:
             _compare_all(directory, found, rank, world, more)
         log_end(directory, f"1 of {world} parts verified" if world > 1 else "verified", found.nbytes // world, begin)
 
-    on_running_ranks("accel.verify", act, progress=progress)
+    on_running_ranks("accel.verify", look, act)
 
 
 def _compare_all(directory: str, found: Record, rank: int, world: int, progress: Progress) -> None:
