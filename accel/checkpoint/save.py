@@ -81,8 +81,7 @@ def save(
     def prepare() -> tuple[Contents, tuple[str, tuple[object, ...], Summary]]:
         background.settle()
         directory = folder.named(dir)
-        check_flags(wait=wait, in_memory=in_memory, progress=progress)
-        _check_values(directory, *options)
+        _check_values(directory, progress, *options)
         contents = contents_of(state, filter, process.place.world_size)
         contents.place(folder.absolute(dir), in_memory)
         return contents, (directory, options, contents.summary(process.place.rank))
@@ -143,8 +142,9 @@ def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> Non
 
 
 def _check_values(
-    directory: str, wait: bool, keep: int | None, placement: str, replicas: object, in_memory: bool
+    directory: str, progress: bool, wait: bool, keep: int | None, placement: str, replicas: object, in_memory: bool
 ) -> None:
+    check_flags(wait=wait, in_memory=in_memory, progress=progress)
     if keep is not None:
         folder.check_keep(directory, keep)
     folder.check_placement(placement)
