@@ -72,10 +72,7 @@ def watch(process: Process, group: Any, name: str, label: str) -> None:
     unshard, post_backward = group.unshard, group.post_backward
     gathering, reducing = (f"the {verb} of {name} ({label})" for verb in ("gathering", "reduction"))
     in_gather, in_reduce = Waiting(process, gathering), Waiting(process, reducing)
-    places = [
-        (p._module_info.module._parameters, p._module_info.param_name, p)
-        for p in group.fsdp_params
-    ]
+    places = [(p._module_info.module._parameters, p._module_info.param_name, p) for p in group.fsdp_params]
 
     def gather(*args: Any, **kwargs: Any) -> Any:
         for table, key, p in places:
