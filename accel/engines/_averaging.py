@@ -37,7 +37,6 @@ class AveragedGradients(Gradients):
     _num_steps = 0
 
     def pending(self) -> bool:
-        """Whether gradients exist that may be this rank's own."""
         engine = self.engine
         if not engine.distributed or (self.settled and not self.log.entries):
             return False

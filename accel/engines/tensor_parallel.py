@@ -43,13 +43,11 @@ class TensorParallel(Planned, LayerOptions):
     reduce_dtype: ClassVar[torch.dtype | None] = None
 
     def check_values(self) -> None:
-        """Refuse what is no size, or no plan."""
         if self.size is not None:
             check_size("TensorParallel", self.size, "size")
         check_plan(self.plan)
 
     def axes(self, world_size: int) -> dict[str, int]:
-        """The lengths of the axes over so many processes; raises where these do not divide so."""
         size = world_size if self.size is None else self.size
         if world_size % size:
             raise BackendError(

@@ -55,16 +55,13 @@ class XLAEngine(AveragingEngine):
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
-        """Refuse a process without an XLA device."""
         _refuse(process.device.type, f"this process uses {process.device}")
 
     @classmethod
     def probe(cls) -> str:
-        """Refuse a machine without an XLA device."""
         kind = available()[0]
         _refuse(kind, f"torch finds {kind} here")
         return ""
 
     def add(self, flat: torch.Tensor) -> None:
-        """Sum by the process group's backend for the device."""
         dist.all_reduce(flat, group=self.process.group)

@@ -68,12 +68,10 @@ class Patch:
         self.__enter__()
 
     def drop(self, user: Any) -> None:
-        """``user`` needs it no longer."""
         self._users.discard(user)
         self._prune()
 
     def users(self) -> list[Any]:
-        """Those that need it and live."""
         return list(self._users)
 
     def _prune(self) -> None:
@@ -387,9 +385,8 @@ def data_patch(
 ) -> Patch:
     """The attribute in its place.
 
-    Args:
-        listener: hears of each use: the tensor, and what reading gave, or None before it is set.
-        take: is given a tensor and the value to set first, and says whether it has taken it.
+    ``listener`` hears of each use: the tensor, and what reading gave, or None before it is set. ``take`` is given a tensor and
+    the value to set first, and says whether it has taken it.
     """
 
     def make(found: Any, needed: Callable[[], bool]) -> property:

@@ -66,21 +66,15 @@ class Absent:
     plain: ClassVar[frozenset[Any]] = frozenset()
 
     def full_shape(self) -> torch.Size:
-        """That of what has the values' place."""
         shape: torch.Size = plainly(_T.shape.__get__)(self)
         return shape
 
     def fetch(self, function: Any) -> None:
-        """Let the values be here for a function.
-
-        Raises:
-            BackendError: they cannot; names the parameter.
-        """
+        """Let the values be here for a function; BackendError, which names the parameter, where they cannot."""
         raise NotImplementedError
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Shape, dtype and the like; what needs values fetches them."""
         kwargs = kwargs or {}
         if func in _PLAIN or func in cls.plain:
             with torch._C.DisableTorchFunctionSubclass():

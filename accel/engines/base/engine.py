@@ -54,11 +54,7 @@ class Options:
     leading: ClassVar[str] = ""
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        """Refuse other options than there are.
-
-        Raises:
-            BackendError: names the one that is likely meant.
-        """
+        """Refuse (BackendError) other options than there are."""
         known = [option.name for option in dataclasses.fields(cls)]
         if args:
             raise BackendError(f"{cls.__name__}({args[0]!r}): options go by their names: {', '.join(known)}")
@@ -70,11 +66,7 @@ class Options:
 
     @final
     def __post_init__(self) -> None:
-        """Refuse anything but True and False where one of them is expected, and what ``check_values`` refuses.
-
-        Raises:
-            BackendError: names the option.
-        """
+        """Refuse (BackendError) what is no value of an option, and what ``check_values`` refuses."""
         every = self.drift_check
         if every is not None and (type(every) is not int or every < 0):
             raise BackendError(f"{type(self).__name__}(drift_check={every!r}): expected a number of steps, 0 or None")
@@ -95,11 +87,7 @@ class Options:
         self.check_values()
 
     def check_values(self) -> None:
-        """Refuse other values that these options cannot have.
-
-        Raises:
-            BackendError: names the option.
-        """
+        """Refuse (BackendError) other values that these options cannot have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,11 +206,7 @@ class Engine(ABC):
 
     @classmethod
     def probe(cls) -> str:
-        """Import what the backend needs, and say how it is limited on this machine; nothing where it is not. Local.
-
-        Raises:
-            BackendError: it cannot run here.
-        """
+        """Import what the backend needs, and say how it is limited on this machine; BackendError where it cannot run. Local."""
         for module in cls.requires:
             importlib.import_module(module)
         return ""
@@ -396,11 +380,7 @@ class Engine(ABC):
     def compare(
         self, what: str, value: Any = None, explain: Callable[[list[Any]], str] = str, beside: Any = None
     ) -> list[Any]:
-        """Make sure that all ranks do ``what`` to this very model with the same ``value``; their ``beside``. Collective.
-
-        Raises:
-            RankMismatchError: they do not; on every rank.
-        """
+        """All ranks do ``what`` to this model with one ``value``, or raise RankMismatchError; their ``beside``. Collective."""
         return require_equal(f"{what} ({self.label})", value, explain, beside)
 
 

@@ -25,14 +25,7 @@ _now = threading.local()
 
 @final
 class Exchange:
-    """What the attention of one forward exchanges, also where activation checkpointing computes it again.
-
-    Args:
-        sequence: of the model.
-        length: of the whole sequence.
-        padding: which of its tokens are none.
-        size: of how many parts it has one; 1 where it has the whole.
-    """
+    """What the attention of one forward exchanges, also computed again; ``size`` is 1 where it has the whole sequence."""
 
     def __init__(self, sequence: SequenceParallel, length: int, padding: Tensor | None, size: int) -> None:
         self.sequence, self.size, self._length, self._padding = sequence, size, length, padding

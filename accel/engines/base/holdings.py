@@ -111,13 +111,10 @@ class Holdings(Raw):
 
     @classmethod
     def read_foreign(cls, path: str, load: Any, new: Any) -> dict[str, Any] | None:
-        """The state in a checkpoint that this backend's own library wrote; None if there is none. Local.
+        """The state in a checkpoint that this backend's own library wrote into a directory; None if there is none. Local.
 
-        Args:
-            path: a directory.
-            load: reads a pickled file without running what is in it; takes its path, and the names of classes that may be
-                in it and are read as inert objects.
-            new: makes a tensor of a shape and dtype that need not fit into memory.
+        ``load`` reads a pickled file, with objects of the classes that it is given names of as inert ones, and runs nothing;
+        ``new`` makes a tensor of a shape and dtype that need not fit into memory.
         """
         return None
 
@@ -143,7 +140,6 @@ class Holdings(Raw):
         return {id(p): name for name, p in self.engine.named.items()}
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
-        """As of raw objects."""
         if optimizer is None:
             self.prepare(writing=False)
         with self.guard.opened():
@@ -548,7 +544,6 @@ class Target(Absent, torch.Tensor):
         return made
 
     def fetch(self, function: Any) -> None:
-        """Refuse it."""
         raise BackendError(
             f"{name_of(function)} of a parameter while a state is loaded, of which this rank may hold a part: a hook that comes "
             "before a load, or an own _load_from_state_dict, finds no values there; change the state dict instead"
@@ -556,7 +551,6 @@ class Target(Absent, torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """``copy_``, shape, dtype and the like; nothing else."""
         if func is torch.Tensor.copy_ and isinstance(args[0], Target):
             if isinstance(args[1], Target) and args[1] is not args[0]:
                 args[1].fetch(func)
@@ -587,7 +581,6 @@ class Guard:
 
     @property
     def watching(self) -> bool:
-        """Whether anything is refused."""
         return bool(self._watched)
 
     def watch(self, raw: nn.Module | Optimizer, load: Callable[..., Any] | None = None) -> None:
@@ -621,7 +614,6 @@ class Guard:
                 self.release(raw)
 
     def release(self, raw: nn.Module | Optimizer) -> None:
-        """Refuse no more."""
         _, hooks = self._watched.pop(id(raw), (None, []))
         remove_hooks(hooks)
         for name in _COPIES:

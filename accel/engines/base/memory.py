@@ -49,15 +49,7 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSize:
-    """One parameter.
-
-    Args:
-        name: as in ``named_parameters()``.
-        shape: of the whole parameter.
-        itemsize: bytes of an element.
-        trainable: whether it gets gradients.
-        state_bytes: what its optimizer keeps for it.
-    """
+    """One parameter: its whole shape, bytes of an element, whether it gets gradients, and what its optimizer keeps for it."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,7 +59,6 @@ class ParameterSize:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -101,7 +92,6 @@ class Footprint:
 
     @property
     def trainable(self) -> tuple[ParameterSize, ...]:
-        """The parameters that get gradients."""
         return tuple(p for p in self.parameters if p.trainable)
 
     @property
@@ -428,7 +418,6 @@ def stages(footprint: Footprint, counts: Sequence[int]) -> tuple[MemoryUse, ...]
 
 
 def _use(footprint: Footprint, mine: Iterable[ParameterSize], buckets: int = 0) -> MemoryUse:
-    """All parameters, and gradients and state of some."""
     mine = list(mine)
     return MemoryUse(
         parameters=sum(p.nbytes for p in footprint.parameters),

@@ -64,7 +64,6 @@ class DeepSpeed(SequenceOptions):
     leading = "stage"
 
     def check_values(self) -> None:
-        """Refuse an unknown stage."""
         if self.stage not in (None, 0, 1, 2, 3):
             raise BackendError(f"DeepSpeed(stage={self.stage!r}): expected 0, 1, 2 or 3")
 
@@ -109,11 +108,9 @@ class ZeROGradients(Gradients):
         return self.engine.parameters if zero is None else [*self.engine.parameters, *zero.fragments.values()]
 
     def pending(self) -> bool:
-        """Whether gradients came since the last ``settle``."""
         return self.engine.distributed and (bool(self.log.entries) or bool(self._assigned()))
 
     def hidden(self) -> bool:
-        """Whether fragments have any."""
         return self.engine.zero is not None and (bool(self._kept) or self.pending())
 
     @plainly
@@ -164,7 +161,6 @@ class ZeROGradients(Gradients):
     # -- making them final ----------------------------------------------------------------------------------------
 
     def accumulate(self, accumulating: bool) -> None:
-        """Leave gradients in ``p.grad`` in the backwards inside."""
         super().accumulate(accumulating)
         if self.engine.zero is not None:
             self.engine.zero.local = accumulating
@@ -253,7 +249,6 @@ class ZeROGradients(Gradients):
             )
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip by the norm over all ranks' parts."""
         if self.engine.zero is not None:
             self.announce("accel.clip_grad_norm_")
         self.settle()
@@ -274,7 +269,6 @@ class ZeROGradients(Gradients):
         )  # what all ranks have counts once
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-        """Of all ranks' fragments."""
         zero, what = self.engine.zero, "torch.nn.utils.clip_grad_norm_"
         if zero is None:
             return None
@@ -285,7 +279,6 @@ class ZeROGradients(Gradients):
             return norm_over_ranks(mine, norm_type, self.process)
 
     def behind(self, parameters: Sequence[torch.Tensor]) -> Sequence[Accumulator]:
-        """Fragments."""
         if (zero := self.engine.zero) is None:
             return ()
         self.settle()
@@ -311,7 +304,6 @@ class ZeROGradients(Gradients):
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that would see a part of a parameter as another parameter."""
         super().check(optimizer)
         engine = self.engine
         settings = engine.configuration
@@ -356,7 +348,6 @@ class ZeROGradients(Gradients):
             group["params"] = [f.weights for f in fragments if f is not None]
 
     def steps_part(self, optimizer: Optimizer) -> bool:
-        """Where there are fragments."""
         return self.engine.zero is not None
 
     @contextlib.contextmanager
@@ -375,7 +366,6 @@ class ZeROGradients(Gradients):
         zero.spread()
 
     def break_step(self) -> None:
-        """Put the parameters back."""
         self.stepping = None
         self._creating.close()
         for group, parameters in self.held:
@@ -386,12 +376,10 @@ class ZeROGradients(Gradients):
         self.held.clear()
 
     def before_closure(self, optimizer: Optimizer) -> None:
-        """Every rank sees what the fragments are now."""
         if self.engine.zero is not None:
             self.engine.zero.spread()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Every rank sees the new weights."""
         level_steps(optimizer)
         self.break_step()
         if self.engine.zero is not None:
@@ -429,14 +417,12 @@ class DeepSpeedEngine(Engine):
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
-        """Refuse a configuration that contradicts the options or the loop."""
         Configuration(options).check(process.place.world_size)
         if process.place.world_size > 1:
             refuse_sparse(module, cls.name)
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
-        """What the stage divides, divided."""
         return Configuration(options).predicted(footprint, world_size)
 
     def wrap(self) -> None:
@@ -491,24 +477,18 @@ class DeepSpeedEngine(Engine):
     # -- optimizers -----------------------------------------------------------------------------------------------
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Refuse what cannot step parts of parameters."""
         self.gradients.check(optimizer)
         super().attach(optimizer)
         if self.distributed and self.stage:
             overrides.put(optimizer, self)
 
     def detach(self, optimizer: Optimizer) -> None:
-        """Without the guards it is the user's own again."""
         self.gradients.break_step()
         overrides.remove(optimizer)
         super().detach(optimizer)
 
     def take_edits(self) -> None:
-        """Take over weights that the loop has written or replaced; refuse it where the next step would undo that.
-
-        Raises:
-            BackendError: names them.
-        """
+        """Take over weights that the loop has written or replaced; refuse (BackendError) what the next step would undo."""
         if self.zero is not None and (edited := self.zero.take_edits()):
             raise BackendError(
                 f"{', '.join(self.names[i] for i in edited[:5])} changed in place, which is lost: the optimizer steps other "
@@ -517,7 +497,6 @@ class DeepSpeedEngine(Engine):
             )
 
     def indices(self, optimizer: Optimizer) -> list[int]:
-        """The numbers of the optimizer's parameters."""
         numbers = {id(p): i for i, p in enumerate(self.parameters)}
         held = {id(group): parameters for group, parameters in self.gradients.held}
         return [numbers[id(p)] for g in optimizer.param_groups for p in held.get(id(g), g["params"])]
@@ -525,7 +504,6 @@ class DeepSpeedEngine(Engine):
     # -- state and end --------------------------------------------------------------------------------------------
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        """Whole weights, gradients and optimizer state in the user's own objects."""
         self.holdings.guard.release_modules()
         overrides.remove(self.module)
         zero = self.zero if hasattr(self.zero, "zero") else None  # its start may have failed
@@ -538,7 +516,6 @@ class DeepSpeedEngine(Engine):
                 raise lost_weights(self)
 
     def abandon(self, reason: str) -> None:
-        """Let go of the groups that DeepSpeed holds for this model too."""
         super().abandon(reason)
         if self.zero is not None and hasattr(self.zero, "library"):
             release_groups([self.zero.library, *self.parameters])

@@ -87,14 +87,7 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
 
 
 class Configuration:
-    """What the options and the user's configuration say together. Errors name the key, and what to do instead.
-
-    Args:
-        options: of the engine.
-
-    Raises:
-        BackendError: it is no such file, not a JSON object, of another stage than the options, or offloads elsewhere.
-    """
+    """What the options and the user's configuration say together. Errors (BackendError) name the key, and what to do instead."""
 
     def __init__(self, options: Any) -> None:
         self._given = _read(options.config)
@@ -140,11 +133,7 @@ class Configuration:
         return option or device != "none", folder and str(folder)
 
     def check(self, world_size: int) -> None:
-        """Refuse what would be ignored, be without effect, or contradict the loop.
-
-        Raises:
-            BackendError: names the key or option.
-        """
+        """Refuse (BackendError) what would be ignored, be without effect, or contradict the loop."""
         for key, value in self._given.items():
             if key not in _PASSED and key not in _READ and not _off(value):
                 instead = _INSTEAD.get(
@@ -198,11 +187,7 @@ class Configuration:
             )
 
     def check_precision(self, name: str) -> None:
-        """Refuse master weights beside another precision than theirs.
-
-        Raises:
-            PrecisionError: names both.
-        """
+        """Refuse (PrecisionError) master weights beside another precision than theirs."""
         if self.masters and name != "bf16-true":
             raise PrecisionError(
                 f"DeepSpeed configuration: 'bf16' stores the model in bfloat16 with fp32 master weights, which is an option of "
@@ -225,13 +210,7 @@ class Configuration:
         )
 
     def complete(self, dtype: torch.dtype, numel: int, transport: str | None) -> dict[str, Any]:
-        """What the library is given: the user's configuration, and what this engine needs.
-
-        Args:
-            dtype: of the model's weights.
-            numel: of all of them.
-            transport: the backend of torch.distributed by which gradients travel.
-        """
+        """The user's configuration, and what this engine needs, for the library; gradients travel by ``transport``."""
         passed = _without_auto({k: v for k, v in self._given.items() if k in _PASSED})
         zero = dict(passed.get("zero_optimization", {}))
         zero.pop("offload_optimizer", None)  # the engine steps where it keeps the copies, without the library's help
@@ -260,11 +239,7 @@ class Configuration:
 
 
 def refuse_parameters(parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
-    """Refuse weights that DeepSpeed cannot divide, or of several floating dtypes, which it would put into one buffer.
-
-    Raises:
-        BackendError: names them.
-    """
+    """Refuse (BackendError) weights that DeepSpeed cannot divide, or of several dtypes, which it would put into one buffer."""
     kinds: dict[torch.dtype, str] = {}
     for name, parameter in zip(names, parameters, strict=True):
         if parameter.is_complex() or not parameter.numel():

@@ -51,7 +51,6 @@ def remove(raw: nn.Module | Optimizer) -> None:
 
 
 def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
-    """A copy has none of them."""
     own = {name: vars(module).pop(name) for name in _OWN}
     try:
         return copy.deepcopy(module, memo)
@@ -60,7 +59,6 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
 
 
 def _getstate(module: nn.Module) -> NoReturn:
-    """A pickle would have none of what the library adds to parameters."""
     raise AccelError(
         f"a {type(module).__name__} cannot be pickled while DeepSpeed works on its weights: pickle what "
         "accel.full_state_dict(model) returns, which every rank calls, or the module that accel.teardown(model) returns; "

@@ -126,7 +126,6 @@ class Partitions(ABC):
         self.snapshot = Snapshot(self.module)
 
     def start(self, config: dict[str, Any], device: torch.device) -> None:
-        """Divide the model. Collective."""
         trainable = [p.requires_grad for p in self.parameters]
         try:
             for parameter in self.divided.values():
@@ -398,7 +397,6 @@ class Flat(Partitions):
                     buffer.record_stream(stream)
 
     def take(self, index: int) -> None:
-        """Into the library's bucket."""
         parameter = self.parameters[index]
         if parameter.numel():
             zero = self.zero
@@ -418,7 +416,6 @@ class Flat(Partitions):
         parameter.grad = None
 
     def finish(self) -> None:
-        """Reduce what is in the bucket."""
         zero = self.zero
         zero.reduce_ipg_grads()
         self._wait_for_reductions()
@@ -432,7 +429,6 @@ class Flat(Partitions):
         self.wait_for_copies()
 
     def reset(self) -> None:
-        """Empty the bucket."""
         super().reset()
         self._wait_for_reductions()
         zero = self.zero
@@ -443,7 +439,6 @@ class Flat(Partitions):
         zero._release_ipg_buffers()
 
     def gather(self) -> None:
-        """All ranks' parts of the flat memory."""
         zero = self.zero
         library("deepspeed.runtime.utils").all_gather_dp_groups(
             groups_flat=zero.bit16_groups_flat,

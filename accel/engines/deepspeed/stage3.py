@@ -239,7 +239,6 @@ class Stage3(Partitions):
     _versions: list[int]
 
     def start(self, config: dict[str, Any], device: torch.device) -> None:
-        """Divide the model."""
         super().start(config, device)
         self._note_versions()
         self._order_gathers()
@@ -291,7 +290,6 @@ class Stage3(Partitions):
             vars(weight)["partition"] = adopting(adopt, vars(weight)["partition"])
 
     def _store_parts(self) -> None:
-        """Put this rank's parts of the weights into files, where the configuration has a folder for them."""
         if self._folders[1] is not None:
             parameters: Sequence[Any] = self.parameters
             for part in [p.ds_tensor for p in parameters if not p.ds_persist]:
@@ -320,17 +318,14 @@ class Stage3(Partitions):
         self._versions = [p._version for p in self.parameters]
 
     def spread(self) -> None:
-        """Take the weights as they are then."""
         super().spread()
         self._note_versions()
 
     def buckets(self) -> list[torch.Tensor]:
-        """The library's flat buffers."""
         return [bucket.buffer for bucket in self.zero.ipg_buckets.values() if bucket.buffer is not None]
 
     @plainly
     def take(self, index: int) -> None:
-        """Into the library's bucket."""
         parameter = self.parameters[index]
         if parameter.grad is None:
             set_grad(parameter, torch.zeros(self.shapes[index], dtype=parameter.dtype, device=parameter.device))
@@ -357,7 +352,6 @@ class Stage3(Partitions):
 
     @plainly
     def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
-        """Also what the library adds to."""
         super().drop(indices, set_to_none)
         if set_to_none:
             for index in indices:
@@ -409,7 +403,6 @@ class Stage3(Partitions):
         self._order_gathers()
 
     def _refill(self, weights: Sequence[Any]) -> None:
-        """Give gathered weights the values of all ranks' parts."""
         what, world = f"the gathering of small weights ({self.label})", weights[0].ds_zero_partition_world_size
         part = torch.cat([weight.ds_tensor for weight in weights])
         whole = part.new_empty(world * part.numel())
@@ -428,7 +421,6 @@ class Stage3(Partitions):
             stream.wait_stream(accelerator().current_stream())
 
     def scatter(self) -> None:
-        """Keep this rank's shards only."""
         self.zero._partition_all_parameters()
 
     @contextlib.contextmanager
@@ -474,7 +466,6 @@ class Stage3(Partitions):
             return out
 
     def end(self, full: Sequence[torch.Tensor]) -> None:
-        """Let go of the shards as well."""
         try:
             self.scatter()
         except RuntimeError as error:

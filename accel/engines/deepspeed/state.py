@@ -50,11 +50,7 @@ NewTensor = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 
 def read(path: str, load: Load, new: NewTensor) -> dict[str, Any] | None:
-    """The model, the optimizer and the user's values; None if the directory is no such checkpoint.
-
-    Raises:
-        CheckpointError: a file is missing, or it is of a kind that cannot be taken over.
-    """
+    """The model, the optimizer and the user's values; None if it is no such checkpoint, CheckpointError if it is broken."""
     directory = _tagged(path)
     names = sorted(os.listdir(directory))
     models = [n for n in names if _MODEL.fullmatch(n)]
@@ -254,7 +250,6 @@ class DeepSpeedHoldings(Holdings):
 
     @classmethod
     def divides_from_host(cls, options: Any) -> bool:
-        """At stage 3."""
         return Configuration(options).stage == 3
 
     def partial(self, optimizer: Optimizer | None) -> bool:
@@ -268,7 +263,6 @@ class DeepSpeedHoldings(Holdings):
             self.engine.take_edits()
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
-        """This rank's fragments, and whatever is whole."""
         found: list[Shard] = plainly(super().shards)(optimizer)
         return found
 
@@ -280,7 +274,6 @@ class DeepSpeedHoldings(Holdings):
         return True, zero.fragments.get(zero.by_name[name])
 
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
-        """A fragment of what is divided, at full precision."""
         divided, fragment = self._fragment(name)
         if not divided:
             return super().part(name, tensor, key)
@@ -294,7 +287,6 @@ class DeepSpeedHoldings(Holdings):
         return Shard(f"{name}/{key}", shape, fragment.start, tensor)
 
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
-        """By fragments."""
         zero: Partitions | None = self.engine.zero
         if zero is None:
             return super().entries(optimizer)
@@ -306,7 +298,6 @@ class DeepSpeedHoldings(Holdings):
         return found
 
     def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """As large as the fragment."""
         divided, _ = self._fragment(entry.name)
         made = super().new_state(
             entry, key, tuple(entry.parameter.shape) if divided and shape == entry.shape else shape, dtype
@@ -315,21 +306,17 @@ class DeepSpeedHoldings(Holdings):
 
     @classmethod
     def read_foreign(cls, path: str, load: Any, new: Any) -> dict[str, Any] | None:
-        """What DeepSpeed's ``save_checkpoint`` wrote."""
         return read(path, load, new)
 
     def gradients(self) -> Iterator[Item]:
-        """Of the fragments."""
         for index, fragment in self.engine.zero.fragments.items():
             if fragment.grad is not None:
                 yield self.engine.names[index], "grad", fragment.grad
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """None where weights are divided."""
         return [] if self.engine.zero is not None and self.engine.zero.divides_weights else super().replicas()
 
     def filled(self) -> None:
-        """Every rank sees the weights that were filled."""
         if self.engine.zero is not None:
             self.engine.zero.spread()
 

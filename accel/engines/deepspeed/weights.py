@@ -97,11 +97,9 @@ class _DividedWeight(_Stage3Weight, Absent):
         return f"Parameter of shape {tuple(self.full_shape())}, divided over {self._weights.ranks} ranks"
 
     def full_shape(self) -> torch.Size:
-        """As the library knows it."""
         return torch.Size(vars(self)["ds_shape"])
 
     def fetch(self, function: Any) -> None:
-        """Gather it in a forward; elsewhere raise."""
         self._weights.gather(self, function)
 
     @classmethod
@@ -129,11 +127,7 @@ def set_grad(weight: Any, grad: torch.Tensor) -> None:
 class Stage3Weights:
     """A module's weights, each of a class that says whether its values are here, until ``open``.
 
-    Args:
-        module: divided by the library.
-        reveal: gathers a weight for the forward that runs, with all ranks; False where none runs.
-        process: of this rank.
-        title: of the engine, for messages.
+    ``reveal`` gathers one for the forward that runs, with all ranks, and gives False where none runs.
     """
 
     def __init__(self, module: nn.Module, reveal: Callable[[Any], bool], process: Process, title: str) -> None:
@@ -166,7 +160,6 @@ class Stage3Weights:
         return states
 
     def name(self, weight: Any) -> str:
-        """As in ``named_parameters()``."""
         return self._names[id(weight)]
 
     def open(self) -> None:
@@ -176,11 +169,7 @@ class Stage3Weights:
                 weight.__class__ = kind
 
     def gather(self, weight: Any, function: Any) -> None:
-        """Gather a weight for a use of it, in a forward.
-
-        Raises:
-            BackendError: none runs.
-        """
+        """Gather a weight for a use of it in a forward; BackendError where none runs."""
         if not self._reveal(weight):
             raise BackendError(
                 f"{self.name(weight)} is divided over {self.ranks} ranks, and outside of a forward its values are not here for "

@@ -50,34 +50,28 @@ class FSDPHoldings(Holdings):
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """That of the shards."""
         parts = self.engine.parts
         return None if parts is None else parts.sharded.mesh.whole
 
     def partial(self, optimizer: Optimizer | None) -> bool:
-        """Once there are shards."""
         return self.engine.parts is not None
 
     def prepare(self, *, writing: bool) -> None:
-        """What is gathered is let go."""
         if self.engine.parts is not None:
             self.engine.parts.sharded.reshard()
 
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
-        """This rank's rows."""
         parts = self.engine.parts
         return (
             super().part(name, tensor, key) if parts is None else parts.part(f"{name}/{key}" if key else name, tensor)
         )
 
     def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Cut as the parameter."""
         if self.engine.parts is None:
             return super().new_state(entry, key, shape, dtype)
         return self.engine.parts.new(entry.parameter, shape, dtype)
 
     def whole(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The whole values of a parameter. Collective."""
         value: torch.Tensor = self.gather("first values", [("", "", parameter)])["", ""]
         return value
 
@@ -114,7 +108,6 @@ class FSDPHoldings(Holdings):
                 refuse_steps(optimizer, engine.ended)
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """What cannot be cut."""
         shards = self._shards()
         return [(name, p) for name, p in super().replicas() if id(p) not in shards]
 
@@ -136,7 +129,6 @@ class FSDPHoldings(Holdings):
         return set() if parts is None else {id(p.sharded_param) for p in parts.sharded.params}
 
     def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
-        """Shards take values of their own form."""
         parts = self.engine.parts
         return parts is not None and parts.sharded.set_data(parameter, value)
 
@@ -183,7 +175,6 @@ class FSDP(Planned, SequenceOptions):
     auto_refresh: bool = True
 
     def check_values(self) -> None:
-        """Refuse what is no choice of modules, and other dtypes."""
         classes = isinstance(self.wrap, tuple) and all(isinstance(c, type) for c in self.wrap)
         if not (self.wrap is None or classes or callable(self.wrap)) or isinstance(self.wrap, type):
             raise BackendError(
@@ -205,7 +196,6 @@ class FSDP(Planned, SequenceOptions):
                 )
 
     def axes(self, world_size: int) -> dict[str, int]:
-        """The lengths of the axes over so many processes; raises where these do not divide so."""
         ranks = self.replicas * self.tensor_parallel
         if world_size % ranks:
             parts = f", each of {self.tensor_parallel} ranks or a multiple" if self.tensor_parallel > 1 else ""
@@ -238,7 +228,6 @@ class FSDPGradients(Gradients):
         self.local_steps: weakref.WeakKeyDictionary[Optimizer, LocalSteps] = weakref.WeakKeyDictionary()
 
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The shard that a gathered or replaced parameter stands for."""
         parts = self.engine.parts
         return parameter if parts is None else parts.canonical(parameter)
 
@@ -249,12 +238,10 @@ class FSDPGradients(Gradients):
             self.engine.holdings.rebind(optimizer, self.engine.parts)
 
     def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The gathered parameter, which is what forward computes with."""
         parts = self.engine.parts
         return parameter if parts is None else parts.leaf(parameter)
 
     def accumulate(self, accumulating: bool) -> None:
-        """Let backward passes accumulate without reduction."""
         super().accumulate(accumulating)
         if self.engine.parts is not None:
             self.engine.parts.sharded.module.set_requires_gradient_sync(not accumulating)
@@ -269,12 +256,10 @@ class FSDPGradients(Gradients):
         return [*self.engine.parameters, *wholes, *parts.backwards.unreduced()]
 
     def uncovered(self) -> contextlib.AbstractContextManager[None]:
-        """Without the markers of what was not reduced."""
         parts = self.engine.parts
         return super().uncovered() if parts is None else parts.backwards.uncovered()
 
     def pending(self) -> bool:
-        """Whether gradients were not reduced."""
         parts = self.engine.parts
         return parts is not None and (bool(parts.sharded.pending()) or bool(parts.scalar_log.entries))
 
@@ -305,7 +290,6 @@ class FSDPGradients(Gradients):
             self.log.fold(stepping=optimizer)
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip by the global norm; one all-reduce of local norms."""
         parts = self.engine.parts
         if parts is None:
             return super().clip(max_norm, norm_type)
@@ -347,7 +331,6 @@ class FSDPGradients(Gradients):
         return self.local_steps.setdefault(optimizer, LocalSteps(parts.stepping)).view(optimizer, kind)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Let go of the gradients."""
         if optimizer in self.local_steps:
             self.local_steps[optimizer].end()
 
@@ -377,7 +360,6 @@ class FSDPEngine(Engine):
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
-        """Refuse modules that FSDP2 cannot shard, or would change silently."""
         sizes = axes_of(options, process.place.world_size)
         if process.place.world_size > 1:
             wrap.check_module(module, options)
@@ -414,7 +396,6 @@ class FSDPEngine(Engine):
             )
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Refuse what cannot step shards."""
         if not self.distributed:
             super().attach(optimizer)
             return
@@ -435,7 +416,6 @@ class FSDPEngine(Engine):
         self.holdings.guard.watch(optimizer)
 
     def detach(self, optimizer: Optimizer) -> None:
-        """Give the optimizer back to its user."""
         if self.distributed and isinstance(optimizer, _WHOLE_MATRICES):
             muon_patch().drop(optimizer)
         self.gradients.local_steps.pop(optimizer, None)
@@ -513,13 +493,11 @@ class FSDPEngine(Engine):
     # -- the end --------------------------------------------------------------------------------------------------
 
     def abandon(self, reason: str) -> None:
-        """Let go of the groups that FSDP2 holds."""
         super().abandon(reason)
         if self.parts is not None:
             self.parts.sharded.let_go()
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        """Whole parameters, in the objects that held them before. Collective."""
         self.holdings.guard.release_modules()
         if self.parts is not None:
             self.gradients.local_steps.clear()

@@ -136,7 +136,6 @@ class Conversion:
             mine.fill(whole)
 
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The shard of a parameter object."""
         return self.known.get(id(parameter), parameter)
 
     def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -158,13 +157,11 @@ class Conversion:
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def average_scalars(self) -> None:
-        """Make the scalars' gradients final. Collective."""
         what = f"the reduction of scalars ({self.label})"
         average_gradients_(what, [*self._scalars.values()], [*self._scalars], self.process)
         self.scalar_log.fold()
 
     def drop_pending(self) -> None:
-        """Drop what was not reduced."""
         for param in self.sharded.pending():
             drop(param)
         self.scalar_log.fold()
@@ -226,12 +223,7 @@ class Conversion:
     # -- the way back ---------------------------------------------------------------------------------------------
 
     def restore(self, whole: Mapping[tuple[str, Any], torch.Tensor] | None, optimizers: Sequence[Optimizer]) -> None:
-        """Put the parameter objects that were there before in the shards' places; nan into them where None is known. Local.
-
-        Args:
-            whole: values and gradients, by name, and "" or "grad".
-            optimizers: whose groups hold shards.
-        """
+        """The parameter objects of before in the shards' places, with values and gradients by name; nan without these. Local."""
         self.scalar_log.close()
         self.sharded.undo()
         for key, (old, shard) in self.replaced.items():

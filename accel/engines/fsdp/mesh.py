@@ -51,11 +51,7 @@ def check_mesh(options: Any) -> None:
 
 
 def axes_of(options: Any, world_size: int) -> dict[str, int]:
-    """The length of each axis; one process has none longer than 1.
-
-    Raises:
-        BackendError: the processes do not divide so.
-    """
+    """The length of each axis, 1 in one process; BackendError where the processes do not divide so."""
     if world_size == 1:
         return dict.fromkeys(AXES, 1)
     if options.mesh is not None:
@@ -77,12 +73,7 @@ def data_place(options: Any, process: Process) -> tuple[int, int]:
 
 @final
 class Mesh:
-    """The mesh of an engine, made by accel or given by the user. Collective where it is a new one.
-
-    Args:
-        options: of the engine.
-        process: of this rank.
-    """
+    """The mesh of an engine, made by accel or given by the user. Collective where it is a new one."""
 
     def __init__(self, options: Any, process: Process) -> None:
         self.sizes = axes_of(options, process.place.world_size)
@@ -114,10 +105,8 @@ class Mesh:
 
     @property
     def tensor(self) -> DeviceMesh:
-        """That of the ranks which have the parts of a layer."""
         return self.whole[self.names["tensor"]]
 
     @property
     def parallel(self) -> bool:
-        """Whether layers are cut."""
         return "tensor" in self.names

@@ -108,8 +108,7 @@ def wrap(local: torch.Tensor, shape: torch.Size | tuple[int, ...], like: DTensor
 
 
 def place_of(spec: DTensorSpec) -> tuple[int, Box]:
-    """The first row of this rank's part of a tensor, and the box that it has rows of: what tensor parallelism has left of the
-    other dimensions."""
+    """The first row of this rank's part, and the box that it has rows of: what tensor parallelism has left of the tensor."""
     sizes, starts = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
     if sizes[1:] == tuple(spec.shape[1:]):
         return starts[0], ()
@@ -221,7 +220,6 @@ class ShardedModule:
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def pending(self) -> list[Any]:
-        """FSDP2's parameters with gradients that were not reduced."""
         with torch._C.DisableTorchFunctionSubclass():  # what `has_gradient` says, without a call for each
             return [
                 p
@@ -230,7 +228,6 @@ class ShardedModule:
             ]
 
     def reduce(self, synchronised: bool) -> None:
-        """Reduce every gradient that is pending. Collective."""
         self.module.set_requires_gradient_sync(True)
         self.context.is_last_backward = True
         for group in self.groups:

@@ -28,7 +28,6 @@ class StandIn(Absent, nn.Parameter):
     requires_grad = _of_shard("requires_grad")
 
     def requires_grad_(self, requires_grad: bool = True) -> StandIn:
-        """Freeze or unfreeze the shard."""
         self.shard.requires_grad_(requires_grad)
         return self
 
@@ -36,7 +35,6 @@ class StandIn(Absent, nn.Parameter):
         return f"a parameter of shape {tuple(self.shape)} whose shard is in use"
 
     def fetch(self, function: Any) -> None:
-        """Raise: they are in the shards alone."""
         raise BackendError(
             f"{name_of(function)} uses a parameter that was taken from the module before accel.setup sharded "
             "it, and whose values are not here: take it from model.parameters(), give its optimizer to accel.setup, "
@@ -77,7 +75,6 @@ class _Freezing:
 
     @property
     def requires_grad(self) -> bool:
-        """As any tensor's."""
         return bool(_REQUIRES_GRAD(self))
 
     @requires_grad.setter
@@ -85,7 +82,6 @@ class _Freezing:
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Freeze or unfreeze it and its shard."""
         self.shard.requires_grad_(requires_grad)
         torch.Tensor.requires_grad_(self, requires_grad)  # type: ignore[arg-type]
         return self

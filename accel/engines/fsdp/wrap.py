@@ -48,11 +48,7 @@ def _group(module: nn.Module, path: str, chosen: dict[str, nn.Module]) -> str:
 
 
 def check_module(module: nn.Module, options: Any) -> None:
-    """Refuse what would be lost or fail later.
-
-    Raises:
-        BackendError: names the parameters or modules.
-    """
+    """Refuse (BackendError) what would be lost or fail later."""
     if options.wrap is not None:
         empty = [n for n, m in blocks(module, options.wrap) if is_container(m)]
         if empty:

@@ -109,13 +109,11 @@ class PipelineHoldings(Holdings):
             self.keep_stage(optimizer)
 
     def _elsewhere(self) -> dict[str, torch.Tensor]:
-        """The parameters and buffers of other ranks."""
         module: nn.Module = self.engine.module
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         return {name: tensor for name, tensor in tensors.items() if not self.has(name)}
 
     def keep_stage(self, optimizer: Optimizer) -> None:
-        """Keep this stage's part of an optimizer's state."""
         self._drop(optimizer)
         self.guard.watch(optimizer)
 
@@ -134,7 +132,6 @@ class PipelineHoldings(Holdings):
         self._stage_of, self.away = {}, []
 
     def _unite(self, optimizers: Sequence[Optimizer]) -> None:
-        """Give every rank all tensors, with their gradients and the optimizers' state."""
         names = dict(self.engine.module.named_parameters())
         for optimizer in optimizers:
             self._drop(optimizer)
@@ -165,7 +162,6 @@ class Pipeline(Options):
     checkpoint: Literal["always", "except_last", "never"] = "except_last"
 
     def check_values(self) -> None:
-        """Refuse an unknown balance, number of chunks or checkpointing."""
         balance: Any = "size" if self.balance is None else self.balance
         if isinstance(balance, Sequence) and not isinstance(balance, str):
             balance = tuple(balance)
@@ -191,7 +187,6 @@ class PipelineGradients(Gradients):
         return self.engine.holdings.divided
 
     def outside_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """On this rank's stage only."""
         away = {id(p) for _, p in self.engine.holdings.away}
         return only(optimizer, lambda p: id(p) not in away) if away else super().outside_step(optimizer)
 
@@ -231,7 +226,6 @@ class PipelineEngine(Engine):
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
-        """Refuse what cannot be cut into stages."""
         distributed = process.place.world_size > 1
         num_stages = count_stages(options.balance, process)
         check_sequential(module, num_stages)
@@ -263,14 +257,12 @@ class PipelineEngine(Engine):
             self._place(listed(self._balance, self._children, count_stages(self._balance, self.process)))
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse it."""
         raise BackendError(
             "a pipeline calls the children of the Sequential, so a torch.compile of the whole never runs: compile "
             "the children instead (child.compile())"
         )
 
     def _place(self, balance: Sequence[int]) -> None:
-        """Build the stages, each on its device."""
         devices = self.process.devices
         for number, children in enumerate(split(self._children, balance)):
             stage = Stage(children, devices[number % len(devices)])
@@ -297,7 +289,6 @@ class PipelineEngine(Engine):
     # -- forward and backward -----------------------------------------------------------------------------------------
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The batch through all stages, in micro-batches."""
         if function is not self.entry:
             return function(*args, **kwargs)
         if len(args) != 1 or kwargs:
@@ -349,7 +340,6 @@ class PipelineEngine(Engine):
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Add an optimizer, of which each rank steps its own stage."""
         if self.distributed and isinstance(optimizer, LBFGS):
             raise OptimizerError(
                 f"{type(optimizer).__name__} looks at all parameters together, but each rank of a pipeline has those of its "
@@ -360,7 +350,6 @@ class PipelineEngine(Engine):
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        """The whole module and the whole state of its optimizers, on every rank."""
         if self.holdings.divided:
             self.holdings.end(optimizers)
             if self.ended:

@@ -233,7 +233,6 @@ class Pass:
         return Message([*detached], form), put_back(form, detached)
 
     def _whole(self, outputs: list[Any]) -> Message:
-        """The output of the whole batch, on the last stage."""
         tensors: list[torch.Tensor] = []
         form = None
         if self._failure is None:
@@ -242,11 +241,7 @@ class Pass:
         return Message([*tensors], form, self._failure)
 
     def backward(self, grads: Sequence[torch.Tensor | None], retain: bool) -> list[torch.Tensor | None]:
-        """Run the micro-batches back through this stage: the gradients of the batch and of the stage's parameters.
-
-        Raises:
-            AccelError: another rank has other gradients, or an error; or this one's own.
-        """
+        """Run the micro-batches back through this stage: the gradients of the batch and of the stage's parameters."""
         if self._used:
             raise BackendError("a second backward of one forward: use retain_graph=True in the first one")
         given = [grad is not None for grad in grads]
@@ -312,7 +307,6 @@ class Pass:
         grads: Sequence[torch.Tensor | None],
         retain: bool,
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """The gradients of one micro-batch's inputs and of the parameters."""
         pairs = [(e, g) for e, g in zip(ends, grads, strict=False) if e is not None and g is not None]
         inputs = [leaf for leaf in leaves if leaf.requires_grad]
         wanted = [*inputs, *self._parameters]

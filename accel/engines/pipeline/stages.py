@@ -23,11 +23,7 @@ _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype,
 
 
 def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
-    """The tensors of a nested value, and the value with places in their stead, which ranks compare.
-
-    Raises:
-        BackendError: it holds something that is neither a tensor nor a plain value; named by its path.
-    """
+    """The tensors of a nested value, and the value with places in their stead; BackendError of what is no plain value."""
     tensors: list[torch.Tensor] = []
 
     def visit(path: str, leaf: Any) -> Any:
@@ -51,11 +47,7 @@ Cut = list[slice | None]
 
 
 def cut(tensors: Sequence[torch.Tensor], chunks: int) -> Cut:
-    """Where to cut a batch into at most ``chunks`` micro-batches whose sizes differ by one sample at most.
-
-    Raises:
-        BackendError: the tensors do not have one batch size.
-    """
+    """Where to cut a batch into at most ``chunks`` micro-batches of sizes that differ by one; BackendError without one size."""
     if chunks == 1:
         return [None]
     sizes = {len(t) for t in tensors if t.dim()}
@@ -78,11 +70,7 @@ def pieces(tensors: Sequence[torch.Tensor], where: Cut) -> list[list[torch.Tenso
 
 
 def put_together(outputs: Sequence[Any], where: Cut) -> Any:
-    """The output of the whole batch from those of its micro-batches.
-
-    Raises:
-        BackendError: an output has no row for each sample, so that it is not that of the whole batch.
-    """
+    """The whole batch's output from its micro-batches'; BackendError where one has no row for each sample."""
     if len(outputs) == 1:
         return outputs[0]
     flat = [flatten(output, "output") for output in outputs]

@@ -144,7 +144,6 @@ class ShardedHoldings(Holdings):
         return [entry for entry in held if owners.owns(entry.parameter)]
 
     def drop(self, optimizer: Optimizer) -> None:
-        """Let go of the state of other ranks' parameters."""
         own = {id(entry.parameter) for entry in self.entries(optimizer)}
         for parameter in parameters_of(optimizer):
             if id(parameter) not in own:
@@ -309,7 +308,6 @@ class ShardedGradients(Gradients):
                 self._left[id(parameter)] = parameter
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip each owner's part by the norm of all parts."""
         parameters = self.engine.parameters
         if not self.engine.distributed or any(parameters[i].requires_grad for i in self.unoptimized):
             return super().clip(max_norm, norm_type)
@@ -338,7 +336,6 @@ class ShardedGradients(Gradients):
         self.publish(optimizer)
 
     def before_closure(self, optimizer: Optimizer) -> None:
-        """Give every rank what the owners have moved."""
         with self.outside_step(optimizer):
             pass
 
@@ -382,7 +379,6 @@ class ShardedEngine(Engine):
     # -- life -----------------------------------------------------------------------------------------------------
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Add an optimizer, whose state is split if its kind allows."""
         super().attach(optimizer)
         if self.splits(optimizer):
             # The raw optimizer keeps this rank's part of what it loads.
@@ -396,7 +392,6 @@ class ShardedEngine(Engine):
             )
 
     def splits(self, optimizer: Optimizer) -> bool:
-        """Whether each rank has the state of its own parameters only."""
         return id(optimizer) in self.steppers and self._splittable(optimizer)
 
     def _splittable(self, optimizer: Optimizer) -> bool:
@@ -412,7 +407,6 @@ class ShardedEngine(Engine):
             self.gradients.owners.flatten(self.label)
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        """Give every rank the whole state of the optimizers."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 HiddenAttribute.clear(parameter.grad)

@@ -154,11 +154,9 @@ class Owners:
                 parameter.requires_grad_(False)
 
     def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank does."""
         return self.rank_of.get(id(parameter)) == self._rank
 
     def by_owner(self, parameters: Iterable[nn.Parameter], tensors: Iterable[Any]) -> list[list[torch.Tensor]]:
-        """The tensors that belong to the parameters, for each owner."""
         found: list[list[torch.Tensor]] = [[] for _ in range(self._world)]
         for parameter, tensor in zip(parameters, tensors, strict=True):
             found[self.rank_of[id(parameter)]].append(tensor)
