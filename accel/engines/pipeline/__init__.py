@@ -24,9 +24,22 @@ from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse
 from ..base.methods import only
 from ..base.step import refuse_steps
-from .checks import batchnorms_of, check_balance, check_forward, check_layers, check_sequential, check_tied, crc, meet
-from .passes import SAME_BATCH, Channel, Pass
-from .stages import Named, Stage, balanced, count_stages, cut, flatten, listed, predicted, run_here, split, times_of
+from .passes import SAME_BATCH, Channel, Pass, crc, meet
+from .stages import (
+    Named,
+    Stage,
+    balanced,
+    check_forward,
+    check_module,
+    count_stages,
+    cut,
+    flatten,
+    listed,
+    predicted,
+    run_here,
+    split,
+    times_of,
+)
 
 # -- what of a model lies on which rank ---------------------------------------------------------------------------------
 
@@ -219,25 +232,14 @@ class PipelineEngine(Engine):
         super().__init__(module, entry, context)
         self._balance = self.options.balance or "size"
         self._children: list[Named] = list(module._modules.items())  # type: ignore[arg-type]
-        self._batchnorms = batchnorms_of(module)
+        self._batchnorms = [(n, m) for n, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self._stages: list[Stage] = []
         self._channel = Channel(context.process)
         self._num_forwards = 0
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
-        distributed = process.place.world_size > 1
-        num_stages = count_stages(options.balance, process)
-        check_sequential(module, num_stages)
-        if distributed:
-            check_layers(module)
-        children: list[Named] = list(module._modules.items())  # type: ignore[arg-type]
-        if options.balance == "time":
-            check_tied([[child] for child in children])
-            return
-        if not isinstance(options.balance, str):
-            check_balance(options.balance, len(children), num_stages, distributed or len(process.devices) > 1)
-        check_tied(split(children, listed(options.balance, children, num_stages)))
+        check_module(module, options.balance, process)
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
@@ -17,13 +18,12 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ...errors import AccelError, BackendError
+from ...errors import AccelError, BackendError, RankMismatchError
 from ...process import Process
 from ...process.control import agree, lost
 from ...process.packing import framed, to_bytes, to_tensor, unframed
 from ...process.prints import Prints, refuse_other_values
 from ...trees import put_back
-from .checks import meet
 from .stages import Cut, Stage, flatten, pieces, put_together, without_hooks
 
 SAME_BATCH: Final = (
@@ -35,6 +35,23 @@ _TAG: Final = 0x919E
 
 #: The rank, and its error.
 Failure = tuple[int, str]
+
+# -- the ranks do the same --------------------------------------------------------------------------------------------
+
+
+def crc(value: object) -> int:
+    """A short number that is the same for equal values on all ranks."""
+    return zlib.crc32(repr(value).encode())
+
+
+def meet(what: str, facts: dict[str, Any], advice: str) -> None:
+    """All ranks do ``what`` with equal facts, or each raises (RankMismatchError) the first difference. Collective."""
+    answers = agree(what, list(facts.values()))
+    for rank, theirs in enumerate(answers):
+        for name, first, other in zip(facts, answers[0], theirs, strict=True):
+            if first != other:
+                raise RankMismatchError(f"{what}: {name} differs between rank 0 and rank {rank}: {advice}")
+
 
 # -- messages between the stages ---------------------------------------------------------------------------------------
 
