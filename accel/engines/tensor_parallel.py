@@ -12,8 +12,7 @@ from ..errors import BackendError
 from .base.activations import Choice
 from .base.engine import LayerOptions
 from .fsdp import FSDPEngine
-from .fsdp.mesh import check_size
-from .fsdp.plan import Plan, Planned, check_plan, text_of
+from .fsdp.plan import Plan, Planned, check_plan, check_size, text_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

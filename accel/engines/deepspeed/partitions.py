@@ -26,8 +26,9 @@ from ...gradients.log import at_end_of_backward
 from ...process.control import Waiting, announce
 from ..base.absent import plainly
 from ..base.gradients import Interruption
+from ..base.snapshot import Snapshot
 from .files import stored
-from .library import Snapshot, accelerator, initialise, library
+from .library import accelerator, initialise, library
 
 if TYPE_CHECKING:
     from . import DeepSpeedEngine
@@ -123,7 +124,7 @@ class Partitions(ABC):
         self.waiting: dict[int, torch.Tensor] = {}
         #: Parameters whose gradients stay whole in ``p.grad``, since no optimizer steps their fragments.
         self.whole_gradients: set[int] = set()
-        self.snapshot = Snapshot(self.module)
+        self.snapshot = Snapshot(self.module, ("ds_", "applied_pre_backward_ref_cnt"))
 
     def start(self, config: dict[str, Any], device: torch.device) -> None:
         trainable = [p.requires_grad for p in self.parameters]

@@ -30,9 +30,20 @@ from ..base.local import LocalSteps, elementwise
 from ..base.memory import Footprint, MemoryUse, even_shards
 from ..base.sequence import sequence_size
 from ..base.step import refuse_steps
-from . import wrap
-from .mesh import axes_of, check_mesh, check_size, data_place
-from .plan import Plan, Planned, check_cut, check_plan, shrunk, text_of
+from .plan import (
+    Plan,
+    Planned,
+    axes_of,
+    blocks,
+    check_cut,
+    check_mesh,
+    check_module,
+    check_plan,
+    check_size,
+    data_place,
+    shrunk,
+    text_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -362,7 +373,7 @@ class FSDPEngine(Engine):
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         sizes = axes_of(options, process.place.world_size)
         if process.place.world_size > 1:
-            wrap.check_module(module, options)
+            check_module(module, options)
             refuse_sparse(module, cls.name)
         if sizes["tensor"] > 1:
             if sequence_size(options, process) > 1:
@@ -429,7 +440,7 @@ class FSDPEngine(Engine):
             from .conversion import Conversion  # heavy, as torch's own code for it is
 
             self.holdings.synchronize()
-            names = [name for name, _ in wrap.blocks(self.module, self.options.wrap)]
+            names = [name for name, _ in blocks(self.module, self.options.wrap)]
             self.compare("the choice of FSDP(wrap=...)", names)
             self.parts = Conversion(self)
             self.parts.shard(names, self.holdings.whole)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from ...deferred import borrowing, refuse_without_values, reset_own, resetting, weights_of, without_values
+from ...deferred import borrowing, refuse_without_values, reset_own, resetting, swap, weights_of, without_values
 from ...errors import BackendError
 from ...gradients.average import average_gradients_
 from ...gradients.log import GradientLog
@@ -19,8 +19,8 @@ from ...precision import here
 from ...process.control import agree, raise_together
 from ...process.packing import broadcast_
 from ...shard import Shard
+from ..base.absent import Absent, name_of
 from ..base.local import parts_of
-from . import standin
 from .module import ShardedModule, drop, kept_whole, place_of, wrap
 from .pending import Backwards
 
@@ -74,7 +74,7 @@ class Conversion:
             if shard is not parameter:
                 self.known[id(parameter)] = shard
                 self.replaced[name] = parameter, shard
-                standin.put(parameter, shard)
+                _put(parameter, shard)
                 if name in grads:
                     shard.grad = self.new(shard, tuple(shard.shape), shard.dtype)
                     self._fill(shard.grad, grads[name])
@@ -228,7 +228,7 @@ class Conversion:
         self.sharded.undo()
         for key, (old, shard) in self.replaced.items():
             value = without_values(shard, self.process.device) if whole is None else whole[key, ""]
-            standin.take(old, value, None if whole is None else whole.get((key, "grad")))
+            _take(old, value, None if whole is None else whole.get((key, "grad")))
         for module, name, own in self._places:
             module._parameters[name] = own
         back = {id(shard): old for old, shard in self.replaced.values()}
@@ -237,3 +237,59 @@ class Conversion:
                 group["params"][:] = [back.get(id(p), p) for p in group["params"]]
             for held in [key for key in optimizer.state if id(key) in back]:
                 del optimizer.state[held]
+
+
+# -- what a parameter object is while its shard has its place: a name for it that never computes with wrong values ------
+
+
+def _of_shard(name: str) -> Any:
+    return property(lambda held: getattr(held.shard, name), lambda held, value: setattr(held.shard, name, value))
+
+
+class StandIn(Absent, nn.Parameter):
+    """A replaced parameter: ``grad`` and ``requires_grad`` are its shard's; any use of its values raises."""
+
+    shard: nn.Parameter
+    kind: type[nn.Parameter]
+    grad = _of_shard("grad")
+    requires_grad = _of_shard("requires_grad")
+
+    def requires_grad_(self, requires_grad: bool = True) -> StandIn:
+        self.shard.requires_grad_(requires_grad)
+        return self
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"a parameter of shape {tuple(self.shape)} whose shard is in use"
+
+    def fetch(self, function: Any) -> None:
+        raise BackendError(
+            f"{name_of(function)} uses a parameter that was taken from the module before accel.setup sharded "
+            "it, and whose values are not here: take it from model.parameters(), give its optimizer to accel.setup, "
+            "or call accel.teardown(model) first"
+        )
+
+
+def _put(old: nn.Parameter, shard: nn.Parameter) -> None:
+    """Make ``old`` a stand-in of its shard, and free its values."""
+    kind = type(old)
+    old.grad = None
+    old.requires_grad_(False)
+    blank = float("nan") if old.is_floating_point() or old.is_complex() else 0
+    old.data = torch.full((), blank, dtype=old.dtype, device=old.device).expand(old.shape)
+    stand_in: Any = old
+    stand_in.__class__ = StandIn
+    stand_in.shard, stand_in.kind = shard, kind
+
+
+def _take(old: nn.Parameter, full: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Make a stand-in the parameter again that it was, with these values."""
+    stand_in: Any = old
+    trainable = stand_in.shard.requires_grad
+    stand_in.__class__ = stand_in.kind
+    del stand_in.shard, stand_in.kind
+    if old.is_meta:
+        swap(old, nn.Parameter(full, requires_grad=False))
+    else:
+        old.data = full
+    old.grad = grad
+    old.requires_grad_(trainable)

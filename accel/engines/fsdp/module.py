@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
@@ -14,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _composable_state
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -25,12 +21,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ...boxes import Box
 from ...errors import BackendError
+from ...gradients.log import remove_hooks
 from ...gradients.patches import around, divided_patches
 from ...process import Process
 from ...process.control import Waiting, announce
-from . import plan
-from .mesh import Mesh
-from .standin import Gathered, GatheredPart
+from ..base.snapshot import Snapshot
+from .plan import Mesh, cut
 
 
 def _backend_of(tensor: DTensor) -> str:
@@ -130,17 +126,16 @@ class ShardedModule:
         self.process = process
         self._device = process.device
         self._options = options
-        self._styles = contextlib.ExitStack()
         self._hooks: list[Any] = []
         self._modules: list[nn.Module] = []
-        self._before: list[_Fields] = []
+        self._before = Snapshot(module)
+        self.context: Any = None
 
     def apply(self, blocks: Sequence[nn.Module]) -> None:
         """Put shards in the parameters' places, but for what cannot be cut. ``blocks`` are gathered as one, inner ones first."""
         options = self._options
-        self._before = [_Fields(m) for m in self.module.modules()]
         if self.mesh.parallel:
-            self._styles = plan.cut(self.module, self.mesh.tensor, options.plan)
+            cut(self.module, self.mesh.tensor, options.plan)
         for patch in _patches:
             patch.need(self)
         offload = CPUOffloadPolicy(pin_memory=self._device.type != "cpu") if options.cpu_offload else OffloadPolicy()
@@ -172,7 +167,7 @@ class ShardedModule:
         for param in self.params:
             _prepare(param, self.mesh.sizes["shard"], self._device)
         self.meshes = {param.sharded_param.device_mesh for param in self.params}
-        self._before.clear()
+        self._before.changed()
 
     def begin(self, process: Process, label: str, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Take over. Gathered parameters get the class that keeps them and their shards alike."""
@@ -271,35 +266,43 @@ class ShardedModule:
         """Make the modules plain again; whoever calls puts parameters in the shards' places. Local."""
         for patch in _patches:
             patch.drop(self)
-        for hook in self._hooks:
-            hook.remove()
-        self._styles.close()
-        for fields in self._before:
-            fields.restore()
-        for child in self._modules if not self._before else ():
-            _undo(child)
+        remove_hooks(self._hooks)
+        for state in [] if self.context is None else self.context.all_states:
+            for name in ("_register_root_post_backward_final_callback", "_root_post_backward_final_callback"):
+                vars(state).pop(name, None)
+        self._before.restore()
         for child in self.module.modules():
-            for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
-                child.__dict__.pop(name, None)
+            _composable_state._module_state_mapping.pop(child, None)
 
 
-@final
-class _Fields:
-    """A module's own as it is, for the case that FSDP2 fails half-way: hooks that it has left would run in the user's model."""
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._class, self._fields = module, module.__class__, dict(vars(module))
-        self._tables = {n: copy.copy(v) for n, v in self._fields.items() if type(v) in (dict, OrderedDict)}
 
-    def restore(self) -> None:
-        """Make it that again. Local."""
-        self._module.__class__ = self._class
-        for name, table in self._tables.items():
-            self._fields[name].clear()
-            self._fields[name].update(table)
-        vars(self._module).clear()
-        vars(self._module).update(self._fields)
-        _composable_state._module_state_mapping.pop(self._module, None)
+class _Freezing:
+    """Of a parameter that FSDP2 gathered: freezing it, which the next gathering would undo, freezes the shard too."""
+
+    shard: nn.Parameter
+
+    @property
+    def requires_grad(self) -> bool:
+        return bool(_REQUIRES_GRAD(self))
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        self.shard.requires_grad_(requires_grad)
+        torch.Tensor.requires_grad_(self, requires_grad)  # type: ignore[arg-type]
+        return self
+
+
+class Gathered(_Freezing, nn.Parameter):
+    """One that every rank has whole then."""
+
+
+class GatheredPart(_Freezing, DTensor):
+    """One that tensor parallelism has cut before."""
 
 
 def kept_whole(module: nn.Module) -> list[nn.Parameter]:
@@ -353,23 +356,6 @@ def _enter_by(child: nn.Module, root: Any) -> list[Any]:
         child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
         child.register_forward_hook(leave),
     ]
-
-
-def _undo(child: Any) -> None:
-    state = child._get_fsdp_state()
-    for name in ("_register_root_post_backward_final_callback", "_root_post_backward_final_callback"):
-        state.__dict__.pop(name, None)
-    handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
-    for group in state._fsdp_param_groups:
-        handles += group._module_to_pre_save_state_dict_hook_handle.values()
-        handles += group._module_to_pre_load_state_dict_hook_handle.values()
-        handles += [param._post_load_hook_handle for param in group.fsdp_params]
-    for handle in handles:
-        handle.remove()
-    child.__class__ = type(child).__mro__[2]
-    _composable_state._module_state_mapping.pop(child, None)
-    for key in (STATE_KEY, REGISTRY_KEY):
-        child.__dict__.pop(key, None)
 
 
 def _register_hook(reference: weakref.ref[nn.Parameter], hook: Callable[..., Any]) -> Any:
