@@ -62,8 +62,9 @@ class Snapshot:
             if type(module._parameters) is not container:
                 vars(module)["_parameters"] = container(module._parameters.items())
         for owner, kind, names, hooks in self._added:
-            for name in names | {n for n in vars(owner) if self._later and n.startswith(self._later)}:
-                vars(owner).pop(name, None)
+            own: Any = vars(owner)
+            for name in names | {n for n in own if self._later and n.startswith(self._later)}:
+                own.pop(name, None)
             for name, keys in hooks.items():
                 for key in keys:
                     getattr(owner, name).pop(key, None)
