@@ -24,7 +24,6 @@ from ..base.absent import plainly
 from ..base.engine import Context, Engine, SequenceOptions, lost_weights
 from ..base.gradients import Gradients, refuse_sparse
 from ..base.memory import Footprint, MemoryUse
-from . import overrides
 from .config import Configuration, refuse_parameters
 from .files import new_state, store_state
 from .library import probe, release_groups
@@ -32,6 +31,7 @@ from .optimizers import choose_adam, describe_adam, level_steps, refuse_optimize
 from .partitions import Flat, Partitions
 from .stage3 import Stage3
 from .state import DeepSpeedHoldings
+from .weights import put_methods, remove_methods
 
 logger = logging.getLogger("accel")
 
@@ -433,7 +433,7 @@ class DeepSpeedEngine(Engine):
         refuse_parameters(self.parameters, self.names)
         if self.stage == 3 and any("_orig_mod" in m._modules for m in (self.entry, *self.module.modules())):
             raise BackendError("a torch.compile wrapper with DeepSpeed stage 3: its weights come and go; use stage 2")
-        overrides.put(self.module, self)
+        put_methods(self.module, self)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Rank 0's weights; then DeepSpeed divides them, if it has not yet; then the optimizers' state follows."""
@@ -480,11 +480,11 @@ class DeepSpeedEngine(Engine):
         self.gradients.check(optimizer)
         super().attach(optimizer)
         if self.distributed and self.stage:
-            overrides.put(optimizer, self)
+            put_methods(optimizer, self)
 
     def detach(self, optimizer: Optimizer) -> None:
         self.gradients.break_step()
-        overrides.remove(optimizer)
+        remove_methods(optimizer)
         super().detach(optimizer)
 
     def take_edits(self) -> None:
@@ -505,7 +505,7 @@ class DeepSpeedEngine(Engine):
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         self.holdings.guard.release_modules()
-        overrides.remove(self.module)
+        remove_methods(self.module)
         zero = self.zero if hasattr(self.zero, "zero") else None  # its start may have failed
         if zero is not None and not self.ended:
             self.holdings.restore(zero, optimizers)

@@ -23,9 +23,8 @@ from ...trees import walk
 from ..base.absent import plainly
 from .files import stored
 from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
-from .overrides import Method
 from .partitions import Fragment, Partitions
-from .weights import Stage3Weights, promise, set_grad, take_back
+from .weights import Method, Stage3Weights, promise, set_grad, take_back
 
 # -- DeepSpeed's coordinator of gathers --------------------------------------------------------------------------------
 # Where stage 3 decides which weights to gather: what its coordinator and its modules' dicts do otherwise here.
