@@ -59,7 +59,8 @@ class _Engines(UserDict[str, type[Engine]]):
 
 
 _names = (info.name for info in pkgutil.iter_modules(__path__))
-ENGINES: Final = _Engines({n: Engine for n in _names if n != "base" and not n.startswith("_")})
+_none: dict[str, Any] = {name: Engine for name in _names if name != "base" and not name.startswith("_")}
+ENGINES: Final = _Engines(_none)
 
 #: The backend that the others are compared with: one model on all ranks, and nothing divided.
 BASELINE: Final = "ddp"

@@ -386,12 +386,10 @@ class Holdings(Raw):
         for name, state in whole.items():
             if self.offloads:  # numbers lie still where they were beside the parts
                 group = groups.get(name, {})
-                state = {key: self._beside_whole(key, value, group) for key, value in state.items()}
+                for key, value in state.items():
+                    device = state_device(key, self.engine.process.device, group)
+                    state[key] = map_tensors(lambda tensor, device=device: tensor.to(device), value, others=True)  # type: ignore[misc]
             optimizer.state[parameters[name]] = state
-
-    def _beside_whole(self, key: Any, value: Any, group: Mapping[str, Any]) -> Any:
-        device = state_device(key, self.engine.process.device, group)
-        return map_tensors(lambda tensor: tensor.to(device), value, others=True)
 
     @final
     def gather(
@@ -419,20 +417,16 @@ class Holdings(Raw):
         sizes = {"buckets": self.hidden_buckets()}
         for field, tensor in self.storages():
             with torch._C.DisableTorchFunctionSubclass():  # also of a parameter whose class refuses its use
-                storages = [part.untyped_storage() for part in _with_memory(tensor.detach())]
+                found = tensor.detach()
+                local = getattr(found, "to_local", None)
+                sparse = found.layout is torch.sparse_coo
+                parts = (found._indices(), found._values()) if sparse else (found if local is None else local(),)
+                storages = [part.untyped_storage() for part in parts]
             for storage in storages:
                 if storage.data_ptr() not in seen:
                     seen.add(storage.data_ptr())
                     sizes[field] = sizes.get(field, 0) + storage.nbytes()
         return MemoryUse(**sizes)
-
-
-def _with_memory(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors with memory of their own that lie on this rank."""
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    local = getattr(tensor, "to_local", None)
-    return (tensor if local is None else local(),)
 
 
 # -- what a state dict gives out -----------------------------------------------------------------------------------------

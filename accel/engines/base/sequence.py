@@ -145,8 +145,6 @@ class SequenceParallel:
 
         return walk(cut, batch, "")
 
-    # -- forwards -------------------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """Around a forward, or a method of the user's. Collective where it is given parts."""
@@ -217,7 +215,9 @@ class SequenceParallel:
         run: Callable[..., Any] = engine.run
         if engine.precision.storage is not None:
             run = lambda *call: engine.precision.call(engine.run, call, {})  # noqa: E731
-        with torch.no_grad(), _as_before(engine.module), _uncompiled(engine):
+        plain = engine.entry is engine.module
+        uncompiled: Any = contextlib.nullcontext() if plain else torch.compiler.set_stance("force_eager")
+        with torch.no_grad(), _as_before(engine.module), uncompiled:
             for size in (1, self.size):
                 args, kwargs = walk(lambda path, leaf, size=size: short(path, leaf, size), given, "")  # type: ignore[misc]
                 exchange = Exchange(self, length, padding, size)
@@ -272,11 +272,6 @@ def _same(one: Tensor, other: Tensor, room: float) -> bool:
     scale = float(one.double().nan_to_num().abs().max()) if one.numel() else 0.0
     near: bool = torch.allclose(one.double(), other.double(), 0, room * scale, equal_nan=True)
     return near
-
-
-def _uncompiled(engine: Engine) -> contextlib.AbstractContextManager[Any]:
-    plain = engine.entry is engine.module
-    return contextlib.nullcontext() if plain else torch.compiler.set_stance("force_eager")
 
 
 @contextlib.contextmanager

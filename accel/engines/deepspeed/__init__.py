@@ -100,8 +100,6 @@ class ZeROGradients(Gradients):
         #: At stage 3, parameters in no optimizer that got gradients in the last backward.
         self._unseen: list[int] = []
 
-    # -- what there is --------------------------------------------------------------------------------------------
-
     def holders(self) -> Sequence[Accumulator]:
         """The fragments too: at stages 2 and 3 gradients come there while backward runs."""
         zero = self.engine.zero
@@ -133,8 +131,6 @@ class ZeROGradients(Gradients):
         if zero is not None and not zero.divides_weights:
             zero.whole_gradients = set(self.unoptimized)
 
-    # -- forwards -------------------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def forward(self, zero: Partitions) -> Iterator[None]:
         """Around whatever uses weights: what was assigned or written since takes effect, and an exception is noticed."""
@@ -157,8 +153,6 @@ class ZeROGradients(Gradients):
         """Clear what an exception left half-way in the library. Collective."""
         self.engine.compare("a new start after an exception")
         zero.reset()
-
-    # -- making them final ----------------------------------------------------------------------------------------
 
     def accumulate(self, accumulating: bool) -> None:
         super().accumulate(accumulating)
@@ -285,8 +279,6 @@ class ZeROGradients(Gradients):
         found = [zero.fragments.get(zero.numbers[id(p)]) for p in parameters]
         return [fragment for fragment in found if fragment is not None]
 
-    # -- dropping them --------------------------------------------------------------------------------------------
-
     def drop(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> None:
         """After ``zero_grad`` of what has these parameters, which may be none of this model's. Local."""
         zero = self.engine.zero
@@ -300,8 +292,6 @@ class ZeROGradients(Gradients):
         if set_to_none:
             self._kept.difference_update(indices)
             self.log.drop(set(indices))
-
-    # -- steps ----------------------------------------------------------------------------------------------------
 
     def check(self, optimizer: Optimizer) -> None:
         super().check(optimizer)
@@ -463,8 +453,6 @@ class DeepSpeedEngine(Engine):
         if self.holdings.partial(None):
             self.holdings.guard.watch_modules(self.module, lambda m: any(True for _ in m.parameters()))
 
-    # -- forwards -------------------------------------------------------------------------------------------------
-
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it; at stage 3 each module gathers its weights, for methods the root too."""
         if function is self.entry and torch.is_grad_enabled():
@@ -473,8 +461,6 @@ class DeepSpeedEngine(Engine):
             return function(*args, **kwargs)
         with self.gradients.forward(self.zero):
             return self.zero.call(function, args, kwargs, function is self.entry)
-
-    # -- optimizers -----------------------------------------------------------------------------------------------
 
     def attach(self, optimizer: Optimizer) -> None:
         self.gradients.check(optimizer)
@@ -500,8 +486,6 @@ class DeepSpeedEngine(Engine):
         numbers = {id(p): i for i, p in enumerate(self.parameters)}
         held = {id(group): parameters for group, parameters in self.gradients.held}
         return [numbers[id(p)] for g in optimizer.param_groups for p in held.get(id(g), g["params"])]
-
-    # -- state and end --------------------------------------------------------------------------------------------
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         self.holdings.guard.release_modules()

@@ -33,8 +33,6 @@ from .library import accelerator, initialise, library
 if TYPE_CHECKING:
     from . import DeepSpeedEngine
 
-# -- One process's part of one parameter -------------------------------------------------------------------------------
-
 
 @final
 @dataclass(slots=True, eq=False)
@@ -168,8 +166,6 @@ class Partitions(ABC):
         """What optimizers step here."""
         return [fragment.weights for fragment in self.fragments.values()]
 
-    # -- gradients ------------------------------------------------------------------------------------------------
-
     def buckets(self) -> list[torch.Tensor]:
         """Memory to reduce in that the library keeps from step to step."""
         return []
@@ -283,8 +279,6 @@ class Partitions(ABC):
                 self.interruption.incomplete = True
             parameter.grad = None
 
-    # -- weights --------------------------------------------------------------------------------------------------
-
     @abstractmethod
     def take_edits(self) -> list[int]:
         """Let the optimizer step what the loop has written into the weights; which parameters' values are lost. Local."""
@@ -321,10 +315,6 @@ class Partitions(ABC):
         for parameter, values in zip(self.parameters, full, strict=True):
             parameter.data = values
         self.fragments.clear()
-
-
-# -- stages 1 and 2 ----------------------------------------------------------------------------------------------------
-# Stages 1 and 2 of DeepSpeed: flat memory that every rank holds, of which each steps an equal part.
 
 
 @final

@@ -8,7 +8,7 @@ import inspect
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from types import MethodType
 from typing import Any, Final, final
 
@@ -32,19 +32,13 @@ from .weights import Method, Stage3Weights, promise, set_grad, take_back
 _KEPT: Final = object()
 
 
-def shorten_methods(modules: Iterable[Any]) -> None:
-    """Let no method that the library has bound to a module show the module."""
-    for module in modules:
-        for name in ("all_parameters", "ds_external_parameters"):
-            if isinstance(bound := vars(module).get(name), MethodType):
-                vars(module)[name] = Method(bound.__func__, module)
-
-
-def remember_signatures(modules: Iterable[Any]) -> None:
-    """torch asks for the signature of a function of the library's whenever it is applied, and finds it anew each time."""
-    kinds = [vars(module).get(name) for module in modules for name in ("pre_bwd_fn", "post_bwd_fn")]
-    for kind in filter(None, kinds):
-        kind.forward.__signature__ = inspect.signature(kind.forward)
+def tidy(module: Any) -> None:
+    """Let no method that the library has bound to a module show it, and torch know the signatures of its functions."""
+    for name in ("all_parameters", "ds_external_parameters"):
+        if isinstance(bound := vars(module).get(name), MethodType):
+            vars(module)[name] = Method(bound.__func__, module)
+    for kind in filter(None, map(vars(module).get, ("pre_bwd_fn", "post_bwd_fn"))):
+        kind.forward.__signature__ = inspect.signature(kind.forward)  # else found anew whenever one is applied
 
 
 def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,10 +238,12 @@ class Stage3(Partitions):
 
     def arrange(self) -> None:
         """A fragment for each parameter of which this rank's part is not padding only."""
-        zero = self.zero
-        self._store_parts()
-        owned = {}
+        zero, owned = self.zero, {}
         parameters: Sequence[Any] = self.parameters
+        if self._folders[1] is not None:  # there the parts of the weights are in files
+            for part in [p.ds_tensor for p in parameters if not p.ds_persist]:
+                part.data = stored(part.data, self._folders[1])
+            zero.fp16_partitioned_groups_flat, zero.param_groups_fp16_flat_cpu_memory = [], []
         for index, parameter in enumerate(parameters):
             shard = parameter.ds_tensor
             start = shard.ds_numel * parameter.ds_zero_partition_rank
@@ -277,23 +273,15 @@ class Stage3(Partitions):
         reveal = lambda weight: (bound := method()) is not None and bound(weight)  # noqa: E731
         kind = waiting_dict(type(self.module._parameters), reveal)
         self._tables: list[Any] = [module._parameters for module in self.module.modules()]
-        for table in self._tables:
+        for module, table in zip(self.module.modules(), self._tables, strict=True):
             table.__class__ = kind
-        shorten_methods(self.module.modules())
-        remember_signatures(self.module.modules())
+            tidy(module)
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             self.snapshot.change_hooks(name, among_tensors)
         self.weights = Stage3Weights(self.module, reveal, self.process, self.label)
         adopt = weakref.WeakMethod(self.adopt)
         for weight in self.parameters:
             vars(weight)["partition"] = adopting(adopt, vars(weight)["partition"])
-
-    def _store_parts(self) -> None:
-        if self._folders[1] is not None:
-            parameters: Sequence[Any] = self.parameters
-            for part in [p.ds_tensor for p in parameters if not p.ds_persist]:
-                part.data = stored(part.data, self._folders[1])
-            self.zero.fp16_partitioned_groups_flat, self.zero.param_groups_fp16_flat_cpu_memory = [], []
 
     @plainly
     @torch.no_grad()
@@ -419,9 +407,6 @@ class Stage3(Partitions):
         if (stream := getattr(coordinator, f"{OF_COORDINATOR}allgather_stream")) is not None:
             stream.wait_stream(accelerator().current_stream())
 
-    def scatter(self) -> None:
-        self.zero._partition_all_parameters()
-
     @contextlib.contextmanager
     def _forward(self) -> Iterator[None]:
         """A parameter that a module reads from another one is gathered while the model runs."""
@@ -466,7 +451,7 @@ class Stage3(Partitions):
 
     def end(self, full: Sequence[torch.Tensor]) -> None:
         try:
-            self.scatter()
+            self.zero._partition_all_parameters()
         except RuntimeError as error:
             if not is_lost(error):  # of a gathering that other ranks never came to: it goes with the library's objects
                 raise

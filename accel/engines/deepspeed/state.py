@@ -113,8 +113,6 @@ class _ZeroCheckpoint:
         if self._whole and len(self.models) != world:
             raise CheckpointError(f"{directory} has the weights of {len(self.models)} ranks, and {world} saved")
 
-    # -- weights --------------------------------------------------------------------------------------------------
-
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's state dict; trained parameters in full precision."""
         first = self.models[0]
@@ -138,8 +136,6 @@ class _ZeroCheckpoint:
         if absent := masters.keys() - module.keys():
             raise ValueError(f"the module has no {min(absent)}")
 
-    # -- the optimizer --------------------------------------------------------------------------------------------
-
     def optimizer(self) -> dict[str, Any] | None:
         """As a torch optimizer's state dict, with names for parameters where they are known."""
         if not self._ranks:
@@ -162,14 +158,10 @@ class _ZeroCheckpoint:
                 for name, whole in self._named(values):
                     named[name][entry] = whole
             else:
-                for name in named:
-                    named[name][entry] = values[0][0] if self._whole else values[self._group_of(name)][0]
+                for number, group in enumerate(self._groups):
+                    for name in group:
+                        named[name][entry] = values[0 if self._whole else number][0]
         return {"state": named if states else {}, "param_groups": groups}
-
-    def _group_of(self, name: str) -> int:
-        return next(i for i, group in enumerate(self._groups) if name in group)
-
-    # -- parts ----------------------------------------------------------------------------------------------------
 
     def _named(self, parts: _Parts) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors of a quantity, by the parameters' names."""

@@ -464,8 +464,6 @@ class FSDPEngine(Engine):
             told = agree(f"the random numbers of {self.label}", (place, states))
             put_torch_states(next(theirs for where, theirs in told if where == place and theirs is not None))
 
-    # -- forward --------------------------------------------------------------------------------------------------
-
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it; FSDP2 gathers and frees in its hooks, and what methods use of the root is gathered for them."""
         if self.parts is None:
@@ -500,8 +498,6 @@ class FSDPEngine(Engine):
         if self.parts is not None:
             for group in self.parts.sharded.groups:
                 group._init_mp_dtypes()
-
-    # -- the end --------------------------------------------------------------------------------------------------
 
     def abandon(self, reason: str) -> None:
         super().abandon(reason)

@@ -154,8 +154,6 @@ class Conversion:
         self._first = {id(p) for p in shards if not any(mesh.place[axis] for axis in mesh.copies(p))}
         self._first_of_all = len(self._first) == len(shards)
 
-    # -- gradients ------------------------------------------------------------------------------------------------
-
     def average_scalars(self) -> None:
         what = f"the reduction of scalars ({self.label})"
         average_gradients_(what, [*self._scalars.values()], [*self._scalars], self.process)
@@ -198,8 +196,6 @@ class Conversion:
         torch.autograd.graph.increment_version(shards)
         self.age(shards)
 
-    # -- state ----------------------------------------------------------------------------------------------------
-
     @staticmethod
     def new(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a tensor in the state of a parameter, cut as that is where it has its shape."""
@@ -219,8 +215,6 @@ class Conversion:
         each = -(-shape[0] // sharded.mesh.sizes["shard"])  # rows of every shard but the last ones
         first, box = place_of(tensor._spec) if sharded.mesh.parallel else (sharded.mesh.place["shard"] * each, ())
         return Shard(name, shape, first * (local.numel() // len(local)), local, box)
-
-    # -- the way back ---------------------------------------------------------------------------------------------
 
     def restore(self, whole: Mapping[tuple[str, Any], torch.Tensor] | None, optimizers: Sequence[Optimizer]) -> None:
         """The parameter objects of before in the shards' places, with values and gradients by name; nan without these. Local."""

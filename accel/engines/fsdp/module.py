@@ -29,16 +29,16 @@ from ..base.snapshot import Snapshot
 from .plan import Mesh, cut
 
 
-def _backend_of(tensor: DTensor) -> str:
+def _owner(tensor: object) -> ShardedModule | None:
     # By equality: DTensor remembers what it has computed, and with it the mesh of an engine that was like this one.
-    return "fsdp" if any(tensor.device_mesh in module.meshes for module in _patches[0].users()) else ""
+    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+    return next((module for module in _overflows.users() if mesh in module.meshes), None)
 
 
 def _overflow(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """What a GradScaler sees and unscales: torch's own looks along the axes of the first gradient alone."""
     gradients, found, *rest = args
-    owners = (m for g in gradients if isinstance(g, DTensor) for m in _overflows.users() if g.device_mesh in m.meshes)
-    owner = next(owners, None)
+    owner = next(filter(None, map(_owner, gradients)), None)
     if owner is None:
         return original(op, args, kwargs)
     with torch.no_grad():
@@ -57,7 +57,7 @@ _overflows: Final = around(
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default,
     _overflow,
 )
-_patches: Final = (*divided_patches(_backend_of), _overflows)
+_patches: Final = (*divided_patches(lambda tensor: "fsdp" if _owner(tensor) else ""), _overflows)
 
 # -- What FSDP2 gathers and reduces, announced before it does so -------------------------------------------------------
 
@@ -189,8 +189,6 @@ class ShardedModule:
             # Autograd never comes to the shard: a hook there would wait for ever.
             vars(shard)["register_hook"] = functools.partial(_register_hook, weakref.ref(whole))
 
-    # -- parameters -----------------------------------------------------------------------------------------------
-
     def gathered(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Each parameter as it is while it is gathered, with its shard."""
         return ((param._unsharded_param, param.sharded_param) for param in self.params)
@@ -211,8 +209,6 @@ class ShardedModule:
             return fn(*args, **kwargs)
         args, kwargs = self.root._pre_forward(self.module, args, kwargs)
         return self.root._post_forward(self.module, args, fn(*args, **kwargs))
-
-    # -- gradients ------------------------------------------------------------------------------------------------
 
     def pending(self) -> list[Any]:
         with torch._C.DisableTorchFunctionSubclass():  # what `has_gradient` says, without a call for each
@@ -252,8 +248,6 @@ class ShardedModule:
         tensor._local_tensor = value._local_tensor.detach()
         param.reset_sharded_param()
         return True
-
-    # -- the way back ---------------------------------------------------------------------------------------------
 
     def let_go(self) -> None:
         """Drop the process groups. Local."""

@@ -126,9 +126,15 @@ class Mesh:
 
 def blocks(module: nn.Module, wrap: Choice) -> list[tuple[str, nn.Module]]:
     """The submodules that become groups of their own, inner ones first; ``module`` itself takes what is left."""
-    groups = {n: m for n, m in chosen(module, wrap) if any(True for _ in m.parameters())}
-    _leave_out_tied(module, groups)
-    return list(reversed(groups.items()))
+    found = {n: m for n, m in chosen(module, wrap) if any(True for _ in m.parameters())}
+    everything, before = owners(module), None
+    while before != found.keys():
+        before = set(found)
+        for places in everything.values():  # a tied parameter must lie in one group
+            groups = {_group(module, path, found) for path in places}
+            for name in groups - {""} if len(groups) > 1 else ():
+                del found[name]
+    return list(reversed(found.items()))
 
 
 def owners(module: nn.Module) -> dict[int, list[str]]:
@@ -138,17 +144,6 @@ def owners(module: nn.Module) -> dict[int, list[str]]:
         for parameter in child.parameters(recurse=False):
             found.setdefault(id(parameter), []).append(path)
     return found
-
-
-def _leave_out_tied(module: nn.Module, chosen: dict[str, nn.Module]) -> None:
-    """Drop the groups that would split a tied parameter: it must lie in one."""
-    everything, before = owners(module), None
-    while before != chosen.keys():
-        before = set(chosen)
-        for places in everything.values():
-            groups = {_group(module, path, chosen) for path in places}
-            for name in groups - {""} if len(groups) > 1 else ():
-                del chosen[name]
 
 
 def _group(module: nn.Module, path: str, chosen: dict[str, nn.Module]) -> str:
@@ -270,7 +265,13 @@ def check_cut(module: nn.Module, plan: Plan, size: int) -> None:
             "with styles of torch.distributed.tensor.parallel by the names of modules"
         )
     check_plan(chosen)
-    _check_heads(module, size)
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(getattr(module, "config", None), key, None)
+        if isinstance(heads, int) and heads % size:
+            raise BackendError(
+                f"the config of this {type(module).__name__} has {key}={heads}, which do not divide over {size} ranks of tensor "
+                "parallelism: choose a size that divides them"
+            )
     for name, child, style in _planned(module, chosen):
         dim = _dim(style, child)
         weight = child._parameters.get("weight")
@@ -289,17 +290,6 @@ def check_cut(module: nn.Module, plan: Plan, size: int) -> None:
                 f"{name} is a {type(child).__name__}, and {_kind(style)} cuts a Linear or an Embedding: leave it out of the plan"
             )
     _tied(module, chosen, refuse=plan is not None)
-
-
-def _check_heads(module: nn.Module, size: int) -> None:
-    config = getattr(module, "config", None)
-    for key in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, key, None)
-        if isinstance(heads, int) and heads % size:
-            raise BackendError(
-                f"the config of this {type(module).__name__} has {key}={heads}, which do not divide over {size} ranks of tensor "
-                "parallelism: choose a size that divides them"
-            )
 
 
 def cut(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:

@@ -288,8 +288,6 @@ class PipelineEngine(Engine):
             convert_module(child, self.process.device, None, ExitStack())
         self._stages = [Stage(stages[self._channel.rank], self.process.device)]
 
-    # -- forward and backward -----------------------------------------------------------------------------------------
-
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function is not self.entry:
             return function(*args, **kwargs)
@@ -339,8 +337,6 @@ class PipelineEngine(Engine):
             raise BackendError(f"measuring the children for Pipeline(balance='time') failed on rank 0: {problem}")
         return times
 
-    # -- optimizers ---------------------------------------------------------------------------------------------------
-
     def attach(self, optimizer: Optimizer) -> None:
         if self.distributed and isinstance(optimizer, LBFGS):
             raise OptimizerError(
@@ -348,8 +344,6 @@ class PipelineEngine(Engine):
                 "stage: use an optimizer that treats each parameter by itself"
             )
         super().attach(optimizer)
-
-    # -- the end ------------------------------------------------------------------------------------------------------
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         if self.holdings.divided:

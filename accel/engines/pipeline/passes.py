@@ -272,7 +272,8 @@ class Pass:
         of_batch: list[list[torch.Tensor | None]] = []
         for number in reversed(range(len(self._kept))):
             leaves, ends = self._kept[number]
-            came = self._piece(grads, number) if last else []
+            where = self.where[number]
+            came = [g if g is None or where is None else g[where] for g in grads] if last else []
             if not last and any(end is not None for end in ends):
                 came = self._receive(channel.rank + 1).tensors
             found: list[torch.Tensor | None] = [None] * len(leaves)
@@ -312,10 +313,6 @@ class Pass:
                 raise AccelError(problem)
         refuse_other_values(what, {rank: sums for rank, (_, sums, _) in enumerate(answers)}, advice)
         return [theirs for *_, theirs in answers]
-
-    def _piece(self, grads: Sequence[torch.Tensor | None], number: int) -> list[torch.Tensor | None]:
-        where = self.where[number]
-        return [g if g is None or where is None else g[where] for g in grads]
 
     def _differentiate(
         self,

@@ -10,7 +10,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,6 @@ from ..base.methods import only
 from ..base.private import require
 from ..base.step import refuse_steps
 
-if TYPE_CHECKING:
-    from .owners import Owners
-
 logger = logging.getLogger("accel")
 
 #: What is known of a gradient, in the order in which one rank's knowledge outranks another's.
@@ -50,13 +47,6 @@ _PRIVATE: Final = (
     ("fairscale.nn.misc:ParamBucket.", "_fill add_param", "weights in flat memory"),
 )
 _RAN: Final = ("0.4.12", "0.4.13")
-
-
-def _new_owners(rank: int, world: int) -> Owners:
-    with unseen_group():
-        require("backend 'sharded'", "fairscale", _PRIVATE, _RAN)
-        from .owners import Owners
-    return Owners(rank, world)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -193,7 +183,10 @@ class ShardedGradients(Gradients):
         super().__init__(engine)
         self._rank, self._world = engine.process.place.rank, engine.process.place.world_size
         self._index: dict[int, int] = {}
-        self.owners = _new_owners(self._rank, self._world)
+        with unseen_group():
+            require("backend 'sharded'", "fairscale", _PRIVATE, _RAN)
+            from .owners import Owners
+        self.owners = Owners(self._rank, self._world)
         #: By optimizer (one may step or write inside of another), the parameters that their owners have stepped, or may
         #: have, and the other ranks do not have yet.
         self._unpublished: dict[int, set[int]] = {}
@@ -314,8 +307,6 @@ class ShardedGradients(Gradients):
         self._settle("clipping by accel.clip_grad_norm_", range(len(parameters)), everywhere=False, weakest=LOCAL)
         return clip_([p.grad for p in parameters if p.grad is not None], max_norm, norm_type, self.process)
 
-    # -- steps ----------------------------------------------------------------------------------------------------
-
     def after_step(self, optimizer: Optimizer) -> None:
         self.publish(optimizer)
 
@@ -375,8 +366,6 @@ class ShardedEngine(Engine):
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
         """Gradients and optimizer state of a parameter on its owner alone, after a step."""
         return memory.owners(footprint, world_size)
-
-    # -- life -----------------------------------------------------------------------------------------------------
 
     def attach(self, optimizer: Optimizer) -> None:
         super().attach(optimizer)
