@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -62,6 +61,3 @@ class XLAEngine(AveragingEngine):
         kind = available()[0]
         _refuse(kind, f"torch finds {kind} here")
         return ""
-
-    def add(self, flat: torch.Tensor) -> None:
-        dist.all_reduce(flat, group=self.process.group)

@@ -14,15 +14,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import BackendError, OptimizerError
-from ...gradients.average import average_gradients_
 from ...gradients.clip import clip_, norm_over_ranks
 from ...precision import Accumulator
 from ...process import Process
 from ...process.control import Waiting
 from ...process.devices import available
+from .._averaging import AveragedGradients
 from ..base.absent import plainly
 from ..base.engine import Context, Engine, SequenceOptions, lost_weights
-from ..base.gradients import Gradients, refuse_sparse
+from ..base.gradients import refuse_sparse
 from ..base.memory import Footprint, MemoryUse
 from .config import Configuration, refuse_parameters
 from .files import new_state, store_state
@@ -72,14 +72,14 @@ DeepSpeed.variants = tuple(DeepSpeed(stage=stage) for stage in (0, 1, 3))
 
 
 @final
-class ZeROGradients(Gradients):
+class ZeROGradients(AveragedGradients):
     """Gradients of this rank's fragments are kept until ``zero_grad``; the user's own optimizer steps the fragments.
 
     Between ``before_step`` and ``after_step`` these are in the parameters' places in its groups. While nothing is divided,
     gradients are each rank's own until ``settle`` averages them.
     """
 
-    reduced = partial = logged = True
+    partial, deferred = True, False
     engine: DeepSpeedEngine
 
     def __init__(self, engine: Engine) -> None:
@@ -95,8 +95,6 @@ class ZeROGradients(Gradients):
         self._told = False
         #: Parameters whose assigned gradients took the place of others before the next forward.
         self._renewed: set[int] = set()
-        # Where nothing is divided: whether what p.grad holds is known to be final.
-        self._final = False
         #: At stage 3, parameters in no optimizer that got gradients in the last backward.
         self._unseen: list[int] = []
 
@@ -106,23 +104,19 @@ class ZeROGradients(Gradients):
         return self.engine.parameters if zero is None else [*self.engine.parameters, *zero.fragments.values()]
 
     def pending(self) -> bool:
-        return self.engine.distributed and (bool(self.log.entries) or bool(self._assigned()))
+        zero = self.engine.zero
+        return super().pending() if zero is None else bool(self.log.entries) or bool(self._assigned(zero))
 
     def hidden(self) -> bool:
         return self.engine.zero is not None and (bool(self._kept) or self.pending())
 
     @plainly
-    def _assigned(self) -> list[int]:
-        """The parameters whose ``p.grad`` no backward explains: it was assigned by hand. Local."""
-        zero, parameters = self.engine.zero, self.engine.parameters
-        if zero is None and self._final:
-            return []
-        found = [i for i, p in enumerate(parameters) if p.grad is not None]
+    def _assigned(self, zero: Partitions) -> list[int]:
+        """The parameters whose ``p.grad`` no backward explains, whose own is in a fragment or waits: assigned by hand. Local."""
+        grads = [(i, p.grad) for i, p in enumerate(self.engine.parameters) if i not in zero.whole_gradients]
+        found = [i for i, grad in grads if grad is not None and grad is not zero.waiting.get(i)]
         came = set(self.log.entries) if found else set()
-        if zero is not None:  # a backward's own is in a fragment, or waits
-            found = [i for i in found if i not in zero.whole_gradients]
-            return [i for i in found if parameters[i].grad is not zero.waiting.get(i) and ~i not in came]
-        return [i for i in found if i not in came and ~i not in came]
+        return [i for i in found if ~i not in came]
 
     def find_unoptimized(self) -> None:
         """Their gradients stay whole, where the weights do."""
@@ -139,7 +133,7 @@ class ZeROGradients(Gradients):
         if self.engine.stage == 3:
             self._refuse_unseen()
             self.engine.take_edits()
-        if assigned := self._assigned():
+        if assigned := self._assigned(zero):
             zero.replace(assigned)
             self._spent.difference_update(assigned)
             self._renewed.update(assigned)
@@ -161,32 +155,22 @@ class ZeROGradients(Gradients):
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
         """Reduce what no hook has reduced; what the hooks did is compared over the ranks."""
-        engine, zero = self.engine, self.engine.zero
-        if not engine.distributed:
-            super().settle()
-            return
-        if zero is not None:
+        if (zero := self.engine.zero) is None:
+            super().settle(optimizer)
+        else:
             zero.interruption.notice()
             zero.interruption.refuse()
             if zero.interruption.cut:
                 self._start_anew(zero)
                 zero.interruption.refuse()
-        if self.pending():
-            if zero is None:
-                what = f"a reduction of gradients ({engine.label})"
-                average_gradients_(what, engine.parameters, engine.names, self.process)
-            else:
+            if self.pending():
                 self._reduce(zero)
-            self._renewed.clear()
-            self._final = True
-            if self.buffers.stale:
-                self.buffers.synchronize()
-        self.log.fold(stepping=optimizer)
+            self.log.fold(stepping=optimizer)
         if self.stepping is not None:
             self._show(self.stepping)
 
     def _reduce(self, zero: Partitions) -> None:
-        assigned = self._assigned()
+        assigned = self._assigned(zero)
         entries = tuple(self.log.entries) if zero.eager else ()
         came = hash((entries, tuple(assigned), tuple(sorted(self._renewed))))
         differ = lambda _: "other parameters, or in another order"  # noqa: E731
@@ -194,11 +178,14 @@ class ZeROGradients(Gradients):
         zero.replace(assigned)
         self._spent.difference_update(assigned)
         zero.flush(held)
-        self._keep(zero, assigned)
+        self._note_fragments(zero, assigned)
         self.end_held_back()
+        self._renewed.clear()
+        if self.buffers.stale:
+            self.buffers.synchronize()
 
-    def _keep(self, zero: Partitions, assigned: Iterable[int]) -> None:
-        """Note that the gradients since the last ``settle`` are in fragments now, and those that were assigned."""
+    def _note_fragments(self, zero: Partitions, assigned: Iterable[int]) -> None:
+        """The gradients since the last ``settle`` are there now, and those that were assigned."""
         came = {entry for entry in self.log.entries if entry not in zero.whole_gradients}
         self._kept.update(came, assigned)
         if not self._told and self._spent.intersection(came):
@@ -210,15 +197,13 @@ class ZeROGradients(Gradients):
 
     def end_backward(self, indices: Sequence[int]) -> None:
         """Average them where they are whole; at stage 3 nothing can be updated by hand."""
-        engine = self.engine
-        if engine.stage == 3 and engine.zero is not None:
+        zero = self.engine.zero
+        if zero is None:
+            super().end_backward(indices)
+        elif zero.divides_weights:
             self._note_unseen(indices)
-        elif engine.zero is None and not engine.steppers:
-            self.settle()
         else:
-            what = f"a reduction of gradients in no optimizer ({engine.label})"
-            parameters, names = [engine.parameters[i] for i in indices], [engine.names[i] for i in indices]
-            average_gradients_(what, parameters, names, self.process)
+            self._average(indices)
 
     def _note_unseen(self, indices: Sequence[int]) -> None:
         came = {i if i >= 0 else ~i for i in self.log.entries if i is not None}
@@ -308,6 +293,7 @@ class ZeROGradients(Gradients):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """From now on, what is final is shown to this optimizer."""
+        super().before_step(optimizer)
         self.break_step()
         self.engine.take_edits()
         self.stepping = optimizer
@@ -317,8 +303,6 @@ class ZeROGradients(Gradients):
             self._place(optimizer, zero)  # at once: some optimizers write before their closure
             if (folder := self.engine.configuration.state_folder) is not None:
                 self._creating.enter_context(new_state(zero.stepped, folder))
-        if self.log.repeats(optimizer):
-            self._final = False
 
     def _show(self, optimizer: Optimizer) -> None:
         """Clip as the configuration says, then put the fragments in the parameters' places in the groups."""
