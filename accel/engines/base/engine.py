@@ -275,13 +275,8 @@ class Engine(ABC):
     def teardown(self, alone: str = "", interrupted: str = "") -> None:
         """End the engine: the raw module and optimizers are the user's own again.
 
-        Args:
-            alone: why the other ranks take no part; empty where they do. Then it is local, and ``p.grad`` that is not
-                final is dropped.
-            interrupted: why the ranks did not end their backward or step together; then that is dropped too.
-
-        Raises:
-            AccelError: weights lay on ranks that take no part, and are lost; the engine has ended all the same.
+        ``alone`` says why the other ranks take no part: then it is local, and AccelError comes at its end where weights lay on
+        them. There, and where ranks were ``interrupted`` in a backward or step, ``p.grad`` that is not final is dropped.
         """
         self.ended = self.ended or alone
         with contextlib.ExitStack() as last:

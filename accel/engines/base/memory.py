@@ -17,9 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import OptimizerError
 
-# -- footprint ---------------------------------------------------------------------------------------------------------
-# What a model and its optimizers need room for, without needing that room: the input of every prediction of memory.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
@@ -74,7 +71,7 @@ class ParameterSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """A model with its optimizers.
+    """A model with its optimizers: what they need room for, without needing that room, for predictions of memory.
 
     Args:
         parameters: in the model's order.
@@ -132,14 +129,8 @@ def take(
 ) -> Footprint:
     """The footprint of a module on any device, also the meta device; nothing is allocated or changed.
 
-    Args:
-        module: with its buffers.
-        optimizers: over its parameters.
-        named: what the optimizers' groups hold, by the names of the parameters; by default the module's own.
-        shapes: of the whole parameters, where this rank may hold a part.
-
-    Raises:
-        OptimizerError: an optimizer holds other tensors, or its state cannot be told without real tensors.
+    ``named`` is what the optimizers' groups hold (None: the module's parameters), ``shapes`` those of whole parameters, where
+    this rank may hold parts. OptimizerError: a group holds something else, or state cannot be told without real tensors.
     """
     named = dict(module.named_parameters()) if named is None else named
     shapes = {name: p.shape for name, p in named.items()} if shapes is None else shapes
@@ -359,16 +350,9 @@ def zero(
 ) -> tuple[MemoryUse, ...]:
     """The stages of ZeRO (Rajbhandari et al., arXiv 1910.02054): 1 cuts optimizer state, 2 gradients too, 3 parameters too.
 
-    Once they are reduced, stage 1 as well keeps only the gradients of what a rank steps. Stage 0 is ``whole``.
-
-    Args:
-        footprint: the model.
-        world_size: number of ranks.
-        stage: 1 to 3.
-        masters: the optimizer steps fp32 copies, which count as its state; its other state is fp32 too. The model's own
-            parameters have two bytes, and so has a gradient of one backward.
-        whole_below: at stage 3, parameters of so many elements or fewer are whole on every rank, beside the parts.
-        bucket: elements of the memory to reduce in, which stage 3 keeps; no more than the model has.
+    Once they are reduced, stage 1 as well keeps only the gradients of what a rank steps. With ``masters`` the optimizer steps
+    fp32 copies, which count as its fp32 state, of parameters and gradients of two bytes. At stage 3 parameters of at most
+    ``whole_below`` elements are whole on every rank, beside the parts, and memory to reduce ``bucket`` elements in is kept.
     """
     if world_size == 1:
         return whole(footprint, 1)

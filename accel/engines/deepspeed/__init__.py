@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -144,7 +144,6 @@ class ZeROGradients(AveragedGradients):
             raise
 
     def _start_anew(self, zero: Partitions) -> None:
-        """Clear what an exception left half-way in the library. Collective."""
         self.engine.compare("a new start after an exception")
         zero.reset()
 
@@ -238,14 +237,8 @@ class ZeROGradients(AveragedGradients):
         zero = self.engine.zero
         if zero is None:
             return nn.utils.clip_grad_norm_(self.engine.parameters, max_norm, norm_type)
-        mine, common = self._counted(zero, range(len(self.engine.parameters)))
+        mine, common = zero.gradients(range(len(self.engine.parameters)))
         return clip_(mine, max_norm, norm_type, self.process, common)
-
-    def _counted(self, zero: Partitions, indices: Container[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        mine, common = zero.gradients(indices)
-        return (
-            ([*mine, *common], []) if self.process.place.rank == 0 else (mine, common)
-        )  # what all ranks have counts once
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
         zero, what = self.engine.zero, "torch.nn.utils.clip_grad_norm_"
@@ -254,15 +247,14 @@ class ZeROGradients(AveragedGradients):
         self.announce(what)
         self.settle()
         with Waiting(self.process, what):
-            mine, _ = self._counted(zero, {zero.numbers[id(p)] for p in parameters})
+            mine, _ = zero.gradients({zero.numbers[id(p)] for p in parameters})
             return norm_over_ranks(mine, norm_type, self.process)
 
     def behind(self, parameters: Sequence[torch.Tensor]) -> Sequence[Accumulator]:
         if (zero := self.engine.zero) is None:
             return ()
         self.settle()
-        found = [zero.fragments.get(zero.numbers[id(p)]) for p in parameters]
-        return [fragment for fragment in found if fragment is not None]
+        return [zero.fragments[i] for i in (zero.numbers[id(p)] for p in parameters) if i in zero.fragments]
 
     def drop(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> None:
         """After ``zero_grad`` of what has these parameters, which may be none of this model's. Local."""
@@ -284,8 +276,8 @@ class ZeROGradients(AveragedGradients):
         settings = engine.configuration
         if engine.stage and engine.distributed:
             refuse_optimizer(optimizer, settings, self.process.device)
-        offloads = settings.offload_optimizer or settings.offload_parameters
-        if engine.distributed and offloads and any(group.get("capturable") for group in optimizer.param_groups):
+        offloads = engine.distributed and (settings.offload_optimizer or settings.offload_parameters)
+        if offloads and any(group.get("capturable") for group in optimizer.param_groups):
             raise OptimizerError(
                 f"{type(optimizer).__name__}(capturable=True) with DeepSpeed's offload: it would step weights in CPU memory, "
                 "where torch has no such step: use capturable=False"
@@ -414,11 +406,8 @@ class DeepSpeedEngine(Engine):
         super().start(optimizers)
         if not self.distributed or not self.stage:
             return
-        if (
-            self.zero is None
-            and (self.stage == 3 or optimizers)
-            and any(p.is_floating_point() for p in self.parameters)
-        ):
+        divides = self.zero is None and (self.stage == 3 or optimizers)
+        if divides and any(p.is_floating_point() for p in self.parameters):
             self._divide()
             self.gradients.find_unoptimized()
         for optimizer in optimizers if self.zero is not None else ():

@@ -163,7 +163,6 @@ class Partitions(ABC):
 
     @property
     def stepped(self) -> list[torch.Tensor]:
-        """What optimizers step here."""
         return [fragment.weights for fragment in self.fragments.values()]
 
     def buckets(self) -> list[torch.Tensor]:
@@ -262,13 +261,13 @@ class Partitions(ABC):
             self.parameters[index].grad = grad
 
     def gradients(self, indices: Container[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """This rank's part of the final gradients of these, ready to be computed with, and those that every rank has whole."""
+        """This rank's part of the final gradients of these, ready to be computed with; and what counts on rank 0 alone."""
         fragments = [fragment for i, fragment in self.fragments.items() if i in indices]
         for fragment in fragments:
             fragment.widen()
         whole = [self.parameters[i].grad for i in sorted(self.whole_gradients) if i in indices]
-        mine = [f.grad for f in fragments if f.grad is not None]
-        return mine, [grad for grad in whole if grad is not None]
+        mine, common = ([f.grad for f in fragments if f.grad is not None], [grad for grad in whole if grad is not None])
+        return (mine, common) if self.process.place.rank else ([*mine, *common], [])
 
     def reset(self) -> None:
         """Clear what a backward or forward left half-way. Collective."""

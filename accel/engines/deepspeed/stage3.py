@@ -26,8 +26,7 @@ from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
 from .partitions import Fragment, Partitions
 from .weights import Method, Stage3Weights, promise, set_grad, take_back
 
-# -- DeepSpeed's coordinator of gathers --------------------------------------------------------------------------------
-# Where stage 3 decides which weights to gather: what its coordinator and its modules' dicts do otherwise here.
+# -- What DeepSpeed's coordinator of gathers, and its modules' dicts, do otherwise here --------------------------------
 
 _KEPT: Final = object()
 
@@ -345,7 +344,6 @@ class Stage3(Partitions):
                 self._gradients.pop(self.parameters[index].ds_id, None)  # type: ignore[attr-defined]
 
     def reset(self) -> None:
-        """Empty the buckets and gather nothing but what always is."""
         super().reset()
         zero = self.zero
         self._stack.clear()

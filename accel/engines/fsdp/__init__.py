@@ -72,10 +72,9 @@ class FSDPHoldings(Holdings):
             self.engine.parts.sharded.reshard()
 
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
-        parts = self.engine.parts
-        return (
-            super().part(name, tensor, key) if parts is None else parts.part(f"{name}/{key}" if key else name, tensor)
-        )
+        if (parts := self.engine.parts) is None:
+            return super().part(name, tensor, key)
+        return parts.part(f"{name}/{key}" if key else name, tensor)
 
     def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self.engine.parts is None:
@@ -258,7 +257,6 @@ class FSDPGradients(Gradients):
             self.engine.parts.sharded.module.set_requires_gradient_sync(not accumulating)
 
     def holders(self) -> Sequence[Accumulator]:
-        """Shards, and what holds gradients that were not reduced."""
         parts = self.engine.parts
         if parts is None:
             return self.engine.parameters
@@ -275,7 +273,6 @@ class FSDPGradients(Gradients):
         return parts is not None and (bool(parts.sharded.pending()) or bool(parts.scalar_log.entries))
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
-        """Reduce what is pending; take rank 0's buffers."""
         engine, parts = self.engine, self.engine.parts
         if parts is None:
             super().settle()
@@ -383,9 +380,8 @@ class FSDPEngine(Engine):
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
         """Ranks that have parts of one layer read one batch."""
-        return (
-            super().replica(options, process) if sequence_size(options, process) > 1 else data_place(options, process)
-        )
+        in_parts = sequence_size(options, process) > 1
+        return super().replica(options, process) if in_parts else data_place(options, process)
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:

@@ -108,9 +108,8 @@ class Mesh:
     @property
     def data(self) -> DeviceMesh:
         """That of the ranks that a layer's part is divided over, with the copies of it."""
-        return (
-            self.whole[tuple(n for role, n in self.names.items() if role != "tensor")] if self.parallel else self.whole
-        )
+        names = tuple(n for role, n in self.names.items() if role != "tensor")
+        return self.whole[names] if self.parallel else self.whole
 
     @property
     def tensor(self) -> DeviceMesh:

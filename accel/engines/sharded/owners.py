@@ -198,7 +198,6 @@ class Owners:
         broadcast_from_owners(self.by_owner(rest.values(), rest.values()), self._rank, group)
 
     def release(self) -> None:
-        """Give each parameter memory of its own again."""
         for bucket in self._buckets:
             bucket.release()
         self._buckets.clear()
