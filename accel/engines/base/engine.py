@@ -136,11 +136,7 @@ class Engine(ABC):
     """One model's engine, with its ``gradients`` and its ``holdings``. Subclasses are final.
 
     *Local* methods run no collective; *collective* ones are called on every rank. docs/design.md shows who calls what.
-
-    Args:
-        module: the user's raw module.
-        entry: what a forward calls: the raw module or its ``torch.compile`` wrapper.
-        context: process, precision, loss scale and options.
+    ``module`` is the user's raw one, ``entry`` what a forward calls: that, or its ``torch.compile`` wrapper.
     """
 
     name: ClassVar[str]
@@ -177,9 +173,8 @@ class Engine(ABC):
         self.gradients = self.gradients_type(self)
         self._read_parameters()
         self.holdings = self.holdings_type(self)
-        self._watching_mask = (
-            self.gradients.reduced and self.distributed and getattr(self.options, "auto_refresh", True)
-        )
+        refreshes = getattr(self.options, "auto_refresh", True)
+        self._watching_mask = self.gradients.reduced and self.distributed and refreshes
         self.restructured = self.started = False
         size = sequence_size(self.options, self.process)
         #: Where ranks have parts of sequences.

@@ -319,9 +319,9 @@ class Holdings(Raw):
         groups = self.groups(optimizer)
         for entry in self.entries(optimizer):
             if state := whole.get(entry.name):
-                optimizer.state[entry.parameter] = {
-                    key: self.own_part(entry, key, value, groups[entry.name]) for key, value in state.items()
-                }
+                group = groups[entry.name]
+                own = {key: self.own_part(entry, key, value, group) for key, value in state.items()}
+                optimizer.state[entry.parameter] = own
 
     @final
     def own_part(self, entry: StateEntry, key: Any, value: Any, group: Mapping[str, Any]) -> Any:

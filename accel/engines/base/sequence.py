@@ -116,9 +116,8 @@ class SequenceParallel:
         self._alike.call(lambda: None, (batch,), {})
         assert self.group is not None
         tokens, made, padding = _tokens(batch) if dim == 1 else None, set[int](), None
-        lengths = [
-            t.shape[dim] for t in ([tokens] if tokens is not None else _tensors(batch).values()) if t.dim() > dim >= 0
-        ]
+        tensors = [tokens] if tokens is not None else list(_tensors(batch).values())
+        lengths = [t.shape[dim] for t in tensors if t.dim() > dim >= 0]
         if not lengths:
             raise BackendError(f"accel.shard_sequence(dim={dim!r}): no tensor of the batch has such a dimension")
         if (length := lengths[0]) % self.size:
@@ -137,9 +136,8 @@ class SequenceParallel:
             if not isinstance(leaf, Tensor) or leaf.dim() <= dim or leaf.shape[dim] != length:
                 return leaf
             if id(leaf) not in pieces:
-                piece = pieces[id(leaf)] = leaf.chunk(self.size, dim)[self.rank].clone(
-                    memory_format=torch.contiguous_format
-                )
+                mine = leaf.chunk(self.size, dim)[self.rank]
+                piece = pieces[id(leaf)] = mine.clone(memory_format=torch.contiguous_format)
                 HiddenAttribute.put(piece, Part(dim, length, padding, id(leaf) in made))
             return pieces[id(leaf)]
 
@@ -161,11 +159,8 @@ class SequenceParallel:
             )
         exchange = None
         if parts:
-            kinds = [
-                (path, leaf.dim(), part and (part.dim, part.made))
-                for path, leaf in leaves.items()
-                for part in [_part_of(leaf)]
-            ]
+            found = [(path, leaf.dim(), _part_of(leaf)) for path, leaf in leaves.items()]
+            kinds = [(path, dims, part and (part.dim, part.made)) for path, dims, part in found]
             kind, part = (getattr(function, "__name__", ""), *kinds), max(parts, key=lambda p: p.padding is not None)
             count = self._checked.get(kind, 1)
             if count and not count & (count - 1) and self._check(function, (args, kwargs), part):
@@ -319,11 +314,8 @@ class Exchange:
         if self.size == 1:
             return original(query, key, value, mask, is_causal=causal, **kwargs)
         # Fewer heads of keys than ranks are repeated as far as needed.
-        times = (
-            math.lcm(key.shape[1], self.size) // key.shape[1]
-            if kwargs.get("enable_gqa")
-            else query.shape[1] // key.shape[1]
-        )
+        heads = math.lcm(key.shape[1], self.size) if kwargs.get("enable_gqa") else query.shape[1]
+        times = heads // key.shape[1]
         key, value = (t.repeat_interleave(times, 1) if times > 1 else t for t in (key, value))
         if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
             mask = mask.chunk(self.size, -3)[self.sequence.rank]
@@ -359,13 +351,12 @@ class Exchange:
         none = self._padding[:, None, None]
         if causal:
             if self._causal is None:
-                self._causal = (
-                    torch.ones(self._length, self._length, dtype=torch.bool, device=none.device).tril() & ~none
-                )
+                every = torch.ones(self._length, self._length, dtype=torch.bool, device=none.device)
+                self._causal = every.tril() & ~none
             return self._causal
-        return (
-            ~none if mask is None else mask & ~none if mask.dtype is torch.bool else mask.masked_fill(none, -math.inf)
-        )
+        if mask is None:
+            return ~none
+        return mask & ~none if mask.dtype is torch.bool else mask.masked_fill(none, -math.inf)
 
     def cross_entropy(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The mean over the tokens of all parts, which may have different numbers of ignored ones."""

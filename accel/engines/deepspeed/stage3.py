@@ -381,9 +381,8 @@ class Stage3(Partitions):
             weight.ds_secondary_tensor = None  # the second copy that `zero_hpz_partition_size` has for backward
         small = self.zero.persistent_parameters
         ends = itertools.accumulate(weight.ds_numel for weight in small)
-        for _, bucket in itertools.groupby(
-            zip(small, ends, strict=True), lambda w: w[1] // self.zero.reduce_bucket_size
-        ):
+        size = self.zero.reduce_bucket_size
+        for _, bucket in itertools.groupby(zip(small, ends, strict=True), lambda w: w[1] // size):
             self._refill([weight for weight, _ in bucket])
         self._order_gathers()
 

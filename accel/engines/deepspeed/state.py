@@ -146,10 +146,8 @@ class _ZeroCheckpoint:
         if not isinstance(bases[0], Mapping):
             # It lacks the groups. Where the optimizer is wanted, this is refused by name; else it is left out.
             return {"state": {"partitions of an elastic checkpoint": {}}, "param_groups": [{"params": []}]}
-        groups = [
-            {**group, "params": list(names)}
-            for group, names in zip(bases[0]["param_groups"], self._groups, strict=True)
-        ]
+        named_groups = zip(bases[0]["param_groups"], self._groups, strict=True)
+        groups = [{**group, "params": list(names)} for group, names in named_groups]
         named: dict[str, dict[str, Any]] = {name: {} for group in self._groups for name in group}
         states = [[base["state"][i] for base in bases] for i in sorted(bases[0]["state"])]
         for entry in states[0][0] if states else ():
@@ -187,11 +185,8 @@ class _ZeroCheckpoint:
     def _cut(self, numel: int, at: int) -> list[_Range]:
         """Every rank has an equal piece, the last ones padded."""
         size = -(-numel // self._world)
-        return [
-            (rank, at, rank * size, min(size, numel - rank * size))
-            for rank in range(self._world)
-            if rank * size < numel
-        ]
+        having = [rank for rank in range(self._world) if rank * size < numel]
+        return [(rank, at, rank * size, min(size, numel - rank * size)) for rank in having]
 
     @staticmethod
     def _overlaps(parts: Sequence[torch.Tensor], at: int, numel: int) -> list[_Range]:
@@ -291,9 +286,8 @@ class DeepSpeedHoldings(Holdings):
 
     def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         divided, _ = self._fragment(entry.name)
-        made = super().new_state(
-            entry, key, tuple(entry.parameter.shape) if divided and shape == entry.shape else shape, dtype
-        )
+        shape = tuple(entry.parameter.shape) if divided and shape == entry.shape else shape
+        made = super().new_state(entry, key, shape, dtype)
         return room(made, self.engine.configuration.state_folder) if divided else made
 
     @classmethod

@@ -158,9 +158,8 @@ class Stage3Weights:
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         common = names | {"_weights": self, "_kind": kind, "_available": available}
         metaclass: Any = type(kind)
-        states = tuple(
-            metaclass(kind.__name__, (state, kind), dict(common)) for state in (_Stage3Weight, _DividedWeight)
-        )
+        both = (_Stage3Weight, _DividedWeight)
+        states = tuple(metaclass(kind.__name__, (state, kind), dict(common)) for state in both)
         for state in states:
             state._states = states
         return states

@@ -327,9 +327,8 @@ class Pass:
         if not pairs or not wanted:
             return [None] * len(leaves), [None] * len(self._parameters)
         with without_hooks(self._parameters):
-            found = torch.autograd.grad(
-                [e for e, _ in pairs], wanted, [g for _, g in pairs], retain_graph=retain, allow_unused=True
-            )
+            outputs, given = zip(*pairs, strict=True)
+            found = torch.autograd.grad(outputs, wanted, given, retain_graph=retain, allow_unused=True)
         of_inputs = iter(found[: len(inputs)])
         return [next(of_inputs) if leaf.requires_grad else None for leaf in leaves], list(found[len(inputs) :])
 

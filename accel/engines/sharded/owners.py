@@ -130,9 +130,8 @@ class Owners:
         group = {"params": sorted(trained.values(), key=lambda p: (not p.requires_grad, -p.numel()))}
         if trained:
             self._deal(group)
-        self.digest = zlib.crc32(
-            str([self.digest, *((p.shape, self.rank_of[key]) for key, p in trained.items())]).encode()
-        )
+        dealt = [(p.shape, self.rank_of[key]) for key, p in trained.items()]
+        self.digest = zlib.crc32(str([self.digest, *dealt]).encode())
 
     def _deal(self, group: dict[str, Any]) -> None:
         frozen = [p for p in self._order.values() if not p.requires_grad]
