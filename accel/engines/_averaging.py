@@ -17,7 +17,12 @@ from .base.gradients import Gradients
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragingOptions(LayerOptions):
-    """Options of every such engine, which its own class explains."""
+    """Options of every such engine.
+
+    Args:
+        broadcast_buffers: all ranks take rank 0's buffers once a step.
+        auto_refresh: look for a change of ``requires_grad`` before each forward.
+    """
 
     broadcast_buffers: bool = True
     auto_refresh: bool = True

@@ -150,7 +150,7 @@ class Guard:
             raw, f"a copy or pickle of this {type(raw).__name__}", "a copy or pickle would miss the rest"
         )
         for name in _COPIES:
-            vars(raw)[name] = functools.partial(_raise, *refused)
+            vars(raw)[name] = functools.partial(refuse_call, *refused)
 
     def watch_modules(self, module: nn.Module, holds_part: Callable[[nn.Module], bool]) -> None:
         """Refuse it of a module and of those in it of which this rank holds a part."""
@@ -167,7 +167,7 @@ class Guard:
         _, hooks = self._watched.pop(id(raw), (None, []))
         remove_hooks(hooks)
         for name in _COPIES:
-            if getattr(vars(raw).get(name), "func", None) is _raise:
+            if getattr(vars(raw).get(name), "func", None) is refuse_call:
                 del vars(raw)[name]
         given: Any = vars(raw).get(_STATE_DICT)
         if getattr(given, "func", None) == self._give:
@@ -196,7 +196,7 @@ class Guard:
         if not self._open:
             loading = "every rank loads a whole one by load_state_dict(full) of the handle, or by accel.load"
             lead = loading if what.startswith("load") else "it would miss the rest"
-            _raise(*_refusal(raw, f"{what} of this {type(raw).__name__}", lead))
+            refuse_call(*_refusal(raw, f"{what} of this {type(raw).__name__}", lead))
 
 
 def _refusal(raw: nn.Module | Optimizer, what: str, why: str) -> tuple[type[AccelError], str]:
@@ -209,5 +209,6 @@ def _refusal(raw: nn.Module | Optimizer, what: str, why: str) -> tuple[type[Acce
     )
 
 
-def _raise(error: type[AccelError], text: str, *_: object) -> NoReturn:
+def refuse_call(error: type[AccelError], text: str, *_: object) -> NoReturn:
+    """Stands, with an error and its text, where a call would go wrong."""
     raise error(text)

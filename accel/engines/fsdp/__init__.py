@@ -31,6 +31,7 @@ from ..base.memory import Footprint, MemoryUse, even_shards
 from ..base.sequence import sequence_size
 from ..base.step import refuse_steps
 from .plan import (
+    Mesh,
     Plan,
     Planned,
     axes_of,
@@ -444,15 +445,13 @@ class FSDPEngine(Engine):
             self._read_parameters()
             self.parts.begin(self.holdings.parameter_names, self.gradients.log if self.precision.scaled else None)
             self.known = self.parts.known
-            self._draw_alike()
+            self._draw_alike(self.parts.sharded.mesh)
             self.started = True
         for optimizer in optimizers:
             self.holdings.rebind(optimizer, self.parts)
 
-    def _draw_alike(self) -> None:
+    def _draw_alike(self, mesh: Mesh) -> None:
         """Ranks that have parts of one layer draw the random numbers of the first of them, and see that they do. Collective."""
-        assert self.parts is not None
-        mesh = self.parts.sharded.mesh
         if mesh.parallel:
             place = mesh.place["replicate"], mesh.place["shard"]
             self._alike = SameInputs(self.label, place, mesh.tensor.get_group(), self.process)

@@ -38,8 +38,7 @@ def check_size(name: str, size: object, option: str = "tensor_parallel") -> None
 
 def check_mesh(options: Any) -> None:
     """Refuse (BackendError) a mesh that says something else than the other options, or nothing that is known."""
-    mesh = options.mesh
-    if mesh is None:
+    if (mesh := options.mesh) is None:
         return
     names = getattr(mesh, "mesh_dim_names", None)
     if not names:

@@ -20,6 +20,7 @@ from ...shard import Shard, StateEntry
 from ..base.engine import Context, Engine, Options, lost_weights
 from ..base.gather import Item
 from ..base.gradients import Gradients
+from ..base.guard import refuse_call
 from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse
 from ..base.methods import only
@@ -42,11 +43,6 @@ from .stages import (
 )
 
 # -- what of a model lies on which rank ---------------------------------------------------------------------------------
-
-
-def _refuse_call(where: str, *_: object) -> NoReturn:
-    """Before the forward of a child that lies on another rank."""
-    raise BackendError(f"{where}: call the handle, on all ranks")
 
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,7 +106,8 @@ class PipelineHoldings(Holdings):
         for number, stage in enumerate(stages):
             for name, child in stage:
                 if not any(child is mine for mine in own):  # an activation, say, may stand in several stages
-                    refuse = functools.partial(_refuse_call, f"child {name!r} of this pipeline lies on rank {number}")
+                    text = f"child {name!r} of this pipeline lies on rank {number}: call the handle, on all ranks"
+                    refuse = functools.partial(refuse_call, BackendError, text)
                     self._hooks.callback(child.register_forward_pre_hook(refuse).remove)
         here = {id(part) for child in own for part in child.modules()}
         self.guard.watch_modules(module, lambda part: id(part) not in here)

@@ -271,7 +271,13 @@ class ShardedGradients(Gradients):
                 self._left[id(parameter)] = parameter
         else:
             reduce_to_owners(self.owners.by_owner(pending, gradients), self._rank, self.process.group)
-            self._leave_to_owners(live)
+            rank_of, rank = self.owners.rank_of, self._rank
+            for parameter in [engine.parameters[i] for i in live]:
+                if rank_of[id(parameter)] != rank:  # an optimizer skips what has no gradient, and makes no state for it
+                    parameter.grad = None
+                elif (final := parameter.grad) is not None:
+                    HiddenAttribute.put(final, OWNED)
+                    self._left[id(parameter)] = parameter
         if self.log.entries:  # only now: what raises before leaves all as it was
             self.log.fold()
         return live
@@ -289,16 +295,6 @@ class ShardedGradients(Gradients):
             self.buffers.synchronize()
         codes = {code for code, *_ in told}
         return mine if len(codes) == 1 else bytes(map(max, *map(zlib.decompress, codes)))
-
-    def _leave_to_owners(self, live: Sequence[int]) -> None:
-        """Drop final gradients that are not this rank's: an optimizer skips what has none, and makes no state for it."""
-        rank_of, rank, parameters = self.owners.rank_of, self._rank, self.engine.parameters
-        for parameter in [parameters[i] for i in live]:
-            if rank_of[id(parameter)] != rank:
-                parameter.grad = None
-            elif (gradient := parameter.grad) is not None:
-                HiddenAttribute.put(gradient, OWNED)
-                self._left[id(parameter)] = parameter
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         parameters = self.engine.parameters
