@@ -12,7 +12,7 @@ from ..errors import BackendError
 from .base.activations import Choice
 from .base.engine import LayerOptions
 from .fsdp import FSDPEngine
-from .fsdp.plan import Plan, Planned, check_plan, check_size, text_of
+from .fsdp.plan import Plan, Planned, check_parallel, text_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -42,9 +42,7 @@ class TensorParallel(Planned, LayerOptions):
     reduce_dtype: ClassVar[torch.dtype | None] = None
 
     def check_values(self) -> None:
-        if self.size is not None:
-            check_size("TensorParallel", self.size, "size")
-        check_plan(self.plan)
+        check_parallel("TensorParallel", "size", 1 if self.size is None else self.size, self.plan)
 
     def axes(self, world_size: int) -> dict[str, int]:
         size = world_size if self.size is None else self.size

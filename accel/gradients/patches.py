@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, final
 
 import torch
 from torch.nn.utils import clip_grad
@@ -32,12 +32,8 @@ if TYPE_CHECKING:
 _ABSENT: Final = object()
 
 
-class Table(Protocol):
-    """Where a patch is made: ``vars`` of a module, any dict, or one of the classes below."""
-
-    def get(self, name: Any, default: Any) -> Any: ...
-    def __setitem__(self, name: Any, value: Any) -> None: ...
-    def __delitem__(self, name: Any) -> None: ...
+#: Where a patch is made: ``vars`` of a module, any dict, or one of the classes below, with ``get`` and items.
+Table: TypeAlias = Any
 
 
 @final

@@ -39,8 +39,7 @@ from .plan import (
     check_cut,
     check_mesh,
     check_module,
-    check_plan,
-    check_size,
+    check_parallel,
     data_place,
     shrunk,
     text_of,
@@ -193,8 +192,7 @@ class FSDP(Planned, SequenceOptions):
             )
         if type(self.replicas) is not int or self.replicas < 1:
             raise BackendError(f"FSDP(replicas={self.replicas!r}): expected a number of copies of the model")
-        check_size("FSDP", self.tensor_parallel)
-        check_plan(self.plan)
+        check_parallel("FSDP", "tensor_parallel", self.tensor_parallel, self.plan)
         check_mesh(self)
         if self.plan is not None and self.tensor_parallel == 1 and self.mesh is None:
             raise BackendError(

@@ -30,12 +30,6 @@ AXES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
-def check_size(name: str, size: object, option: str = "tensor_parallel") -> None:
-    """Refuse (BackendError) what is no number of ranks."""
-    if type(size) is not int or size < 1:
-        raise BackendError(f"{name}({option}={size!r}): expected a number of ranks that have parts of each layer")
-
-
 def check_mesh(options: Any) -> None:
     """Refuse (BackendError) a mesh that says something else than the other options, or nothing that is known."""
     if (mesh := options.mesh) is None:
@@ -216,8 +210,14 @@ _CUT: Final[Mapping[tuple[str, type], int]] = {
 }
 
 
-def check_plan(plan: Any) -> None:
-    """Refuse (BackendError) what is no plan."""
+def check_parallel(name: str, option: str, size: object, plan: Any) -> None:
+    """Refuse (BackendError) what is no number of ranks, or no plan."""
+    if type(size) is not int or size < 1:
+        raise BackendError(f"{name}({option}={size!r}): expected a number of ranks that have parts of each layer")
+    _check_plan(plan)
+
+
+def _check_plan(plan: Any) -> None:
     if plan is None:
         return
     if not isinstance(plan, Mapping) or not plan or not all(isinstance(name, str) for name in plan):
@@ -262,7 +262,7 @@ def check_cut(module: nn.Module, plan: Plan, size: int) -> None:
             f"tensor parallelism needs a plan, and this {type(module).__name__} has none of its own (tp_plan): pass plan={{...}} "
             "with styles of torch.distributed.tensor.parallel by the names of modules"
         )
-    check_plan(chosen)
+    _check_plan(chosen)
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(getattr(module, "config", None), key, None)
         if isinstance(heads, int) and heads % size:
