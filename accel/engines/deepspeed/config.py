@@ -35,6 +35,7 @@ _INSTEAD: Final = {
     "torch_autocast": "use precision='bf16-mixed'",
     "data_types": "the dtypes follow from precision= and 'bf16'",
 }
+_IGNORED: Final = "accel does not use it, and an ignored key would be silently wrong: remove it"
 _LOSSY: Final = "8 or 4 bits for a number, so that weights would be others than in one process: remove it"
 _MICS: Final = "DeepSpeed has no MiCS any more: use 'zero_hpz_partition_size', or accel.FSDP"
 _OLD_OFFLOAD: Final = "DeepSpeed has 'offload_optimizer' and 'offload_param' now: give one of these {'device': 'cpu'}"
@@ -136,9 +137,7 @@ class Configuration:
         """Refuse (BackendError) what would be ignored, be without effect, or contradict the loop."""
         for key, value in self._given.items():
             if key not in _PASSED and key not in _READ and not _off(value):
-                instead = _INSTEAD.get(
-                    key, "accel does not use it, and an ignored key would be silently wrong: remove it"
-                )
+                instead = _INSTEAD.get(key, _IGNORED)
                 raise BackendError(f"DeepSpeed configuration: {key!r} has no place in a raw loop: {instead}")
         steps = self._given.get("gradient_accumulation_steps", 1)
         if steps not in (1, "auto", None):
@@ -149,9 +148,8 @@ class Configuration:
             raise _contradiction("train_batch_size", whole, expected)
         self._check_zero(world_size)
         if self.masters and self.stage == 0:
-            raise _contradiction(
-                "bf16", self._given["bf16"], "stage 0 has no master weights: use stage 1, or drop the key"
-            )
+            expected = "stage 0 has no master weights: use stage 1, or drop the key"
+            raise _contradiction("bf16", self._given["bf16"], expected)
         self._check_divided(world_size)
         for folder in filter(None, (self.state_folder, self.weights_folder)):
             files.check(folder)
@@ -195,7 +193,6 @@ class Configuration:
             )
 
     def predicted(self, footprint: Footprint, world_size: int) -> tuple[MemoryUse, ...]:
-        """What each rank will hold."""
         if self.stage == 0:
             return memory.whole(footprint, world_size)
         threshold = self._zero.get("stage3_param_persistence_threshold")
