@@ -104,11 +104,8 @@ class Footprint:
         alike = Counter((prefix.rpartition(".")[0], tuple(names)) for prefix, names in inside.items())
         blocks: dict[str, list[ParameterSize]] = {}
         for parameter in self.parameters:
-            repeated = [
-                prefix
-                for prefix, _ in _numbered(parameter.name)
-                if any("." in n for n in inside[prefix]) and alike[prefix.rpartition(".")[0], tuple(inside[prefix])] > 1
-            ]
+            around = [prefix for prefix, _ in _numbered(parameter.name) if any("." in n for n in inside[prefix])]
+            repeated = [prefix for prefix in around if alike[prefix.rpartition(".")[0], tuple(inside[prefix])] > 1]
             blocks.setdefault(repeated[-1] if repeated else "", []).append(parameter)
         return blocks
 
@@ -150,17 +147,14 @@ def take(
         held.append(tuple(place[name] for name in own))
         for name, size in zip(own, _state_bytes(optimizer, [shapes[name] for name in own]), strict=True):
             state_bytes[name] += size
+
+    def sized(name: str, p: torch.Tensor) -> ParameterSize:
+        shape, itemsize = tuple(shapes[name]), p.dtype.itemsize
+        trains, state = p.requires_grad, state_bytes[name]
+        return ParameterSize(name=name, shape=shape, itemsize=itemsize, trainable=trains, state_bytes=state)
+
     return Footprint(
-        parameters=tuple(
-            ParameterSize(
-                name=name,
-                shape=tuple(shapes[name]),
-                itemsize=p.dtype.itemsize,
-                trainable=p.requires_grad,
-                state_bytes=state_bytes[name],
-            )
-            for name, p in named.items()
-        ),
+        parameters=tuple(sized(name, p) for name, p in named.items()),
         buffers=_buffers(module),
         optimizers=tuple(held),
         layers=tuple((name, _buffers(child)) for name, child in module.named_children()) if is_sequence(module) else (),
@@ -239,11 +233,8 @@ def _stand_in(optimizer: Optimizer, shapes: Sequence[Sequence[int]]) -> tuple[Op
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 memo[id(value)] = torch.empty(value.shape, dtype=value.dtype, device="meta")
     # Without what stands in the place of its methods, and knows the original.
-    copied = {
-        k: v
-        for k, v in vars(optimizer).items()
-        if k not in ("step", "zero_grad", "state_dict") and not k.startswith(("_optimizer_", "__"))
-    }
+    kept = [k for k in vars(optimizer) if not k.startswith(("_optimizer_", "__"))]
+    copied = {k: vars(optimizer)[k] for k in kept if k not in ("step", "zero_grad", "state_dict")}
     stand_in = type(optimizer).__new__(type(optimizer))
     try:
         stand_in.__dict__.update(copy.deepcopy(copied, memo))

@@ -146,7 +146,7 @@ class Conversion:
     def begin(self, names: dict[int, str], log: GradientLog | None) -> None:
         """Take over, once every parameter has its values. As in ``Backwards``."""
         self.backwards = Backwards(self, names, log)
-        self.sharded.begin(self.process, self.label, self.backwards.begin, self.backwards.end)
+        self.sharded.begin(self.label, self.backwards.begin, self.backwards.end)
         self.known.update((id(whole), shard) for whole, shard in self.sharded.gathered())
         self._gathered = {id(shard): whole for whole, shard in self.sharded.gathered()}
         mesh = self.sharded.mesh

@@ -129,10 +129,9 @@ class ShardedModule:
         self.groups: list[Any] = []
         self.params: list[Any] = []
         self.process = process
-        self._device = process.device
         self._options = options
         self._hooks: list[Any] = []
-        self._modules: list[nn.Module] = []
+        self._inside: set[int] = set()
         self._before = Snapshot(module)
         self.context: Any = None
 
@@ -143,8 +142,11 @@ class ShardedModule:
             cut(self.module, self.mesh.tensor, options.plan)
         for patch in _patches:
             patch.need(self)
-        offload = CPUOffloadPolicy(pin_memory=self._device.type != "cpu") if options.cpu_offload else OffloadPolicy()
+        offload = (
+            CPUOffloadPolicy(pin_memory=self.process.device.type != "cpu") if options.cpu_offload else OffloadPolicy()
+        )
         whole_ones = set(kept_whole(self.module))
+        self._inside = {id(m) for child in blocks for m in child.modules()}
         for child in [*blocks, self.module]:
             whole = child is self.module and options.param_dtype is not None
             policy = MixedPrecisionPolicy(
@@ -152,7 +154,6 @@ class ShardedModule:
                 reduce_dtype=options.reduce_dtype,
                 output_dtype=torch.float32 if whole else None,
             )
-            self._modules.append(child)
             fully_shard(
                 child,
                 mesh=self.mesh.data,
@@ -170,21 +171,20 @@ class ShardedModule:
         self.groups = [g for s in self.context.all_states for g in s._fsdp_param_groups]
         self.params = [p for g in self.groups for p in g.fsdp_params]
         for param in self.params:
-            _prepare(param, self.mesh.sizes["shard"], self._device)
+            _prepare(param, self.mesh.sizes["shard"], self.process.device)
         self.meshes = {param.sharded_param.device_mesh for param in self.params}
         self._before.changed()
 
-    def begin(self, process: Process, label: str, before: Callable[[], None], after: Callable[[], None]) -> None:
+    def begin(self, label: str, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Take over. Gathered parameters get the class that keeps them and their shards alike."""
         self._by_shard = {id(param.sharded_param): param for param in self.params}
         names = {id(m): n or "the parameters outside of all blocks" for n, m in self.module.named_modules()}
         for group in self.groups:
-            watch(process, group, names[id(group.modules[0])], label)
+            watch(self.process, group, names[id(group.modules[0])], label)
         for state in self.context.all_states:
             _tell(state, self.context, before, after)
-        inside = {id(m) for child in self._modules if child is not self.module for m in child.modules()}
         for child in self.module.modules():
-            own = id(child) not in inside and child is not self.module
+            own = id(child) not in self._inside and child is not self.module
             if own and any(True for _ in child.parameters(recurse=False)):
                 self._hooks += _enter_by(child, self.root)
         for whole, shard in self.gathered():

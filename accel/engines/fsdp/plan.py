@@ -38,15 +38,12 @@ def check_mesh(options: Any) -> None:
     if not names:
         raise BackendError(f"mesh={mesh!r}: expected a torch.distributed.DeviceMesh with mesh_dim_names")
     roles = [role for name in names for role, known in AXES.items() if name in known]
+    what = f"mesh with the axes {', '.join(map(repr, names))}: expected"
     if len(roles) < len(names) or len(set(roles)) < len(roles) or roles != sorted(roles, key=list(AXES).index):
-        raise BackendError(
-            f"mesh with the axes {', '.join(map(repr, names))}: expected, in this order, some of "
-            + "; ".join(f"{role!r} (or {', '.join(map(repr, known[1:]))})" for role, known in AXES.items())
-        )
+        some = "; ".join(f"{role!r} (or {', '.join(map(repr, known[1:]))})" for role, known in AXES.items())
+        raise BackendError(f"{what}, in this order, some of {some}")
     if "shard" not in roles:
-        raise BackendError(
-            f"mesh with the axes {', '.join(map(repr, names))}: expected one to divide along, named 'shard'"
-        )
+        raise BackendError(f"{what} one to divide along, named 'shard'")
     for option, role in (("replicas", "replicate"), ("tensor_parallel", "tensor")):
         if getattr(options, option) != 1:
             raise BackendError(f"{option} and mesh exclude each other: the mesh's axis {role!r} says it")
@@ -150,34 +147,25 @@ def _group(module: nn.Module, path: str, chosen: dict[str, nn.Module]) -> str:
 
 def check_module(module: nn.Module, options: Any) -> None:
     """Refuse (BackendError) what would be lost or fail later."""
-    if options.wrap is not None:
-        empty = [n for n, m in blocks(module, options.wrap) if is_container(m)]
-        if empty:
-            raise BackendError(
-                f"FSDP(wrap=...) chose {', '.join(empty[:5])}, which has no forward: choose its children"
-            )
+    groups = dict(blocks(module, options.wrap))
+    if empty := [n for n, m in groups.items() if is_container(m) and options.wrap is not None]:
+        raise BackendError(f"FSDP(wrap=...) chose {', '.join(empty[:5])}, which has no forward: choose its children")
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and is_container(module):
         raise BackendError(
             f"a {type(module).__name__} has no forward, where its weights would be gathered: give accel.setup a module with "
             "one, which calls these children, or choose backend='ddp'"
         )
-    hooked = [n for n, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
-    if hooked:
+    if hooked := [n for n, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]:
         raise BackendError(
             f"{', '.join(hooked[:5])} has gradient hooks, which would be lost when its shard takes its place: "
             "register hooks after accel.setup, on model.parameters()"
         )
-    _check_dtypes(module, options)
-
-
-def _check_dtypes(module: nn.Module, options: Any) -> None:
-    chosen = dict(blocks(module, options.wrap))
     dtypes: dict[str, dict[Any, str]] = {}
     named = {id(p): (n, p) for n, p in module.named_parameters()}
     for identity, places in owners(module).items():
         name, parameter = named[identity]
         if parameter.requires_grad and parameter.dim() and parameter.numel():
-            dtypes.setdefault(_group(module, places[0], chosen), {}).setdefault(parameter.dtype, name)
+            dtypes.setdefault(_group(module, places[0], groups), {}).setdefault(parameter.dtype, name)
     for found in dtypes.values():
         if len(found) > 1:
             listed = ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in found.items())
