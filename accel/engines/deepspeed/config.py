@@ -195,16 +195,13 @@ class Configuration:
     def predicted(self, footprint: Footprint, world_size: int) -> tuple[MemoryUse, ...]:
         if self.stage == 0:
             return memory.whole(footprint, world_size)
-        threshold = self._zero.get("stage3_param_persistence_threshold")
-        bucket = self._zero.get("reduce_bucket_size")
-        return memory.zero(
-            footprint,
-            world_size,
-            self.stage,
-            masters=self.masters,
-            whole_below=threshold if isinstance(threshold, int) else 100_000,
-            bucket=bucket if isinstance(bucket, int) else _BUCKET,
-        )
+
+        def size(key: str, usual: int) -> int:
+            given = self._zero.get(key)
+            return given if isinstance(given, int) else usual
+
+        below, bucket = size("stage3_param_persistence_threshold", 100_000), size("reduce_bucket_size", _BUCKET)
+        return memory.zero(footprint, world_size, self.stage, masters=self.masters, whole_below=below, bucket=bucket)
 
     def complete(self, dtype: torch.dtype, numel: int, transport: str | None) -> dict[str, Any]:
         """The user's configuration, and what this engine needs, for the library; gradients travel by ``transport``."""

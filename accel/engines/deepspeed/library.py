@@ -110,12 +110,9 @@ _PRIVATE: Final = (
     ("deepspeed.accelerator:", "get_accelerator", "which device it runs on"),
     ("deepspeed.utils.nvtx:", "enable_nvtx", "steps without ranges for profilers"),
     ("deepspeed.utils.debug:", "debug_clear_module_and_param_names", "letting go of models"),
-    (
-        "deepspeed.utils.groups:",
-        "_WORLD_GROUP _ALL_TO_ALL_GROUP _ZERO_PARAM_INTRA_PARALLEL_GROUP",
-        "letting go of groups",
-    ),
-    ("deepspeed.comm.comm:", "cdb", "letting go of groups"),
+    ("deepspeed.utils.groups:", "_WORLD_GROUP _ALL_TO_ALL_GROUP", "letting go of process groups"),
+    ("deepspeed.utils.groups:", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "letting go of process groups"),
+    ("deepspeed.comm.comm:", "cdb", "letting go of process groups"),
     (_ENGINE, "module_forward_pre_hook module_forward_post_hook", "several forwards before a backward"),
     (_ENGINE, "_broadcast_model", "weights that no rank has to send"),
     (_ENGINE, "destroy", "teardown"),
@@ -153,13 +150,9 @@ _PRIVATE: Final = (
     ("deepspeed.runtime.zero.linear:", "zero3_linear_wrap", "gathered weights"),
     ("deepspeed.runtime.zero:", "register_external_parameter", "weights that one module reads from another"),
     ("deepspeed.runtime.zero.partition_parameters:", "ZeroParamStatus.AVAILABLE", "whether a weight is gathered"),
-    (_PARAMETER, "ds_status ds_tensor ds_numel ds_shape ds_id ds_persist", "what this rank has of a weight"),
+    (_PARAMETER, "ds_status ds_tensor ds_numel ds_shape ds_id ds_persist item", "what this rank has of a weight"),
     (_PARAMETER, "ds_active_sub_modules ds_zero_partition_world_size", "what this rank has of a weight"),
-    (
-        _PARAMETER,
-        "ds_secondary_tensor all_gather all_gather_coalesced partition item",
-        "what this rank has of a weight",
-    ),
+    (_PARAMETER, "ds_secondary_tensor all_gather all_gather_coalesced partition", "what this rank has of a weight"),
 )
 #: The version with which this backend's tests were run. With 0.19.6 and 0.19.7 they fail, although these have the names.
 _RAN: Final = ("0.19.8",)
