@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import BackendError, OptimizerError
+from ...errors import BackendError, OptimizerError, PrecisionError
 from ...gradients.clip import clip_, norm_over_ranks
 from ...precision import Accumulator
 from ...process import Process
@@ -113,10 +113,10 @@ class ZeROGradients(AveragedGradients):
     @plainly
     def _assigned(self, zero: Partitions) -> list[int]:
         """The parameters whose ``p.grad`` no backward explains, whose own is in a fragment or waits: assigned by hand. Local."""
-        grads = [(i, p.grad) for i, p in enumerate(self.engine.parameters) if i not in zero.whole_gradients]
-        found = [i for i, grad in grads if grad is not None and grad is not zero.waiting.get(i)]
+        parameters = self.engine.parameters
+        found = [i for i, p in enumerate(parameters) if p.grad is not None and i not in zero.whole_gradients]
         came = set(self.log.entries) if found else set()
-        return [i for i in found if ~i not in came]
+        return [i for i in found if parameters[i].grad is not zero.waiting.get(i) and ~i not in came]
 
     def find_unoptimized(self) -> None:
         """Their gradients stay whole, where the weights do."""
@@ -299,6 +299,11 @@ class ZeROGradients(AveragedGradients):
     def _show(self, optimizer: Optimizer) -> None:
         """Clip as the configuration says, then put the fragments in the parameters' places in the groups."""
         if (max_norm := self.engine.configuration.clipping) > 0:
+            if vars(optimizer).get("grad_scale") is not None:
+                raise PrecisionError(
+                    "gradient_clipping of a DeepSpeed configuration, and a GradScaler's gradients are scaled still: call "
+                    "scaler.unscale_(optimizer) before scaler.step(optimizer)"
+                )
             self._clip(max_norm, 2.0)
         zero = self.engine.zero
         if zero is None:

@@ -93,6 +93,15 @@ def test_one_process_clips_as_the_configuration_says() -> None:
     pair.optimizer.step()
     pair.plain_optimizer.step()
     pair.check()
+    scaler = torch.amp.GradScaler("cpu")
+    for unscales in (False, True):
+        with contextlib.nullcontext() if unscales else pytest.raises(accel.PrecisionError, match="unscale_"):
+            pair.optimizer.zero_grad()
+            scaler.scale(loss_of(pair.model(data(1, 0)))).backward()
+            if unscales:
+                scaler.unscale_(pair.raw_optimizer)
+            scaler.step(pair.raw_optimizer)
+        scaler.update()
     accel.teardown()
 
 
