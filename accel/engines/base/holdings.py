@@ -382,10 +382,12 @@ class Holdings(Raw):
         for name, state in whole.items():
             if self.offloads:  # numbers lie still where they were beside the parts
                 group = groups.get(name, {})
-                for key, value in state.items():
-                    device = state_device(key, self.engine.process.device, group)
-                    state[key] = map_tensors(lambda tensor, device=device: tensor.to(device), value, others=True)  # type: ignore[misc]
+                state = {key: self._beside_whole(key, value, group) for key, value in state.items()}
             optimizer.state[parameters[name]] = state
+
+    def _beside_whole(self, key: Any, value: Any, group: Mapping[str, Any]) -> Any:
+        device = state_device(key, self.engine.process.device, group)
+        return map_tensors(lambda tensor: tensor.to(device), value, others=True)
 
     @final
     def gather(
