@@ -132,7 +132,7 @@ class ShardedModule:
         self._options = options
         self._hooks: list[Any] = []
         self._inside: set[int] = set()
-        self._before = Snapshot(module)
+        self.snapshot = Snapshot(module)
         self.context: Any = None
 
     def apply(self, blocks: Sequence[nn.Module]) -> None:
@@ -173,7 +173,7 @@ class ShardedModule:
         for param in self.params:
             _prepare(param, self.mesh.sizes["shard"], self.process.device)
         self.meshes = {param.sharded_param.device_mesh for param in self.params}
-        self._before.changed()
+        self.snapshot.changed()
 
     def begin(self, label: str, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Take over. Gathered parameters get the class that keeps them and their shards alike."""
@@ -269,7 +269,7 @@ class ShardedModule:
         for state in [] if self.context is None else self.context.all_states:
             for name in ("_register_root_post_backward_final_callback", "_root_post_backward_final_callback"):
                 vars(state).pop(name, None)
-        self._before.restore()
+        self.snapshot.restore()
         for child in self.module.modules():
             _composable_state._module_state_mapping.pop(child, None)
 
