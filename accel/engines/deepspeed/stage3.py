@@ -226,6 +226,9 @@ class Stage3(Partitions):
     _versions: list[int]
 
     def start(self, config: dict[str, Any], device: torch.device) -> None:
+        for parameter in self.parameters:
+            if not parameter.is_contiguous():  # channels_last: the library sends a weight's memory
+                parameter.data = parameter.data.contiguous()
         super().start(config, device)
         self._note_versions()
         self._order_gathers()
