@@ -22,8 +22,8 @@ from ...process.packing import broadcast_
 from ...shard import Raw, Shard, StateEntry, named_tensors, state_device
 from ...trees import map_tensors
 from .gather import Item, gather
-from .guard import Guard, Target, copied_to, in_place_of
 from .memory import MemoryUse
+from .raw_objects import Guard, Target, copied_to, in_place_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -26,7 +26,7 @@ from ...gradients.log import at_end_of_backward
 from ...process.control import Waiting, announce
 from ..base.absent import plainly
 from ..base.gradients import Interruption
-from ..base.snapshot import Snapshot
+from ..base.raw_objects import Snapshot
 from .files import stored
 from .library import accelerator, initialise, library
 

@@ -26,7 +26,7 @@ from ...gradients.patches import around, divided_patches
 from ...process import Process
 from ...process.control import Waiting, announce
 from ..base.absent import refuse_other_tensor
-from ..base.snapshot import Snapshot
+from ..base.raw_objects import Snapshot
 from .plan import Mesh, cut
 
 

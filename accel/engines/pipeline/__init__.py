@@ -20,10 +20,10 @@ from ...shard import Shard, StateEntry
 from ..base.engine import Context, Engine, Options, lost_weights
 from ..base.gather import Item
 from ..base.gradients import Gradients
-from ..base.guard import refuse_call
 from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse
 from ..base.methods import only
+from ..base.raw_objects import refuse_call
 from ..base.step import refuse_steps
 from .passes import SAME_BATCH, Channel, Pass, crc, meet
 from .stages import (
