@@ -48,6 +48,17 @@ _LIKE: Final = frozenset(
 #: Nothing where the parameter is like that already: ``model.to(device)``.
 _CONVERSIONS: Final = frozenset([_T.to, _T.cuda, _T.cpu, _T.float, _T.double, _T.half, _T.bfloat16, _T.type])
 
+#: What the tensor in the values' place answers right too, where a parameter keeps a gradient of its own.
+FOR_AUTOGRAD: Final = frozenset(
+    [
+        *attributes("grad_fn output_nr retains_grad names _version", "__get__"),
+        *attributes("requires_grad grad _grad grad_dtype", "__get__", "__set__"),
+        *attributes("_backward_hooks _post_accumulate_grad_hooks", "__get__", "__set__"),
+        *(_T.grad.__delete__, _T.requires_grad_, _T.register_hook, _T.register_post_accumulate_grad_hook),
+        *(_T.retain_grad, torch.autograd.grad, torch.autograd.backward, _T.backward),
+    ]
+)
+
 
 def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, for which parameters are plain tensors."""
@@ -105,6 +116,30 @@ class Absent:
         for parameter in _among((args, kwargs)):
             parameter.fetch(func)
         return func(*args, **kwargs)
+
+
+def take_away(parameter: torch.nn.Parameter, kind: type[Absent], **about: Any) -> None:
+    """Free a parameter's values, and give it a class that says so; ``about`` become its attributes."""
+    parameter.data = blank(parameter)
+    vars(parameter)["_present"] = type(parameter), tuple(about)
+    vars(parameter).update(about)
+    parameter.__class__ = kind  # type: ignore[assignment]
+
+
+def bring_back(parameter: torch.nn.Parameter) -> None:
+    """Give it its own class again; whoever calls gives it its values."""
+    parameter.__class__, about = vars(parameter).pop("_present")
+    for name in about:
+        del vars(parameter)[name]
+
+
+def blank(tensor: torch.Tensor) -> torch.Tensor:
+    """The same shape and dtype in one element's memory: NaN, or the least integer; writing to it raises."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        value: Any = float("nan")
+    else:
+        value = False if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min
+    return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 def _among(arguments: Any) -> Iterator[Absent]:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ...errors import AccelError, BackendError
 from ...process import Process
 from ...process.control import Waiting, announce
-from ..base.absent import Absent, attributes, name_of, plainly
+from ..base.absent import FOR_AUTOGRAD, Absent, name_of, plainly
 from .library import library
 
 if TYPE_CHECKING:
@@ -28,18 +28,6 @@ if TYPE_CHECKING:
 _T: Any = torch.Tensor
 _DATA: Any = _T.data
 _SET_GRAD: Any = _T.grad.__set__
-
-
-#: What the library's empty tensor answers right too.
-_PLAIN: Final = frozenset(
-    [
-        *attributes("grad_fn output_nr retains_grad names _version", "__get__"),
-        *attributes("requires_grad grad _grad grad_dtype", "__get__", "__set__"),
-        *attributes("_backward_hooks _post_accumulate_grad_hooks", "__get__", "__set__"),
-        *(_T.grad.__delete__, _T.requires_grad_, _T.register_hook, _T.register_post_accumulate_grad_hook),
-        *(_T.retain_grad, torch.autograd.grad, torch.autograd.backward, _T.backward),
-    ]
-)
 
 
 class _Status:
@@ -97,7 +85,7 @@ class _DividedWeight(_Stage3Weight, Absent):
     """A weight of which this rank has a part, as far as its user can rely on it."""
 
     __slots__ = ()
-    plain = _PLAIN
+    plain = FOR_AUTOGRAD
 
     def __repr__(self) -> str:
         return f"Parameter of shape {tuple(self.full_shape())}, divided over {self._weights.ranks} ranks"

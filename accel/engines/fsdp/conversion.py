@@ -19,7 +19,7 @@ from ...precision import here
 from ...process.control import agree, raise_together
 from ...process.packing import broadcast_
 from ...shard import Shard
-from ..base.absent import Absent, name_of
+from ..base.absent import Absent, bring_back, name_of, take_away
 from ..base.local import parts_of
 from .module import ShardedModule, drop, kept_whole, place_of, wrap
 from .pending import Backwards
@@ -74,7 +74,9 @@ class Conversion:
             if shard is not parameter:
                 self.known[id(parameter)] = shard
                 self.replaced[name] = parameter, shard
-                _put(parameter, shard)
+                parameter.grad = None
+                parameter.requires_grad_(False)
+                take_away(parameter, StandIn, shard=shard)
                 if name in grads:
                     shard.grad = self.new(shard, tuple(shard.shape), shard.dtype)
                     self._fill(shard.grad, grads[name])
@@ -244,7 +246,6 @@ class StandIn(Absent, nn.Parameter):
     """A replaced parameter: ``grad`` and ``requires_grad`` are its shard's; any use of its values raises."""
 
     shard: nn.Parameter
-    kind: type[nn.Parameter]
     grad = _of_shard("grad")
     requires_grad = _of_shard("requires_grad")
 
@@ -263,24 +264,10 @@ class StandIn(Absent, nn.Parameter):
         )
 
 
-def _put(old: nn.Parameter, shard: nn.Parameter) -> None:
-    """Make ``old`` a stand-in of its shard, and free its values."""
-    kind = type(old)
-    old.grad = None
-    old.requires_grad_(False)
-    blank = float("nan") if old.is_floating_point() or old.is_complex() else 0
-    old.data = torch.full((), blank, dtype=old.dtype, device=old.device).expand(old.shape)
-    stand_in: Any = old
-    stand_in.__class__ = StandIn
-    stand_in.shard, stand_in.kind = shard, kind
-
-
 def _take(old: nn.Parameter, full: torch.Tensor, grad: torch.Tensor | None) -> None:
     """Make a stand-in the parameter again that it was, with these values."""
-    stand_in: Any = old
-    trainable = stand_in.shard.requires_grad
-    stand_in.__class__ = stand_in.kind
-    del stand_in.shard, stand_in.kind
+    trainable = old.requires_grad  # its shard's
+    bring_back(old)
     if old.is_meta:
         swap(old, nn.Parameter(full, requires_grad=False))
     else:

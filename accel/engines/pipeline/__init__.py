@@ -17,6 +17,7 @@ from ...precision import convert_module, convert_optimizer
 from ...process import Process
 from ...process.control import agree
 from ...shard import Shard, StateEntry
+from ..base.absent import FOR_AUTOGRAD, Absent, blank, bring_back, name_of, take_away
 from ..base.engine import Context, Engine, Options, lost_weights
 from ..base.gather import Item
 from ..base.gradients import Gradients
@@ -45,13 +46,20 @@ from .stages import (
 # -- what of a model lies on which rank ---------------------------------------------------------------------------------
 
 
-def _blank(tensor: torch.Tensor) -> torch.Tensor:
-    """The same shape and dtype in one element's memory: NaN, or the least integer; writing to it raises."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        value: Any = float("nan")
-    else:
-        value = False if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min
-    return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+class Elsewhere(Absent, nn.Parameter):
+    """A parameter of another rank's stage."""
+
+    plain = FOR_AUTOGRAD | {torch.Tensor.data_ptr, torch.Tensor.untyped_storage}
+    place: str
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"a parameter of shape {tuple(self.shape)}: {self.place}"
+
+    def fetch(self, function: Any) -> None:
+        raise BackendError(
+            f"{name_of(function)} uses {self.place}: a loss may use the pipeline's output, not its parameters; read weights by "
+            "accel.full_state_dict(model), and set them by load_state_dict of the model's handle, on every rank"
+        )
 
 
 @final
@@ -112,9 +120,13 @@ class PipelineHoldings(Holdings):
         here = {id(part) for child in own for part in child.modules()}
         self.guard.watch_modules(module, lambda part: id(part) not in here)
         self.away = [(name, p) for name, p in module.named_parameters() if not self.has(name)]
-        for tensor in self._elsewhere().values():
+        for name, tensor in self._elsewhere().items():
             tensor.grad = None
-            tensor.data = _blank(tensor)
+            if isinstance(tensor, nn.Parameter):
+                place = f"{name}, which lies on rank {self.owner(name)} of this pipeline"
+                take_away(tensor, Elsewhere, place=place)
+            else:
+                tensor.data = blank(tensor)
         for optimizer in self.engine.optimizers:
             self.keep_stage(optimizer)
 
@@ -137,6 +149,8 @@ class PipelineHoldings(Holdings):
         """Let the children be called and copied again, and give every rank everything, unless it is alone. Collective."""
         self.guard.release_modules()
         self._hooks.close()
+        for _, parameter in self.away:
+            bring_back(parameter)
         if not self.engine.ended:
             self._unite(optimizers)
         self._stage_of, self.away = {}, []

@@ -96,7 +96,13 @@ def refused_forwards() -> None:
         model(x, x)
     raw = net()
     model, optimizer, _ = accel.setup(raw, sgd(raw), backend="pipeline")
-    (model(x).mean() + sum(p.nan_to_num().sum() for p in raw.parameters())).backward()
+    for use in (torch.Tensor.sum, lambda p: p.data.mul_(2), lambda p: torch.nn.init.zeros_(p)):
+        with pytest.raises(accel.BackendError, match="lies on rank . of this pipeline: a loss may use"):
+            for p in raw.parameters():
+                use(p)  # type: ignore[arg-type]
+    model(x).mean().backward()
+    for p in raw.parameters():
+        p.grad = torch.ones_like(p)
     with pytest.raises(accel.BackendError, match="not its parameters"):
         optimizer.step()
     optimizer.zero_grad()
