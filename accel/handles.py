@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import copyreg
 import functools
 import inspect
 import operator
@@ -60,15 +60,12 @@ _TORCH_NAMES = frozenset(vars(nn.Module))
 
 def _no_pickle(handle: object) -> AccelError:
     """What to do instead works with every engine."""
-    model = isinstance(handle, ModelHandle)
-    kind, what, verb = (
-        ("a ModelHandle", "model", "returns") if model else ("an OptimizerHandle", "optimizer", "gives back")
-    )
+    kind, what = ("a ModelHandle", "model") if type(handle) is ModelHandle else ("an OptimizerHandle", "optimizer")
     if _get(handle, "_accel_engine") is None:
         return AccelError(f"{kind} cannot be pickled: its engine was torn down, pickle the raw {what}")
     return AccelError(
-        f"{kind} cannot be pickled: write torch.save({what}.state_dict(), path); or pickle what accel.full_state_dict({what}) "
-        f"returns, which every rank calls, or the raw {what} that accel.teardown(model) {verb}; accel.save writes a checkpoint"
+        f"{kind} cannot be pickled: write torch.save(optimizer.state_dict(), path); or pickle what accel.full_state_dict(optimizer) "
+        "returns, which every rank calls, or the raw optimizer that accel.teardown(model) gives back; accel.save writes a checkpoint"
     )
 
 
@@ -129,14 +126,27 @@ class ModelHandle(nn.Module):
         return True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        copied: nn.Module = copy.deepcopy(_engine(self).module, memo)
+        copied: nn.Module = _engine(self).holdings.copy(memo)
         return copied
 
     def __copy__(self) -> nn.Module:
         raise AccelError("a ModelHandle cannot be copied shallowly: both would drive one engine; use copy.deepcopy")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _no_pickle(self)
+        engine = _get(self, "_accel_engine")
+        if engine is None:
+            raise _no_pickle(self)
+        whole = engine.holdings.copy({}, self)
+        reduced = whole.__reduce_ex__(protocol)
+        if reduced[0] is copyreg.__newobj__:  # which pickle takes for no other object's than one of this class
+            _set(self, "_accel_written", type(whole))
+        return reduced
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:
+        """That of the raw module where a pickle asks for it, once."""
+        written: type[Any] = _get(self, "__dict__").pop("_accel_written", ModelHandle)
+        return written
 
 
 def _on_module(function: Callable[..., Any]) -> Callable[..., Any]:

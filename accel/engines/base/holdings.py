@@ -21,11 +21,13 @@ from torch.utils.hooks import RemovableHandle
 from ...errors import AccelError, BackendError, OptimizerError
 from ...gradients.average import average_ranks_
 from ...gradients.log import remove_hooks
+from ...handles import HiddenAttribute
 from ...process.control import Waiting
 from ...process.packing import broadcast_
-from ...shard import Raw, Shard, StateEntry, named_tensors, state_device
+from ...shard import Raw, Shard, StateEntry, fill_module_values, named_tensors, state_device
 from ...trees import map_tensors
 from .absent import Absent, attributes, name_of
+from .copies import copied, is_of
 from .gather import Item, gather
 from .memory import MemoryUse
 
@@ -48,6 +50,8 @@ class Holdings(Raw):
     own_state: bool = False
     #: The engine's ``start`` gives values to parameters on the meta device by itself.
     materializes: bool = False
+    #: What of these is a class or a hook of a module, or in the place of one of its methods, is there for the engine.
+    packages: tuple[str, ...] = ("accel.",)
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.module, {})
@@ -95,6 +99,24 @@ class Holdings(Raw):
     def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
         """Take what the loop assigns to ``parameter.data``, where torch would put it in a wrong place; False if not. Local."""
         return False
+
+    def kind(self, owner: nn.Module | nn.Parameter) -> type[Any]:
+        """The class that the author of a module or parameter gave it. Local."""
+        return next(kind for kind in type(owner).__mro__ if not is_of(kind, self.packages))
+
+    def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
+        """The names of attributes of a module or parameter that are there for the engine. Local."""
+        own = vars(owner)
+        return {HiddenAttribute.KEY, *(n for n in _REPLACED if n in own and is_of(own[n], self.packages))} & own.keys()
+
+    def own(self, parameter: nn.Parameter) -> tuple[type[Any], dict[str, Any]]:
+        """The class and the attributes that the author of a parameter gave it. Local."""
+        added = self.added(parameter)
+        return self.kind(parameter), {name: value for name, value in vars(parameter).items() if name not in added}
+
+    def aliases(self) -> Mapping[int, nn.Parameter]:
+        """The model's parameters by the identity of others that stand for them. Local."""
+        return {}
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -179,42 +201,57 @@ class Holdings(Raw):
     def _whole_dict(
         self, what: str, optimizer: Optimizer | None, advice: str = "", keep: bool = True
     ) -> dict[str, Any]:
-        if not self.partial(optimizer):
-            apart = optimizer is None and self.apart()
-            return self._means(what + advice) if apart else (optimizer or self.module).state_dict()
+        if not self.partial(optimizer) and (optimizer is not None or not self.apart()):
+            return (optimizer or self.module).state_dict()
         title = f"{what} of {'the model' if optimizer is None else type(optimizer).__name__}{advice}"
         with Waiting(self.engine.process, what + advice):
             return self._full_model(title, keep) if optimizer is None else self._full_optimizer(title, optimizer, keep)
 
-    def _means(self, what: str) -> dict[str, Any]:
-        self.engine.compare(what, list(self.apart()))
-        means = {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in self.apart().values()}
-        average_ranks_(means.values(), self.engine.process)
-        with self.guard.opened(), _in_place_of(self.module, means):
-            state: dict[str, Any] = self.module.state_dict()
-        return state
+    @final
+    def copy(self, memo: dict[int, Any], pickled: object = None) -> nn.Module:
+        """The user's module, as its author made it, whole; see ``copied``. Collective where ``state_dict`` of the model is."""
+        whole, extra = dict[int, torch.Tensor](), dict[str, Any]()
+        if self.partial(None) or self.apart():
+            what = f"a {'copy' if pickled is None else 'pickle'} of the model"
+            what += ", which every rank makes: write whole = copy.deepcopy(model) above an `if` of one rank, and pickle that"
+            with Waiting(self.engine.process, what):
+                whole, extra = self._whole_tensors(what, copied=True)
+        made = copied(self, whole, memo, pickled)
+        fill_module_values(made, {name: value for name, value in extra.items() if not self.has(name)})
+        return made
 
-    def _full_model(self, what: str, keep: bool) -> dict[str, Any]:
-        module = self.module
+    def _whole_tensors(
+        self, what: str, *, copied: bool = False, keep: bool = True
+    ) -> tuple[dict[int, torch.Tensor], dict[str, Any]]:
+        """For the places of the model's, by the identity of these; and the modules' extra state. Collective."""
+        if apart := self.apart():
+            self.engine.compare(what, list(apart))
+            means = {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in apart.values()}
+            average_ranks_(means.values(), self.engine.process)
+            return means, {}
         self.prepare(writing=False)
-        tensors = _first_names(module)
+        tensors = (dict(self.module.named_buffers()) if copied else {}) | _first_names(self.module)
         extra = self.values(None) if type(self).has is not Holdings.has else {}
         held = [(name, "", tensor) for name, tensor in tensors.items()]
         held += [(name, "extra", value) for name, value in extra.items()]
         whole = self.gather(what, held, device=torch.device("cpu"), keep=keep)
-        if not keep:
-            return {}
         others = {}
-        for name, tensor in tensors.items():
+        for name, tensor in tensors.items() if keep else ():
             full = whole.pop((name, "")).to(tensor.dtype)  # a master copy has more digits
             others[id(tensor)] = nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full
-        with self.guard.opened(), _in_place_of(module, others):
-            state: dict[str, Any] = module.state_dict()
+        return others, {name: value for (name, _), value in whole.items()}
+
+    def _full_model(self, what: str, keep: bool) -> dict[str, Any]:
+        others, extra = self._whole_tensors(what, keep=keep)
+        if not keep:
+            return {}
+        with self.guard.opened(), _in_place_of(self.module, others):
+            state: dict[str, Any] = self.module.state_dict()
         made: dict[Any, torch.Tensor] = {}
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:  # what is tied is one tensor
                 state[name] = made.setdefault((value.data_ptr(), value.shape, value.stride(), value.dtype), value)
-        state.update({name: value for (name, _), value in whole.items() if name in state})
+        state.update({name: value for name, value in extra.items() if name in state})
         return state
 
     def _full_optimizer(self, what: str, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
@@ -571,6 +608,8 @@ class Target(Absent, torch.Tensor):
 #: How ``copy`` and ``pickle`` ask an object for what they take; of the instance, since the class is the user's.
 _COPIES: Final = ("__deepcopy__", "__getstate__")
 _STATE_DICT: Final = "state_dict"
+#: In whose place an engine may put another one, in a module's own attributes.
+_REPLACED: Final = (*_COPIES, _STATE_DICT, "zero_grad", "forward")
 
 
 @final
@@ -627,10 +666,18 @@ class Guard:
         for name in _COPIES:
             if getattr(vars(raw).get(name), "func", None) is _raise:
                 del vars(raw)[name]
-        given: Any = vars(raw).get(_STATE_DICT)
-        if getattr(given, "func", None) == self._give:
+        if self._gives(raw):
+            own = self.own(raw)
             del vars(raw)[_STATE_DICT]
-            vars(raw).update({_STATE_DICT: given.args[1]} if given.args[1] else {})
+            vars(raw).update(own)
+
+    def _gives(self, raw: nn.Module | Optimizer) -> bool:
+        return getattr(vars(raw).get(_STATE_DICT), "func", None) == self._give
+
+    def own(self, raw: nn.Module | Optimizer) -> dict[str, Any]:
+        """The ``state_dict`` that a program had put on an object before, by this name."""
+        found = vars(raw)[_STATE_DICT].args[1] if self._gives(raw) else None
+        return {_STATE_DICT: found} if found else {}
 
     def _give(self, reference: weakref.ref[Any], found: Any, *args: Any, **kwargs: Any) -> Any:
         """In the place of ``state_dict`` of a raw object; ``found`` was there before."""

@@ -269,6 +269,15 @@ class DDPGradients(Gradients):
 class DDPHoldings(Holdings):
     """Everything on every rank, and the reducer's buckets."""
 
+    def kind(self, owner: nn.Module | nn.Parameter) -> type[Any]:
+        """Of a SyncBatchNorm that took another's place, that one's."""
+        replaced = self.engine._batchnorms
+        return next((type(b) for m, name, b in replaced if m._modules[name] is owner), super().kind(owner))
+
+    def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
+        """The group of such a SyncBatchNorm."""
+        return super().added(owner) | ({"process_group"} if self.kind(owner) is not type(owner) else set())
+
     def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What a compression keeps, beside the rest."""
         yield from super().storages()

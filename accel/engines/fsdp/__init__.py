@@ -47,6 +47,7 @@ class FSDPHoldings(Holdings):
     engine: FSDPEngine
     offloads = True
     undoes_writes = divides_weights = materializes = True
+    packages = ("accel.", "torch.distributed.fsdp.", "torch.distributed.tensor.")
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -57,6 +58,24 @@ class FSDPHoldings(Holdings):
     def partial(self, optimizer: Optimizer | None) -> bool:
         """Once there are shards."""
         return self.engine.parts is not None
+
+    def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
+        """FSDP2's own too."""
+        if self.engine.parts is None:
+            return super().added(owner)
+        from .module import FIELDS
+
+        return super().added(owner) | FIELDS
+
+    def own(self, parameter: nn.Parameter) -> tuple[type[Any], dict[str, Any]]:
+        """Of what a shard has replaced."""
+        parts = self.engine.parts
+        return super().own(parameter) if parts is None else parts.own(parameter)
+
+    def aliases(self) -> Mapping[int, nn.Parameter]:
+        """Shards stand for what they replaced, and for what they are gathered into."""
+        parts = self.engine.parts
+        return {} if parts is None else parts.known
 
     def prepare(self, *, writing: bool) -> None:
         """What is gathered is let go."""

@@ -62,6 +62,8 @@ _overflows: Final = around(
     _overflow,
 )
 _patches: Final = (*divided_patches(_backend_of), _overflows)
+#: What FSDP2 keeps among the attributes of modules.
+FIELDS: Final = {STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
 
 # -- What FSDP2 gathers and reduces, announced before it does so -------------------------------------------------------
 
@@ -282,7 +284,7 @@ class ShardedModule:
         for child in self._modules if not self._before else ():
             _undo(child)
         for child in self.module.modules():
-            for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            for name in FIELDS:
                 child.__dict__.pop(name, None)
 
 
@@ -371,8 +373,6 @@ def _undo(child: Any) -> None:
         handle.remove()
     child.__class__ = type(child).__mro__[2]
     _composable_state._module_state_mapping.pop(child, None)
-    for key in (STATE_KEY, REGISTRY_KEY):
-        child.__dict__.pop(key, None)
 
 
 def _register_hook(reference: weakref.ref[nn.Parameter], hook: Callable[..., Any]) -> Any:

@@ -1,0 +1,96 @@
+"""A module as its author made it, without what stands in it for an engine: what copies and pickles of a handle hold.
+
+Nothing in the module changes meanwhile, so that another thread may run it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, final
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from .holdings import Holdings
+
+_TABLES: Final = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
+
+
+def is_of(value: Any, packages: tuple[str, ...]) -> bool:
+    """Whether a class, a function or a hook, or the class of another object, is defined in one of these packages."""
+    if type(value).__name__ == "_WrappedHook":
+        value = value.hook
+    while isinstance(value, functools.partial):
+        value = value.func
+    value = getattr(value, "__func__", value)
+    owner = value if isinstance(value, type) or hasattr(value, "__code__") else type(value)
+    return f"{owner.__module__}.".startswith(packages)
+
+
+@final
+class _Sharing(TorchFunctionMode):
+    """Inside, a copy has the very tensors of what is copied, also those that torch would not copy."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
+def copied(holdings: Holdings, whole: Mapping[int, torch.Tensor], memo: dict[int, Any], root: Any = None) -> nn.Module:
+    """A copy of the model; one to be pickled has its very tensors, as far as these are whole.
+
+    Args:
+        holdings: say what of the model is its author's.
+        whole: tensors for the places of others, by the identity of these.
+        memo: as of ``copy.deepcopy``.
+        root: what is pickled, to which the model's references to itself lead then.
+    """
+    module = holdings.module
+    memo |= {id(p): _parameter(holdings, p, whole) for p in module.parameters() if root is not None or id(p) in whole}
+    memo |= {key: whole[key] for key in whole.keys() - memo.keys()}
+    memo |= {key: memo[id(p)] for key, p in holdings.aliases().items() if id(p) in memo}
+    kinds = {part: holdings.kind(part) for part in module.modules()}
+    copying = [part for part, kind in kinds.items() if root is None and hasattr(kind, "__deepcopy__")]
+    shells = {part: kind.__new__(kind) for part, kind in kinds.items() if part not in copying}
+    memo |= {id(part): shell for part, shell in shells.items()}
+    if module not in copying:
+        memo[id(module)] = memo[id(holdings.engine.handle)] = shells[module] if root is None else root
+    for part in copying:
+        memo[id(part)] = kinds[part].__deepcopy__(part, memo)
+    with contextlib.nullcontext() if root is None else _Sharing():
+        for part, shell in shells.items():
+            shell.__setstate__(copy.deepcopy(_state(holdings, part, kinds[part]), memo))
+    made: nn.Module = shells.get(module) or memo[id(module)]
+    return made
+
+
+def _state(holdings: Holdings, part: nn.Module, kind: Any) -> Any:
+    """What a pickle of a module would hold, without what its author did not put there."""
+    state, added = kind.__getstate__(part), holdings.added(part)
+    if not isinstance(state, dict):
+        return state
+    state = {name: value for name, value in state.items() if name not in added} | holdings.guard.own(part)
+    state["_parameters"] = dict(state["_parameters"])
+    for name in _TABLES:
+        kept = {number: hook for number, hook in state[name].items() if not is_of(hook, holdings.packages)}
+        for more in (name, f"{name}_with_kwargs", f"{name}_always_called"):
+            if more in state:
+                state[more] = type(state[more])((n, state[more][n]) for n in kept if n in state[more])
+    return state
+
+
+def _parameter(holdings: Holdings, parameter: nn.Parameter, whole: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """With the class and attributes that its author gave it."""
+    kind, own = holdings.own(parameter)
+    made: Any = whole.get(id(parameter))
+    if made is None and kind is type(parameter) and own.keys() == vars(parameter).keys():
+        return parameter
+    if made is None:
+        made = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    made.__class__ = kind
+    vars(made).update(own)
+    return made  # type: ignore[no-any-return]
