@@ -63,7 +63,10 @@ _overflows: Final = around(
 )
 _patches: Final = (*divided_patches(_backend_of), _overflows)
 #: What FSDP2 keeps among the attributes of modules.
-FIELDS: Final = {STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
+FIELDS: Final = {
+    *(STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"),
+    "_distribute_module_applied",  # tensor parallelism's
+}
 
 # -- What FSDP2 gathers and reduces, announced before it does so -------------------------------------------------------
 
