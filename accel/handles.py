@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import inspect
 import operator
@@ -64,8 +63,9 @@ def _no_pickle(handle: object) -> AccelError:
     if _get(handle, "_accel_engine") is None:
         return AccelError(f"{kind} cannot be pickled: its engine was torn down, pickle the raw {what}")
     return AccelError(
-        f"{kind} cannot be pickled: write torch.save(optimizer.state_dict(), path); or pickle what accel.full_state_dict(optimizer) "
-        "returns, which every rank calls, or the raw optimizer that accel.teardown(model) gives back; accel.save writes a checkpoint"
+        f"{kind} cannot be pickled: write torch.save(optimizer.state_dict(), path); or pickle what "
+        "accel.full_state_dict(optimizer) returns, which every rank calls, or the raw optimizer that accel.teardown(model) "
+        "gives back; accel.save writes a checkpoint"
     )
 
 
@@ -138,7 +138,7 @@ class ModelHandle(nn.Module):
             raise _no_pickle(self)
         whole = engine.holdings.copy({}, self)
         reduced = whole.__reduce_ex__(protocol)
-        if reduced[0] is copyreg.__newobj__:  # which pickle takes for no other object's than one of this class
+        if getattr(reduced[0], "__name__", "") == "__newobj__":  # which pickle takes for no other object's than one of this class
             _set(self, "_accel_written", type(whole))
         return reduced
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pathlib
+import pickle
 from collections.abc import Callable
 from typing import Any
 

@@ -53,18 +53,18 @@ def copied(holdings: Holdings, whole: Mapping[int, torch.Tensor], memo: dict[int
     memo |= {id(p): _parameter(holdings, p, whole) for p in module.parameters() if root is not None or id(p) in whole}
     memo |= {key: whole[key] for key in whole.keys() - memo.keys()}
     memo |= {key: memo[id(p)] for key, p in holdings.aliases().items() if id(p) in memo}
-    kinds = {part: holdings.kind(part) for part in module.modules()}
-    copying = [part for part, kind in kinds.items() if root is None and hasattr(kind, "__deepcopy__")]
-    shells = {part: kind.__new__(kind) for part, kind in kinds.items() if part not in copying}
+    kinds: dict[nn.Module, Any] = {part: holdings.kind(part) for part in module.modules()}
+    theirs = {part: kind for part, kind in kinds.items() if root is None and hasattr(kind, "__deepcopy__")}
+    shells = {part: kind.__new__(kind) for part, kind in kinds.items() if part not in theirs}
     memo |= {id(part): shell for part, shell in shells.items()}
-    if module not in copying:
+    if module in shells:
         memo[id(module)] = memo[id(holdings.engine.handle)] = shells[module] if root is None else root
-    for part in copying:
-        memo[id(part)] = kinds[part].__deepcopy__(part, memo)
+    for part, kind in theirs.items():
+        memo[id(part)] = kind.__deepcopy__(part, memo)
     with contextlib.nullcontext() if root is None else _Sharing():
         for part, shell in shells.items():
             shell.__setstate__(copy.deepcopy(_state(holdings, part, kinds[part]), memo))
-    made: nn.Module = shells.get(module) or memo[id(module)]
+    made: nn.Module = shells[module] if module in shells else memo[id(module)]
     return made
 
 

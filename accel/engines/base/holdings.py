@@ -57,6 +57,8 @@ class Holdings(Raw):
         super().__init__(engine.module, {})
         self.engine: Any = engine
         self.guard = Guard(self)
+        if engine.precision.float8:
+            self.packages += (_FLOAT8,)
         #: Of each parameter, whole, whatever becomes of it on this rank.
         self.shapes = {name: p.shape for name, p in engine.named.items()}
 
@@ -106,8 +108,10 @@ class Holdings(Raw):
 
     def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
         """The names of attributes of a module or parameter that are there for the engine. Local."""
-        own = vars(owner)
-        return {HiddenAttribute.KEY, *(n for n in _REPLACED if n in own and is_of(own[n], self.packages))} & own.keys()
+        of = {name: is_of(value, self.packages) for name, value in vars(owner).items() if name in _REPLACED}
+        if _FLOAT8 in self.packages:
+            of |= {name: is_of(value, (_FLOAT8,)) for name, value in vars(owner).items()}
+        return {name for name, added in of.items() if added}
 
     def own(self, parameter: nn.Parameter) -> tuple[type[Any], dict[str, Any]]:
         """The class and the attributes that the author of a parameter gave it. Local."""
@@ -224,18 +228,18 @@ class Holdings(Raw):
         self, what: str, *, copied: bool = False, keep: bool = True
     ) -> tuple[dict[int, torch.Tensor], dict[str, Any]]:
         """For the places of the model's, by the identity of these; and the modules' extra state. Collective."""
+        others: dict[int, torch.Tensor] = {}
         if apart := self.apart():
             self.engine.compare(what, list(apart))
-            means = {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in apart.values()}
-            average_ranks_(means.values(), self.engine.process)
-            return means, {}
+            others = {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in apart.values()}
+            average_ranks_(others.values(), self.engine.process)
+            return others, {}
         self.prepare(writing=False)
         tensors = (dict(self.module.named_buffers()) if copied else {}) | _first_names(self.module)
         extra = self.values(None) if type(self).has is not Holdings.has else {}
         held = [(name, "", tensor) for name, tensor in tensors.items()]
         held += [(name, "extra", value) for name, value in extra.items()]
         whole = self.gather(what, held, device=torch.device("cpu"), keep=keep)
-        others = {}
         for name, tensor in tensors.items() if keep else ():
             full = whole.pop((name, "")).to(tensor.dtype)  # a master copy has more digits
             others[id(tensor)] = nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full
@@ -609,7 +613,9 @@ class Target(Absent, torch.Tensor):
 _COPIES: Final = ("__deepcopy__", "__getstate__")
 _STATE_DICT: Final = "state_dict"
 #: In whose place an engine may put another one, in a module's own attributes.
-_REPLACED: Final = (*_COPIES, _STATE_DICT, "zero_grad", "forward")
+_REPLACED: Final = (*_COPIES, _STATE_DICT, "zero_grad", "forward", HiddenAttribute.KEY)
+#: What computes in 8 bits, in the place of a Linear.
+_FLOAT8: Final = "torchao.float8."
 
 
 @final
