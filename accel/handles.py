@@ -57,18 +57,6 @@ _set = object.__setattr__
 _TORCH_NAMES = frozenset(vars(nn.Module))
 
 
-def _no_pickle(handle: object) -> AccelError:
-    """What to do instead works with every engine."""
-    kind, what = ("a ModelHandle", "model") if type(handle) is ModelHandle else ("an OptimizerHandle", "optimizer")
-    if _get(handle, "_accel_engine") is None:
-        return AccelError(f"{kind} cannot be pickled: its engine was torn down, pickle the raw {what}")
-    return AccelError(
-        f"{kind} cannot be pickled: write torch.save(optimizer.state_dict(), path); or pickle what "
-        "accel.full_state_dict(optimizer) returns, which every rank calls, or the raw optimizer that accel.teardown(model) "
-        "gives back; accel.save writes a checkpoint"
-    )
-
-
 class ModelHandle(nn.Module):
     """The user's module as seen through its engine: every attribute and method is the raw module's.
 
@@ -133,12 +121,11 @@ class ModelHandle(nn.Module):
         raise AccelError("a ModelHandle cannot be copied shallowly: both would drive one engine; use copy.deepcopy")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        engine = _get(self, "_accel_engine")
-        if engine is None:
-            raise _no_pickle(self)
-        whole = engine.holdings.copy({}, self)
+        whole = _engine(self).holdings.copy({}, self)
         reduced = whole.__reduce_ex__(protocol)
-        if getattr(reduced[0], "__name__", "") == "__newobj__":  # which pickle takes for no other object's than one of this class
+        if (
+            getattr(reduced[0], "__name__", "") == "__newobj__"
+        ):  # which pickle takes for no other object's than one of this class
             _set(self, "_accel_written", type(whole))
         return reduced
 
@@ -273,7 +260,12 @@ class OptimizerHandle(Optimizer):
         return f"OptimizerHandle({_get(self, '_accel_raw')!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _no_pickle(self)
+        _engine(self)
+        raise AccelError(
+            "an OptimizerHandle cannot be pickled: write torch.save(optimizer.state_dict(), path); or pickle what "
+            "accel.full_state_dict(optimizer) returns, which every rank calls, or the raw optimizer that accel.teardown(model) "
+            "gives back; accel.save writes a checkpoint"
+        )
 
     def __copy__(self) -> Optimizer:
         raise AccelError("an OptimizerHandle cannot be copied: both would step the same parameters")

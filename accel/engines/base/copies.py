@@ -1,7 +1,4 @@
-"""A module as its author made it, without what stands in it for an engine: what copies and pickles of a handle hold.
-
-Nothing in the module changes meanwhile, so that another thread may run it.
-"""
+"""A module as its author made it: what copies and pickles of its handle hold. The module itself stays as it is meanwhile."""
 
 from __future__ import annotations
 
@@ -18,13 +15,12 @@ from torch.overrides import TorchFunctionMode
 if TYPE_CHECKING:
     from .holdings import Holdings
 
-_TABLES: Final = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
+_TABLES: Final = frozenset(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 
 
 def is_of(value: Any, packages: tuple[str, ...]) -> bool:
     """Whether a class, a function or a hook, or the class of another object, is defined in one of these packages."""
-    if type(value).__name__ == "_WrappedHook":
-        value = value.hook
+    value = value.hook if type(value).__name__ == "_WrappedHook" else value
     while isinstance(value, functools.partial):
         value = value.func
     value = getattr(value, "__func__", value)
@@ -50,47 +46,38 @@ def copied(holdings: Holdings, whole: Mapping[int, torch.Tensor], memo: dict[int
         root: what is pickled, to which the model's references to itself lead then.
     """
     module = holdings.module
-    memo |= {id(p): _parameter(holdings, p, whole) for p in module.parameters() if root is not None or id(p) in whole}
-    memo |= {key: whole[key] for key in whole.keys() - memo.keys()}
-    memo |= {key: memo[id(p)] for key, p in holdings.aliases().items() if id(p) in memo}
+    memo |= whole
+    for p in module.parameters():
+        if root is not None and id(p) not in whole:
+            memo[id(p)] = nn.Parameter(p.detach(), p.requires_grad)
+            memo[id(p)].__class__ = type(p)
+        if id(p) in memo:
+            vars(memo[id(p)]).update(_without(vars(p), holdings.added(p)))
     kinds: dict[nn.Module, Any] = {part: holdings.kind(part) for part in module.modules()}
     theirs = {part: kind for part, kind in kinds.items() if root is None and hasattr(kind, "__deepcopy__")}
     shells = {part: kind.__new__(kind) for part, kind in kinds.items() if part not in theirs}
     memo |= {id(part): shell for part, shell in shells.items()}
     if module in shells:
         memo[id(module)] = memo[id(holdings.engine.handle)] = shells[module] if root is None else root
-    for part, kind in theirs.items():
-        memo[id(part)] = kind.__deepcopy__(part, memo)
+    memo |= {id(part): kind.__deepcopy__(part, memo) for part, kind in theirs.items()}
     with contextlib.nullcontext() if root is None else _Sharing():
         for part, shell in shells.items():
-            shell.__setstate__(copy.deepcopy(_state(holdings, part, kinds[part]), memo))
+            shell.__setstate__(copy.deepcopy(_state(holdings, part, kinds[part].__getstate__(part)), memo))
     made: nn.Module = shells[module] if module in shells else memo[id(module)]
     return made
 
 
-def _state(holdings: Holdings, part: nn.Module, kind: Any) -> Any:
-    """What a pickle of a module would hold, without what its author did not put there."""
-    state, added = kind.__getstate__(part), holdings.added(part)
-    if not isinstance(state, dict):
-        return state
-    state = {name: value for name, value in state.items() if name not in added} | holdings.guard.own(part)
-    state["_parameters"] = dict(state["_parameters"])
-    for name in _TABLES:
-        kept = {number: hook for number, hook in state[name].items() if not is_of(hook, holdings.packages)}
-        for more in (name, f"{name}_with_kwargs", f"{name}_always_called"):
-            if more in state:
+def _state(holdings: Holdings, part: nn.Module, state: Any) -> Any:
+    """What a pickle of a module holds, without what its author did not put there."""
+    if isinstance(state, dict):
+        state = _without(state, holdings.added(part))
+        state["_parameters"] = dict(state["_parameters"])
+        for name in _TABLES & state.keys():
+            kept = [number for number, hook in state[name].items() if not is_of(hook, holdings.packages)]
+            for more in {name, f"{name}_with_kwargs", f"{name}_always_called"} & state.keys():
                 state[more] = type(state[more])((n, state[more][n]) for n in kept if n in state[more])
     return state
 
 
-def _parameter(holdings: Holdings, parameter: nn.Parameter, whole: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """With the class and attributes that its author gave it."""
-    kind, own = holdings.own(parameter)
-    made: Any = whole.get(id(parameter))
-    if made is None and kind is type(parameter) and own.keys() == vars(parameter).keys():
-        return parameter
-    if made is None:
-        made = nn.Parameter(parameter.detach(), parameter.requires_grad)
-    made.__class__ = kind
-    vars(made).update(own)
-    return made  # type: ignore[no-any-return]
+def _without(own: Mapping[str, Any], added: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in own.items() if name not in added}

@@ -102,25 +102,15 @@ class Holdings(Raw):
         """Take what the loop assigns to ``parameter.data``, where torch would put it in a wrong place; False if not. Local."""
         return False
 
-    def kind(self, owner: nn.Module | nn.Parameter) -> type[Any]:
-        """The class that the author of a module or parameter gave it. Local."""
-        return next(kind for kind in type(owner).__mro__ if not is_of(kind, self.packages))
+    def kind(self, module: nn.Module) -> type[Any]:
+        """The class that its author gave a module. Local."""
+        return next(kind for kind in type(module).__mro__ if not is_of(kind, self.packages))
 
     def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
         """The names of attributes of a module or parameter that are there for the engine. Local."""
-        of = {name: is_of(value, self.packages) for name, value in vars(owner).items() if name in _REPLACED}
-        if _FLOAT8 in self.packages:
-            of |= {name: is_of(value, (_FLOAT8,)) for name, value in vars(owner).items()}
-        return {name for name, added in of.items() if added}
-
-    def own(self, parameter: nn.Parameter) -> tuple[type[Any], dict[str, Any]]:
-        """The class and the attributes that the author of a parameter gave it. Local."""
-        added = self.added(parameter)
-        return self.kind(parameter), {name: value for name, value in vars(parameter).items() if name not in added}
-
-    def aliases(self) -> Mapping[int, nn.Parameter]:
-        """The model's parameters by the identity of others that stand for them. Local."""
-        return {}
+        eight = (_FLOAT8,) if self.engine.precision.float8 else ()
+        own = vars(owner).items()
+        return {n for n, value in own if is_of(value, self.packages if n in _REPLACED else eight)}
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -672,18 +662,10 @@ class Guard:
         for name in _COPIES:
             if getattr(vars(raw).get(name), "func", None) is _raise:
                 del vars(raw)[name]
-        if self._gives(raw):
-            own = self.own(raw)
+        given: Any = vars(raw).get(_STATE_DICT)
+        if getattr(given, "func", None) == self._give:
             del vars(raw)[_STATE_DICT]
-            vars(raw).update(own)
-
-    def _gives(self, raw: nn.Module | Optimizer) -> bool:
-        return getattr(vars(raw).get(_STATE_DICT), "func", None) == self._give
-
-    def own(self, raw: nn.Module | Optimizer) -> dict[str, Any]:
-        """The ``state_dict`` that a program had put on an object before, by this name."""
-        found = vars(raw)[_STATE_DICT].args[1] if self._gives(raw) else None
-        return {_STATE_DICT: found} if found else {}
+            vars(raw).update({_STATE_DICT: given.args[1]} if given.args[1] else {})
 
     def _give(self, reference: weakref.ref[Any], found: Any, *args: Any, **kwargs: Any) -> Any:
         """In the place of ``state_dict`` of a raw object; ``found`` was there before."""

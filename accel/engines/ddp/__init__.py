@@ -269,14 +269,15 @@ class DDPGradients(Gradients):
 class DDPHoldings(Holdings):
     """Everything on every rank, and the reducer's buckets."""
 
-    def kind(self, owner: nn.Module | nn.Parameter) -> type[Any]:
+    def kind(self, module: nn.Module) -> type[Any]:
         """Of a SyncBatchNorm that took another's place, that one's."""
-        replaced = self.engine._batchnorms
-        return next((type(b) for m, name, b in replaced if m._modules[name] is owner), super().kind(owner))
+        there = {id(parent._modules[name]): type(child) for parent, name, child in self.engine._batchnorms}
+        return there.get(id(module)) or super().kind(module)
 
     def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
         """The group of such a SyncBatchNorm."""
-        return super().added(owner) | ({"process_group"} if self.kind(owner) is not type(owner) else set())
+        synchronized = isinstance(owner, nn.SyncBatchNorm) and self.kind(owner) is not type(owner)
+        return super().added(owner) | ({"process_group"} if synchronized else set())
 
     def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What a compression keeps, beside the rest."""

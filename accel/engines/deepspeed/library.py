@@ -295,28 +295,27 @@ class Snapshot:
         self._module = module
         self._before = {id(owner): _owned(owner) for owner in (*module.modules(), *module.parameters())}
         self._containers = [(m, type(m._parameters)) for m in module.modules()]
-        self._names: dict[int, set[str]] = {}
-        self._added: list[tuple[Any, dict[str, set[int]]]] = []
+        self._added: list[tuple[Any, set[str], dict[str, set[int]]]] = []
 
     def changed(self) -> None:
         """Call it when the library has made its changes: later ones are the user's."""
         for owner in (*self._module.modules(), *self._module.parameters()):
             (names, hooks), (names_now, hooks_now) = self._before[id(owner)], _owned(owner)
-            self._names[id(owner)] = names_now - names
-            self._added.append((owner, {k: hooks_now[k] - hooks[k] for k in hooks}))
+            self._added.append((owner, names_now - names, {k: hooks_now[k] - hooks[k] for k in hooks}))
 
     def added(self, owner: Any) -> set[str]:
         """The names of the attributes that the library has added to a module or parameter."""
-        return {n for n in vars(owner) if n.startswith(_LATER)} | self._names.get(id(owner), set())
+        found = next((names for one, names, _ in self._added if one is owner), set())
+        return found | {name for name in vars(owner) if name.startswith(_LATER)}
 
     def hooks(self, name: str) -> list[Any]:
         """The library's hooks of the root module, which comes first."""
-        keys = self._added[0][1][name]
+        keys = self._added[0][2][name]
         return [hook for key, hook in getattr(self._module, name).items() if key in keys]
 
     def change_hooks(self, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Let the library's hooks of all modules be others."""
-        for owner, hooks in self._added:
+        for owner, _, hooks in self._added:
             for key in hooks.get(name, ()):
                 kept = getattr(owner, name)
                 if key in kept:  # one of the library's own may be removed again
@@ -327,8 +326,8 @@ class Snapshot:
         for module, container in self._containers:
             if type(module._parameters) is not container:
                 vars(module)["_parameters"] = container(module._parameters.items())
-        for owner, hooks in self._added:
-            for name in self.added(owner):
+        for owner, names, hooks in self._added:
+            for name in names | {n for n in vars(owner) if n.startswith(_LATER)}:
                 vars(owner).pop(name, None)
             for name, keys in hooks.items():
                 for key in keys:

@@ -254,10 +254,6 @@ class DeepSpeedHoldings(Holdings):
     offloads = True
     packages = ("accel.", "deepspeed.")
 
-    def kind(self, owner: nn.Module | nn.Parameter) -> type[Any]:
-        """Of a weight that is divided, its own."""
-        return getattr(type(owner), "_kind", None) or super().kind(owner)
-
     def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
         """The library's too."""
         zero: Partitions | None = self.engine.zero

@@ -60,22 +60,12 @@ class FSDPHoldings(Holdings):
         return self.engine.parts is not None
 
     def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
-        """FSDP2's own too."""
+        """FSDP2's own too; all of a shard's."""
         if self.engine.parts is None:
             return super().added(owner)
         from .module import FIELDS
 
-        return super().added(owner) | FIELDS
-
-    def own(self, parameter: nn.Parameter) -> tuple[type[Any], dict[str, Any]]:
-        """Of what a shard has replaced."""
-        parts = self.engine.parts
-        return super().own(parameter) if parts is None else parts.own(parameter)
-
-    def aliases(self) -> Mapping[int, nn.Parameter]:
-        """Shards stand for what they replaced, and for what they are gathered into."""
-        parts = self.engine.parts
-        return {} if parts is None else parts.known
+        return super().added(owner) | (FIELDS if isinstance(owner, nn.Module) else vars(owner).keys())
 
     def prepare(self, *, writing: bool) -> None:
         """What is gathered is let go."""

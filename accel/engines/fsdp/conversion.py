@@ -139,11 +139,6 @@ class Conversion:
         """The shard of a parameter object."""
         return self.known.get(id(parameter), parameter)
 
-    def own(self, shard: nn.Parameter) -> tuple[type[nn.Parameter], dict[str, Any]]:
-        """The class and the attributes of what a shard has replaced."""
-        old = next((old for old, new in self.replaced.values() if new is shard), shard)
-        return standin.own(old)
-
     def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
         """What autograd knows of a parameter object."""
         shard = self.known.get(id(parameter), parameter)

@@ -56,13 +56,6 @@ def put(old: nn.Parameter, shard: nn.Parameter) -> None:
     stand_in.shard, stand_in.kind = shard, kind
 
 
-def own(parameter: nn.Parameter) -> tuple[type[nn.Parameter], dict[str, Any]]:
-    """The class and the attributes that a parameter has of itself, also while it is a stand-in."""
-    own = dict(vars(parameter))
-    own.pop("shard", None)
-    return own.pop("kind", type(parameter)) if isinstance(parameter, StandIn) else type(parameter), own
-
-
 def take(old: nn.Parameter, full: torch.Tensor, grad: torch.Tensor | None) -> None:
     """Make a stand-in the parameter again that it was, with these values."""
     stand_in: Any = old
