@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
+from accel.precision import convert_batchnorms, restore_batchnorms
+from accel.registry import registry
 from tests.backends import BACKENDS, need
 from tests.distributed import refusals, run
 from tests.models import sgd
@@ -218,6 +221,14 @@ def kinds(*backends: Any) -> None:
             twin.load_state_dict(expected)
             made.rnn.flatten_parameters()
             assert torch.equal(made(x), twin(x))
+        if (
+            isinstance(backend, accel.DDP) and not backend.sync_every
+        ):  # it is built on any device, and computes on a GPU
+            engine, group = registry.of_handle(model), dist.distributed_c10d._get_default_group()
+            engine._batchnorms = convert_batchnorms(raw, group)  # type: ignore[attr-defined]
+            assert {type(b[1]) for b in pickled(model).blocks} == {nn.BatchNorm1d}
+            assert vars(copy.deepcopy(model).blocks[0][1]).keys() == vars(nn.BatchNorm1d(4)).keys()
+            restore_batchnorms(engine._batchnorms)  # type: ignore[attr-defined]
         with torch.no_grad():
             model(x)
         made = copy.deepcopy(model)
