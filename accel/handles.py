@@ -123,9 +123,8 @@ class ModelHandle(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         whole = _engine(self).holdings.copy({}, self)
         reduced = whole.__reduce_ex__(protocol)
-        if (
-            getattr(reduced[0], "__name__", "") == "__newobj__"
-        ):  # which pickle takes for no other object's than one of this class
+        # Of this, pickle takes an object of the very class only.
+        if getattr(reduced[0], "__name__", "") == "__newobj__":
             _set(self, "_accel_written", type(whole))
         return reduced
 

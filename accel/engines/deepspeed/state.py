@@ -252,7 +252,7 @@ class DeepSpeedHoldings(Holdings):
     """Fragments of what is divided; while the engine's ``zero`` is None, everything is whole."""
 
     offloads = True
-    packages = ("accel.", "deepspeed.")
+    packages = ("accel.", "deepspeed.runtime.zero.parameter_offload.")
 
     def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
         """The library's too."""
