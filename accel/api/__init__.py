@@ -340,7 +340,7 @@ def describe(plan: Plan) -> dict[str, str]:
         "number of new dataloaders": str(len(plan.new_loaders)),
     }
     for option in () if plan.modelless else dataclasses.fields(plan.options):
-        facts[f"{option.name} of accel.{type(plan.options).__name__}"] = repr(getattr(plan.options, option.name))
+        facts[f"{option.name} of accel.{type(plan.options).__name__}"] = _plain(getattr(plan.options, option.name))
     for name, p in plan.module.named_parameters():
         facts[f"parameter {name}"] = f"{tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
     for name, b in plan.module.named_buffers():
