@@ -60,6 +60,19 @@ def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which makes tensors that a backward may save, in inference mode too: they outlive it."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return call
+
+
 class Absent:
     """Goes before the class of a parameter."""
 

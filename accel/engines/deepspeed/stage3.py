@@ -19,7 +19,7 @@ from torch import nn
 from ...process import Process
 from ...process.control import Waiting, announce, is_lost
 from ...trees import walk
-from ..base.absent import plainly, refuse_other_tensor
+from ..base.absent import plainly, recorded, refuse_other_tensor
 from .files import stored
 from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
 from .overrides import Method
@@ -146,7 +146,7 @@ def watch(coordinator: Any, announced: Callable[[Any, str], Waiting], backward: 
             reset()
 
     for method in (fetch_sub_module, release_sub_module, reset_step):
-        setattr(coordinator, method.__name__, plainly(method))
+        setattr(coordinator, method.__name__, recorded(plainly(method)))
     for name in ("trace_prologue", "release_and_reset_all", "release_backward_leftovers"):
         setattr(coordinator, name, plainly(getattr(coordinator, name)))
 
