@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import operator
@@ -56,20 +55,6 @@ for _method, _refuse in (("__call__", _refuse_call), ("__getattr__", _refuse_att
 _get = object.__getattribute__
 _set = object.__setattr__
 _TORCH_NAMES = frozenset(vars(nn.Module))
-
-
-def _no_pickle(handle: object) -> AccelError:
-    """What to do instead works with every engine."""
-    model = isinstance(handle, ModelHandle)
-    kind, what, verb = (
-        ("a ModelHandle", "model", "returns") if model else ("an OptimizerHandle", "optimizer", "gives back")
-    )
-    if _get(handle, "_accel_engine") is None:
-        return AccelError(f"{kind} cannot be pickled: its engine was torn down, pickle the raw {what}")
-    return AccelError(
-        f"{kind} cannot be pickled: write torch.save({what}.state_dict(), path); or pickle what accel.full_state_dict({what}) "
-        f"returns, which every rank calls, or the raw {what} that accel.teardown(model) {verb}; accel.save writes a checkpoint"
-    )
 
 
 class ModelHandle(nn.Module):
@@ -129,14 +114,25 @@ class ModelHandle(nn.Module):
         return True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        copied: nn.Module = copy.deepcopy(_engine(self).module, memo)
+        copied: nn.Module = _engine(self).holdings.copy(memo)
         return copied
 
     def __copy__(self) -> nn.Module:
         raise AccelError("a ModelHandle cannot be copied shallowly: both would drive one engine; use copy.deepcopy")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _no_pickle(self)
+        whole = _engine(self).holdings.copy({}, self)
+        reduced = whole.__reduce_ex__(protocol)
+        # Of this, pickle takes an object of the very class only.
+        if getattr(reduced[0], "__name__", "") == "__newobj__":
+            _set(self, "_accel_written", type(whole))
+        return reduced
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:
+        """That of the raw module where a pickle asks for it, once."""
+        written: type[Any] = _get(self, "__dict__").pop("_accel_written", ModelHandle)
+        return written
 
 
 def _on_module(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -263,7 +259,12 @@ class OptimizerHandle(Optimizer):
         return f"OptimizerHandle({_get(self, '_accel_raw')!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _no_pickle(self)
+        _engine(self)
+        raise AccelError(
+            "an OptimizerHandle cannot be pickled: write torch.save(optimizer.state_dict(), path); or pickle what "
+            "accel.full_state_dict(optimizer) returns, which every rank calls, or the raw optimizer that accel.teardown(model) "
+            "gives back; accel.save writes a checkpoint"
+        )
 
     def __copy__(self) -> Optimizer:
         raise AccelError("an OptimizerHandle cannot be copied: both would step the same parameters")

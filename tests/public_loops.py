@@ -66,6 +66,8 @@ class Loop:
     edited: str = ""
     #: With these lines too it runs where it does not with ``lines``.
     more: Sequence[tuple[str, str]] = ()
+    #: The mark of what the page says of those backends.
+    note: str = ""
 
 
 def text_files() -> None:
@@ -126,11 +128,6 @@ IN_ORDER = (
 )
 NANO = "--trainer.max_iters=3 --trainer.batch_size={batch} --trainer.num_workers=0 --model.model_type=None --model.n_layer=2"
 NANO += " --model.n_head=2 --model.n_embd=16 --model.embd_pdrop=0.0 --model.resid_pdrop=0.0 --model.attn_pdrop=0.0"
-#: Weights in a file, and not a whole model.
-WEIGHTS = [
-    ("=torch.save(model, f)", "torch.save(model.state_dict(), f)"),
-    ("=model = torch.load(f)", "model.load_state_dict(torch.load(f))"),
-]
 LANGUAGE = "--data . --emsize 8 --nhid 8 --nlayers 1 --epochs 2 --bptt 100 --batch_size 2 --dropout 0 --lr 0.1"
 
 LOOPS: dict[str, Loop] = {
@@ -149,6 +146,7 @@ LOOPS: dict[str, Loop] = {
             ),
         ],
         "--epochs 2 --train_size 16 --test_size 16 --save-model",
+        note="a",
     ),
     "vae": Loop(
         "examples/vae/main.py",
@@ -197,7 +195,6 @@ LOOPS: dict[str, Loop] = {
             ("=test_set = get_test_set", "test_set = datasets.Pairs()"),
         ],
         noise=True,
-        more=[("=torch.save(model, ", "torch.save(model.state_dict(), model_out_path)")],
     ),
     "fast_neural_style": Loop(
         "examples/fast_neural_style/neural_style/neural_style.py",
@@ -217,14 +214,12 @@ LOOPS: dict[str, Loop] = {
         [IMPORT, ("optimizer = torch.optim.AdamW", "model, optimizer, _ = accel.setup(model, optimizer)")],
         f"{LANGUAGE} --use-optimizer",
         files=text_files,
-        more=WEIGHTS,
     ),
     "word_language_model, Transformer": Loop(
         "examples/word_language_model/main.py",
         [IMPORT, ("optimizer = torch.optim.AdamW", "model, optimizer, _ = accel.setup(model, optimizer)")],
         f"{LANGUAGE} --use-optimizer --model Transformer",
         files=text_files,
-        more=WEIGHTS,
         double=True,
     ),
     "regression": Loop(
@@ -241,6 +236,7 @@ LOOPS: dict[str, Loop] = {
             ("=param.data.add_", ""),
             ("=print('Loss:", "fc = accel.teardown(fc)"),
         ],
+        note="b",
     ),
     "time_sequence_prediction": Loop(
         "examples/time_sequence_prediction/train.py",
@@ -253,6 +249,7 @@ LOOPS: dict[str, Loop] = {
         ],
         files=sine,
         more=[("=optimizer = optim.LBFGS", "optimizer = optim.Adam(seq.parameters(), lr=0.01)")],
+        note="c",
     ),
     "reinforce": Loop(
         "examples/reinforcement_learning/reinforce.py",
@@ -588,19 +585,18 @@ def distance(one: Sequence[Any], other: Sequence[Any], begun: Sequence[Any]) -> 
 
 
 def row(name: str, sources: Path, backends: Sequence[str]) -> list[str]:
-    """A line of the table."""
+    """A line of the table; errors are printed beside it."""
     loop = LOOPS[name]
     cells, failed = results(name, sources, ["single", *backends])
-    again = (
-        results(name, sources, ["single", *(b for b in backends if b in failed)], more=True)[0]
-        if failed and loop.more
-        else {}
-    )
-    count = sum(text.count("\n") + 1 for _, text in loop.lines)
-    texts = [
-        cells[b] + (f" (with {len(loop.more)} more: {again[b]})" if b in again and b in failed else "") for b in cells
-    ]
-    return [name, str(count), *texts]
+    for backend in failed:
+        print(f"{name} on {backend}: {cells[backend]}", file=sys.stderr, flush=True)
+    again, still = results(name, sources, ["single", *failed], more=True) if failed and loop.more else ({}, failed)
+    for backend in failed:
+        lines = f"{len(loop.more)} more" if backend in again and backend not in still else "refused"
+        cells[backend] = f"{lines} ({loop.note})"
+    shared = sum(other.path == loop.path for other in LOOPS.values()) > 1
+    title = f"`{loop.path}`" + (f", {name.partition(', ')[2]}" if shared else "")
+    return [title, str(sum(text.count("\n") + 1 for _, text in loop.lines)), *(cells[b] for b in backends)]
 
 
 def results(name: str, sources: Path, backends: Sequence[str], more: bool = False) -> tuple[dict[str, str], list[str]]:
@@ -626,13 +622,17 @@ def main() -> None:
     options = parser.parse_args()
     sources = options.sources.resolve()
     torch.set_num_threads(1)
-    head = ["loop", "lines", "one process", *options.on]
+    head = ["loop", "lines", *(f"`{backend}`" for backend in options.on)]
     table = [head, ["---"] * len(head)]
     for name in options.only:
         table.append(row(name, sources, options.on))
         print(" | ".join(table[-1]), flush=True)
+    everywhere = sum({"equal", "runs"}.issuperset(cells[2:]) for cells in table[2:])
+    text = "".join(f"| {' | '.join(cells)} |\n" for cells in table)
+    text += f"\n{everywhere} of {len(options.only)} loops run on every backend with these lines.\n"
+    print(text.splitlines()[-1])
     if options.table:
-        options.table.write_text("".join(f"| {' | '.join(cells)} |\n" for cells in table))
+        options.table.write_text(text)
 
 
 if __name__ == "__main__":

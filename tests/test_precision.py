@@ -520,6 +520,9 @@ def in_eight_bits(backend: Any) -> None:
             assert not torch.equal(y, other)  # 8 bits are not 16
         reference.step()
         reference.zero_grad()
+    made = copy.deepcopy(model)
+    assert [type(child) for child in made] == [type(child) for child in wide()]
+    assert [vars(child).keys() for child in made] == [vars(child).keys() for child in wide()]
     accel.teardown(model)
     assert heard[0] == "Float8Linear"
     assert [type(child) for child in raw] == [nn.Linear, nn.GELU, nn.Linear, nn.Linear]

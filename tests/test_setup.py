@@ -120,7 +120,8 @@ def test_copies_and_pickles_carry_no_engine() -> None:
     assert accel.setup(again).model is not model
     buffer = io.BytesIO()
     torch.save(raw.state_dict(), buffer)
-    for handle in (model, optimizer, data):
+    assert type(pickle.loads(pickle.dumps(model))) is nn.Sequential
+    for handle in (optimizer, data):
         with pytest.raises(accel.AccelError, match="pickle"):
             pickle.dumps(handle)
     with pytest.raises(accel.AccelError, match="deep-copied"):

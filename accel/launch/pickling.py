@@ -31,9 +31,11 @@ def _attempt(obj: object, plainly: bool) -> list[Any]:
 
     class Attempt(pickle.Pickler if plainly else cloudpickle.Pickler):  # type: ignore[misc]
         def persistent_id(self, item: Any) -> str | None:
+            kind = type(item)
+            if kind is ModelHandle and not plainly:  # there it would be a raw module, which trains for itself
+                raise TypeError("a handle belongs to this process")
             if isinstance(item, torch.storage.TypedStorage | torch.UntypedStorage):
                 return "storage"  # not its bytes
-            kind = type(item)
             if hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict"):
                 found.setdefault(id(item), item)
             return None
@@ -92,7 +94,7 @@ def _culprits(obj: object, path: str, plainly: bool, seen: set[int]) -> Iterator
     """Descends to what fails though nothing inside it does."""
     seen.add(id(obj))
     deeper = False
-    for suffix, child in _children(obj):
+    for suffix, child in _children(raw_of(obj) if plainly and type(obj) is ModelHandle else obj):
         if _error(child, plainly) is not None:
             deeper = True
             if id(child) not in seen:

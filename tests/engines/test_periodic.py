@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pathlib
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,9 @@ def save_and_resume(path: pathlib.Path) -> None:
     assert torch.equal(moments, moments_of_rank_0)
     assert near(unbroken.state_dict(), means)
     assert near(whole.state_dict(), means)
+    for copied in (pickle.loads(pickle.dumps(unbroken)), copy.deepcopy(unbroken)):
+        assert near(copied.state_dict(), means)
+        assert near(copied[0].state_dict(), {"weight": means["0.weight"]})
     for refused in (whole[0].state_dict, lambda: copy.deepcopy(whole)):
         with pytest.raises(accel.BackendError, match="full_state_dict"):
             refused()

@@ -451,7 +451,12 @@ def test_check_picklable_names_the_paths() -> None:
     line = (lambda: None).__code__.co_firstlineno - 1
     with pytest.raises(accel.LaunchError, match=rf"model.1.act: lambda at test_launch.py:{line}$"):
         accel.check_picklable(model, "model")
+    handle = accel.setup(model, backend="single").model
+    with pytest.raises(accel.LaunchError, match=rf"handle.1.act: lambda at test_launch.py:{line}$"):
+        accel.check_picklable(handle, "handle")
     del model[1].act
+    accel.check_picklable(handle)
+    accel.teardown()
     model[0].register_forward_hook(lambda *_: None)
     with pytest.raises(accel.LaunchError, match=r"obj.0._forward_hooks\[\d+\]: lambda at test_launch.py"):
         accel.check_picklable(model)

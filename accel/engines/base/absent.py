@@ -118,19 +118,25 @@ class Absent:
         return func(*args, **kwargs)
 
 
-def take_away(parameter: torch.nn.Parameter, kind: type[Absent], **about: Any) -> None:
-    """Free a parameter's values, and give it a class that says so; ``about`` become its attributes."""
+def take_away(parameter: torch.nn.Parameter, kind: type[Absent], **attributes: Any) -> None:
+    """Free a parameter's values, and give it a class that says so, and attributes."""
     parameter.data = blank(parameter)
-    vars(parameter)["_present"] = type(parameter), tuple(about)
-    vars(parameter).update(about)
+    vars(parameter)["_present"] = type(parameter), tuple(attributes)
+    vars(parameter).update(attributes)
     parameter.__class__ = kind  # type: ignore[assignment]
 
 
 def bring_back(parameter: torch.nn.Parameter) -> None:
     """Give it its own class again; whoever calls gives it its values."""
-    parameter.__class__, about = vars(parameter).pop("_present")
-    for name in about:
+    parameter.__class__, names = vars(parameter).pop("_present")
+    for name in names:
         del vars(parameter)[name]
+
+
+def about(parameter: Any) -> set[str]:
+    """The names of the attributes that ``take_away`` has given it."""
+    taken = vars(parameter).get("_present")
+    return set() if taken is None else {"_present", *taken[1]}
 
 
 def blank(tensor: torch.Tensor) -> torch.Tensor:

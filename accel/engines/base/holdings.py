@@ -19,11 +19,13 @@ from ...gradients.average import average_ranks_
 from ...gradients.log import remove_hooks
 from ...process.control import Waiting
 from ...process.packing import broadcast_
-from ...shard import Raw, Shard, StateEntry, named_tensors, state_device
+from ...shard import Raw, Shard, StateEntry, fill_module_values, named_tensors, state_device
 from ...trees import map_tensors
+from .absent import about
+from .copies import copied, is_of
 from .gather import Item, gather
 from .memory import MemoryUse
-from .raw_objects import Guard, Target, copied_to, in_place_of
+from .raw_objects import FLOAT8, REPLACED, Guard, Target, copied_to, in_place_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,11 +46,15 @@ class Holdings(Raw):
     own_state: bool = False
     #: The engine's ``start`` gives values to parameters on the meta device by itself.
     materializes: bool = False
+    #: What of these is a class or a hook of a module, or in the place of one of its methods, is there for the engine.
+    packages: tuple[str, ...] = ("accel.",)
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.module, {})
         self.engine: Any = engine
         self.guard = Guard(self)
+        if engine.precision.float8:
+            self.packages += (FLOAT8,)
         #: Of each parameter, whole, whatever becomes of it on this rank.
         self.shapes = {name: p.shape for name, p in engine.named.items()}
 
@@ -91,6 +97,16 @@ class Holdings(Raw):
     def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
         """Take what the loop assigns to ``parameter.data``, where torch would put it in a wrong place; False if not. Local."""
         return False
+
+    def kind(self, module: nn.Module) -> type[Any]:
+        """The class that its author gave a module. Local."""
+        return next(kind for kind in type(module).__mro__ if not is_of(kind, self.packages))
+
+    def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
+        """The names of attributes of a module or parameter that are there for the engine. Local."""
+        eight = (FLOAT8,) if self.engine.precision.float8 else ()
+        own = vars(owner).items()
+        return {n for n, value in own if is_of(value, self.packages if n in REPLACED else eight)} | about(owner)
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -171,42 +187,57 @@ class Holdings(Raw):
     def _whole_dict(
         self, what: str, optimizer: Optimizer | None, advice: str = "", keep: bool = True
     ) -> dict[str, Any]:
-        if not self.partial(optimizer):
-            apart = optimizer is None and self.apart()
-            return self._means(what + advice) if apart else (optimizer or self.module).state_dict()
+        if not self.partial(optimizer) and (optimizer is not None or not self.apart()):
+            return (optimizer or self.module).state_dict()
         title = f"{what} of {'the model' if optimizer is None else type(optimizer).__name__}{advice}"
         with Waiting(self.engine.process, what + advice):
             return self._full_model(title, keep) if optimizer is None else self._full_optimizer(title, optimizer, keep)
 
-    def _means(self, what: str) -> dict[str, Any]:
-        self.engine.compare(what, list(self.apart()))
-        means = {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in self.apart().values()}
-        average_ranks_(means.values(), self.engine.process)
-        with self.guard.opened(), in_place_of(self.module, means):
-            state: dict[str, Any] = self.module.state_dict()
-        return state
+    @final
+    def copy(self, memo: dict[int, Any], pickled: object = None) -> nn.Module:
+        """The user's module, as its author made it, whole; see ``copied``. Collective where ``state_dict`` of the model is."""
+        whole, extra = dict[int, torch.Tensor](), dict[str, Any]()
+        if self.partial(None) or self.apart():
+            what = f"a {'copy' if pickled is None else 'pickle'} of the model"
+            what += ", which every rank makes: write whole = copy.deepcopy(model) above an `if` of one rank, and pickle that"
+            with Waiting(self.engine.process, what):
+                whole, extra = self._whole_tensors(what, copied=True)
+        made = copied(self, whole, memo, pickled)
+        fill_module_values(made, {name: value for name, value in extra.items() if not self.has(name)})
+        return made
 
-    def _full_model(self, what: str, keep: bool) -> dict[str, Any]:
-        module = self.module
+    def _whole_tensors(
+        self, what: str, *, copied: bool = False, keep: bool = True
+    ) -> tuple[dict[int, torch.Tensor], dict[str, Any]]:
+        """For the places of the model's, by the identity of these; and the modules' extra state. Collective."""
+        others: dict[int, torch.Tensor] = {}
+        if apart := self.apart():
+            self.engine.compare(what, list(apart))
+            others = {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in apart.values()}
+            average_ranks_(others.values(), self.engine.process)
+            return others, {}
         self.prepare(writing=False)
-        tensors = _first_names(module)
+        tensors = (dict(self.module.named_buffers()) if copied else {}) | _first_names(self.module)
         extra = self.values(None) if type(self).has is not Holdings.has else {}
         held = [(name, "", tensor) for name, tensor in tensors.items()]
         held += [(name, "extra", value) for name, value in extra.items()]
         whole = self.gather(what, held, device=torch.device("cpu"), keep=keep)
-        if not keep:
-            return {}
-        others = {}
-        for name, tensor in tensors.items():
+        for name, tensor in tensors.items() if keep else ():
             full = whole.pop((name, "")).to(tensor.dtype)  # a master copy has more digits
             others[id(tensor)] = nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full
-        with self.guard.opened(), in_place_of(module, others):
-            state: dict[str, Any] = module.state_dict()
+        return others, {name: value for (name, _), value in whole.items()}
+
+    def _full_model(self, what: str, keep: bool) -> dict[str, Any]:
+        others, extra = self._whole_tensors(what, keep=keep)
+        if not keep:
+            return {}
+        with self.guard.opened(), in_place_of(self.module, others):
+            state: dict[str, Any] = self.module.state_dict()
         made: dict[Any, torch.Tensor] = {}
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:  # what is tied is one tensor
                 state[name] = made.setdefault((value.data_ptr(), value.shape, value.stride(), value.dtype), value)
-        state.update({name: value for (name, _), value in whole.items() if name in state})
+        state.update({name: value for name, value in extra.items() if name in state})
         return state
 
     def _full_optimizer(self, what: str, optimizer: Optimizer, keep: bool) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...errors import AccelError, BackendError, OptimizerError
 from ...gradients.log import remove_hooks
+from ...handles import HiddenAttribute
 from .absent import Absent, attributes, name_of
 
 if TYPE_CHECKING:
@@ -119,6 +120,10 @@ class Target(Absent, torch.Tensor):
 #: How ``copy`` and ``pickle`` ask an object for what they take; of the instance, since the class is the user's.
 _COPIES: Final = ("__deepcopy__", "__getstate__")
 _STATE_DICT: Final = "state_dict"
+#: In whose place an engine may put another one, in a module's own attributes.
+REPLACED: Final = (*_COPIES, _STATE_DICT, "zero_grad", "forward", HiddenAttribute.KEY)
+#: What computes in 8 bits, in the place of a Linear.
+FLOAT8: Final = "torchao.float8."
 
 
 @final
@@ -254,6 +259,11 @@ class Snapshot:
             changed = None if kind is kind_now else kind
             self._added.append((owner, changed, names_now - names, {k: hooks_now[k] - hooks[k] for k in hooks}))
         self._before.clear()
+
+    def added(self, owner: Any) -> set[str]:
+        """The names of the attributes that the library has added to a module or parameter."""
+        found: set[str] = next((names for one, _, names, _ in self._added if one is owner), set())
+        return found | {name for name in vars(owner) if self._later and name.startswith(self._later)}
 
     def hooks(self, name: str) -> list[Any]:
         """The library's hooks of the root module, which comes first."""

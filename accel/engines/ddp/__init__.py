@@ -269,6 +269,16 @@ class DDPGradients(Gradients):
 class DDPHoldings(Holdings):
     """Everything on every rank, and the reducer's buckets."""
 
+    def kind(self, module: nn.Module) -> type[Any]:
+        """Of a SyncBatchNorm that took another's place, that one's."""
+        there = {id(parent._modules[name]): type(child) for parent, name, child in self.engine._batchnorms}
+        return there.get(id(module)) or super().kind(module)
+
+    def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
+        """The group of such a SyncBatchNorm."""
+        synchronized = isinstance(owner, nn.SyncBatchNorm) and self.kind(owner) is not type(owner)
+        return super().added(owner) | ({"process_group"} if synchronized else set())
+
     def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What a compression keeps, beside the rest."""
         yield from super().storages()

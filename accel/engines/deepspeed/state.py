@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ...deferred import without_values
@@ -234,6 +235,12 @@ class DeepSpeedHoldings(Holdings):
     """Fragments of what is divided; while the engine's ``zero`` is None, everything is whole."""
 
     offloads = True
+    packages = ("accel.", "deepspeed.runtime.zero.parameter_offload.")
+
+    def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
+        """The library's too."""
+        zero: Partitions | None = self.engine.zero
+        return super().added(owner) | (set() if zero is None else zero.snapshot.added(owner))
 
     @classmethod
     def divides_from_host(cls, options: Any) -> bool:

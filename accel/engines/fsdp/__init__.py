@@ -58,6 +58,7 @@ class FSDPHoldings(Holdings):
     engine: FSDPEngine
     offloads = True
     undoes_writes = divides_weights = materializes = True
+    packages = ("accel.", "torch.distributed.fsdp.", "torch.distributed.tensor.")
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -66,6 +67,13 @@ class FSDPHoldings(Holdings):
 
     def partial(self, optimizer: Optimizer | None) -> bool:
         return self.engine.parts is not None
+
+    def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
+        """FSDP2's own too; all of a shard's."""
+        if (parts := self.engine.parts) is None:
+            return super().added(owner)
+        theirs = parts.sharded.snapshot.added(owner) if isinstance(owner, nn.Module) else set(vars(owner))
+        return super().added(owner) | theirs
 
     def prepare(self, *, writing: bool) -> None:
         if self.engine.parts is not None:

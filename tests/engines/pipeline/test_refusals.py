@@ -96,10 +96,10 @@ def refused_forwards() -> None:
         model(x, x)
     raw = net()
     model, optimizer, _ = accel.setup(raw, sgd(raw), backend="pipeline")
-    for use in (torch.Tensor.sum, lambda p: p.data.mul_(2), lambda p: torch.nn.init.zeros_(p)):
+    uses: tuple[Callable[[Any], Any], ...] = (torch.sum, lambda p: p.data.mul_(2), nn.init.zeros_)
+    for use in uses:
         with pytest.raises(accel.BackendError, match="lies on rank . of this pipeline: a loss may use"):
-            for p in raw.parameters():
-                use(p)  # type: ignore[arg-type]
+            list(map(use, raw.parameters()))
     model(x).mean().backward()
     for p in raw.parameters():
         p.grad = torch.ones_like(p)

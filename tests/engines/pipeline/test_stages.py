@@ -29,10 +29,10 @@ def bytes_of(module: nn.Module) -> int:
     return sum(storages.values())
 
 
-def refused_parts(*models: Any) -> None:
-    elsewhere = models[1][-1] if accel.rank() == 0 else models[1][0]
-    for refused in (*models, elsewhere):
-        with pytest.raises(accel.AccelError, match="holds only its own part|cannot be pickled"):
+def refused_parts(raw: Any) -> None:
+    elsewhere = raw[-1] if accel.rank() == 0 else raw[0]
+    for refused in (raw, elsewhere):
+        with pytest.raises(accel.AccelError, match="holds only its own part"):
             pickle.dumps(refused)
         with pytest.raises(accel.BackendError, match="holds only its own part"):
             copy.deepcopy(refused)
@@ -51,7 +51,7 @@ def where_things_lie() -> int:
     assert part < 0.8 * whole
     assert 0 < len(own_optimizer.state) < len(list(raw.parameters()))
     assert [tuple(p.shape) for p in raw.parameters()] == [tuple(p.shape) for p in plain.parameters()]
-    refused_parts(model, raw)
+    refused_parts(raw)
     with pytest.raises(accel.BackendError, match="lies on rank"):
         raw(batch(0)[0])
     full, state = accel.full_state_dict(model), accel.full_state_dict(optimizer)
