@@ -7,7 +7,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from pickle import PickleError
-from typing import Final, TypeVar
+from typing import Final, TypeVar, final
 
 from ..errors import AccelError, CheckpointError
 from ..process import running
@@ -99,6 +99,11 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         if error.filename is None:
             error.filename = os.fspath(path)
         raise
+
+
+@final
+class DamageError(CheckpointError):
+    """Bytes in a file are not those that were saved."""
 
 
 #: What code raises that is given other data than it expects.

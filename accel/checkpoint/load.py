@@ -25,7 +25,7 @@ from ..shard import Manifest, Shard
 from . import folder, record, shared_memory
 from .background import background
 from .export import choose
-from .failures import exchange, explain, on_every_rank
+from .failures import DamageError, exchange, explain, on_every_rank
 from .layout import digest
 from .match import Apply, Differences, Match, check_engines, check_objects, plain, report, unfit, value_tensors
 from .objects import ModuleObject, RankObject, StatefulObject, StateObject, TensorObject, engines_of
@@ -94,9 +94,10 @@ def load(
         except CheckpointError as error:
             if unusable is None:
                 raise
+            where, goes_on = shared_memory.place(folder.absolute(dir)), "accel.latest gives what is on disk"
+            remedy = f"it is set aside in {where}: start again" if unusable.aside else f"remove {where}"
             raise CheckpointError(
-                f"{error}; and its snapshot in memory cannot be loaded: {unusable}; to go on from what is on disk, remove "
-                f"{shared_memory.place(folder.absolute(dir))}: then accel.latest does not name it"
+                f"{error}; and its snapshot in memory cannot be loaded: {unusable}; {remedy}, and {goes_on}"
             ) from error
         if unusable is not None and current().place.rank == 0:
             logger.warning("the newer snapshot in memory cannot be loaded, so what is on disk is: %s", unusable)
@@ -105,7 +106,11 @@ def load(
 
 @final
 class _UnusableSnapshot(CheckpointError):
-    """What memory has is damaged, or not whole. Nothing was changed."""
+    """What memory has is damaged, and set ``aside``, or not whole. Nothing was changed."""
+
+    def __init__(self, text: str, aside: bool = False) -> None:
+        super().__init__(text)
+        self.aside = aside
 
 
 def _snapshot(dir: str | os.PathLike[str], options: tuple[object, ...]) -> tuple[Checkpoint, Placed] | None:
@@ -162,7 +167,13 @@ def _load(
         except CheckpointError as error:
             if check is not None:
                 raise
-            raise _UnusableSnapshot(str(error)) from error
+            found = isinstance(error, DamageError)
+            damaged = any(exchange("accel.load (memory)", lambda: (None, found))[1])
+            if damaged:
+                on_every_rank(
+                    "accel.load (memory)", lambda: folder.set_aside(checkpoint.directory, checkpoint.record.id)
+                )
+            raise _UnusableSnapshot(str(error), damaged) from error
         on_every_rank("accel.load (the values)", loading.decode)
         undo.pop_all()
         result: dict[Any, Any] = on_every_rank("accel.load", loading.apply)

@@ -18,7 +18,7 @@ from ..errors import CheckpointError, is_url
 from ..process import running
 from ..process.transfer import begun, finish, host_memory, is_remote
 from ..shard import Shard
-from .failures import parsing
+from .failures import DamageError, parsing
 from .layout import entry_of
 from .progress import Progress
 from .record import NAME, Record, Stored
@@ -206,7 +206,7 @@ class Reader:
             with storage_of(path).open(path, written.size) as opened:
                 content = opened.read_header()
             if checksums_of(memoryview(content)) != written.header:
-                raise CheckpointError(f"{path}: its header is damaged, or it is of another save; {_ADVICE}")
+                raise DamageError(f"{path}: its header is damaged, or it is of another save; {_ADVICE}")
             with parsing(f"{path}: its header is not as {NAME} needs it"):
                 self._headers[file] = parse_header(bytes(content), written.size)
         return self._headers[file]
@@ -323,7 +323,7 @@ class Reader:
         add(at, end - begin, None)
         if checksum_of(_read_in_steps(opened, begin, step, steps)) != header.checksums[chunk]:
             inside = header.inside(begin, end)
-            raise CheckpointError(
+            raise DamageError(
                 f"{opened.path} is damaged between bytes {begin} and {end}, in {', '.join(inside[:3])}"
                 f"{', ...' if len(inside) > 3 else ''}; {_ADVICE}"
             )
