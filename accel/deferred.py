@@ -135,8 +135,9 @@ def materialize(module: nn.Module, device: torch.device, undo: contextlib.ExitSt
 
     Values that come from a directory come later; on most systems, memory of the host that nobody writes to takes nothing.
     """
+    if not (replaced := [p for p in module.parameters() if p.is_meta]):
+        return
     weights, borrowed = weights_of(module), borrowing(module)
-    replaced = [p for p in module.parameters() if p.is_meta]
     for parameter in replaced:
         made = without_values(parameter, device) if weights is None else torch.empty_like(parameter, device=device)
         real = nn.Parameter(made, requires_grad=parameter.requires_grad)

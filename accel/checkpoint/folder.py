@@ -189,6 +189,19 @@ def newest_place(path: object) -> str:
     return directory if found is None else found[1]
 
 
+def set_aside(where: str, save: str) -> None:
+    """On the first rank of each host: let a snapshot that is damaged be none, unless it is another save's by now.
+
+    Else it would be the newest checkpoint at each start. The next save removes its files.
+    """
+    path = os.path.join(where, NAME)
+    with contextlib.ExitStack() as resources, contextlib.suppress(CheckpointError):  # another job saves there
+        if current().place.local_rank == 0:
+            resources.callback(storage_of(where).claim(where).release)
+            if read(where)[0].id == save:
+                os.replace(path, os.path.join(where, f".accel-{save}.record"))  # as one before its commit
+
+
 def free(directory: str, kept: str | None = None) -> None:
     """On the first rank of each host: remove the snapshots of a directory and its series but that in one place, which are older.
 
@@ -203,6 +216,8 @@ def free(directory: str, kept: str | None = None) -> None:
             with contextlib.suppress(CheckpointError, OSError):  # another job saves there
                 remove(where)
                 seen_in_memory.pop(where, None)
+    if own and NUMBER.search(name) and not current().place.local_rank:
+        storage_of(own).remove_directory(os.path.dirname(own))  # that of the series, once it is empty
 
 
 # -- Several checkpoints: the newest one, a second name for one, the oldest ones away ----------------------------------

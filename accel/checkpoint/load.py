@@ -34,7 +34,17 @@ from .record import Record, Stored
 from .safetensors import BY_NAME
 from .source import Checkpoint, is_weights_alone, open_checkpoint
 from .state import OF_VALUES, State
-from .steps import Progress, check_flags, check_options, exchange, explain, log_end, on_every_rank, progress_bar
+from .steps import (
+    DamageError,
+    Progress,
+    check_flags,
+    check_options,
+    exchange,
+    explain,
+    log_end,
+    on_every_rank,
+    progress_bar,
+)
 from .values import Decoder, Json
 from .verify import check_record, verify_needed
 
@@ -91,9 +101,10 @@ def load(
         except CheckpointError as error:
             if unusable is None:
                 raise
+            where, goes_on = memory_place(folder.absolute(dir)), "accel.latest gives what is on disk"
+            remedy = f"it is set aside in {where}: start again" if unusable.aside else f"remove {where}"
             raise CheckpointError(
-                f"{error}; and its snapshot in memory cannot be loaded: {unusable}; to go on from what is on disk, remove "
-                f"{memory_place(folder.absolute(dir))}: then accel.latest does not name it"
+                f"{error}; and its snapshot in memory cannot be loaded: {unusable}; {remedy}, and {goes_on}"
             ) from error
         if unusable is not None and current().place.rank == 0:
             logger.warning("the newer snapshot in memory cannot be loaded, so what is on disk is: %s", unusable)
@@ -102,7 +113,11 @@ def load(
 
 @final
 class _UnusableSnapshot(CheckpointError):
-    """What memory has is damaged, or not whole. Nothing was changed."""
+    """What memory has is damaged, and set ``aside``, or not whole. Nothing was changed."""
+
+    def __init__(self, text: str, aside: bool = False) -> None:
+        super().__init__(text)
+        self.aside = aside
 
 
 def _snapshot(
@@ -165,7 +180,13 @@ def _load(
         except CheckpointError as error:
             if check is not None:
                 raise
-            raise _UnusableSnapshot(str(error)) from error
+            found = isinstance(error, DamageError)
+            damaged = any(exchange("accel.load (memory)", lambda: (None, found))[1])
+            if damaged:
+                on_every_rank(
+                    "accel.load (memory)", lambda: folder.set_aside(checkpoint.directory, checkpoint.record.id)
+                )
+            raise _UnusableSnapshot(str(error), damaged) from error
         on_every_rank("accel.load (the values)", loading.decode)
         undo.pop_all()
         result: dict[Any, Any] = on_every_rank("accel.load", loading.apply)

@@ -22,7 +22,7 @@ from .layout import entry_of
 from .record import NAME, Record, Stored
 from .safetensors import BY_NAME, CHUNK, ITEM_BYTES, Entry, Header, chunks_of, is_lazy, memory, parse_header
 from .shards import checksum_of, checksums_of
-from .steps import Progress, parsing
+from .steps import DamageError, Progress, parsing
 from .storage import File, storage_of
 
 # -- Threads that read and hash, as many as this rank's share of the host's cores --------------------------------------
@@ -205,7 +205,7 @@ class Reader:
             with storage_of(path).open(path, written.size) as opened:
                 content = opened.read_header()
             if checksums_of(memoryview(content)) != written.header:
-                raise CheckpointError(f"{path}: its header is damaged, or it is of another save; {_ADVICE}")
+                raise DamageError(f"{path}: its header is damaged, or it is of another save; {_ADVICE}")
             with parsing(f"{path}: its header is not as {NAME} needs it"):
                 self._headers[file] = parse_header(bytes(content), written.size)
         return self._headers[file]
@@ -322,7 +322,7 @@ class Reader:
         add(at, end - begin, None)
         if checksum_of(_read_in_steps(opened, begin, step, steps)) != header.checksums[chunk]:
             inside = header.inside(begin, end)
-            raise CheckpointError(
+            raise DamageError(
                 f"{opened.path} is damaged between bytes {begin} and {end}, in {', '.join(inside[:3])}"
                 f"{', ...' if len(inside) > 3 else ''}; {_ADVICE}"
             )

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pickle import PickleError
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, final
 
 from ..errors import AccelError, CheckpointError
 from ..process import rank, running
@@ -126,6 +126,11 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         if error.filename is None:
             error.filename = os.fspath(path)
         raise
+
+
+@final
+class DamageError(CheckpointError):
+    """Bytes in a file are not those that were saved."""
 
 
 #: What code raises that is given other data than it expects.

@@ -152,7 +152,10 @@ class Local:
         while not os.path.lexists(path):
             missing.append(path)
             path = os.path.dirname(path)
-        os.makedirs(directory, exist_ok=True)
+        try:
+            os.makedirs(directory, exist_ok=True)
+        except FileNotFoundError:  # one above was empty, and another job has removed it just then
+            os.makedirs(directory, exist_ok=True)
         for made in missing:
             self.sync(os.path.dirname(made))
 

@@ -29,20 +29,22 @@ PHASES = (
 LIMIT_SECONDS = 600.0
 ABOUT = """A GPT of 114 million parameters with AdamW on 2 ranks over gloo, under torchrun on one host: rank 1 is killed \
 (SIGKILL) after a step, and the clock runs until the first step of the job that torchrun starts again has ended, on the slower \
-rank. All contenders run the same program (`tests/bench/restarted.py`): raw torch loads with `torch.load(mmap=True)`, and \
-with torch.distributed.checkpoint under FSDP2. *torchrun* is what passes until the new processes are there; *import torch* has \
-Python's own start in it; *model* is the user's: its first values, and the import of torch's compiler that the first \
-optimizer of a process brings. *cpu* is what that rank computed until its first step ended. *bytes* is what both ranks together \
-need to read as many bytes into new memory from a warm page cache. Medians of rounds in which all take turns; the machine's \
-load counts in full. torchrun's store stays over a restart, with the addresses of processes that are gone: raw torch is started \
-with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, accel is not."""
+rank. All contenders run the same program (`tests/bench/restarted.py`): raw torch loads with `torch.load(mmap=True)`, and with \
+torch.distributed.checkpoint under FSDP2. *torchrun* is what passes until the new processes are there; *import torch* has \
+Python's own start in it; *model* is the user's: its first values, and the import of torch's compiler that the first optimizer \
+of a process brings. *cpu* is what that rank computed until its first step ended, below by phase, and *touched* the memory \
+that it had from the kernel by then, page by page, which takes several times longer where a virtual machine had not used it \
+before. Bytecode is kept, as Python does unless told otherwise. *bytes* is what both ranks together need to read as many bytes \
+into new memory from a warm page cache. Medians of rounds in which all take turns; the machine's load counts in full. \
+torchrun's store stays over a restart, with the addresses of processes that are gone: raw torch is started with \
+`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, accel is not."""
 
 
 def _job(contender: str, blocks: int, folder: Path) -> dict[str, Any]:
     """Seconds of each phase, on the rank that was later."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
     command += ["-m", "tests.bench.restarted", contender, str(blocks), str(folder)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environ = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | {"OMP_NUM_THREADS": "1"}
     if not contender.startswith("accel"):
         environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with open(folder / "log", "w+") as log:
@@ -58,16 +60,21 @@ def _job(contender: str, blocks: int, folder: Path) -> dict[str, Any]:
     killed = json.loads((folder / "marks-0-1.json").read_text())[-1][1]
     attempt = max(int(path.name.split("-")[1]) for path in folder.glob("marks-*.json"))
     ranks = [json.loads((folder / f"marks-{attempt}-{rank}.json").read_text()) for rank in range(2)]
-    late = max(ranks, key=lambda marks: next(at for phase, at, _ in marks if phase == "first step"))
+    late = max(ranks, key=lambda marks: next(at for phase, at, *_ in marks if phase == "first step"))
     found: dict[str, Any] = {"attempts": attempt}
-    before = killed
-    for phase, at, cpu in late:
+    before, used = killed, 0.0
+    for phase, at, cpu, touched in late:
         if phase == "bytes":
-            found["bytes"] = max(at for marks in ranks for name, at, _ in marks if name == "bytes")
+            found["bytes"] = max(at for marks in ranks for name, at, *_ in marks if name == "bytes")
             continue
-        found[phase], before = at - before, at
+        found[phase], found[f"cpu of {phase}"] = at - before, cpu - used
+        before, used = at, cpu
         if phase == "first step":
-            found["total"], found["cpu"] = at - killed, cpu
+            found["total"], found["cpu"], found["touched"] = (
+                at - killed,
+                cpu,
+                touched * os.sysconf("SC_PAGE_SIZE") / 1e9,
+            )
     return found
 
 
@@ -95,12 +102,18 @@ def _measure(quick: bool) -> Data:
 
 
 def _tell(data: Data) -> list[str]:
-    head = ["", *PHASES, "all", "least", "cpu", "next step", "bytes", "starts"]
+    head = ["", *PHASES, "all", "least", "cpu", "touched", "next step", "bytes", "starts"]
     rows = []
     for name, job in data["jobs"].items():
-        keys = (*PHASES, "total", "least", "cpu", "next step", "bytes")
+        keys = (*PHASES, "total", "least", "cpu", "touched", "next step", "bytes")
         rows.append([name, *(f"{job[key]:.2f}" if key in job else "" for key in keys), f"{job['attempts']:.0f}"])
-    return [f"{ABOUT} {data['rounds']} rounds, in seconds.", table(head, rows), *failures(data["failed"])]
+    cpu = [[name, *(f"{job[f'cpu of {phase}']:.2f}" for phase in PHASES[1:])] for name, job in data["jobs"].items()]
+    return [
+        f"{ABOUT} {data['rounds']} rounds, in seconds, and GB for *touched*.",
+        table(head, rows),
+        table(["cpu", *PHASES[1:]], cpu),
+        *failures(data["failed"]),
+    ]
 
 
 def _judge(data: Data) -> Iterator[Verdict]:

@@ -1,19 +1,21 @@
 """One rank of the job that section ``restart`` kills, under torchrun: notes when it comes to which phase."""
 
 import os
+import resource
 import time
 
 #: Of all processes of the machine, and since the same moment.
 CLOCK = time.CLOCK_BOOTTIME
 with open("/proc/self/stat") as status:
     SPAWNED = int(status.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-#: Each phase by the moment of its end, and the CPU time that this process had used by then.
-MARKS = [("torchrun", SPAWNED, 0.0)]
+#: Each phase by the moment of its end, and by then this process's CPU time and pages that it was the first to touch.
+MARKS = [("torchrun", SPAWNED, 0.0, 0)]
 
 
 def mark(phase: str) -> None:
     """The phase has ended."""
-    MARKS.append((phase, time.clock_gettime(CLOCK), time.process_time()))
+    touched = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    MARKS.append((phase, time.clock_gettime(CLOCK), time.process_time(), touched))
 
 
 import json  # noqa: E402
@@ -168,7 +170,7 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
     parts = [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
     if kind == "accel":
-        MARKS.append(("bytes", read_bytes([local(t) for t in parts if torch.is_tensor(t)], folder / "saved"), 0.0))
+        MARKS.append(("bytes", read_bytes([local(t) for t in parts if torch.is_tensor(t)], folder / "saved"), 0.0, 0))
     note(folder, attempt, rank)
 
 
