@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,8 @@ from ...process.control import Waiting, announce
 from . import plan
 from .mesh import Mesh
 from .standin import Gathered, GatheredPart
+
+_GRAD: Final = operator.attrgetter("grad")
 
 
 def _backend_of(tensor: DTensor) -> str:
@@ -178,6 +181,7 @@ class ShardedModule:
     def begin(self, process: Process, label: str, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Take over. Gathered parameters get the class that keeps them and their shards alike."""
         self._by_shard = {id(param.sharded_param): param for param in self.params}
+        self._wholes = [whole for whole, _ in self.gathered()]
         names = {id(m): n or "the parameters outside of all blocks" for n, m in self.module.named_modules()}
         for group in self.groups:
             watch(process, group, names[id(group.modules[0])], label)
@@ -222,12 +226,11 @@ class ShardedModule:
 
     def pending(self) -> list[Any]:
         """FSDP2's parameters with gradients that were not reduced."""
-        with torch._C.DisableTorchFunctionSubclass():  # what `has_gradient` says, without a call for each
-            return [
-                p
-                for p in self.params
-                if p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None
-            ]
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._options.reduce_dtype is not None:
+                return list(filter(has_gradient, self.params))
+            # FSDP2 keeps nothing aside in another dtype: this touches each gathered parameter, and no other object.
+            return [p for p, grad in zip(self.params, map(_GRAD, self._wholes), strict=True) if grad is not None]
 
     def reduce(self, synchronised: bool) -> None:
         """Reduce every gradient that is pending. Collective."""
