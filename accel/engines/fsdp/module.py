@@ -131,6 +131,7 @@ class ShardedModule:
         self.meshes: set[DeviceMesh] = set()
         self.groups: list[Any] = []
         self.params: list[Any] = []
+        self._wholes: list[nn.Parameter] = []
         self.process = process
         self._device = process.device
         self._options = options
@@ -175,13 +176,13 @@ class ShardedModule:
         self.params = [p for g in self.groups for p in g.fsdp_params]
         for param in self.params:
             _prepare(param, self.mesh.sizes["shard"], self._device)
+            self._wholes.append(param._unsharded_param)
         self.meshes = {param.sharded_param.device_mesh for param in self.params}
         self._before.clear()
 
     def begin(self, process: Process, label: str, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Take over. Gathered parameters get the class that keeps them and their shards alike."""
         self._by_shard = {id(param.sharded_param): param for param in self.params}
-        self._wholes = [whole for whole, _ in self.gathered()]
         names = {id(m): n or "the parameters outside of all blocks" for n, m in self.module.named_modules()}
         for group in self.groups:
             watch(process, group, names[id(group.modules[0])], label)
