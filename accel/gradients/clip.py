@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from ..errors import BackendError
 from ..precision import norms
 from ..process import Process
 
+_DTYPE: Final = operator.attrgetter("dtype")
 #: Reduces a tensor over the ranks in place: ``dist.all_reduce``, or what does the same.
 Reduce: TypeAlias = Callable[[torch.Tensor, dist.ReduceOp.RedOpType], object]
 
@@ -52,12 +54,41 @@ def _power(gradients: Iterable[torch.Tensor], order: float, device: torch.device
     return stacked.max() if math.isinf(order) else stacked.pow(order).sum()
 
 
+#: Elements for which a call takes as long as what it does with them.
+_FEW: Final = 1 << 16
+
+
+def _merged(gradients: Iterable[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The same elements in fewer tensors: small ones that lie one after the other, as a reduction leaves them, are one."""
+    found = list(gradients)
+    if {*map(type, found)} != {torch.Tensor} or len({*map(_DTYPE, found)}) > 1:
+        return found
+    if not all(map(torch.Tensor.is_contiguous, found)):
+        return found
+    merged: list[torch.Tensor] = []
+    number, length, end, width = 0, 0, -1, found[0].itemsize
+    sizes, places = map(torch.Tensor.numel, found), map(torch.Tensor.data_ptr, found)
+    for i, (size, place) in enumerate(zip(sizes, places, strict=True)):
+        if place != end or length + size > _FEW:
+            merged += _as_one(found[number:i], length)
+            number, length = i, 0
+        length, end = length + size, place + size * width
+    return merged + _as_one(found[number:], length)
+
+
+def _as_one(run: list[torch.Tensor], length: int) -> list[torch.Tensor]:
+    """Neighbours as one view; as they are where they lie in several pieces of memory, which is chance."""
+    if len(run) < 2 or (run[0].storage_offset() + length) * run[0].itemsize > run[0].untyped_storage().nbytes():
+        return run
+    return [run[0].as_strided((length,), (1,))]
+
+
 @torch.no_grad()
 def scale_(gradients: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
     """Multiply gradients so that a ``norm`` above ``max_norm`` becomes it, by torch's rule; without waiting for a device."""
     factor = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for gradient in gradients:
+    for gradient in _merged(gradients):
         by_device.setdefault(gradient.device, []).append(gradient)
     for device, some in by_device.items():
         torch._foreach_mul_(some, factor.to(device))
@@ -74,6 +105,7 @@ def clip_(
 
     ``copies`` are clipped, and counted by another rank: all ranks clip alike, whatever they were assigned.
     """
+    mine, copies = _merged(mine), _merged(copies)
     norm = norm_over_ranks(mine, norm_type, process)
     scale_([*mine, *copies], max_norm, norm)
     return norm
@@ -82,5 +114,5 @@ def clip_(
 def norm_over_ranks(mine: Sequence[torch.Tensor], norm_type: float, process: Process) -> torch.Tensor:
     """The norm of all ranks' gradients together, as in ``total_norm``; ``mine`` is what this rank counts. Collective."""
     return total_norm(
-        mine, norm_type, process.device, lambda total, op: dist.all_reduce(total, op, group=process.group)
+        _merged(mine), norm_type, process.device, lambda total, op: dist.all_reduce(total, op, group=process.group)
     ).float()

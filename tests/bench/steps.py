@@ -20,13 +20,17 @@ Makers = dict[str, Callable[[], Step]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """One table. ``makers(*args)`` runs in the ranks and lives at the top level of a module."""
+    """One table. ``makers(*args)`` runs in the ranks and lives at the top level of a module.
+
+    ``share`` is of the seconds that a table has: more where the figure is close to its limit.
+    """
 
     title: str
     world: int
     makers: Callable[..., Makers]
     args: tuple[Any, ...]
     repeat: int = 1
+    share: float = 1.0
 
 
 def together() -> dict[str, Any]:
@@ -77,7 +81,7 @@ def compare(comparisons: dict[str, Comparison], seconds: float) -> Data:
         print(f"  {comparison.title}", flush=True)
         found: Data = {"title": comparison.title, "rows": [], "failed": {}}
         try:
-            results = ranks.run(comparison.world, _take_turns, comparison, seconds)
+            results = ranks.run(comparison.world, _take_turns, comparison, seconds * comparison.share)
         except RuntimeError as error:
             found["failed"] = {"the whole comparison": brief(error)}
         else:

@@ -44,9 +44,9 @@ _NAMED: Final = 5
 _INPUTS: Final = "inputs"
 _NOTED: Final = 8
 _SAME: Final = (
-    "%s is given the same inputs on all %d ranks, so that each computes what the others do: give the loader to accel.setup, as "
-    "in model, optimizer, loader = accel.setup(model, optimizer, loader), or choose other data by accel.rank(); where it is "
-    "meant, nothing is wrong"
+    "%s is given the same inputs on all %d ranks, so that each computes what the others do, unless losses or random numbers "
+    "are its own (actions, dropout): give the loader to accel.setup, as in model, optimizer, loader = accel.setup(model, "
+    "optimizer, loader), or choose other data by accel.rank(); where it is meant, nothing is wrong"
 )
 #: What this rank had at a step: texts by what they say, digests of tensors by name, its place and digests of its parts.
 #: The step, facts that must be equal, and digests by name of what ranks of one place have alike; "" is everywhere.

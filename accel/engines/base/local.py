@@ -29,6 +29,7 @@ _VIEWS: Final = {
     for k in ELEMENTWISE
 }
 _LOCAL: Final = operator.attrgetter("_local_tensor")
+_GRAD: Final = operator.attrgetter("grad")
 #: What a subclass may change of them without changing what ``step`` computes; of ``step`` itself see ``_by_torch``.
 _OUTSIDE: Final = {"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"}
 
@@ -55,24 +56,24 @@ def _by_torch(function: Any) -> bool:
 
 
 @final
-class LocalSteps:
-    """The steps of one optimizer. What they need of its state is kept for the next one, and looked at anew in each.
+class LocalSteps(dict[torch.Tensor, Any]):
+    """The steps of one optimizer: by part the state, which is kept for the next step and looked at anew in each.
 
     Args:
         stepping: hears which divided parameters are about to be written to.
     """
 
     def __init__(self, stepping: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        super().__init__()
         self._stepping = stepping
-        #: By the identity of parameters, which they hold; and all objects in the optimizer's state that they were made from,
-        #: None where others came since.
-        self._states: dict[int, _LocalState] = {}
+        #: All objects in the optimizer's state that these were made from, None where others came since.
         self._known: list[Any] | None = None
-        #: Of the step that runs: the optimizer's attributes, its state, the parts with gradients, and their parameters by the
-        #: parts' identity.
+        #: Of the step that runs: the optimizer's attributes, its state, the parts with gradients, their parameters, and these by
+        #: the parts' identity where they are asked for.
         self._attributes: dict[str, Any] = {}
         self._own: dict[torch.Tensor, Any] = {}
         self._stepped: list[torch.Tensor] = []
+        self._written: list[torch.Tensor] = []
         self._whole: dict[int, torch.Tensor] = {}
 
     def view(self, optimizer: Optimizer, kind: type[Optimizer]) -> Optimizer:
@@ -94,21 +95,16 @@ class LocalSteps:
         for part in self._stepped:
             part.grad = None
         self._stepped.clear()
+        self._written.clear()
         self._whole.clear()
 
     def _parts(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What of them lies here, with the gradients."""
         if not self._stepped:
-            self._own = self._attributes["state"]
-            found = [*self._own.values(), *chain.from_iterable(map(dict.values, self._own.values()))]
-            known = self._known
-            if known is None or len(found) != len(known) or not all(map(operator.is_, found, known)):
-                self._states.clear()
-                self._known = found
+            self._look_at_state()
         parts, written, stepped = parts_of(parameters), [], []
         with torch._C.DisableTorchFunctionSubclass():
-            grads: list[Any] = [p.grad for p in parameters]
-            for parameter, part, gradient in zip(parameters, parts, grads, strict=True):
+            for parameter, part, gradient in zip(parameters, parts, list(map(_GRAD, parameters)), strict=True):
                 if part is parameter:
                     continue
                 if gradient is None:
@@ -119,18 +115,28 @@ class LocalSteps:
                 stepped.append(part)
                 written.append(parameter)
         self._stepped += stepped
-        self._whole.update(zip(map(id, stepped), written, strict=True))
+        self._written += written
         self._stepping(written)
         return parts
 
-    def __getitem__(self, part: torch.Tensor) -> Any:
+    def _look_at_state(self) -> None:
+        """Forget what was made of other objects than are in the optimizer's state now, or for parts that were replaced."""
+        self._own = self._attributes["state"]
+        found = [*self._own.values(), *chain.from_iterable(map(dict.values, self._own.values()))]
+        known = self._known
+        same = known is not None and len(found) == len(known) and all(map(operator.is_, found, known))
+        if not same or len(self) > len(self._own):
+            self.clear()
+            self._known = found
+
+    def __missing__(self, part: torch.Tensor) -> Any:
         """The state of a part, as a step asks for it: some optimizers have none."""
+        if len(self._whole) != len(self._stepped):
+            self._whole = dict(zip(map(id, self._stepped), self._written, strict=True))
         parameter = self._whole.get(id(part))
         if parameter is None:
             return self._own[part]
-        state = self._states.get(id(parameter))
-        if state is None:
-            state = self._states[id(parameter)] = _LocalState(self._own[parameter], parameter, self._forget)
+        state = self[part] = _LocalState(self._own[parameter], parameter, self._forget)
         return state
 
     def _forget(self) -> None:

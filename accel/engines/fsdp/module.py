@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
@@ -28,6 +29,8 @@ from ...process.control import Waiting, announce
 from ..base.absent import refuse_other_tensor
 from ..base.raw_objects import Snapshot
 from .plan import Mesh, cut
+
+_GRAD: Final = operator.attrgetter("grad")
 
 
 def _owner(tensor: object) -> ShardedModule | None:
@@ -128,6 +131,7 @@ class ShardedModule:
         self.meshes: set[DeviceMesh] = set()
         self.groups: list[Any] = []
         self.params: list[Any] = []
+        self._wholes: list[nn.Parameter] = []
         self.process = process
         self._options = options
         self._hooks: list[Any] = []
@@ -172,6 +176,7 @@ class ShardedModule:
         self.params = [p for g in self.groups for p in g.fsdp_params]
         for param in self.params:
             _prepare(param, self.mesh.sizes["shard"], self.process.device)
+            self._wholes.append(param._unsharded_param)
         self.meshes = {param.sharded_param.device_mesh for param in self.params}
         self.snapshot.changed()
 
@@ -222,6 +227,7 @@ class ShardedModule:
                 for p in self.params
                 if p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None
             ]
+            self._wholes.append(param._unsharded_param)
 
     def reduce(self, synchronised: bool) -> None:
         self.module.set_requires_gradient_sync(True)
