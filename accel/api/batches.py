@@ -22,8 +22,8 @@ from ..errors import AccelError, RankMismatchError
 from ..handles import HiddenAttribute
 from ..planning import place_of
 from ..process.control import agree, is_lost, locked, raise_together
-from ..process.prints import Prints, other_values
 from ..process.rng import rng_state
+from ..process.transfer import Prints, other_values
 from ..registry import registry
 from ..trees import walk
 from . import end_all

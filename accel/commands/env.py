@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from ..engines import ENGINES, resolve
 from ..errors import AccelError
-from ..process.devices import available
-from ..process.environments import detect
+from ..process.environments import available, detect
 from . import Command
 
 _PACKAGES = ("cloudpickle", "fsspec", "matplotlib", "numpy", "safetensors", "torchao", "tqdm", "transformers", "xxhash")

@@ -11,7 +11,7 @@ import time
 
 from ..engines import resolve
 from ..errors import LaunchError
-from ..process.devices import available
+from ..process.environments import available
 from . import Command, whole_number
 
 #: Seconds; a cluster may make the name of a host known after the host has started.

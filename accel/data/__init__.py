@@ -23,9 +23,8 @@ from ..errors import LoaderError, RankMismatchError
 from ..process import ended, rank, running, world_size
 from ..process.collectives import all_gather
 from ..process.control import agree, locked, raise_together
-from ..process.prints import Prints, Read, other_values
 from ..process.rng import Generators, from_plain, to_plain
-from ..process.transfer import Transfer
+from ..process.transfer import Prints, Read, Transfer, other_values
 from ..trees import walk
 from .accumulation import Accumulation as Accumulation
 from .readers import (

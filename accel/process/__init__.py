@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..errors import AccelError, DeviceError
-from .devices import parse_backend, pick, resolve, unserved
-from .environments import Place
+from .environments import Place, parse_backend, pick, resolve, unserved
 from .hangs import HangDetector, abort_kernels, disconnect, missing_ranks, reconnect
 from .startup import UNKNOWN, Order, Rendezvous, destroy_groups, exchange, place_now, select, start
 from .startup import Process as Process
