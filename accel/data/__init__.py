@@ -34,7 +34,7 @@ from .readers import check_options as check_options
 from .readers import describe as describe
 from .sampling import loader_seed as loader_seed
 from .sampling import own_generators
-from .streams import StreamComparisons
+from .streams import StreamComparisons, fingerprint
 
 T = TypeVar("T")
 
@@ -359,10 +359,7 @@ def gather_for_metrics(
             "loader to accel.setup, or use accel.all_gather"
         )
 
-    def trim(leaf: Any) -> Any:
-        return leaf if leaf is None and not objects else _trim(leaf, kept)
-
-    rows = _map_rows(trim, data, objects) if kept.pads else data
+    rows = _map_rows(lambda leaf: _trim(leaf, kept, objects), data, objects) if kept.pads else data
     replica = latest.replica if loader is None else loader._accel.place[:2]
     if replica is not None and replica[1] < world_size():
         rows = _once(rows, replica[0], objects)
@@ -379,14 +376,13 @@ def _once(data: Any, replica: int, objects: bool) -> Any:
     """No rows on all but the first rank of each replica, since its ranks all have the same rows. Collective."""
     mine: list[Any] = []
     _map_rows(mine.append, data, objects)
-    texts = [repr(leaf) for leaf in mine if isinstance(leaf, list) and all(isinstance(x, str | float) for x in leaf)]
-    tensors = [leaf for leaf in mine if isinstance(leaf, torch.Tensor)]
-    told = agree("gather_for_metrics", (replica, Prints(tensors).read(), texts))
+    tensors: list[torch.Tensor] = []
+    words = fingerprint(mine, tensors)
+    told = agree("gather_for_metrics", (replica, Prints(tensors).read(), words))
     together: dict[int, dict[int, Read]] = {}
     for number, (theirs, sums, _) in enumerate(told):
         together.setdefault(theirs, {})[number] = sums
-    words = {(theirs, str(read)) for theirs, _, read in told}
-    if len(words) > len(together) or any(map(other_values, together.values())):
+    if len({(theirs, words) for theirs, _, words in told}) > len(together) or any(map(other_values, together.values())):
         raise LoaderError(
             "gather_for_metrics: ranks that read one batch have other rows, and those of one of them would be taken. "
             "Where each has a part of the sequence, reduce over it first, or use accel.all_gather"
@@ -400,8 +396,10 @@ def _once(data: Any, replica: int, objects: bool) -> Any:
     return _map_rows(keep, data, objects)
 
 
-def _trim(leaf: Any, kept: Kept) -> Any:
+def _trim(leaf: Any, kept: Kept, objects: bool) -> Any:
     """The rows of a batch that are not padding."""
+    if leaf is None and not objects:
+        return None
     shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else (len(leaf),) if isinstance(leaf, list) else ()
     if not shape or kept.rows not in (None, shape[0]):
         found = f"shape {shape}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__qualname__} of shape {shape}"

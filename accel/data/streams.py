@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 import zlib
 from collections import Counter
@@ -47,32 +48,47 @@ class Fingerprint(NamedTuple):
         return self.names != other.names
 
 
-def fingerprint(items: list[Any]) -> Fingerprint:
-    """The fingerprint of items of any kind; what is neither a tensor, an array nor plain counts by its type."""
+def fingerprint(items: Any, aside: list[torch.Tensor] | None = None) -> Fingerprint:
+    """The fingerprint of items of any kind; what is neither a tensor, an array nor plain counts by its type.
+
+    Where there is an ``aside``, tensors count by their types and shapes, and those that have values go there.
+    """
     crcs: dict[bool, int] = {}
-    for is_name, content in _leaves(items):
+    for is_name, content in _leaves(items, aside):
         crcs[is_name] = zlib.crc32(content, crcs.get(is_name, 0))
     return Fingerprint(crcs.get(True), crcs.get(False))
 
 
-def _leaves(value: Any) -> Iterator[tuple[bool, bytes]]:
+_NAMES: Any = int | str | bytes | os.PathLike
+
+
+def _leaves(value: Any, aside: list[torch.Tensor] | None) -> Iterator[tuple[bool, bytes]]:
     """The leaves of a nested value: whether each names the item, and its content."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _leaves(key if isinstance(key, str) else None)
-            yield from _leaves(item)
-    elif isinstance(value, list | tuple):
+            yield from _leaves(key if isinstance(key, str) else None, aside)
+            yield from _leaves(item, aside)
+    elif isinstance(value, list | tuple) and not (value and all(isinstance(item, _NAMES) for item in value)):
         for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, int | str | bytes):
+            yield from _leaves(item, aside)
+    elif isinstance(value, _NAMES | list | tuple | range):
         yield True, repr(value).encode()
     elif isinstance(value, torch.Tensor):
         # Numbers of these types are labels or tokens; bytes are most often pixels.
         names = not value.dtype.is_floating_point and not value.dtype.is_complex and value.dtype.itemsize > 1
-        unread = value.device.type == "meta" or value.layout is not torch.strided
-        yield names, repr((tuple(value.shape), None if unread else value.tolist())).encode()
+        unread = value.layout is not torch.strided or value.is_meta or value.is_quantized or value.is_nested
+        if aside is not None:
+            aside += [] if unread else [value]
+            yield True, f"{value.dtype} {value.layout} {tuple(value.shape)}".encode()
+        else:
+            yield names, repr((tuple(value.shape), None if unread else value.tolist())).encode()
     elif hasattr(value, "dtype") and hasattr(value, "tolist"):
-        yield value.dtype.kind in "iuSU" and value.dtype.itemsize > 1, repr(value.tolist()).encode()
+        if value.dtype.kind == "O":
+            yield from _leaves(value.tolist(), aside)
+            return
+        content = value.tobytes() if hasattr(value, "tobytes") else repr(value.tolist()).encode()
+        names = value.dtype.kind in "iuSU" and value.dtype.itemsize > 1
+        yield names, f"{value.dtype} {value.shape}".encode() + content
     else:
         yield False, (repr(value) if isinstance(value, float | complex) else type(value).__qualname__).encode()
 
