@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,13 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.serialization import default_restore_location
 
 from ..errors import AccelError, RankMismatchError
 from ..trees import map_tensors, walk
 from . import Process, current
 from .control import Waiting, agree, locked
-from .packing import broadcast_, to_bytes, to_tensor
+from .packing import broadcast_, packed, to_bytes, to_tensor, unpacked
 
 T = TypeVar("T")
 
@@ -178,13 +176,13 @@ def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
     world, rank = process.place.world_size, process.place.rank
     problem = "" if type(src) is int and 0 <= src < world else f"expected src to be a rank from 0 to {world - 1}"
     if objects:
-        value, reason = _pickled(data) if rank == src else (b"", "")
+        value, reason = _packed(data) if rank == src else (bytearray(), "")
         answers = agree(what, (problem or reason, len(value)))
         if wrong := [f"{what} on rank {number}: {text}" for number, (text, _) in enumerate(answers) if text]:
             raise AccelError(wrong[0])
         empty = torch.empty(answers[src][1], dtype=torch.uint8, device="cpu")
         content = broadcast(to_tensor(value) if rank == src else empty, src)
-        loaded: T = _loaded(bytes(to_bytes(content)), process) if world > 1 else data
+        loaded: T = _unpacked(to_bytes(content), process) if world > 1 else data
         return loaded
     process, carrier, tensors, *_ = _begin(what, data, problem)
     if world == 1:
@@ -224,7 +222,7 @@ def _begin(
         reason, kind = "", sends(leaf)
         if kind:
             kinds[path] = kind
-            sent[path], reason = (leaf, "") if sends is _number else _pickled(leaf)
+            sent[path], reason = (leaf, "") if sends is _number else _packed(leaf)
         elif leaf is None:
             kinds[path] = "None"
         elif not (reason := _no_tensor(leaf, more) or refuse(leaf)):
@@ -241,7 +239,7 @@ def _begin(
     shapes = {path: tuple(tensor.shape) for path, tensor in tensors.items()}
     answers = agree(what, (problems[:1], kinds, shapes, sent))
     _compare(what, answers, rows)
-    all_sent = [{path: _loaded(value, process) for path, value in theirs.items()} for *_, theirs in answers]
+    all_sent = [{path: _unpacked(value, process) for path, value in theirs.items()} for *_, theirs in answers]
     return process, carrier, tensors, [theirs for _, _, theirs, _ in answers], all_sent
 
 
@@ -299,32 +297,26 @@ def _replaced(data: T, results: Mapping[str, Any], free: Callable[[Tensor], Any]
     return walk(visit, data, "data", _is_list if objects else _never)
 
 
-def _pickled(leaf: Any) -> tuple[bytes, str]:
+def _packed(leaf: Any) -> tuple[bytearray, str]:
     """The leaf as bytes, or why it has none."""
 
     def own(tensor: Tensor) -> Tensor:
         if reason := _no_tensor(tensor):
             raise AccelError(reason)
-        return tensor.detach().clone()  # without the rest of what it is a part of
+        return tensor.detach()
 
-    content = io.BytesIO()
     try:
-        torch.save(map_tensors(own, leaf, others=True), content)
+        return to_bytes(packed(map_tensors(own, leaf, others=True))), ""
     except Exception as error:
-        return b"", f"a {type(leaf).__qualname__} that cannot be pickled: {type(error).__name__}: {error}"
-    return content.getvalue(), ""
+        return bytearray(), f"a {type(leaf).__qualname__} that cannot be pickled: {type(error).__name__}: {error}"
 
 
-def _loaded(value: Any, process: Process) -> Any:
-    """What ``_pickled`` made the bytes of, with tensors of devices on this rank's; or the number itself."""
-
-    def arrive(values: Any, where: str) -> Any:
-        return default_restore_location(values, where if where == "cpu" else str(process.device))
-
-    if not isinstance(value, bytes):
+def _unpacked(value: Any, process: Process) -> Any:
+    """What came packed; or the number itself."""
+    if not isinstance(value, bytearray):
         return value
     try:
-        return torch.load(io.BytesIO(value), arrive, weights_only=False)
+        return unpacked(torch.frombuffer(value, dtype=torch.uint8), process.device)
     except Exception as error:
         raise AccelError(f"an object that came cannot be unpickled: {type(error).__name__}: {error}") from error
 

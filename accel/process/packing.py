@@ -1,7 +1,9 @@
-"""What the ranks send each other in one piece: values as framed bytes, many tensors as few flat ones."""
+"""What the ranks send each other in one piece: values as bytes, bytes in frames, many tensors as few flat ones."""
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, final
 
@@ -9,13 +11,15 @@ import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from ..errors import AccelError
+
 # -- Bytes of any length in messages of a known one --------------------------------------------------------------------
 
 _FIRST: Final = 1024  # bytes of the first message, which a second one follows where the content is longer
 _LENGTH: Final = 8  # of them, in front of the content
 
 
-def to_tensor(data: bytes) -> torch.Tensor:
+def to_tensor(data: bytes | bytearray) -> torch.Tensor:
     """The bytes in memory of torch's own: a thread of gloo may be the last to let go, and must not need Python then."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()
 
@@ -66,6 +70,55 @@ def begin_gather(message: bytes, group: dist.ProcessGroup) -> tuple[Any, list[to
     mine = to_tensor(message)
     theirs = [torch.empty_like(mine) for _ in range(group.size())]
     return dist.all_gather(theirs, mine, group=group, async_op=True), theirs
+
+
+# -- Values of any kind, with the tensors in them ----------------------------------------------------------------------
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves dense tensors out, wherever they are: their bytes are in ``parts``."""
+
+    parts: list[torch.Tensor]
+
+    def persistent_id(self, found: Any) -> Any:
+        if isinstance(found, torch.storage.TypedStorage | torch.UntypedStorage) and found.device.type != "cpu":
+            raise AccelError(f"a tensor on {found.device} of a class of its own would not arrive on the rank's device")
+        odd = type(found) is not torch.Tensor or found.layout is not torch.strided or found.is_meta
+        if odd or found.is_quantized or found.is_nested:
+            return None
+        dense = found.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        self.parts.append(dense.reshape(-1).view(torch.uint8))
+        return found.dtype, found.shape, found.device.type == "cpu"
+
+
+class _Unpickler(pickle.Unpickler):
+    """Takes the tensors from ``rest``, in the order in which they were left out."""
+
+    rest: torch.Tensor
+    device: torch.device
+
+    def persistent_load(self, kind: Any) -> torch.Tensor:
+        dtype, shape, on_host = kind
+        mine, self.rest = self.rest.tensor_split([shape.numel() * dtype.itemsize])
+        tensor = mine.clone().view(dtype).reshape(shape)
+        return tensor if on_host else tensor.to(self.device)
+
+
+def packed(value: Any) -> torch.Tensor:
+    """A value as bytes: pickled, and the bytes of its tensors behind that."""
+    pickler = _Pickler(content := io.BytesIO(), pickle.HIGHEST_PROTOCOL)
+    pickler.parts = []
+    pickler.dump(value)
+    head = len(content.getbuffer()).to_bytes(_LENGTH, "little") + content.getvalue()
+    return torch.cat([to_tensor(head), *pickler.parts])
+
+
+def unpacked(message: torch.Tensor, device: torch.device) -> Any:
+    """The value that ``packed`` was given; its tensors that were not on a host are on this device."""
+    end = _LENGTH + int.from_bytes(to_bytes(message[:_LENGTH]), "little")
+    unpickler = _Unpickler(io.BytesIO(to_bytes(message[_LENGTH:end])))
+    unpickler.rest, unpickler.device = message[end:], device
+    return unpickler.load()
 
 
 # -- Many tensors in few collectives -----------------------------------------------------------------------------------
