@@ -58,11 +58,7 @@ class Grid:
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], boxes: Collection[Box]) -> Grid:
-        """That of a tensor's parts.
-
-        Raises:
-            CheckpointError: they overlap, leave a hole, or are no grid.
-        """
+        """That of a tensor's parts; CheckpointError where they overlap, leave a hole, or are no grid."""
         if not any(boxes):
             return cls(shape)
         found = {box or cls(shape).whole for box in boxes}

@@ -79,11 +79,7 @@ def is_url(path: str) -> bool:
 
 
 def refuse_url(path: str, error: type[AccelError]) -> str:
-    """The same path, unless it is a URL, of which the system would make a local directory named ``s3:``.
-
-    Raises:
-        AccelError: it is; of the kind ``error``.
-    """
+    """The same path; ``error`` where it is a URL, of which the system would make a local directory named ``s3:``."""
     if match := _URL.match(path):
         how = "mount the bucket, or copy what was written there"
         if match[1].lower() == "file":

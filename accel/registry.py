@@ -113,7 +113,6 @@ class Registry:
         return needed + (engine.sequence.patches if engine.sequence is not None else [])
 
     def remove(self, engine: Engine) -> None:
-        """Forget an engine that was torn down."""
         HiddenAttribute.clear(engine.module)
         self.ended.add(engine.serial)
         self.engines.discard(engine)
@@ -142,7 +141,6 @@ class Registry:
 
     @property
     def scales(self) -> bool:
-        """Whether losses are scaled."""
         return bool(self.scaled) or any(e.precision.scaled and not e.distributed for e in self.engines)
 
     def living(self) -> tuple[bool, list[int]]:
@@ -183,23 +181,17 @@ class Registry:
 
     @staticmethod
     def engine(module: nn.Module) -> Engine | None:
-        """The engine of a raw module."""
         engine: Engine | None = HiddenAttribute.get(module)
         return engine
 
     @staticmethod
     def optimizer_handle(optimizer: Optimizer) -> OptimizerHandle | None:
-        """The live handle of a raw optimizer."""
         reference: weakref.ref[OptimizerHandle] | None = HiddenAttribute.get(optimizer)
         return None if reference is None else reference()
 
     @staticmethod
     def of_handle(model: object) -> Engine:
-        """The live engine behind a handle, its raw module, or its compile wrapper.
-
-        Raises:
-            AccelError: there is none.
-        """
+        """The live engine behind a handle, its raw module, or its compile wrapper; AccelError without one."""
         module, _ = resolve_module(model)
         engine = Registry.engine(module)
         if engine is None:
@@ -209,12 +201,7 @@ class Registry:
     # -- refusals -------------------------------------------------------------------------------------------------
 
     def check_new(self, module: nn.Module) -> None:
-        """Refuse a module that another engine, or another library, already drives.
-
-        Raises:
-            SharedParametersError: names the shared parameters.
-            BackendError: a wrapper of another library, or a parameter that one has divided, by name.
-        """
+        """Refuse a module whose parameters another engine drives, or that another library has wrapped or divided."""
         for name, child in _walk(module):
             foreign = FOREIGN.intersection(f"{c.__module__}.{c.__qualname__}" for c in type(child).__mro__)
             if foreign:
@@ -298,7 +285,6 @@ class Registry:
         return [holder for engine, own in hiding if own for holder in engine.gradients.behind(own)]
 
     def _refuse_hidden(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Torch's function was given gradients, which these keep elsewhere than in ``p.grad``."""
         for engine in [e for e in self.engines if e.gradients.hidden()]:
             if any(id(p) in engine.known for p in parameters):
                 raise BackendError(
@@ -400,8 +386,7 @@ def _first_names(module: nn.Module) -> str:
 def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:
     """The raw module behind what a user holds, and what a forward should call (its compile wrapper, if any).
 
-    Raises:
-        AccelError: not a module, or the handle of an ended engine.
+    AccelError for what is no module, and for the handle of an ended engine.
     """
     if type(model) is ModelHandle:
         if object.__getattribute__(model, "_accel_engine") is None:

@@ -53,7 +53,6 @@ class Shard:
             object.__setattr__(self, "box", ())
 
     def fill(self, whole: torch.Tensor) -> None:
-        """Take the range from the whole tensor."""
         box = whole.detach()[tuple(slice(*side) for side in self.box)]
         own = box.reshape(-1)[self.start : self.start + self.tensor.numel()]
         self.tensor.copy_(own.view(self.tensor.shape))
@@ -117,8 +116,7 @@ class StateEntry:
 def module_shards(module: nn.Module, make: Callable[[str, torch.Tensor], Shard | None]) -> list[Shard]:
     """Parameters and persistent buffers under the names of ``state_dict``; what is tied has the first of its names.
 
-    Raises:
-        CheckpointError: ``state_dict`` makes entries of its own, which could not be filled in place.
+    CheckpointError where ``state_dict`` makes entries of its own, which could not be filled in place.
     """
     found: dict[int, tuple[str, torch.Tensor]] = {}
     own = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
@@ -183,7 +181,6 @@ class Raw:
 
     @property
     def parameter_names(self) -> Mapping[int, str]:
-        """Names by the identity of what the optimizers' groups hold."""
         return self._parameter_names
 
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:

@@ -550,10 +550,8 @@ def end_all(since: int = 0, interrupted: str = "") -> None:
     """End every engine, of serial ``since`` or higher: those that live on all ranks together, in order, any other one by itself.
 
     What lives on a rank is up to its garbage collector, and to what its program still holds. Collective where an engine
-    had parts of a model on several ranks, since the last such end.
-
-    Raises:
-        AccelError: the engines do not end well; on every rank where it is collective.
+    had parts of a model on several ranks, since the last such end. An engine's error comes once all have ended; on every rank
+    where it is collective.
     """
     registry.sweep()
     engines = [engine for engine in registry.in_order() if engine.serial >= since]

@@ -218,9 +218,7 @@ def _meet(what: str, mine: tuple[int, str]) -> list[tuple[int, str]]:
 def _clean_up(since: int, about: int | None, cut: weakref.ref[Optimizer] | None) -> None:
     """Tear down what was set up since, and make the rest ready to go on. Collective.
 
-    Args:
-        about: the serial of the engine that was about to step.
-        cut: the optimizer that was in its step.
+    ``about`` is the serial of the engine that was about to step, ``cut`` the optimizer that was in its step.
     """
     gc.collect()
     inside = None if cut is None else cut()

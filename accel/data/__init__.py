@@ -50,14 +50,9 @@ def distribute(
 ) -> LoaderHandle:
     """The handle of a loader, which itself stays as it is, on one rank; it ends with the process of ``place``. Local.
 
-    Args:
-        seed: decides the order of every epoch; the same on all ranks, and another for each loader, since loaders of
-            one length and one seed are shuffled alike.
-        in_place: orders are drawn from the program's generators instead, as raw PyTorch draws them.
-        name: of this loader among all of the process, the same on all ranks.
-
-    Raises:
-        LoaderError: as ``check``.
+    ``seed`` decides the order of every epoch, the same on all ranks, and another for each loader, since loaders of one length
+    and one seed are shuffled alike; ``in_place`` draws orders from the program's generators instead, as raw PyTorch does.
+    ``name`` is that of no other loader of the process, the same on all ranks. LoaderError as in ``check``.
     """
     check(loader, options, place.world)
     if keeps_alone(loader):
@@ -275,7 +270,6 @@ class LoaderHandle:
 
 
 def _part(part: list[int]) -> str:
-    """Whose position it is, in words."""
     return f"as rank {part[0]} of {part[1]} with LoaderOptions(shard=False)" if part else "divided by accel"
 
 

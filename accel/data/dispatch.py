@@ -42,11 +42,7 @@ class Dispatched:
             return None
 
     def __next__(self) -> Any:
-        """This rank's (tag, batch).
-
-        Raises:
-            LoaderError: rank 0 cannot read; there it is its own error.
-        """
+        """This rank's (tag, batch); where rank 0 cannot read, its error there and LoaderError on the others."""
         step, error, messages = self._next, self._error, []
         if step is not None:
             try:

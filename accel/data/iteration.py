@@ -72,7 +72,6 @@ class LoaderState:
     release: Callable[[], None] = lambda: None
 
     def fresh(self, epoch: int) -> Start:
-        """The start of a whole epoch."""
         return Start(epoch, None if self.in_place else self.seed)
 
     @property
@@ -81,7 +80,6 @@ class LoaderState:
         return [] if self.options.shard else list(self.place[:2])
 
     def begin_anew(self, seed: int, in_place: bool) -> None:
-        """As just set up."""
         self.seed, self.in_place = seed, in_place or not self.options.shard
         self.start, self.following = self.fresh(0), 1
         self.live.clear()
@@ -203,7 +201,6 @@ class Iteration:
         state.live.add(self)
 
     def _begin(self) -> None:
-        """Begins the next epoch, or the rest of a resumed one."""
         state, start = self._state, self._state.start
         loader, self.reader = state.prepare(self)
         self.reader.begin(start, state.in_place)
@@ -287,7 +284,6 @@ class Iteration:
         return True
 
     def position(self) -> Position:
-        """Where the loops of all ranks stand."""
         holder = self._state.holder
         if self.reader.keeps and holder is not None and holder() is not self:
             raise LoaderError(
@@ -387,7 +383,6 @@ class Accumulation(Generic[T]):
             group.close()
 
     def _compare(self, told: list[tuple[int, Any]]) -> None:
-        """The ranks step equally often, or all raise."""
         for number, (n, left) in enumerate(told):
             if (n, left) != told[0]:
                 raise RankMismatchError(

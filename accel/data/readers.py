@@ -59,12 +59,10 @@ class Start(NamedTuple):
 
     @property
     def in_place(self) -> bool:
-        """Whether the order is drawn now, as in raw PyTorch."""
         return self.seed is None and self.states is None
 
     @property
     def inside(self) -> bool:
-        """Whether it is not the start of the epoch."""
         return any(self.at) or self.skip > 0
 
 
@@ -141,7 +139,6 @@ class EpochReader(ABC):
     keeps: bool = False
 
     def install(self, loader: DataLoader[Any]) -> None:
-        """Takes its place in a copy of the user's loader."""
         return
 
     def begin(self, start: Start, in_place: bool) -> None:
@@ -149,7 +146,6 @@ class EpochReader(ABC):
         self.start, self.given = start, 0
 
     def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """An iterator of the loader that it was installed in."""
         return iter(loader)
 
     def take(self, item: Any) -> Any:
@@ -247,7 +243,6 @@ class SamplerReader(EpochReader):
         self._own = own_generators(loader)
 
     def install(self, loader: DataLoader[Any]) -> None:
-        """Becomes the loader's index sampler."""
         vars(loader)["sampler" if loader.batch_sampler is None else "batch_sampler"] = self
 
     def _open(self, start: Start) -> SampleOrder:
@@ -299,7 +294,6 @@ class SamplerReader(EpochReader):
         return self._order
 
     def _leave_out(self, order: SampleOrder) -> None:
-        """Draws the samples of the batches to skip."""
         division, skip = self._division, self.start.skip
         found, self._checksum = order.skip(skip * division.width, division.world - 1, self._checksum)
         self._at += found
@@ -348,7 +342,6 @@ class SamplerReader(EpochReader):
         )
 
     def upcoming(self, count: int) -> int | None:
-        """As its sampler tells, which is read ahead."""
         if self._order is None:
             return None
         waiting, division = len(self._pending), self._division
@@ -422,10 +415,8 @@ class LoaderPlace(NamedTuple):
 
 
 def check(loader: Any, options: Any, world_size: int) -> None:
-    """Refuses what cannot be distributed, before anything changes.
-
-    Raises:
-        LoaderError: the loader is not a ``DataLoader``, is distributed already, or reads in a way that cannot be shared.
+    """Refuses (LoaderError) what cannot be distributed, before anything changes: it is no ``DataLoader``, is distributed
+    already, or reads in a way that cannot be shared.
     """
     if not isinstance(loader, DataLoader):
         raise LoaderError(f"expected a torch.utils.data.DataLoader, found a {type(loader).__qualname__}")

@@ -43,7 +43,6 @@ class Division:
 
     @property
     def width(self) -> int:
-        """The samples of a full global step."""
         return self.world * self.batch
 
     @property
@@ -68,7 +67,6 @@ class Division:
         return Share(offset, size, size)
 
     def steps(self, remaining: int) -> int:
-        """The global steps of ``remaining`` samples."""
         return remaining // self.width if self.drop_last else -(-remaining // self.width)
 
     def local_steps(self, remaining: int) -> int:
@@ -147,14 +145,9 @@ def draws_once(sampler: Any) -> bool:
 
 
 def loader_seed(loader: DataLoader[Any], seed: int | None, place: int) -> int:
-    """The seed of a loader's orders, the same in each setup of the same loader.
+    """The seed of a loader's orders, the same in each setup of the same loader; None is the seed of this process's torch.
 
-    A sampler with a ``generator`` draws from that alone, as torch's do; other loaders of one setup differ by their place.
-
-    Args:
-        loader: the user's loader.
-        seed: what the user asked for; None is that of this process's torch.
-        place: the loader's place among those of its setup.
+    A sampler with a ``generator`` draws from that alone, as torch's do; other loaders of one setup differ by their place in it.
     """
     batcher = loader.batch_sampler
     sampler = loader.sampler if batcher is None or type(batcher) is BatchSampler else batcher
@@ -188,12 +181,9 @@ def _blocks(sampler: RandomSampler) -> Iterator[Sequence[int]]:
 
 
 class SampleOrder:
-    """The items of one epoch's order, drawn from a sampler as they are asked for.
+    """The items of one epoch's order, drawn from a sampler (any iterable) in the context ``rng`` as they are asked for.
 
-    Args:
-        sampler: any iterable.
-        rng: the context in which it is read.
-        ahead: read in growing blocks, which is quicker where ``rng`` is private; else exactly what is asked for.
+    ``ahead``: read in growing blocks, which is quicker where ``rng`` is private; else exactly what is asked for.
     """
 
     def __init__(self, sampler: Any, rng: Private | InPlace, *, ahead: bool) -> None:
@@ -226,7 +216,6 @@ class SampleOrder:
 
     @property
     def ended(self) -> bool:
-        """Whether it is known that there are no further items."""
         return self._ended and not self._waiting
 
     def read(self, count: int) -> list[Any]:

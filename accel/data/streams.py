@@ -210,7 +210,6 @@ def _tagged(collate: Callable[[Any], Any], reader: _DividedStream, items: Any) -
 
 
 def _collated(collate: Callable[[Any], Any], units: bool, parts: list[list[Any]]) -> list[Any]:
-    """A batch of each rank."""
     return [collate(part[0] if units else part) for part in parts]
 
 
@@ -234,7 +233,6 @@ class StreamReader(EpochReader):
         self._again = True
 
     def install(self, loader: DataLoader[Any]) -> None:
-        """Its dataset reads this rank's part, and its batches carry their tags."""
         vars(loader)["dataset"] = _StreamView(self._reader)
         if self._dispatcher is not None:
             vars(loader).update(batch_sampler=None, batch_size=None)
@@ -372,8 +370,7 @@ class StreamComparison:
     def gave(self, given: int, first: Fingerprint | None) -> None:
         """The loop gets its batch ``given`` now; ``first`` is of the first items of the whole stream.
 
-        Raises:
-            LoaderError: another rank read other items first.
+        LoaderError where another rank read other items first.
         """
         with self._if_reached():
             if self._stream.even:
@@ -386,9 +383,8 @@ class StreamComparison:
     def end(self, given: int) -> None:
         """This rank's iterator has ended after ``given`` batches.
 
-        Raises:
-            LoaderError: another rank has more or fewer of them; the process groups are ended, since that rank may wait in
-                a collective that this one does not come to.
+        LoaderError where another rank has more or fewer of them; the process groups are ended, since that rank may wait in a
+        collective that this one does not come to.
         """
         if not self._stream.even:
             return
@@ -419,7 +415,6 @@ class StreamComparison:
             time.sleep(_PAUSE if ranks else 0.0)
 
     def _agrees(self, rank: int) -> bool:
-        """Whether a rank is known to have read what this one did."""
         if not self._store.check([f"first {rank}"]):
             return False
         theirs = json.loads(self._store.get(f"first {rank}"))

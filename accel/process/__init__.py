@@ -121,11 +121,7 @@ def _detect_hangs(process: Process, control: dist.ProcessGroup) -> None:
 
 
 def refuse_fork() -> None:
-    """Raise in a process forked from one that runs over several ranks: what it would send on the connections is its parent's.
-
-    Raises:
-        AccelError: it is one.
-    """
+    """AccelError in a process forked from one that runs over several ranks: its connections are its parent's."""
     if _state.forked:
         raise AccelError(
             f"this process was forked from rank {rank()} (as a DataLoader's workers are), whose connections to other ranks it "
@@ -136,9 +132,8 @@ def refuse_fork() -> None:
 def current() -> Process:
     """The running process; started from the environment where it is not, which is collective.
 
-    Raises:
-        AccelError: the process groups were ended, or replaced outside accel, or are those of the process that this one was
-            forked from.
+    AccelError where the process groups were ended, replaced outside accel, or are those of a process that this one was forked
+    from.
     """
     refuse_fork()
     if _state.ended:
@@ -207,8 +202,7 @@ def mismatched() -> bool:
 def use_devices(devices: object) -> None:
     """Takes the devices that a call asks for; ``"auto"`` asks for nothing. Local, where accel runs already.
 
-    Raises:
-        DeviceError: they do not exist, are too few, or others are in use already.
+    DeviceError where they do not exist, are too few, or others are in use already.
     """
     if isinstance(devices, str) and devices == "auto":
         return
@@ -335,8 +329,7 @@ def keeps_groups() -> bool:
 def connect_anew() -> None:
     """Connect the groups that ended inside of ``keeping_groups``, for all that has them. Collective.
 
-    Raises:
-        AccelError: another process group is there, a backend cannot be connected again, or a rank does not come.
+    AccelError where another process group is there, a backend cannot be connected again, or a rank does not come.
     """
     process = _state.process
     if process is None or process.control is None or process.group is not dist.group.WORLD:

@@ -278,12 +278,10 @@ def _is_list(tree: object) -> bool:
 
 
 def _object(leaf: object) -> str:
-    """What ``objects=True`` sends of a leaf."""
     return "" if isinstance(leaf, Tensor) else "a list of objects" if isinstance(leaf, list) else "an object"
 
 
 def _number(leaf: Any) -> str:
-    """What ``all_reduce`` sends of a leaf, of Python's or NumPy's."""
     scalar = getattr(leaf, "shape", None) == () and getattr(leaf.dtype, "kind", "") in tuple("biufc")
     return "a number" if scalar or isinstance(leaf, int | float | complex) else ""
 

@@ -124,10 +124,7 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
 def agree_later(what: str, value: object) -> Callable[[], list[Any]]:
     """``agree`` on a short value in two halves, each for all ranks in one order: this one sends, what it returns waits.
 
-    That gives no values where a rank has ended, which the next who needs it will say.
-
-    Raises:
-        RankMismatchError: another rank is at another place; from the second half.
+    That gives no values where a rank has ended, which the next who needs it will say; RankMismatchError where one is elsewhere.
     """
     process, (message, *rest) = current(), framed(_content(what, value))
     assert not rest, "longer than one round"
@@ -279,11 +276,8 @@ class Waiting:
 def announce(process: Process, what: str, details: Hashable = None) -> None:
     """Say that a collective of an engine is next: ``what``, and what of it else must be equal on all ranks (``details``).
 
-    Compares where it is not the one that was to be expected.
-
-    Raises:
-        RankMismatchError: another rank is about to do something else.
-        AccelError: a rank ended, or did not come in time.
+    Compares where it is not the one that was to be expected; RankMismatchError where another rank is about to do something
+    else, AccelError where one ended, or did not come in time.
     """
     event = (what, details)
     if process.order.expects(event):
@@ -318,9 +312,8 @@ def raise_together(
 def require_equal(what: str, value: Any, explain: Callable[[list[Any]], str] = str, beside: Any = None) -> list[Any]:
     """Compare ``value`` over the ranks; every rank's ``beside``, which may differ.
 
-    Raises:
-        RankMismatchError: another rank has another value, or did not come; the process groups are ended, so that
-            a rank that waits elsewhere fails too.
+    RankMismatchError where another rank has another value, or did not come; the process groups are ended, so that a rank that
+    waits elsewhere fails too.
     """
     try:
         told = agree(what, (value, beside))

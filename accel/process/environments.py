@@ -79,8 +79,7 @@ _SLURM = _Launcher("SLURM", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SL
 def detect(environ: Mapping[str, str]) -> Place:
     """Reads the place of this process from the variables of its launcher; without any, a world of one.
 
-    Raises:
-        AccelError: The variables are incomplete, not integers, or contradict each other.
+    AccelError where they are incomplete, not integers, or contradict each other.
     """
     launcher = _find(environ)
     if launcher is None:
@@ -270,12 +269,9 @@ def resolve(devices: object) -> tuple[torch.device, ...]:
 def parse_devices(
     devices: object, count: int, kind: str = "cuda", probe: Callable[[int], bool] | None = None
 ) -> tuple[torch.device, ...]:
-    """The devices that a request means, among ``count`` accelerators of a kind.
+    """The devices that a request means, among ``count`` accelerators of a kind; DeviceError where there are none such.
 
     ``probe`` tells whether another process occupies the accelerator of a number; the driver does if None.
-
-    Raises:
-        DeviceError: The request is not in the grammar, or asks for a device that does not exist or is not free.
     """
     request = _Request(devices, count, kind)
     if devices is None:
@@ -420,11 +416,7 @@ def default_backend(kind: str) -> str:
 
 
 def parse_backend(text: str) -> dict[str, str]:
-    """Device type to backend, from torch's form: ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
-
-    Raises:
-        AccelError: a backend that torch does not know, or another form.
-    """
+    """Device type to backend, from torch's form: ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``; AccelError for another one."""
     known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
     asked = [part.rpartition(":")[2] for part in text.lower().split(",")] if isinstance(text, str) else []
     if not asked or not set(asked) <= set(known):

@@ -200,7 +200,6 @@ class HangDetector:
             thread.start()
 
     def stop(self) -> None:
-        """End the threads, and the control group with them."""
         self._stopped.set()
         disconnect(self._control)
         for thread in self._threads:
@@ -408,9 +407,7 @@ def reconnect(group: dist.ProcessGroup, number: int) -> None:
     """Give a group whose connections are closed new ones, for the ``number``-th time. Collective in the group.
 
     The group itself stays, which reducers, meshes and other libraries hold: what carries its tensors is replaced inside of it.
-
-    Raises:
-        AccelError: its backend is none of gloo and nccl, or it is too often.
+    AccelError where its backend is none of gloo and nccl, or it is too often.
     """
     if number > 100:
         raise AccelError("the process groups were connected anew 100 times: start the program again")
