@@ -33,7 +33,7 @@ LAYERS = [
     ["data"],
     ["deferred", "precision"],
     ["process", "shard"],
-    ["boxes", "trees"],
+    ["trees"],
     ["errors"],
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

@@ -22,7 +22,7 @@ from ..deferred import materialize, weights_of, without_setup
 from ..engines import Context, Engine, Options
 from ..engines.base.activations import checkpointed
 from ..engines.base.sequence import prepared
-from ..errors import AccelError, BackendError, LoaderError, PrecisionError, RankMismatchError
+from ..errors import AccelError, BackendError, LoaderError, PrecisionError, RankMismatchError, text_of_error
 from ..handles import Dataloaders, Handles, HiddenAttribute, Model, ModelHandle, Optimizers, engine_behind, raw
 from ..planning import Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
 from ..precision import convert_linears, convert_module, convert_optimizer
@@ -378,7 +378,7 @@ def _agree_on(plan: Plan) -> list[int]:
     facts = describe(plan) if plan.error is None else {}
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     seeds = _seeds(plan) if plan.error is None else []
-    mine = digest, _text(plan.error), seeds, registry.next_serial, registry.loss_scale.state(), registry.living()
+    mine = digest, text_of_error(plan.error), seeds, registry.next_serial, registry.loss_scale.state(), registry.living()
     values = agree("accel.setup", mine)
     plan.serial = max(serial for *_, serial, _, _ in values)
     registry.next_serial = plan.serial + (plan.engine is None)
@@ -401,10 +401,6 @@ def _seeds(plan: Plan) -> list[int]:
     asked = [options_of(loader, plan.loader_options, place).seed for loader in loaders]
     raw = map(data.raw_loader, loaders)
     return [data.loader_seed(loader, seed, i) for i, (loader, seed) in enumerate(zip(raw, asked, strict=True))]
-
-
-def _text(error: BaseException | None) -> str:
-    return "" if error is None else f"{type(error).__name__}: {error}"
 
 
 def _difference(everyone: list[dict[str, str]]) -> str:
@@ -453,7 +449,7 @@ def _engine(plan: Plan, process: Process) -> Engine:
             engine = _build(plan, process, undo)
         except Exception as caught:
             error = caught
-        raise_together("accel.setup", error, agree("accel.setup (building)", _text(error)))
+        raise_together("accel.setup", error, agree("accel.setup (building)", text_of_error(error)))
         if plan.engine is None or plan.new_optimizers:
             with Waiting(process, "accel.setup"):
                 engine.start(plan.new_optimizers)
@@ -570,7 +566,7 @@ def end_all(since: int = 0, interrupted: str = "") -> None:
     for serials in (registry.divided, registry.scaled):
         serials.difference_update([serial for serial in serials if serial >= since])
     if together and running() is not None:
-        raise_together("accel.teardown", problem, agree("accel.teardown (the end)", _text(problem)))
+        raise_together("accel.teardown", problem, agree("accel.teardown (the end)", text_of_error(problem)))
     if problem is not None:
         raise problem
 

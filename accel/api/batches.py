@@ -18,7 +18,7 @@ from .. import data, process
 from ..data.sampling import Division
 from ..data.streams import fingerprint
 from ..engines.base.step import Stepper
-from ..errors import AccelError, RankMismatchError
+from ..errors import AccelError, RankMismatchError, text_of_error
 from ..handles import HiddenAttribute
 from ..planning import place_of
 from ..process.control import agree, is_lost, locked, raise_together
@@ -163,7 +163,7 @@ def _attempt(fn: Callable[[int], T], size: int, put_back: Callable[[], list[data
             result = fn(size)
         except Exception as caught:
             error, step = caught, _in_step(caught)
-        kind, text = _kind_of(error), "" if error is None else f"{type(error).__name__}: {error}"
+        kind, text = _kind_of(error), text_of_error(error)
         answers = _meet(f"accel.largest_batch({size})", (kind, text))
         worst = max(theirs for theirs, _ in answers)
         for state in put_back() if worst != _WELL else ():

@@ -8,7 +8,7 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 
-from ..errors import LoaderError
+from ..errors import LoaderError, text_of_error
 from ..process import Process
 from ..process.control import Waiting, agree, raise_together
 from ..process.packing import packed, unpacked
@@ -51,8 +51,7 @@ class Dispatched:
                 messages = [packed((tag, batch)) for batch in step[1]]
             except Exception as problem:
                 error = problem
-        text = "" if error is None else f"{type(error).__name__}: {error}"
-        told = agree(_WHAT, (self._place, text, list(map(len, messages))))
+        told = agree(_WHAT, (self._place, text_of_error(error), list(map(len, messages))))
         raise_together(_WHAT, error, [text for _, text, _ in told], LoaderError)
         if not (sizes := told[0][2]):
             raise StopIteration

@@ -22,12 +22,13 @@ from .packing import broadcast_, packed, to_bytes, to_tensor, unpacked
 
 T = TypeVar("T")
 
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
+#: How tensors are combined, and how numbers are.
+_OPS: Final[Mapping[str, tuple[Any, Callable[[Sequence[Any]], Any]]]] = {
+    "sum": (dist.ReduceOp.SUM, sum),
+    "mean": (dist.ReduceOp.SUM, lambda values: sum(values) / len(values)),
+    "max": (dist.ReduceOp.MAX, max),
+    "min": (dist.ReduceOp.MIN, min),
+    "product": (dist.ReduceOp.PRODUCT, math.prod),
 }
 
 
@@ -319,22 +320,13 @@ def _unpacked(value: Any, process: Process) -> Any:
         raise AccelError(f"an object that came cannot be unpickled: {type(error).__name__}: {error}") from error
 
 
-_COMBINE: Final[Mapping[str, Callable[[Sequence[Any]], Any]]] = {
-    "sum": sum,
-    "mean": lambda values: sum(values) / len(values),
-    "max": max,
-    "min": min,
-    "product": math.prod,
-}
-
-
 def _reduced(path: str, like: Any, values: Sequence[Any], op: str) -> Any:
     """The ranks' numbers combined; NumPy's scalars as their like, or wider where torch's would be."""
     plain = [value.item() if hasattr(value, "dtype") else value for value in values]
     if op in ("max", "min") and any(isinstance(value, complex) for value in plain):
         raise AccelError(f"all_reduce(op={op!r}): {path} is complex, which has no {op} over ranks")
     nan = [value for value in plain if value != value]
-    result = nan[0] if nan and op in ("max", "min") else _COMBINE[op](plain)
+    result = nan[0] if nan and op in ("max", "min") else _OPS[op][1](plain)
     if not hasattr(like, "dtype"):
         return result
     keeps = isinstance(result, type(like.item())) and (op in ("max", "min") or like.dtype.kind in "fc")
@@ -425,11 +417,9 @@ def _narrow(piece: Tensor, like: Tensor, op: str) -> Tensor:
 
 
 def _reduce(flat: Tensor, op: str, group: dist.ProcessGroup | None) -> None:
-    if op not in ("max", "min") or not flat.is_floating_point():
-        dist.all_reduce(flat, _OPS[op], group=group)
-        return
     # The backends compare, and every comparison with NaN is false.
-    nan = flat.isnan().to(torch.uint8)
-    dist.all_reduce(flat, _OPS[op], group=group)
-    dist.all_reduce(nan, dist.ReduceOp.MAX, group=group)
-    flat.masked_fill_(nan.bool(), math.nan)
+    nan = flat.isnan().to(torch.uint8) if op in ("max", "min") and flat.is_floating_point() else None
+    dist.all_reduce(flat, _OPS[op][0], group=group)
+    if nan is not None:
+        dist.all_reduce(nan, dist.ReduceOp.MAX, group=group)
+        flat.masked_fill_(nan.bool(), math.nan)
