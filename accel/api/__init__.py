@@ -265,15 +265,14 @@ def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
 @contextlib.contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
     """Context: a model with ``sequence_parallel`` is given whole sequences, as in ``generate``; each rank computes by itself."""
-    sequence = registry.of_handle(model).sequence
-    before = sequence is not None and sequence.whole
-    if sequence is not None:
-        sequence.whole = True
+    if (sequence := registry.of_handle(model).sequence) is None:
+        yield
+        return
+    before, sequence.whole = sequence.whole, True
     try:
         yield
     finally:
-        if sequence is not None:
-            sequence.whole = before
+        sequence.whole = before
 
 
 def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -378,7 +377,14 @@ def _agree_on(plan: Plan) -> list[int]:
     facts = describe(plan) if plan.error is None else {}
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     seeds = _seeds(plan) if plan.error is None else []
-    mine = digest, text_of_error(plan.error), seeds, registry.next_serial, registry.loss_scale.state(), registry.living()
+    mine = (
+        digest,
+        text_of_error(plan.error),
+        seeds,
+        registry.next_serial,
+        registry.loss_scale.state(),
+        registry.living(),
+    )
     values = agree("accel.setup", mine)
     plan.serial = max(serial for *_, serial, _, _ in values)
     registry.next_serial = plan.serial + (plan.engine is None)
@@ -420,10 +426,8 @@ def execute(plan: Plan) -> Handles[Any, Any, Any]:
     seeds = enumerate(_agree_on(plan))
     process = current()
     engine = None if plan.modelless else _engine(plan, process)
-    place, serial = (
-        place_for(plan.engine_type, plan.options, process),
-        planning.MODELLESS if engine is None else engine.serial,
-    )
+    place = place_for(plan.engine_type, plan.options, process)
+    serial = planning.MODELLESS if engine is None else engine.serial
     handles = Handles(
         None if engine is None else engine.handle,
         map_leaves(lambda o, path: known_optimizer(o, engine) if engine else None, plan.optimizers, "optimizers"),

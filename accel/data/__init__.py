@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeVar, final
 
@@ -17,11 +17,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import LoaderError, RankMismatchError
 from ..process import rank, world_size
-from ..process.collectives import all_gather
+from ..process.collectives import all_gather, walked
 from ..process.control import agree, locked, raise_together
 from ..process.rng import Generators, from_plain, to_plain
 from ..process.transfer import Prints, Read, other_values
-from ..trees import walk
 from .iteration import Accumulation as Accumulation
 from .iteration import Iteration, latest, states
 from .iteration import LoaderState as LoaderState
@@ -353,7 +352,7 @@ def gather_for_metrics(
             "loader to accel.setup, or use accel.all_gather"
         )
 
-    rows = _map_rows(lambda leaf: _trim(leaf, kept, objects), data, objects) if kept.pads else data
+    rows = walked(lambda _, leaf: _trim(leaf, kept, objects), data, objects) if kept.pads else data
     replica = latest.replica if loader is None else loader._accel.place[:2]
     if replica is not None and replica[1] < world_size():
         rows = _once(rows, replica[0], objects)
@@ -361,16 +360,11 @@ def gather_for_metrics(
     return gathered
 
 
-def _map_rows(fn: Callable[[Any], Any], data: Any, objects: bool) -> Any:
-    """The data with ``fn`` of each leaf; a list is one where it has ``objects``."""
-    return walk(lambda path, leaf: fn(leaf), data, "data", lambda tree: objects and isinstance(tree, list))
-
-
 def _once(data: Any, replica: int, objects: bool) -> Any:
     """No rows on all but the first rank of each replica, since its ranks all have the same rows. Collective."""
     mine: list[Any] = []
-    _map_rows(mine.append, data, objects)
     tensors: list[torch.Tensor] = []
+    walked(lambda _, leaf: mine.append(leaf), data, objects)
     words = fingerprint(mine, tensors)
     told = agree("gather_for_metrics", (replica, Prints(tensors).read(), words))
     together: dict[int, dict[int, Read]] = {}
@@ -383,11 +377,11 @@ def _once(data: Any, replica: int, objects: bool) -> Any:
         )
     stop = None if next(iter(together[replica])) == rank() else 0
 
-    def keep(leaf: Any) -> Any:
+    def keep(_: str, leaf: Any) -> Any:
         rows = leaf[None] if isinstance(leaf, torch.Tensor) and not leaf.dim() else leaf
         return rows[:stop] if isinstance(rows, torch.Tensor | list) else rows
 
-    return _map_rows(keep, data, objects)
+    return walked(keep, data, objects)
 
 
 def _trim(leaf: Any, kept: Kept, objects: bool) -> Any:

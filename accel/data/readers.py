@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from ..errors import LoaderError
 from ..process import Process, world_size
 from ..process.rng import Generators, InPlace, Private
-from .sampling import Division, SampleOrder, digest, divide, drawn_from, draws_once, mix, notify, own_generators, parts
+from .sampling import TORCHS, Division, SampleOrder, digest, divide, drawn_from, mix, notify, own_generators, parts
 
 
 class Shape(NamedTuple):
@@ -287,7 +287,9 @@ class SamplerReader(EpochReader):
 
     def _open_in_place(self) -> SampleOrder:
         sampler = self._shape.sampler
-        rng = InPlace(Generators(drawn_from(sampler, self._own)), once=draws_once(sampler))
+        rng = InPlace(
+            Generators(drawn_from(sampler, self._own)), once=type(sampler) in TORCHS and sampler.generator is None
+        )
         self._states = rng.states
         self._order = SampleOrder(sampler, rng, ahead=False)
         self._leave_out(self._order)

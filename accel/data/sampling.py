@@ -131,17 +131,13 @@ def drawn_from(sampler: Any, own: Mapping[str, Any]) -> dict[str, Any]:
     """The generators that a sampler may draw from: the global ones, but for torch's own samplers, and ``own``."""
     if type(sampler) in (SequentialSampler, range, list, tuple):
         return dict(own)
-    if type(sampler) in _TORCHS:
+    if type(sampler) in TORCHS:
         return dict(own) if sampler.generator is not None else {"torch": torch.default_generator, **own}
     return {**global_generators(), **own}
 
 
-_TORCHS = (RandomSampler, torch_data.SubsetRandomSampler, torch_data.WeightedRandomSampler)
-
-
-def draws_once(sampler: Any) -> bool:
-    """Whether a sampler draws with its first item alone from generators that others know."""
-    return type(sampler) in _TORCHS and sampler.generator is None
+#: Those of torch's that draw with their first item alone from generators that others know, where they have none of their own.
+TORCHS = (RandomSampler, torch_data.SubsetRandomSampler, torch_data.WeightedRandomSampler)
 
 
 def loader_seed(loader: DataLoader[Any], seed: int | None, place: int) -> int:

@@ -231,7 +231,7 @@ def _begin(
         problems.extend([f"{path} is {reason}"] if reason else [])
         return leaf
 
-    walk(visit, data, "data", _is_list if sends is _object else _never)
+    walked(visit, data, sends is _object)
     tensors = {path: found[path] for path in sorted(found)}
     carrier = _carrier(process, tensors.values())
     for path, tensor in tensors.items():
@@ -270,12 +270,9 @@ def _compare(
 # -- leaves that are no tensors ----------------------------------------------------------------------------------------
 
 
-def _never(tree: object) -> bool:
-    return False
-
-
-def _is_list(tree: object) -> bool:
-    return isinstance(tree, list)
+def walked(visit: Callable[[str, Any], Any], data: T, objects: bool) -> T:
+    """The data with ``visit(path, leaf)`` in each leaf's place; a list is a leaf where there are ``objects``."""
+    return walk(visit, data, "data", lambda tree: objects and isinstance(tree, list))
 
 
 def _object(leaf: object) -> str:
@@ -293,7 +290,7 @@ def _replaced(data: T, results: Mapping[str, Any], free: Callable[[Tensor], Any]
     def visit(path: str, leaf: Any) -> Any:
         return results[path] if path in results else free(leaf) if isinstance(leaf, Tensor) else None
 
-    return walk(visit, data, "data", _is_list if objects else _never)
+    return walked(visit, data, objects)
 
 
 def _packed(leaf: Any) -> tuple[bytearray, str]:
