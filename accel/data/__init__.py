@@ -25,7 +25,7 @@ from .iteration import Accumulation as Accumulation
 from .iteration import Iteration, latest, states
 from .iteration import LoaderState as LoaderState
 from .iteration import remember as remember
-from .readers import WHOLE, Kept, Position, Start, keeps_alone, length_of, too_short
+from .readers import WHOLE, Kept, Start, keeps_alone, length_of, too_short
 from .readers import LoaderOptions as LoaderOptions
 from .readers import LoaderPlace as LoaderPlace
 from .readers import check as check
@@ -176,12 +176,9 @@ class LoaderHandle:
             )
         if current is None or current.reader.complete():
             start, following = state.start, state.following
-            position = Position(
-                start.at or (0,), start.checksum, start.states, state.own if start.own is None else start.own
-            )
+            start = start._replace(at=start.at or (0,), own=state.own if start.own is None else start.own)
         else:
-            start, following = current.reader.start, state.start.epoch
-            position = current.position()
+            start, following = current.position(), state.start.epoch
         if start.skip and (current is None or current.reader.given == start.skip):
             raise LoaderError(
                 f"the position of this loader is not known between skip({start.skip}) and the first batch after it: save later"
@@ -189,18 +186,18 @@ class LoaderHandle:
         generators = None
         if start.seed is None:
             own = Generators(own_generators(state.raw)).states()
-            generators = {"order": to_plain(position.states), "own": to_plain(own)}
+            generators = {"order": to_plain(start.states), "own": to_plain(own)}
         return {
             "epoch": start.epoch,
             "next": following,
-            "consumed": sum(position.at),
-            "streams": list(position.at),
-            "checksum": position.checksum,
+            "consumed": sum(start.at),
+            "streams": list(start.at),
+            "checksum": start.checksum,
             "seed": state.seed if start.seed is None else start.seed,
             "generators": generators,
             "length": length_of(state.raw.dataset),
             "part": state.part,
-            "own": position.own,
+            "own": start.own,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

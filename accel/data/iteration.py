@@ -24,7 +24,6 @@ from .readers import (
     Kept,
     LoaderOptions,
     LoaderPlace,
-    Position,
     SamplerReader,
     Start,
     UndividedReader,
@@ -283,7 +282,7 @@ class Iteration:
             self._ahead.append(Ahead(None, error, own))
         return True
 
-    def position(self) -> Position:
+    def position(self) -> Start:
         holder = self._state.holder
         if self.reader.keeps and holder is not None and holder() is not self:
             raise LoaderError(

@@ -41,8 +41,8 @@ def shape_of(loader: DataLoader[Any]) -> Shape:
 class Start(NamedTuple):
     """Where an epoch starts, and what decides its order.
 
-    ``at`` counts the samples to skip of each stream. The order is decided by ``seed``, or where that is None by ``states``
-    of the generators; where both are None they are the program's, which are drawn from in place.
+    ``at`` counts the samples to skip of each stream, ``checksum`` is of those of an order. The order is decided by ``seed``, or
+    where that is None by ``states`` of the generators; where both are None they are the program's, which are drawn from in place.
     """
 
     epoch: int
@@ -83,19 +83,6 @@ def kept_of(division: Division, units: bool, count: int) -> Kept:
         return WHOLE
     share = division.share(count)
     return Kept(True, None if units else share.size, share.real)
-
-
-class Position(NamedTuple):
-    """Where the loops of all ranks stand.
-
-    ``at`` counts the samples of each stream that they were given, ``checksum`` is of those of an order. ``states`` are the
-    generators' where the order began, if it was drawn in place.
-    """
-
-    at: tuple[int, ...]
-    checksum: int | None = None
-    states: Mapping[str, Any] | None = None
-    own: Any = None
 
 
 def length_of(sized: Any) -> int | None:
@@ -170,8 +157,8 @@ class EpochReader(ABC):
         """Whether this epoch is known to have nothing more, for any rank."""
 
     @abstractmethod
-    def position(self) -> Position:
-        """Where the loops of all ranks stand."""
+    def position(self) -> Start:
+        """Where the loops of all ranks stand: ``at`` counts the samples that they were given."""
 
     @abstractmethod
     def resume(self, start: Start) -> Start:
@@ -207,9 +194,10 @@ class UndividedReader(EpochReader):
         length = None if self.keeps else length_of(self._loader)
         return self._closed or (length is not None and self.given >= length)
 
-    def position(self) -> Position:
+    def position(self) -> Start:
         if self.keeps:
-            return Position((sum(self.start.at) + self.given,), own=self.own())
+            at = (sum(self.start.at) + self.given,)
+            return self.start._replace(at=at, checksum=None, states=None, own=self.own())
         if self.given:
             raise LoaderError(
                 "the position of a loader with LoaderOptions(shard=False) was asked for in mid-epoch, after "
@@ -217,7 +205,7 @@ class UndividedReader(EpochReader):
                 f"{type(self._loader.dataset).__qualname__}), which accel could not resume there: save between epochs, or use a "
                 "plain DataLoader over a plain dataset, with in_order=True."
             )
-        return Position((0,))
+        return self.start._replace(at=(0,), checksum=None, states=None, own=None)
 
     def resume(self, start: Start) -> Start:
         if any(start.at) and start.own is None:
@@ -359,14 +347,15 @@ class SamplerReader(EpochReader):
         least = width if self._division.drop_last else 1
         return self._at + least > length and self._order.peek(width) < least
 
-    def position(self) -> Position:
+    def position(self) -> Start:
         if self.given and self._order is not None and not self._order.rng.again:
             raise LoaderError(
                 f"the position of this loader in mid-epoch could not be resumed: its {type(self._shape.sampler).__name__} draws "
                 "random numbers while the loop does, from the same generator. Give it a generator of its own, or use "
                 "LoaderOptions(seed=...), or save between epochs."
             )
-        return Position((self._at,), self._checksum if self._at else None, self._states)
+        checksum = self._checksum if self._at else None
+        return self.start._replace(at=(self._at,), checksum=checksum, states=self._states, own=None)
 
     def resume(self, start: Start) -> Start:
         """Draws the order and compares it with the saved one; without a seed, only when it is iterated."""

@@ -26,7 +26,7 @@ from ..errors import LoaderError
 from ..process import Process, end_groups, ended
 from ..process.rng import Generators, InPlace, Private, global_generators
 from .dispatch import Dispatched
-from .readers import EpochReader, Position, Shape, Start, kept_of
+from .readers import EpochReader, Shape, Start, kept_of
 from .sampling import Division, divide, mix, notify, portion
 
 # -- What the first items of a stream are, in a few bytes that are the same in every process ---------------------------
@@ -276,13 +276,13 @@ class StreamReader(EpochReader):
         """Known at the end only; a rank without a share in the last batch still had an epoch."""
         return self._closed and (not self._division.ragged or self._reader.tag.position == sum(self.start.at))
 
-    def position(self) -> Position:
+    def position(self) -> Start:
         if self.given:
             self._check_known()
         states = self.start.states
         if self.start.in_place and self.given:
             states = self._seeds if self._workers else self._reader.states
-        return Position(tuple(self._at), None, states)
+        return self.start._replace(at=tuple(self._at), checksum=None, states=states, own=None)
 
     def resume(self, start: Start) -> Start:
         """The items are skipped when the epoch starts."""
