@@ -24,6 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 
 from ..errors import LoaderError
 from ..process import Process, end_groups, ended
+from ..process.packing import is_dense
 from ..process.rng import Generators, InPlace, Private, global_generators
 from .dispatch import Dispatched
 from .readers import EpochReader, Shape, Start, kept_of
@@ -76,12 +77,11 @@ def _leaves(value: Any, aside: list[torch.Tensor] | None) -> Iterator[tuple[bool
     elif isinstance(value, torch.Tensor):
         # Numbers of these types are labels or tokens; bytes are most often pixels.
         names = not value.dtype.is_floating_point and not value.dtype.is_complex and value.dtype.itemsize > 1
-        unread = value.layout is not torch.strided or value.is_meta or value.is_quantized or value.is_nested
         if aside is not None:
-            aside += [] if unread else [value]
+            aside += [value] if is_dense(value) else []
             yield True, f"{value.dtype} {value.layout} {tuple(value.shape)}".encode()
         else:
-            yield names, repr((tuple(value.shape), None if unread else value.tolist())).encode()
+            yield names, repr((tuple(value.shape), value.tolist() if is_dense(value) else None)).encode()
     elif hasattr(value, "dtype") and hasattr(value, "tolist"):
         if value.dtype.kind == "O":
             yield from _leaves(value.tolist(), aside)

@@ -115,8 +115,7 @@ def _begin(backend: str | None, timeout: timedelta | None, devices: object) -> P
 
 
 def _detect_hangs(process: Process, control: dist.ProcessGroup) -> None:
-    limit, deaf = process.timeout.total_seconds(), "nccl" in process.backends.values()
-    process.detector = HangDetector(control, process.begun, limit, lambda: process.doing, _noticed, deaf=deaf)
+    process.detector = HangDetector(process, control, _noticed)
     process.detector.start()
 
 
@@ -184,8 +183,7 @@ def _who_is_missing(process: Process, error: object) -> str:
     wait = 4.0 if "imed out" in text else 1.0 if "by peer" in text else 0.0
     if not wait:
         return ""
-    place = process.place
-    missing = missing_ranks(lambda: process.store("failed"), place.rank, place.world_size, wait)
+    missing = missing_ranks(lambda: process.store("failed"), process.place, wait)
     if missing is None:
         return f"rank 0 (host {process.hosts[0]}) cannot be reached, or the host of the launcher's store"
     if not missing:

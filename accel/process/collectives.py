@@ -18,7 +18,7 @@ from ..errors import AccelError, RankMismatchError
 from ..trees import map_tensors, walk
 from . import Process, current
 from .control import Waiting, agree, locked
-from .packing import broadcast_, packed, to_bytes, to_tensor, unpacked
+from .packing import broadcast_, bytes_of, is_dense, packed, to_bytes, to_tensor, unpacked
 
 T = TypeVar("T")
 
@@ -366,7 +366,7 @@ def _no_tensor(leaf: Any, more: str = "") -> str:
         return f"a {type(leaf).__qualname__}; expected a tensor, or dicts, lists and tuples of tensors; {more}"
     if hasattr(leaf, "full_tensor"):
         return "a DTensor, of which this rank has a part; call full_tensor() first"
-    if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized or leaf.is_meta:
+    if not is_dense(leaf):
         return f"a {leaf.layout} tensor on {leaf.device}; expected a dense one with values"
     return ""
 
@@ -385,11 +385,8 @@ def _describe(tensor: Tensor, rows: bool, pads: bool = False) -> str:
 
 
 def _pack(tensors: Iterable[Tensor], carrier: torch.device) -> Tensor:
-    """The bytes of the tensors: no backend refuses a dtype then."""
-    dense = (tensor.detach().to(carrier).resolve_conj().resolve_neg().contiguous() for tensor in tensors)
-    return torch.cat(
-        [torch.empty(0, dtype=torch.uint8, device=carrier), *(t.reshape(-1).view(torch.uint8) for t in dense)]
-    )
+    empty = torch.empty(0, dtype=torch.uint8, device=carrier)
+    return torch.cat([empty, *(bytes_of(tensor, carrier) for tensor in tensors)])
 
 
 def _reduced_dtype(dtype: torch.dtype, op: str) -> torch.dtype:

@@ -209,7 +209,7 @@ def _too_late(
     seconds = f"{limit.total_seconds():g} s"
     end_groups(f"not every rank came to {what!r} within {seconds}")
     # Within its patience a rank that came in the meantime says so.
-    missing = missing_ranks(lambda: arrivals, process.place.rank, process.place.world_size, patience.total_seconds())
+    missing = missing_ranks(lambda: arrivals, process.place, patience.total_seconds())
     who = f"rank {', '.join(map(str, missing))} did not come" if missing else "some rank did not come"
     return TimeoutError(
         f"rank {process.place.rank} waited {seconds} in {what!r}, but {who}; the process groups were ended so that no "

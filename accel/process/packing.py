@@ -75,6 +75,17 @@ def begin_gather(message: bytes, group: dist.ProcessGroup) -> tuple[Any, list[to
 # -- Values of any kind, with the tensors in them ----------------------------------------------------------------------
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its values lie in memory, one after the other."""
+    odd = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
+    return not (odd or tensor.is_meta)
+
+
+def bytes_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Those of its values, on a device: no backend refuses a dtype then."""
+    return tensor.detach().to(device).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
 class _Pickler(pickle.Pickler):
     """Leaves dense tensors out, wherever they are: their bytes are in ``parts``."""
 
@@ -83,11 +94,9 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, found: Any) -> Any:
         if isinstance(found, torch.storage.TypedStorage | torch.UntypedStorage) and found.device.type != "cpu":
             raise AccelError(f"a tensor on {found.device} of a class of its own would not arrive on the rank's device")
-        odd = type(found) is not torch.Tensor or found.layout is not torch.strided or found.is_meta
-        if odd or found.is_quantized or found.is_nested:
+        if type(found) is not torch.Tensor or not is_dense(found):
             return None
-        dense = found.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        self.parts.append(dense.reshape(-1).view(torch.uint8))
+        self.parts.append(bytes_of(found, torch.device("cpu")))
         return found.dtype, found.shape, found.device.type == "cpu"
 
 
