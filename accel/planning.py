@@ -155,7 +155,6 @@ def known_loader(loader: Any, options: LoaderOptions | None, place: LoaderPlace)
 
 
 def _made(loader: DataLoader[Any], place: LoaderPlace) -> tuple[LoaderHandle | None, LoaderOptions | None]:
-    """The handle that a loader has for ``place``, and its options."""
     made: tuple[LoaderHandle | None, LoaderOptions | None] = (HiddenAttribute.get(loader) or {}).get(
         place, (None, None)
     )

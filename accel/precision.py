@@ -124,7 +124,6 @@ class LossScale:
         self._good_steps = 0
 
     def state(self) -> tuple[float, int]:
-        """The scale, and how many good steps it has had."""
         return self.value, self._good_steps
 
     def restore(self, value: float, good_steps: int) -> None:
@@ -179,7 +178,6 @@ def here(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The leaves that a backward from ``loss`` reaches."""
     waiting: list[Any] = [loss.grad_fn]
     seen: set[Any] = set()
     while waiting:

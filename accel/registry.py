@@ -67,7 +67,6 @@ class Registry:
         self._needed: weakref.WeakKeyDictionary[Engine, list[Patch]] = weakref.WeakKeyDictionary()
 
     def add(self, engine: Engine) -> None:
-        """Make ``engine`` the one engine of its module."""
         HiddenAttribute.put(engine.module, engine)
         self.engines.add(engine)
         self._find_listeners()
@@ -94,7 +93,6 @@ class Registry:
         weakref.finalize(engine, self._prune).atexit = False
 
     def _patches(self, engine: Engine) -> list[Patch]:
-        """What this engine needs to hear of."""
         needed = [self._compiling, *(self._clipping if engine.gradients.watched else ())]
         if engine.gradients.watched and engine.distributed:
             needed += self._runs
@@ -232,7 +230,6 @@ class Registry:
             engine.gradients.buffers.registered()
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer that was never given to ``setup`` must not step with unfinished gradients either."""
         slot = optimizer.__dict__.get(HiddenAttribute.KEY)  # every step comes here: no call
         if slot is not None and slot.owner_id == id(optimizer):
             return
@@ -285,7 +282,6 @@ class Registry:
                 )
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in the graph that a parameter of a live engine stands for."""
         for engine in self.engines:
             if id(tensor) in engine.known:
                 return engine.gradients.leaf(tensor)

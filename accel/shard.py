@@ -188,13 +188,9 @@ def tensor_names(module: nn.Module) -> dict[int, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """An optimizer's state of one parameter, as far as this rank keeps it.
+    """An optimizer's state of one parameter, as far as this rank keeps it: by key, empty where there is none yet.
 
-    Args:
-        name: of the parameter.
-        shape: of the whole parameter.
-        parameter: what the state is of on this rank: the parameter, or a part of it.
-        state: by key; empty where there is none yet.
+    ``name`` and ``shape`` are the whole parameter's, ``parameter`` is it, or the part of it that lies on this rank.
     """
 
     name: str
@@ -276,10 +272,7 @@ class Raw:
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
         """What lies here of the tensor that is found here under a name; None where nothing does. Local, without a copy.
 
-        Args:
-            name: of a parameter or buffer.
-            tensor: the parameter or buffer, or of its optimizer's state, or its gradient.
-            key: of the state, or "grad"; empty for the parameter or buffer.
+        ``tensor`` is a parameter or buffer, or of an optimizer's state of it under ``key``, or its gradient ("grad").
         """
         return whole(f"{name}/{key}" if key else name, tensor)
 
@@ -298,15 +291,13 @@ class Raw:
         return True
 
     def groups(self, optimizer: Optimizer) -> dict[str, Mapping[str, Any]]:
-        """The group of each parameter, by name."""
         names = self.parameter_names
         return {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
         """The tensors that lie on this rank, at full precision (a master copy where there is one). Local, without a copy.
 
-        Raises:
-            CheckpointError: there is something that could not be found again.
+        CheckpointError where there is something that could not be found again.
         """
         if optimizer is None:
             return module_shards(self.module, self.part)

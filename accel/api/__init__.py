@@ -400,7 +400,6 @@ def _agree_on(plan: Plan) -> list[int]:
 
 
 def _seeds(plan: Plan) -> list[int]:
-    """A seed for each dataloader, which nothing decides but the call and the program's seed."""
     place = place_for(plan.engine_type, plan.options, current())
     loaders: list[Any] = []
     map_leaves(lambda loader, path: loaders.append(loader), plan.dataloaders, "dataloaders")

@@ -121,7 +121,6 @@ class LoaderState:
         return loader, reader
 
     def current(self) -> Iteration | None:
-        """The iteration that gave the last batch, of those that may still give one."""
         running = [iteration for iteration in self.live if not iteration.finished]
         return max(running, key=lambda iteration: iteration.last, default=None)
 
@@ -249,7 +248,6 @@ class Iteration:
         return batch if self._transfer is None else self._transfer(batch)
 
     def _read(self) -> Any:
-        """The loader's next item; StopIteration at the end of the epoch."""
         while True:
             try:
                 return next(self._batches)

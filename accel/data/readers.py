@@ -129,7 +129,6 @@ class EpochReader(ABC):
         return
 
     def begin(self, start: Start, in_place: bool) -> None:
-        """Starts an epoch, of a loader whose orders are drawn in place or not."""
         self.start, self.given = start, 0
 
     def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
@@ -187,7 +186,6 @@ class UndividedReader(EpochReader):
         return self._loader.state_dict() if self.keeps else None
 
     def close(self) -> None:
-        """Its own state tells no end before."""
         self._closed = True
 
     def complete(self) -> bool:
@@ -234,7 +232,6 @@ class SamplerReader(EpochReader):
         vars(loader)["sampler" if loader.batch_sampler is None else "batch_sampler"] = self
 
     def _open(self, start: Start) -> SampleOrder:
-        """The order from a position, drawn from private generators."""
         sampler, generators = self._shape.sampler, Generators(drawn_from(self._shape.sampler, self._own))
         if start.seed is not None:
             for part in parts(sampler):
@@ -323,7 +320,6 @@ class SamplerReader(EpochReader):
             self._refuse()
 
     def _refuse(self) -> None:
-        """Raises for a loader that does not give one batch for each batch of indices."""
         raise LoaderError(
             f"epoch {self.start.epoch}: the sampler of the loader gave {self.given + len(self._pending)} batches or more for "
             f"this rank, and the loader gave {self.given}{'' if self._asked else ' without asking its sampler'}. Its class or "
@@ -405,15 +401,9 @@ class LoaderPlace(NamedTuple):
     process: Process | None = None
 
 
-def check(loader: Any, options: Any, world_size: int) -> None:
-    """Refuses (LoaderError) what cannot be distributed, before anything changes: it is no ``DataLoader``, is distributed
-    already, or reads in a way that cannot be shared.
-    """
-    if not isinstance(loader, DataLoader):
-        raise LoaderError(f"expected a torch.utils.data.DataLoader, found a {type(loader).__qualname__}")
+def check(loader: DataLoader[Any], options: Any, world_size: int) -> None:
+    """Refuses (LoaderError) a loader that is distributed already, or reads in a way that cannot be shared."""
     check_options(options)
-    if world_size < 1:
-        raise LoaderError(f"expected a world size of at least 1, found {world_size}")
     if options.dispatch and not (options.shard and isinstance(loader.dataset, IterableDataset)):
         raise LoaderError(
             "LoaderOptions(dispatch=True) is for iterable datasets, which rank 0 reads for all ranks: each rank reads its own "

@@ -47,7 +47,6 @@ class Division:
 
     @property
     def pads(self) -> bool:
-        """Whether a last batch may hold padding."""
         return self.even and not self.drop_last and self.world > 1
 
     @property

@@ -269,7 +269,6 @@ class StreamReader(EpochReader):
         return batch
 
     def close(self) -> None:
-        """How much there was is known now."""
         self._closed = True
 
     def complete(self) -> bool:
@@ -285,7 +284,6 @@ class StreamReader(EpochReader):
         return self.start._replace(at=tuple(self._at), checksum=None, states=states, own=None)
 
     def resume(self, start: Start) -> Start:
-        """The items are skipped when the epoch starts."""
         if not any(start.at):
             return start
         self._check_known()
@@ -344,7 +342,6 @@ class StreamComparisons:
         self._begun.clear()
 
     def begin(self, epoch: int, at: tuple[int, ...]) -> StreamComparison:
-        """One iteration begins, of an epoch from a position."""
         place = (epoch, *at)
         self._begun[place] += 1
         return StreamComparison(self, f"{place} {self._begun[place]}", _PATIENCE if self._begun.total() == 1 else 0.0)
@@ -428,7 +425,6 @@ class StreamComparison:
         return True
 
     def _ended_alike(self, rank: int, given: int) -> bool:
-        """Whether a rank is known to have ended where this one did."""
         over = self._store.check([f"end {rank}"])
         theirs = int(self._store.get(f"end {rank}" if over else f"given {rank}"))
         if theirs > given or (over and theirs != given):

@@ -108,10 +108,9 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
     ``what`` names the place in the program, the same on every rank; ``timeout`` is the process's if None.
 
     Raises:
-        RankMismatchError: another rank is at another place, or at this one in another thread; or threads of one name,
-            which the ranks cannot tell apart, come at once; on every rank.
-        TimeoutError: a rank did not come; the process groups are ended, so that no rank hangs.
-        AccelError: a rank ended while this one waited; the process groups are ended.
+        RankMismatchError: another rank is elsewhere, or here in another thread; or threads of one name, which the ranks cannot
+            tell apart, come at once; on every rank.
+        TimeoutError: a rank did not come. AccelError: one ended. The process groups are ended, so that no rank hangs.
     """
     process = current()
     if process.control is None:

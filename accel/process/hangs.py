@@ -102,7 +102,6 @@ def _call(stack: Sequence[FrameType]) -> str:
 
 
 def _line(stack: Sequence[FrameType]) -> str:
-    """The innermost line that is no library's."""
     for frame in stack:
         path = frame.f_code.co_filename
         if not path.startswith((*_LIBRARIES, "<frozen")):
@@ -284,7 +283,6 @@ class HangDetector:
                     self._investigate(now)
 
     def _investigate(self, now: float) -> None:
-        """Ask where the others are, and judge what they answer."""
         waited, ask = now - self._since, self._asked
         if not ask.sent and ask.answers:
             if ask.before and (ranks := stuck(ask.before, ask.answers)):
@@ -308,7 +306,6 @@ class HangDetector:
         )
 
     def _warn(self, waited: float) -> None:
-        """Say every now and then who waits."""
         if waited < max(self._first_warning, 2 * self._warned):
             return
         now, reports = time.monotonic(), self._asked.before

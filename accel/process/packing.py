@@ -138,7 +138,6 @@ _CPU_PIECE_BYTES: Final = 8 << 20
 
 
 def _limit(dtype: torch.dtype, device: torch.device, owners: int) -> int:
-    """How many elements of one owner go into a collective."""
     piece = _CPU_PIECE_BYTES if device.type == "cpu" else _PIECE_BYTES
     return max(1, piece // dtype.itemsize // owners)
 
@@ -211,7 +210,6 @@ def _cuttable(tensors: Iterable[torch.Tensor], owners: int) -> list[torch.Tensor
 
 
 def _put_back(tensors: Iterable[torch.Tensor], used: Iterable[torch.Tensor]) -> None:
-    """Write what ``_cuttable`` had to copy."""
     for tensor, copied in zip(tensors, used, strict=True):
         if copied is not tensor:
             tensor.copy_(copied)

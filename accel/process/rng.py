@@ -144,7 +144,6 @@ class Generators:
             self._all[name].put(states[name])
 
     def seeded(self, seed: int) -> dict[str, Any]:
-        """What their states would be after seeding."""
         before = self.states()
         try:
             for access in self._all.values():
