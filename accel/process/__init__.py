@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..errors import AccelError, DeviceError
+from ..errors import AccelError, DeviceError, RankMismatchError
 from .environments import Place, parse_backend, pick, resolve, unserved
 from .hangs import HangDetector, abort_kernels, disconnect, missing_ranks, reconnect
 from .startup import UNKNOWN, Order, Rendezvous, destroy_groups, exchange, place_now, select, start
@@ -157,11 +157,16 @@ def ended() -> str:
     return _state.ended
 
 
-def reason_of(error: RuntimeError) -> str:
-    """Why a collective failed, as far as the ranks tell each other; waits a moment for their word.
+def lost(what: str, error: RuntimeError) -> AccelError:
+    """The error of a collective that another rank's end broke; ends the groups."""
+    reason = reason_of(error)
+    end_groups(reason)
+    kind = RankMismatchError if _state.mismatch else AccelError
+    return kind(f"rank {rank()} cannot go on in {what}: {reason}")
 
-    ``mismatched`` then says whether they were in different places.
-    """
+
+def reason_of(error: RuntimeError) -> str:
+    """Why a collective failed, as far as the ranks tell each other; waits a moment for their word."""
     process, limit = _state.process, time.monotonic() + 2
     left: dict[int, str] = {} if process is None or process.detector is None else process.detector.left
     while not _state.ended and not left and time.monotonic() < limit:
@@ -190,11 +195,6 @@ def _who_is_missing(process: Process, error: object) -> str:
         return "all ranks waited in vain"
     silent = [f"{rank} (host {process.hosts[rank]})" for rank in missing]
     return f"rank {', '.join(silent)} did not answer: it ended or hangs, or the link to it is cut"
-
-
-def mismatched() -> bool:
-    """Whether the process groups were ended because the ranks are in different places."""
-    return _state.mismatch
 
 
 def use_devices(devices: object) -> None:

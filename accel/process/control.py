@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..errors import AccelError, RankMismatchError, TimeoutError
-from . import Process, current, end_groups, ended, local_rank, mismatched, rank, reason_of, running
+from . import Process, current, end_groups, ended, local_rank, rank, running
+from . import lost as lost
 from .hangs import missing_ranks
 from .packing import begin_gather, bytes_left, content_of, framed, gather_framed, to_bytes
 
@@ -228,14 +229,6 @@ def _done(work: Any, span: timedelta) -> bool:
 
 
 # -- Collectives without names -----------------------------------------------------------------------------------------
-
-
-def lost(what: str, error: RuntimeError) -> AccelError:
-    """The error of a collective that another rank's end broke; ends the groups."""
-    reason = reason_of(error)
-    end_groups(reason)
-    kind = RankMismatchError if mismatched() else AccelError
-    return kind(f"rank {rank()} cannot go on in {what}: {reason}")
 
 
 def is_lost(error: BaseException | None) -> TypeGuard[RuntimeError]:
