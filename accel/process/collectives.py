@@ -364,7 +364,7 @@ def _free(tensor: Tensor) -> Tensor:
 def _no_tensor(leaf: Any, more: str = "") -> str:
     if not isinstance(leaf, Tensor):
         return f"a {type(leaf).__qualname__}; expected a tensor, or dicts, lists and tuples of tensors; {more}"
-    if hasattr(leaf, "full_tensor"):
+    if type(leaf) is not Tensor and hasattr(leaf, "full_tensor"):
         return "a DTensor, of which this rank has a part; call full_tensor() first"
     if not is_dense(leaf):
         return f"a {leaf.layout} tensor on {leaf.device}; expected a dense one with values"
