@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Final
 
 import torch
 
+from ...errors import BackendError
+
 _T: Any = torch.Tensor
 
 
@@ -119,3 +121,28 @@ def name_of(function: Any) -> str:
         return str(name)
     owner = function.__self__  # `data` is a property of accel's own, which has no name
     return next((name for name, value in vars(_T).items() if value is owner), None) or str(owner.__name__)
+
+
+def refuse_second_derivatives() -> None:
+    """Of a backward whose graph would lack what other ranks, or gathered weights, have computed.
+
+    Raises:
+        BackendError: always.
+    """
+    raise BackendError(
+        "a backward with create_graph=True on a backend that divides the model: what it computes is not all here, so that it "
+        "cannot be differentiated; for gradient penalties choose a backend that keeps parameters whole"
+    )
+
+
+def refuse_other_tensor(name: str, library: str) -> None:
+    """Of a tensor in the place of a parameter that a library gathers: what it gathered would be computed with, not the tensor.
+
+    Raises:
+        BackendError: always.
+    """
+    raise BackendError(
+        f"another tensor in the place of the parameter {name!r}: {library} gathers the model's own parameters; for "
+        "torch.func.functional_call use a backend that keeps parameters whole, or compute with torch.nn.functional; to replace "
+        "a parameter, call raw = accel.teardown(model), and set it up again"
+    )

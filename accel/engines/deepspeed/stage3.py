@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...errors import BackendError
 from ...process import Process
 from ...process.control import Waiting, announce, is_lost
 from ...trees import walk
-from ..base.absent import plainly
+from ..base.absent import plainly, refuse_other_tensor
 from .files import stored
 from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
 from .overrides import Method
@@ -178,11 +177,7 @@ def waiting_dict(kind: type[Any], reveal: Callable[[Any], bool]) -> type[Any]:
 
     def put(parameters: Any, name: str, value: Any) -> None:
         if name in parameters and isinstance(value, torch.Tensor) and not hasattr(value, "ds_id"):
-            raise BackendError(
-                f"another tensor in the place of the parameter {name!r}: DeepSpeed stage 3 gathers the model's own parameters; "
-                "for torch.func.functional_call use stage 2, or compute with torch.nn.functional; to replace a parameter, call "
-                "raw = accel.teardown(model), and set it up again"
-            )
+            refuse_other_tensor(name, "DeepSpeed stage 3")
         OrderedDict.__setitem__(parameters, name, value)
 
     return type(kind.__name__, (kind,), {"__getitem__": get, "__setitem__": put})
@@ -240,6 +235,9 @@ class Stage3(Partitions):
 
     def start(self, config: dict[str, Any], device: torch.device) -> None:
         """Divide the model."""
+        for parameter in self.parameters:
+            if not parameter.is_contiguous():  # channels_last: the library sends a weight's memory
+                parameter.data = parameter.data.contiguous()
         super().start(config, device)
         self._note_versions()
         self._order_gathers()

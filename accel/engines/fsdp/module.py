@@ -28,6 +28,7 @@ from ...gradients.patches import around, divided_patches
 from ...process import Process
 from ...process.control import Waiting, announce
 from ...shard import Box
+from ..base.absent import refuse_other_tensor
 from . import plan
 from .mesh import Mesh
 from .standin import Gathered, GatheredPart
@@ -71,8 +72,12 @@ def watch(process: Process, group: Any, name: str, label: str) -> None:
     unshard, post_backward = group.unshard, group.post_backward
     gathering, reducing = (f"the {verb} of {name} ({label})" for verb in ("gathering", "reduction"))
     in_gather, in_reduce = Waiting(process, gathering), Waiting(process, reducing)
+    places = [(p._module_info.module._parameters, p._module_info.param_name, p) for p in group.fsdp_params]
 
     def gather(*args: Any, **kwargs: Any) -> Any:
+        for table, key, p in places:
+            if (found := table.get(key)) is not p.sharded_param and found is not p._unsharded_param:
+                refuse_other_tensor(p._param_fqn or key, "FSDP2")
         if group._all_gather_result is not None or group.is_unsharded:
             return unshard(*args, **kwargs)
         announce(process, gathering)

@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...errors import AccelError, BackendError
@@ -23,6 +22,7 @@ from ...process.control import agree, lost
 from ...process.packing import framed, to_bytes, to_tensor, unframed
 from ...process.transfer import Prints, refuse_other_values
 from ...trees import put_back
+from ..base.absent import refuse_second_derivatives
 from .checks import meet
 from .stages import Cut, Stage, flatten, pieces, put_together, without_hooks
 
@@ -241,17 +241,20 @@ class Pass:
                 tensors, form = flatten(put_together(outputs, self.where), "output")
         return Message([*tensors], form, self._failure)
 
-    def backward(self, grads: Sequence[torch.Tensor | None], retain: bool) -> list[torch.Tensor | None]:
+    def backward(self, grads: Sequence[torch.Tensor | None], retain: bool, twice: bool) -> list[torch.Tensor | None]:
         """Run the micro-batches back through this stage: the gradients of the batch and of the stage's parameters.
 
         Raises:
             AccelError: another rank has other gradients, or an error; or this one's own.
+            BackendError: it is to be differentiated itself (``twice``).
         """
         if self._used:
             raise BackendError("a second backward of one forward: use retain_graph=True in the first one")
         given = [grad is not None for grad in grads]
-        facts = {"retain_graph": retain, "which parts of the output have a gradient": given}
+        facts = {"retain_graph": retain, "create_graph": twice, "which parts of the output have a gradient": given}
         meet(f"the backward of {self.what}", facts, _SAME_LOSS)
+        if twice:  # a rank has the graph of its own stage alone
+            refuse_second_derivatives()
         seen = Prints([grad for grad in grads if grad is not None])
         self._error = self._failure = None
         channel = self.channel
@@ -370,10 +373,11 @@ class _Node(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         retain: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-        return None, None, None, None, *ctx.run.backward(grads, retain)
+        twice = torch.is_grad_enabled()  # create_graph=True
+        with torch.no_grad():
+            return None, None, None, None, *ctx.run.backward(grads, retain, twice)
 
 
 _node: Any = _Node.apply

@@ -35,6 +35,7 @@ REFUSED = {
     "regularised_by_parameters": "mixed torch.Tensor and DTensor",
     "gradients_assigned": "not have been used in the graph",
     "gradient_penalty": "create_graph",
+    "functional_call": "functional_call",
     "lbfgs": "LBFGS",
 }
 
