@@ -377,14 +377,8 @@ def _agree_on(plan: Plan) -> list[int]:
     facts = describe(plan) if plan.error is None else {}
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     seeds = _seeds(plan) if plan.error is None else []
-    mine = (
-        digest,
-        text_of_error(plan.error),
-        seeds,
-        registry.next_serial,
-        registry.loss_scale.state(),
-        registry.living(),
-    )
+    error = text_of_error(plan.error)
+    mine = digest, error, seeds, registry.next_serial, registry.loss_scale.state(), registry.living()
     values = agree("accel.setup", mine)
     plan.serial = max(serial for *_, serial, _, _ in values)
     registry.next_serial = plan.serial + (plan.engine is None)
