@@ -360,6 +360,25 @@ def test_weights_whose_memory_is_in_another_order_are_divided() -> None:
     run(2, strided)
 
 
+def inferred() -> None:
+    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+    plain = copy.deepcopy(net)
+    model, optimizer, _ = accel.setup(net, sgd(net), backend=DIVIDED)
+    for one, its in ((plain, sgd(plain)), (model, optimizer)):
+        for step in range(3):
+            its.zero_grad()
+            one(data(step)).pow(2).mean().backward()
+            its.step()
+            with torch.inference_mode():
+                one(data(step))
+    accel.teardown(model)
+    assert distance(net.state_dict(), plain.state_dict()) < 1e-6
+
+
+def test_training_goes_on_after_a_forward_in_inference_mode() -> None:
+    run(2, inferred)
+
+
 def shown(stage: int) -> None:
     raw = nn.Sequential(nn.EmbeddingBag(10, 5), nn.Linear(5, 2))
     plain = repr(nn.Sequential(nn.EmbeddingBag(10, 5), nn.Linear(5, 2)))

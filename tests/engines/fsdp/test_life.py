@@ -59,6 +59,16 @@ def patterns(option: str) -> dict[str, Any]:
     return found
 
 
+def chosen_elsewhere() -> None:
+    choices = [eval("lambda m: isinstance(m, nn.Sequential)") for _ in range(2)]
+    accel.setup(nn.Sequential(nn.Sequential(nn.Linear(2, 2))), backend=accel.FSDP(wrap=choices[accel.rank()]))
+    accel.teardown()
+
+
+def test_a_function_that_chooses_may_lie_elsewhere_on_each_rank() -> None:
+    run(2, chosen_elsewhere)
+
+
 @pytest.mark.parametrize("option", WRAPS)
 def test_patterns(option: str) -> None:
     for found in run(2, patterns, option, timeout=180):
