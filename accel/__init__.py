@@ -4,62 +4,76 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 from . import engines
-from .api import (
-    accumulate,
-    backward,
-    clip_grad_norm_,
-    data_parallel_place,
-    full_state_dict,
-    join,
-    mesh,
-    no_sync,
-    refresh_trainable,
-    setup,
-    shard_sequence,
-    teardown,
-    unwrap,
-    whole_sequences,
-)
-from .api.batches import largest_batch, split
-from .data import LoaderOptions, effective_batch_size, gather_for_metrics
-from .deferred import deferred_init
-from .errors import (
-    AccelError,
-    AlreadySetUpError,
-    BackendError,
-    CheckpointError,
-    DeviceError,
-    LaunchError,
-    LoaderError,
-    OptimizerError,
-    PrecisionError,
-    RankMismatchError,
-    SharedParametersError,
-    TimeoutError,
-)
-from .gradients.average import mean_loss
-from .handles import Handles
-from .launch import launch
-from .launch.pickling import check_picklable
-from .memory import memory_report, summary
-from .process import device, init, is_main, local_rank, print, rank, world_size
-from .process.collectives import all_gather, all_reduce, broadcast
-from .process.control import any_rank, barrier, main_first
-from .process.rng import rng_state, seed
+from .api import accumulate as accumulate
+from .api import backward as backward
+from .api import clip_grad_norm_ as clip_grad_norm_
+from .api import data_parallel_place as data_parallel_place
+from .api import full_state_dict as full_state_dict
+from .api import join as join
+from .api import mesh as mesh
+from .api import no_sync as no_sync
+from .api import refresh_trainable as refresh_trainable
+from .api import setup as setup
+from .api import shard_sequence as shard_sequence
+from .api import teardown as teardown
+from .api import unwrap as unwrap
+from .api import whole_sequences as whole_sequences
+from .api.batches import largest_batch as largest_batch
+from .api.batches import split as split
+from .data import LoaderOptions as LoaderOptions
+from .data import effective_batch_size as effective_batch_size
+from .data import gather_for_metrics as gather_for_metrics
+from .deferred import deferred_init as deferred_init
+from .errors import AccelError as AccelError
+from .errors import AlreadySetUpError as AlreadySetUpError
+from .errors import BackendError as BackendError
+from .errors import CheckpointError as CheckpointError
+from .errors import DeviceError as DeviceError
+from .errors import LaunchError as LaunchError
+from .errors import LoaderError as LoaderError
+from .errors import OptimizerError as OptimizerError
+from .errors import PrecisionError as PrecisionError
+from .errors import RankMismatchError as RankMismatchError
+from .errors import SharedParametersError as SharedParametersError
+from .errors import TimeoutError as TimeoutError
+from .gradients.average import mean_loss as mean_loss
+from .handles import Handles as Handles
+from .launch import launch as launch
+from .launch.pickling import check_picklable as check_picklable
+from .memory import memory_report as memory_report
+from .memory import summary as summary
+from .process import device as device
+from .process import init as init
+from .process import is_main as is_main
+from .process import local_rank as local_rank
+from .process import print as print
+from .process import rank as rank
+from .process import world_size as world_size
+from .process.collectives import all_gather as all_gather
+from .process.collectives import all_reduce as all_reduce
+from .process.collectives import broadcast as broadcast
+from .process.control import any_rank as any_rank
+from .process.control import barrier as barrier
+from .process.control import main_first as main_first
+from .process.rng import rng_state as rng_state
+from .process.rng import seed as seed
 
 if TYPE_CHECKING:
-    from .checkpoint import import_checkpoint, latest, link
-    from .checkpoint.export import export
-    from .checkpoint.load import load
-    from .checkpoint.save import save
-    from .checkpoint.verify import verify
+    from .checkpoint import import_checkpoint as import_checkpoint
+    from .checkpoint import latest as latest
+    from .checkpoint import link as link
+    from .checkpoint.export import export as export
+    from .checkpoint.load import load as load
+    from .checkpoint.save import save as save
+    from .checkpoint.verify import verify as verify
     from .engines._option_classes import *  # noqa: F403
 
 __version__ = "0.1.0"
 
 # What a loop may never ask for loads when it does, so that `import accel` stays light.
 _CHECKPOINTS: Final = ("export", "import_checkpoint", "latest", "link", "load", "save", "verify")
-
+#: With the names of the option classes, `__getattr__` makes the whole list of them: that imports all backends.
+_NAMES: Final = [n for n, v in globals().items() if getattr(v, "__module__", "").startswith("accel.")] + [*_CHECKPOINTS]
 
 if not TYPE_CHECKING:  # to a type checker any name would be there
 
@@ -78,71 +92,3 @@ if not TYPE_CHECKING:  # to a type checker any name would be there
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__getattr__("__all__")})
-
-
-__all__ = [
-    "AccelError",
-    "AlreadySetUpError",
-    "BackendError",
-    "CheckpointError",
-    "DeviceError",
-    "Handles",
-    "LaunchError",
-    "LoaderError",
-    "LoaderOptions",
-    "OptimizerError",
-    "PrecisionError",
-    "RankMismatchError",
-    "SharedParametersError",
-    "TimeoutError",
-    "accumulate",
-    "all_gather",
-    "all_reduce",
-    "any_rank",
-    "backward",
-    "barrier",
-    "broadcast",
-    "check_picklable",
-    "clip_grad_norm_",
-    "data_parallel_place",
-    "deferred_init",
-    "device",
-    "effective_batch_size",
-    "export",
-    "full_state_dict",
-    "gather_for_metrics",
-    "import_checkpoint",
-    "init",
-    "is_main",
-    "join",
-    "largest_batch",
-    "launch",
-    "latest",
-    "link",
-    "load",
-    "local_rank",
-    "main_first",
-    "mean_loss",
-    "memory_report",
-    "mesh",
-    "no_sync",
-    "print",
-    "rank",
-    "refresh_trainable",
-    "rng_state",
-    "save",
-    "seed",
-    "setup",
-    "shard_sequence",
-    "split",
-    "summary",
-    "teardown",
-    "unwrap",
-    "verify",
-    "whole_sequences",
-    "world_size",
-]
-# With the names of the option classes, `__getattr__` makes the whole list: that imports all backends.
-_NAMES: list[str] = __all__
-if not TYPE_CHECKING:
-    del __all__

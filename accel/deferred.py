@@ -59,11 +59,7 @@ def _without_memory(source: str | None, module: nn.Module, name: str, parameter:
 
 
 def weights_of(module: nn.Module) -> str | None:
-    """The directory that the values of a deferred module come from.
-
-    Raises:
-        BackendError: of some parameters it is another one, or none.
-    """
+    """The directory that the values of a deferred module come from; BackendError where there are several."""
     sources = {getattr(p, _MARK, (None, None))[1]: name for name, p in module.named_parameters() if p.is_meta}
     if len(sources) > 1:
         places = "; ".join(f"{name} from {source or 'reset_parameters()'}" for source, name in sources.items())
@@ -101,11 +97,7 @@ def borrowing(module: nn.Module) -> dict[int, set[str]]:
 
 
 def check_deferred(module: nn.Module) -> None:
-    """Refuse what would never get values.
-
-    Raises:
-        BackendError: names the parameters or buffers.
-    """
+    """Refuse (BackendError) parameters and buffers that would never get values."""
     if lost := [n for n, p in module.named_parameters() if hasattr(p, _LOST)]:
         raise BackendError(
             f"the setup that was to give values to {', '.join(lost[:5])} has failed, and they have none: build it again in "
@@ -185,11 +177,7 @@ def without_values(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def refuse_without_values(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuse parameters that ``reset_parameters`` left as they were.
-
-    Raises:
-        BackendError: names them.
-    """
+    """Refuse (BackendError) parameters that ``reset_parameters`` left as they were."""
     bare = [name for name, p in named if p.numel() and bool(p.isnan().all())]
     if bare:
         raise BackendError(

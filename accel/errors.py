@@ -67,6 +67,11 @@ def described(other: object) -> str:
     return f"{what or ('an' if name[0] in 'aeiou' else 'a')} {name}"
 
 
+def text_of_error(error: BaseException | None) -> str:
+    """An error as the ranks tell each other of it; empty where there is none."""
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
 # -- Paths that users name ---------------------------------------------------------------------------------------------
 
 #: Also as a Path has it, which makes one slash of two, and a chain of them: "simplecache::s3://bucket".
@@ -79,11 +84,7 @@ def is_url(path: str) -> bool:
 
 
 def refuse_url(path: str, error: type[AccelError]) -> str:
-    """The same path, unless it is a URL, of which the system would make a local directory named ``s3:``.
-
-    Raises:
-        AccelError: it is; of the kind ``error``.
-    """
+    """The same path; ``error`` where it is a URL, of which the system would make a local directory named ``s3:``."""
     if match := _URL.match(path):
         how = "mount the bucket, or copy what was written there"
         if match[1].lower() == "file":

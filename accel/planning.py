@@ -38,11 +38,7 @@ def are_scaled(optimizer: Optimizer) -> bool:
 
 
 def check(optimizer: Optimizer, replicas: int, path: str) -> None:
-    """Refuse learning rates that cannot be scaled for so many replicas.
-
-    Raises:
-        OptimizerError: names the group, which has none, or one that a scheduler has taken before, or for other replicas.
-    """
+    """Refuse (OptimizerError) learning rates that cannot be scaled for so many replicas, naming the group."""
     for number, group in enumerate(optimizer.param_groups):
         problem = ""
         if "lr" not in group:
@@ -159,7 +155,6 @@ def known_loader(loader: Any, options: LoaderOptions | None, place: LoaderPlace)
 
 
 def _made(loader: DataLoader[Any], place: LoaderPlace) -> tuple[LoaderHandle | None, LoaderOptions | None]:
-    """The handle that a loader has for ``place``, and its options."""
     made: tuple[LoaderHandle | None, LoaderOptions | None] = (HiddenAttribute.get(loader) or {}).get(
         place, (None, None)
     )
@@ -173,7 +168,6 @@ def options_of(loader: Any, asked: LoaderOptions | None, place: LoaderPlace) -> 
 
 
 def _check_live(engine: Engine, wanted: Wanted) -> None:
-    """Refuse another backend, precision or device than the live engine has."""
     backend, precision, devices = wanted
     asked = engines.resolve(backend)[1] if backend != "auto" else engine.options
     if asked != engine.options:
@@ -367,7 +361,6 @@ _ORDER: Final = "the order is accel.setup(model, optimizers, dataloaders)"
 
 
 def _instead_of_optimizer(other: object) -> str:
-    """What to write instead of something that is no optimizer."""
     if isinstance(other, type) and issubclass(other, Optimizer):
         return f"make one, {other.__name__}(model.parameters(), ...)"
     if isinstance(other, functools.partial):
@@ -384,7 +377,6 @@ def _instead_of_optimizer(other: object) -> str:
 
 
 def _instead_of_loader(other: object) -> str:
-    """What to write instead of something that is no dataloader."""
     if isinstance(other, type) and issubclass(other, DataLoader):
         return "make one, DataLoader(dataset, batch_size=...)"
     if isinstance(getattr(other, "optimizer", None), Optimizer):

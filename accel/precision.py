@@ -52,11 +52,7 @@ class Precision:
         self.float8 = name == "fp8-mixed"
 
     def check(self, module: nn.Module) -> None:
-        """Refuse trainable half-precision parameters where fp32 ones are promised.
-
-        Raises:
-            PrecisionError: names the parameters.
-        """
+        """Refuse (PrecisionError) trainable half-precision parameters where fp32 ones are promised."""
         if self.float8:
             _check_float8(module, self.device)
         if self.compute is None:
@@ -73,11 +69,7 @@ class Precision:
             )
 
     def check_optimizer(self, optimizer: Optimizer, path: str) -> None:
-        """Refuse an ``eps`` that is 0 in the dtype of the state: it stands where nothing may be divided by 0.
-
-        Raises:
-            PrecisionError: names it.
-        """
+        """Refuse (PrecisionError) an ``eps`` that is 0 in the dtype of the state, where nothing may be divided by 0."""
         for eps in (group.get("eps") for group in optimizer.param_groups):
             rounded = torch.tensor(eps, dtype=self.storage, device="cpu") if isinstance(eps, float) and eps else None
             if rounded is not None and not rounded:
@@ -87,11 +79,7 @@ class Precision:
                 )
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``fn`` in this precision.
-
-        Raises:
-            PrecisionError: ``fn`` gave a generator or coroutine, which would run outside this precision.
-        """
+        """Call ``fn`` in this precision; PrecisionError for a generator or coroutine, which would run outside of it."""
         if self.plain:
             return fn(*args, **kwargs)
         if self.storage is not None:
@@ -136,11 +124,9 @@ class LossScale:
         self._good_steps = 0
 
     def state(self) -> tuple[float, int]:
-        """The scale, and how many good steps it has had."""
         return self.value, self._good_steps
 
     def restore(self, value: float, good_steps: int) -> None:
-        """Go on from a ``state``."""
         self.value, self._good_steps = value, good_steps
 
     def backward(
@@ -192,7 +178,6 @@ def here(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The leaves that a backward from ``loss`` reaches."""
     waiting: list[Any] = [loss.grad_fn]
     seen: set[Any] = set()
     while waiting:

@@ -30,15 +30,7 @@ from .engines.base.step import prepare
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError, described
 from .gradients.clip import total_norm
 from .gradients.log import remove_hooks
-from .gradients.patches import (
-    BackwardListener,
-    Patch,
-    clip_patches,
-    compile_patch,
-    data_patch,
-    leaf_patch,
-    run_patches,
-)
+from .gradients.patches import BackwardListener, Patch, clip_patches, compile_patch, data_patch, leaf_patch, run_patches
 from .handles import UNPACK, Handles, HiddenAttribute, LoaderHandle, ModelHandle, OptimizerHandle, raw
 from .precision import Accumulator, LossScale, all_finite, here
 from .process.control import agree
@@ -75,7 +67,6 @@ class Registry:
         self._needed: weakref.WeakKeyDictionary[Engine, list[Patch]] = weakref.WeakKeyDictionary()
 
     def add(self, engine: Engine) -> None:
-        """Make ``engine`` the one engine of its module."""
         HiddenAttribute.put(engine.module, engine)
         self.engines.add(engine)
         self._find_listeners()
@@ -102,7 +93,6 @@ class Registry:
         weakref.finalize(engine, self._prune).atexit = False
 
     def _patches(self, engine: Engine) -> list[Patch]:
-        """What this engine needs to hear of."""
         needed = [self._compiling, *(self._clipping if engine.gradients.watched else ())]
         if engine.gradients.watched and engine.distributed:
             needed += self._runs
@@ -113,7 +103,6 @@ class Registry:
         return needed + (engine.sequence.patches if engine.sequence is not None else [])
 
     def remove(self, engine: Engine) -> None:
-        """Forget an engine that was torn down."""
         HiddenAttribute.clear(engine.module)
         self.ended.add(engine.serial)
         self.engines.discard(engine)
@@ -142,7 +131,6 @@ class Registry:
 
     @property
     def scales(self) -> bool:
-        """Whether losses are scaled."""
         return bool(self.scaled) or any(e.precision.scaled and not e.distributed for e in self.engines)
 
     def living(self) -> tuple[bool, list[int]]:
@@ -183,23 +171,17 @@ class Registry:
 
     @staticmethod
     def engine(module: nn.Module) -> Engine | None:
-        """The engine of a raw module."""
         engine: Engine | None = HiddenAttribute.get(module)
         return engine
 
     @staticmethod
     def optimizer_handle(optimizer: Optimizer) -> OptimizerHandle | None:
-        """The live handle of a raw optimizer."""
         reference: weakref.ref[OptimizerHandle] | None = HiddenAttribute.get(optimizer)
         return None if reference is None else reference()
 
     @staticmethod
     def of_handle(model: object) -> Engine:
-        """The live engine behind a handle, its raw module, or its compile wrapper.
-
-        Raises:
-            AccelError: there is none.
-        """
+        """The live engine behind a handle, its raw module, or its compile wrapper; AccelError without one."""
         module, _ = resolve_module(model)
         engine = Registry.engine(module)
         if engine is None:
@@ -209,12 +191,7 @@ class Registry:
     # -- refusals -------------------------------------------------------------------------------------------------
 
     def check_new(self, module: nn.Module) -> None:
-        """Refuse a module that another engine, or another library, already drives.
-
-        Raises:
-            SharedParametersError: names the shared parameters.
-            BackendError: a wrapper of another library, or a parameter that one has divided, by name.
-        """
+        """Refuse a module whose parameters another engine drives, or that another library has wrapped or divided."""
         for name, child in _walk(module):
             foreign = FOREIGN.intersection(f"{c.__module__}.{c.__qualname__}" for c in type(child).__mro__)
             if foreign:
@@ -253,7 +230,6 @@ class Registry:
             engine.gradients.buffers.registered()
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer that was never given to ``setup`` must not step with unfinished gradients either."""
         slot = optimizer.__dict__.get(HiddenAttribute.KEY)  # every step comes here: no call
         if slot is not None and slot.owner_id == id(optimizer):
             return
@@ -298,7 +274,6 @@ class Registry:
         return [holder for engine, own in hiding if own for holder in engine.gradients.behind(own)]
 
     def _refuse_hidden(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Torch's function was given gradients, which these keep elsewhere than in ``p.grad``."""
         for engine in [e for e in self.engines if e.gradients.hidden()]:
             if any(id(p) in engine.known for p in parameters):
                 raise BackendError(
@@ -307,7 +282,6 @@ class Registry:
                 )
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in the graph that a parameter of a live engine stands for."""
         for engine in self.engines:
             if id(tensor) in engine.known:
                 return engine.gradients.leaf(tensor)
@@ -400,8 +374,7 @@ def _first_names(module: nn.Module) -> str:
 def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:
     """The raw module behind what a user holds, and what a forward should call (its compile wrapper, if any).
 
-    Raises:
-        AccelError: not a module, or the handle of an ended engine.
+    AccelError for what is no module, and for the handle of an ended engine.
     """
     if type(model) is ModelHandle:
         if object.__getattribute__(model, "_accel_engine") is None:

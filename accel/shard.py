@@ -1,23 +1,113 @@
-"""Where the state of models and optimizers lies on this rank: what a checkpoint writes, and what it fills."""
+"""Where parts of tensors lie, and the state of models and optimizers on this rank: what a checkpoint writes, and fills."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any, Final
+from itertools import chain, pairwise, product
+from operator import itemgetter
+from typing import Any, Final, final
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from .boxes import Box
 from .errors import CheckpointError
 from .trees import map_tensors
 
 _EXTRA: Final = "_extra_state"
+
+# -- boxes in tensors, and the grids that they make: where parts of a tensor lie that is cut along several dimensions --
+
+#: (begin, end) in each dimension; () is all of a tensor.
+Box = tuple[tuple[int, int], ...]
+#: Where each dimension of a tensor is cut, increasing; () is nowhere.
+Cuts = tuple[tuple[int, ...], ...]
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    """Its sizes."""
+    return tuple(end - begin for begin, end in box)
+
+
+def in_box(box: Box, other: Box) -> tuple[slice, ...]:
+    """What two boxes have in common, as it is indexed in the other one."""
+    return tuple(slice(max(a, c) - c, min(b, d) - c) for (a, b), (c, d) in zip(box, other, strict=True))
+
+
+def divided(box: Box, start: int, stop: int) -> Iterator[Box]:
+    """Elements ``start`` to ``stop`` of a box in row-major order, as few boxes, in order."""
+    if not box and start < stop:
+        yield box
+        return
+    while start < stop:
+        row = math.prod(shape_of(box[1:]))
+        line, within = divmod(start, row)
+        rows = 0 if within else (stop - start) // row
+        count = rows * row or min(stop - start, row - within)
+        side = box[0][0] + line, box[0][0] + line + max(rows, 1)
+        yield from ((side, *rest) for rest in ([box[1:]] if rows else divided(box[1:], within, within + count)))
+        start += count
+
+
+@final
+class Grid:
+    """A tensor that is cut into blocks, at the same places everywhere.
+
+    Its line is all elements: block after block in row-major order, and so within each; of a tensor that is not cut, as they are.
+    """
+
+    def __init__(self, shape: tuple[int, ...], cuts: Cuts = ()) -> None:
+        self.shape, self.cuts = shape, cuts
+        self.whole: Box = tuple((0, n) for n in shape)
+        self._sides = [list(pairwise((0, *at, n))) for n, at in zip(shape, cuts or [()] * len(shape), strict=True)]
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...], boxes: Collection[Box]) -> Grid:
+        """That of a tensor's parts; CheckpointError where they overlap, leave a hole, or are no grid."""
+        if not any(boxes):
+            return cls(shape)
+        found = {box or cls(shape).whole for box in boxes}
+        grid = cls(shape, tuple(tuple(sorted({box[d][0] for box in found} - {0})) for d in range(len(shape))))
+        if len(found) != math.prod(map(len, grid._sides)) or found != set(grid.blocks(grid.whole)):
+            raise CheckpointError(f"the parts of {name} {list(shape)} overlap or leave a hole: {sorted(found)[:4]}")
+        return grid
+
+    def first(self, block: Box) -> int:
+        """The first element of a block on the line."""
+        sides = enumerate(block)
+        return sum(math.prod(shape_of(block[:d])) * begin * math.prod(self.shape[d + 1 :]) for d, (begin, _) in sides)
+
+    def block(self, element: int) -> Box:
+        """The block that an element of the line is in."""
+        block: Box = ()
+        for d, sides in enumerate(self._sides):
+            row = math.prod(shape_of(block)) * math.prod(self.shape[d + 1 :])
+            side = sides[bisect_right(sides, element // row, key=itemgetter(0)) - 1]
+            block, element = (*block, side), element - side[0] * row
+        return block
+
+    def blocks(self, box: Box) -> Iterator[Box]:
+        """Those that have something of a box."""
+        sides = zip(self._sides, box, strict=True)
+        return product(*([side for side in own if side[0] < end and begin < side[1]] for own, (begin, end) in sides))
+
+    def put(self, values: torch.Tensor, start: int, whole: torch.Tensor) -> None:
+        """Copy elements of the line, from ``start`` on, to where they belong in the tensor."""
+        at = 0
+        while at < len(values):
+            block = self.block(start + at)
+            within = start + at - self.first(block)
+            for box in divided(block, within, min(within + len(values) - at, math.prod(shape_of(block)))):
+                part = whole[tuple(slice(*side) for side in box)]
+                part.copy_(values[at : at + part.numel()].view(part.shape))
+                at += part.numel()
+
+
+# -- what lies on this rank --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +143,6 @@ class Shard:
             object.__setattr__(self, "box", ())
 
     def fill(self, whole: torch.Tensor) -> None:
-        """Take the range from the whole tensor."""
         box = whole.detach()[tuple(slice(*side) for side in self.box)]
         own = box.reshape(-1)[self.start : self.start + self.tensor.numel()]
         self.tensor.copy_(own.view(self.tensor.shape))
@@ -99,13 +188,9 @@ def tensor_names(module: nn.Module) -> dict[int, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """An optimizer's state of one parameter, as far as this rank keeps it.
+    """An optimizer's state of one parameter, as far as this rank keeps it: by key, empty where there is none yet.
 
-    Args:
-        name: of the parameter.
-        shape: of the whole parameter.
-        parameter: what the state is of on this rank: the parameter, or a part of it.
-        state: by key; empty where there is none yet.
+    ``name`` and ``shape`` are the whole parameter's, ``parameter`` is it, or the part of it that lies on this rank.
     """
 
     name: str
@@ -117,8 +202,7 @@ class StateEntry:
 def module_shards(module: nn.Module, make: Callable[[str, torch.Tensor], Shard | None]) -> list[Shard]:
     """Parameters and persistent buffers under the names of ``state_dict``; what is tied has the first of its names.
 
-    Raises:
-        CheckpointError: ``state_dict`` makes entries of its own, which could not be filled in place.
+    CheckpointError where ``state_dict`` makes entries of its own, which could not be filled in place.
     """
     found: dict[int, tuple[str, torch.Tensor]] = {}
     own = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
@@ -183,16 +267,12 @@ class Raw:
 
     @property
     def parameter_names(self) -> Mapping[int, str]:
-        """Names by the identity of what the optimizers' groups hold."""
         return self._parameter_names
 
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
         """What lies here of the tensor that is found here under a name; None where nothing does. Local, without a copy.
 
-        Args:
-            name: of a parameter or buffer.
-            tensor: the parameter or buffer, or of its optimizer's state, or its gradient.
-            key: of the state, or "grad"; empty for the parameter or buffer.
+        ``tensor`` is a parameter or buffer, or of an optimizer's state of it under ``key``, or its gradient ("grad").
         """
         return whole(f"{name}/{key}" if key else name, tensor)
 
@@ -211,15 +291,13 @@ class Raw:
         return True
 
     def groups(self, optimizer: Optimizer) -> dict[str, Mapping[str, Any]]:
-        """The group of each parameter, by name."""
         names = self.parameter_names
         return {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
         """The tensors that lie on this rank, at full precision (a master copy where there is one). Local, without a copy.
 
-        Raises:
-            CheckpointError: there is something that could not be found again.
+        CheckpointError where there is something that could not be found again.
         """
         if optimizer is None:
             return module_shards(self.module, self.part)

@@ -18,15 +18,8 @@ T = TypeVar("T")
 def map_tensors(fn: Callable[[Tensor], Any], tree: T, *, others: bool = False) -> T:
     """The same nested dicts, lists, tuples, namedtuples and dataclasses with ``fn`` of each tensor.
 
-    Containers in which nothing changed are returned themselves; the others are copied.
-
-    Args:
-        fn: Called with each tensor.
-        tree: The nested containers, or one tensor.
-        others: Keeps leaves that are no tensors; else they are refused.
-
-    Raises:
-        AccelError: a leaf is no tensor; named by its path, as ``data["a"][1]``.
+    Containers in which nothing changed are returned themselves; the others are copied. Leaves that are no tensors stay with
+    ``others``; else they are refused (AccelError) by their paths, as ``data["a"][1]``.
     """
 
     def visit(path: str, leaf: Any) -> Any:
@@ -83,11 +76,7 @@ def walk(
 ) -> T:
     """The tree with ``visit(path, leaf)`` in each leaf's place; a container inside of itself is a leaf there.
 
-    Args:
-        visit: gives what takes a leaf's place.
-        tree: the nested containers, or one leaf.
-        path: what the paths begin with.
-        is_leaf: tells of a container that it is a leaf all the same.
+    Paths begin with ``path``. ``is_leaf`` tells of a container that it is a leaf all the same.
     """
     same: T = _walk(visit, tree, path, is_leaf, set())
     return same
@@ -120,7 +109,6 @@ def _walk(
 
 
 def _rebuild(tree: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
-    """A container like ``tree`` with other values."""
     if isinstance(tree, tuple):
         if type(tree) is tuple or hasattr(tree, "n_fields"):  # what torch and C return knows no other way
             return type(tree)(values)

@@ -22,7 +22,7 @@ from ..deferred import materialize, weights_of, without_setup
 from ..engines import Context, Engine, Options
 from ..engines.base.activations import checkpointed
 from ..engines.base.sequence import prepared
-from ..errors import AccelError, BackendError, LoaderError, PrecisionError, RankMismatchError
+from ..errors import AccelError, BackendError, LoaderError, PrecisionError, RankMismatchError, text_of_error
 from ..handles import Dataloaders, Handles, HiddenAttribute, Model, ModelHandle, Optimizers, engine_behind, raw
 from ..planning import Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
 from ..precision import convert_linears, convert_module, convert_optimizer
@@ -265,15 +265,14 @@ def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
 @contextlib.contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
     """Context: a model with ``sequence_parallel`` is given whole sequences, as in ``generate``; each rank computes by itself."""
-    sequence = registry.of_handle(model).sequence
-    before = sequence is not None and sequence.whole
-    if sequence is not None:
-        sequence.whole = True
+    if (sequence := registry.of_handle(model).sequence) is None:
+        yield
+        return
+    before, sequence.whole = sequence.whole, True
     try:
         yield
     finally:
-        if sequence is not None:
-            sequence.whole = before
+        sequence.whole = before
 
 
 def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -378,7 +377,8 @@ def _agree_on(plan: Plan) -> list[int]:
     facts = describe(plan) if plan.error is None else {}
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     seeds = _seeds(plan) if plan.error is None else []
-    mine = digest, _text(plan.error), seeds, registry.next_serial, registry.loss_scale.state(), registry.living()
+    error = text_of_error(plan.error)
+    mine = digest, error, seeds, registry.next_serial, registry.loss_scale.state(), registry.living()
     values = agree("accel.setup", mine)
     plan.serial = max(serial for *_, serial, _, _ in values)
     registry.next_serial = plan.serial + (plan.engine is None)
@@ -394,17 +394,12 @@ def _agree_on(plan: Plan) -> list[int]:
 
 
 def _seeds(plan: Plan) -> list[int]:
-    """A seed for each dataloader, which nothing decides but the call and the program's seed."""
     place = place_for(plan.engine_type, plan.options, current())
     loaders: list[Any] = []
     map_leaves(lambda loader, path: loaders.append(loader), plan.dataloaders, "dataloaders")
     asked = [options_of(loader, plan.loader_options, place).seed for loader in loaders]
     raw = map(data.raw_loader, loaders)
     return [data.loader_seed(loader, seed, i) for i, (loader, seed) in enumerate(zip(raw, asked, strict=True))]
-
-
-def _text(error: BaseException | None) -> str:
-    return "" if error is None else f"{type(error).__name__}: {error}"
 
 
 def _difference(everyone: list[dict[str, str]]) -> str:
@@ -424,10 +419,8 @@ def execute(plan: Plan) -> Handles[Any, Any, Any]:
     seeds = enumerate(_agree_on(plan))
     process = current()
     engine = None if plan.modelless else _engine(plan, process)
-    place, serial = (
-        place_for(plan.engine_type, plan.options, process),
-        planning.MODELLESS if engine is None else engine.serial,
-    )
+    place = place_for(plan.engine_type, plan.options, process)
+    serial = planning.MODELLESS if engine is None else engine.serial
     handles = Handles(
         None if engine is None else engine.handle,
         map_leaves(lambda o, path: known_optimizer(o, engine) if engine else None, plan.optimizers, "optimizers"),
@@ -453,7 +446,7 @@ def _engine(plan: Plan, process: Process) -> Engine:
             engine = _build(plan, process, undo)
         except Exception as caught:
             error = caught
-        raise_together("accel.setup", error, agree("accel.setup (building)", _text(error)))
+        raise_together("accel.setup", error, agree("accel.setup (building)", text_of_error(error)))
         if plan.engine is None or plan.new_optimizers:
             with Waiting(process, "accel.setup"):
                 engine.start(plan.new_optimizers)
@@ -550,10 +543,8 @@ def end_all(since: int = 0, interrupted: str = "") -> None:
     """End every engine, of serial ``since`` or higher: those that live on all ranks together, in order, any other one by itself.
 
     What lives on a rank is up to its garbage collector, and to what its program still holds. Collective where an engine
-    had parts of a model on several ranks, since the last such end.
-
-    Raises:
-        AccelError: the engines do not end well; on every rank where it is collective.
+    had parts of a model on several ranks, since the last such end. An engine's error comes once all have ended; on every rank
+    where it is collective.
     """
     registry.sweep()
     engines = [engine for engine in registry.in_order() if engine.serial >= since]
@@ -572,7 +563,7 @@ def end_all(since: int = 0, interrupted: str = "") -> None:
     for serials in (registry.divided, registry.scaled):
         serials.difference_update([serial for serial in serials if serial >= since])
     if together and running() is not None:
-        raise_together("accel.teardown", problem, agree("accel.teardown (the end)", _text(problem)))
+        raise_together("accel.teardown", problem, agree("accel.teardown (the end)", text_of_error(problem)))
     if problem is not None:
         raise problem
 

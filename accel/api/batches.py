@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import logging
-import os
 import traceback
 import weakref
 from collections.abc import Callable
@@ -17,13 +15,15 @@ import torch
 from torch.optim import Optimizer
 
 from .. import data, process
+from ..data.sampling import Division
+from ..data.streams import fingerprint
 from ..engines.base.step import Stepper
-from ..errors import AccelError, RankMismatchError
+from ..errors import AccelError, RankMismatchError, text_of_error
 from ..handles import HiddenAttribute
 from ..planning import place_of
 from ..process.control import agree, is_lost, locked, raise_together
-from ..process.prints import Prints, other_values
 from ..process.rng import rng_state
+from ..process.transfer import Prints, other_values
 from ..registry import registry
 from ..trees import walk
 from . import end_all
@@ -66,7 +66,8 @@ def split(items: T, pad: bool = False) -> T:
     places = _places()
     if len(places) > 1:
         problems.append(f"the models that are set up have the data-parallel places {places}: cut by hand")
-    tensors, words = _contents(items) if process.world_size() > 1 else ([], "")
+    tensors: list[torch.Tensor] = []
+    words = fingerprint(items, tensors) if process.world_size() > 1 else None
     answers = agree("accel.split", (problems[:1], (lengths, pad, words), Prints(tensors).read()))
     for number, ((problem, *_), *_) in ((n, theirs) for n, theirs in enumerate(answers) if theirs[0]):
         raise AccelError(f"split on rank {number}: {problem}")
@@ -76,49 +77,14 @@ def split(items: T, pad: bool = False) -> T:
             "split: the ranks have other items: every rank gives all of them, in one order (sorted)"
         )
     ((rank, world),) = places
-    whole = next(iter(lengths.values()), 0)
-    size, more = divmod(whole, world)
-    first, end = rank * size + min(rank, more), (rank + 1) * size + min(rank + 1, more)
-    if pad:
-        size = -(-whole // world)
-        first, end = rank * size, (rank + 1) * size
-    return walk(lambda path, leaf: _part(leaf, first, end, pad), items, "items", _has_parts)
+    division = Division(rank=rank, world=world, batch=0, even=pad, drop_last=False)
+    first, size, _ = division.share(next(iter(lengths.values()), 0))
+    return walk(lambda path, leaf: _part(leaf, first, first + size, pad), items, "items", _has_parts)
 
 
 def _has_parts(leaf: Any) -> bool:
-    array = isinstance(leaf, torch.Tensor) or _is_array(leaf)
+    array = isinstance(leaf, torch.Tensor) or type(leaf).__module__ == "numpy"
     return bool(leaf.shape) if array else isinstance(leaf, list | tuple | range) and not hasattr(leaf, "_fields")
-
-
-def _contents(items: Any) -> tuple[list[torch.Tensor], str]:
-    """The tensors in items, and a digest of what else says what they are."""
-    tensors: list[torch.Tensor] = []
-    words = hashlib.sha256()
-
-    def note(path: str, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            words.update(f"{path} {leaf.dtype} {tuple(leaf.shape)}".encode())
-            if leaf.layout is torch.strided and not (leaf.is_meta or leaf.is_quantized or leaf.is_nested):
-                tensors.append(leaf)
-        elif isinstance(leaf, list | tuple | str | bytes | float | int | range | os.PathLike):
-            words.update(f"{path} {leaf!r}".encode())
-        elif _is_array(leaf):
-            words.update(leaf.tobytes() if not leaf.dtype.hasobject else b"")
-        else:
-            words.update(f"{path} {type(leaf).__qualname__}".encode())
-        return leaf
-
-    walk(note, items, "items", _is_plain)
-    return tensors, words.hexdigest()
-
-
-def _is_plain(tree: Any) -> bool:
-    """A list that its text tells whole."""
-    return isinstance(tree, list | tuple) and all(isinstance(item, str | float | int | os.PathLike) for item in tree)
-
-
-def _is_array(leaf: Any) -> bool:
-    return type(leaf).__module__ == "numpy"
 
 
 def _places() -> list[tuple[int, int]]:
@@ -197,7 +163,7 @@ def _attempt(fn: Callable[[int], T], size: int, put_back: Callable[[], list[data
             result = fn(size)
         except Exception as caught:
             error, step = caught, _in_step(caught)
-        kind, text = _kind_of(error), "" if error is None else f"{type(error).__name__}: {error}"
+        kind, text = _kind_of(error), text_of_error(error)
         answers = _meet(f"accel.largest_batch({size})", (kind, text))
         worst = max(theirs for theirs, _ in answers)
         for state in put_back() if worst != _WELL else ():
@@ -252,9 +218,7 @@ def _meet(what: str, mine: tuple[int, str]) -> list[tuple[int, str]]:
 def _clean_up(since: int, about: int | None, cut: weakref.ref[Optimizer] | None) -> None:
     """Tear down what was set up since, and make the rest ready to go on. Collective.
 
-    Args:
-        about: the serial of the engine that was about to step.
-        cut: the optimizer that was in its step.
+    ``about`` is the serial of the engine that was about to step, ``cut`` the optimizer that was in its step.
     """
     gc.collect()
     inside = None if cut is None else cut()

@@ -21,9 +21,9 @@ from typing import Any, Final
 
 import torch
 
-from ..boxes import Box, Cuts, Grid, shape_of
 from ..errors import CheckpointError
 from ..process.transfer import is_remote, on_host
+from ..shard import Box, Cuts, Grid, shape_of
 from .objects import LocalRange
 from .safetensors import ITEM_BYTES, NAMES, Entry, from_bytes, memory
 from .shards import WriteItem, checksum, checksum_of, pieces

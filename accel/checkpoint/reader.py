@@ -13,11 +13,10 @@ from typing import Any, Final, TypeVar, final
 
 import torch
 
-from ..boxes import Grid, divided, in_box, shape_of
 from ..errors import CheckpointError, is_url
 from ..process import running
 from ..process.transfer import begun, finish, host_memory, is_remote
-from ..shard import Shard
+from ..shard import Grid, Shard, divided, in_box, shape_of
 from .layout import entry_of
 from .record import NAME, Record, Stored
 from .safetensors import BY_NAME, CHUNK, ITEM_BYTES, Entry, Header, chunks_of, is_lazy, memory, parse_header

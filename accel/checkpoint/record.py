@@ -14,8 +14,8 @@ from itertools import accumulate, chain, islice, pairwise
 from operator import itemgetter
 from typing import Any, Final
 
-from ..boxes import Cuts
 from ..errors import CheckpointError
+from ..shard import Cuts
 from .layout import Part
 from .safetensors import BY_NAME, CHUNK, DIGITS, ITEM_BYTES, MAX_DIMS, no_duplicates
 from .shards import Written, checksum, checksum_of

@@ -27,8 +27,7 @@ from torch.optim import Optimizer
 from ..engines import ENGINES, resolve
 from ..errors import AccelError, LaunchError
 from ..memory import memory_report
-from ..process.devices import available
-from ..process.environments import detect
+from ..process.environments import available, detect
 from . import Command, whole_number
 
 # -- env ---------------------------------------------------------------------------------------------------------------

@@ -1,54 +1,39 @@
 """Dataloaders: each rank gets its part of every epoch, on its device, and the position can be saved.
 
-__init__ (the handle, and its iterations) > accumulation (groups of batches) > transfer (to the device) > streams > dispatch (by
-rank 0) > readers (what stands in the loader, and which loaders there can be) > sampling (who gets what, in which order)
+__init__ (the handle) > iteration (one epoch, and groups of its batches) > streams > dispatch (by rank 0) > readers (what
+stands in the loader, and which loaders there can be) > sampling (who gets what, in which order)
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import weakref
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple, NoReturn, TypeVar, final
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final, NoReturn, TypeVar, final
 
 import torch
-import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import LoaderError, RankMismatchError
-from ..process import ended, rank, running, world_size
-from ..process.collectives import all_gather
+from ..process import rank, world_size
+from ..process.collectives import all_gather, walked
 from ..process.control import agree, locked, raise_together
-from ..process.prints import Prints, Read, other_values
 from ..process.rng import Generators, from_plain, to_plain
-from ..process.transfer import Transfer
-from ..trees import walk
-from .accumulation import Accumulation as Accumulation
-from .readers import (
-    WHOLE,
-    EpochReader,
-    Kept,
-    Position,
-    SamplerReader,
-    Start,
-    UndividedReader,
-    keeps_alone,
-    length_of,
-    shape_of,
-    too_short,
-)
+from ..process.transfer import Prints, Read, other_values
+from .iteration import Accumulation as Accumulation
+from .iteration import Iteration, latest, states
+from .iteration import LoaderState as LoaderState
+from .iteration import remember as remember
+from .readers import WHOLE, Kept, Start, keeps_alone, length_of, too_short
 from .readers import LoaderOptions as LoaderOptions
 from .readers import LoaderPlace as LoaderPlace
 from .readers import check as check
 from .readers import check_options as check_options
 from .readers import describe as describe
-from .sampling import Division, mix, own_generators
 from .sampling import loader_seed as loader_seed
-from .streams import StreamComparisons, StreamReader
+from .sampling import own_generators
+from .streams import StreamComparisons, fingerprint
 
 T = TypeVar("T")
 
@@ -64,14 +49,9 @@ def distribute(
 ) -> LoaderHandle:
     """The handle of a loader, which itself stays as it is, on one rank; it ends with the process of ``place``. Local.
 
-    Args:
-        seed: decides the order of every epoch; the same on all ranks, and another for each loader, since loaders of
-            one length and one seed are shuffled alike.
-        in_place: orders are drawn from the program's generators instead, as raw PyTorch draws them.
-        name: of this loader among all of the process, the same on all ranks.
-
-    Raises:
-        LoaderError: as ``check``.
+    ``seed`` decides the order of every epoch, the same on all ranks, and another for each loader, since loaders of one length
+    and one seed are shuffled alike; ``in_place`` draws orders from the program's generators instead, as raw PyTorch does.
+    ``name`` is that of no other loader of the process, the same on all ranks. LoaderError as in ``check``.
     """
     check(loader, options, place.world)
     if keeps_alone(loader):
@@ -84,294 +64,8 @@ def distribute(
     loaded = getattr(loader, "next_iter_state", None)  # what torchdata calls a state that was loaded and not begun
     state = LoaderState(raw=loader, options=options, place=place, comparisons=comparisons, own=loaded)
     state.begin_anew(seed, in_place)
-    _states.add(state)
+    states.add(state)
     return LoaderHandle(state)
-
-
-# -- One iteration -----------------------------------------------------------------------------------------------------
-
-
-@final
-@dataclass(eq=False, kw_only=True)
-class LoaderState:
-    """What a handle knows: the raw loader, this rank's place, the epoch that comes next, and who iterates."""
-
-    raw: DataLoader[Any]
-    options: LoaderOptions
-    place: LoaderPlace
-    #: Decides the orders of all epochs, unless they are drawn in place.
-    seed: int = 0
-    #: Orders are drawn from the program's generators, as in raw PyTorch.
-    in_place: bool = False
-    #: Where the next iteration starts, and the epoch after that.
-    start: Start = field(init=False)
-    following: int = 1
-    batches: int = 0
-    kept: Kept | None = None
-    live: weakref.WeakSet[Iteration] = field(default_factory=weakref.WeakSet)
-    #: The copy whose workers outlive an epoch, and the iteration that has it.
-    persistent: tuple[DataLoader[Any], EpochReader] | None = None
-    holder: weakref.ref[Iteration] | None = None
-    #: The serials of the engines that it was set up with.
-    engines: set[int] = field(default_factory=set)
-    #: What the ranks tell each other of what they read.
-    comparisons: StreamComparisons | None = None
-    #: What a loader that keeps its own position said at the end of its last epoch.
-    own: Any = None
-    #: Ends what a group of ``accumulate`` began and may not have ended.
-    release: Callable[[], None] = lambda: None
-
-    def fresh(self, epoch: int) -> Start:
-        """The start of a whole epoch."""
-        return Start(epoch, None if self.in_place else self.seed)
-
-    @property
-    def part(self) -> list[int]:
-        """Whose position a state is: this rank's of so many where each reads by itself, else that of all, which is empty."""
-        return [] if self.options.shard else list(self.place[:2])
-
-    def begin_anew(self, seed: int, in_place: bool) -> None:
-        """As just set up."""
-        self.seed, self.in_place = seed, in_place or not self.options.shard
-        self.start, self.following = self.fresh(0), 1
-        self.live.clear()
-
-    def reader(self) -> EpochReader:
-        shard, shape = self.options.shard, shape_of(self.raw)
-        if not shard and not _followed(self.raw):
-            return UndividedReader(self.raw)
-        division = Division(
-            rank=self.place.rank if shard else 0,
-            world=self.place.world if shard else 1,
-            batch=shape.batch // (self.place.world if self.options.split_batches else 1),
-            even=self.options.even_batches,
-            drop_last=shape.drop_last,
-        )
-        if isinstance(self.raw.dataset, IterableDataset):
-            process = self.place.process
-            several = self.options.dispatch and process is not None and process.place.world_size > 1
-            return StreamReader(self.raw, shape, division, process if several else None)
-        return SamplerReader(self.raw, division)
-
-    def prepare(self, iteration: Iteration) -> tuple[DataLoader[Any], EpochReader]:
-        """A copy of the loader and the reader in it; the persistent copy, unless another iteration still reads from it."""
-        persists = self.raw.persistent_workers and self.raw.num_workers > 0
-        holder = None if self.holder is None else self.holder()
-        free = persists and (holder is None or holder is iteration or holder.finished)
-        if free:
-            self.holder = weakref.ref(iteration)
-            if self.persistent is not None:
-                return self.persistent
-        reader = self.reader()
-        if reader.keeps:  # a copy would keep it to itself
-            self.holder = weakref.ref(iteration)
-            return self.raw, reader
-        loader = copy.copy(self.raw)
-        vars(loader).update(_iterator=None, persistent_workers=free)
-        reader.install(loader)
-        if free:
-            self.persistent = loader, reader
-        return loader, reader
-
-    def current(self) -> Iteration | None:
-        """The iteration that gave the last batch, of those that may still give one."""
-        running = [iteration for iteration in self.live if not iteration.finished]
-        return max(running, key=lambda iteration: iteration.last, default=None)
-
-
-#: Of all handles that live.
-_states: weakref.WeakSet[LoaderState] = weakref.WeakSet()
-
-
-def remember() -> Callable[[], list[LoaderState]]:
-    """Where all handles stand. What is returned puts them back there, on all ranks together, and tells which came since."""
-    names = ("seed", "in_place", "start", "following", "batches", "kept", "own")
-    then = {state: {name: getattr(state, name) for name in names} for state in _states}
-    live = {state: list(state.live) for state in then}
-    generators = {state: Generators(own_generators(state.raw)) for state in then}
-    drawn = {state: own.states() for state, own in generators.items()}
-    last = latest.kept, latest.replica
-
-    def put_back() -> list[LoaderState]:
-        for state, values in then.items():
-            vars(state).update(values, live=weakref.WeakSet(live[state]))
-            generators[state].put(drawn[state])
-            if state.comparisons is not None:
-                state.comparisons.begin_anew()
-        latest.kept, latest.replica = last
-        return [state for state in _states if state not in then]
-
-    return put_back
-
-
-def _followed(loader: DataLoader[Any]) -> bool:
-    """Whether a loader reads one batch after the other, from its sampler or its dataset."""
-    plain = type(loader).__iter__ is DataLoader.__iter__ and (loader.in_order or not loader.num_workers)
-    return plain and not isinstance(loader.dataset, torch_data.IterDataPipe | torch_data.MapDataPipe)
-
-
-@final
-class Latest:
-    """What is kept of the last batch that any handle gave, and the replica of the model that it was for; None before."""
-
-    kept: Kept | None = None
-    replica: tuple[int, int] | None = None
-
-
-latest = Latest()
-
-
-class Ahead(NamedTuple):
-    """An item of the loader that was read before the loop asked, or the error in its place."""
-
-    item: Any
-    error: Exception | None = None
-    #: The position before it that the loader keeps, if it does.
-    own: Any = None
-
-
-@final
-class Iteration:
-    """One iterator of a handle. It begins its epoch when it is made, as in raw PyTorch."""
-
-    __slots__ = (
-        "__weakref__",
-        "_ahead",
-        "_batches",
-        "_comparison",
-        "_state",
-        "_transfer",
-        "finished",
-        "group_left",
-        "last",
-        "reader",
-    )
-
-    def __init__(self, state: LoaderState) -> None:
-        place = state.place
-        if place.process is not None and running() is not place.process and not ended():
-            raise LoaderError(
-                f"this LoaderHandle gives the part of rank {place.rank} of {place.world} of what accel.teardown() has ended: "
-                "use the raw DataLoader, or give it to accel.setup again"
-            )
-        self._state = state
-        self._transfer = Transfer(place.device) if state.options.move and place.device.type != "cpu" else None
-        self.last = 0
-        #: The batches that the group of ``accumulate`` has and the loop was not given, once it was given one.
-        self.group_left = 0
-        self.finished = False
-        self._ahead: deque[Ahead] = deque()
-        state.release()
-        self._begin()
-        state.live.add(self)
-
-    def _begin(self) -> None:
-        """Begins the next epoch, or the rest of a resumed one."""
-        state, start = self._state, self._state.start
-        loader, self.reader = state.prepare(self)
-        self.reader.begin(start, state.in_place)
-        self._comparison = None if state.comparisons is None else state.comparisons.begin(start.epoch, start.at)
-        loader.generator = self._seeds(start)
-        # Torch draws a seed from the generator, which is the CPU's, on the default device. Workers begin inside this context
-        # and stay in it, where each call of torch's takes longer.
-        elsewhere = torch.get_default_device().type != "cpu"
-        with torch.device("cpu") if elsewhere else contextlib.nullcontext():
-            self._batches = self.reader.open(loader)
-        for number in range(0 if self.reader.skips else start.skip):
-            try:
-                self.reader.take(next(self._batches))
-            except StopIteration:
-                raise too_short(start.skip, number) from None
-        state.start, state.following, state.own = state.fresh(state.following), state.following + 1, None
-
-    def _seeds(self, start: Start) -> torch.Generator | None:
-        """What the loader seeds its workers from: as in raw PyTorch, or nothing that the program draws from."""
-        state, states = self._state, start.states or {}
-        if start.in_place or isinstance(self.reader, UndividedReader):
-            return state.raw.generator  # type: ignore[no-any-return]
-        generator = torch.Generator()
-        if "seeds" in states:
-            generator.set_state(states["seeds"])
-        else:
-            generator.manual_seed(mix(state.seed, start.epoch, sum(start.at), state.place.rank))
-        return generator
-
-    def __iter__(self) -> Iteration:
-        return self
-
-    def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
-
-    def __next__(self) -> Any:
-        item, error, _ = self._ahead.popleft() if self._ahead else (self._read(), None, None)
-        if error is not None:
-            raise error
-        reader, state = self.reader, self._state
-        batch = reader.take(item)
-        if self._comparison is not None and isinstance(reader, StreamReader):
-            self._comparison.gave(reader.given - reader.start.skip, reader.tag.first)
-        state.batches = self.last = state.batches + 1
-        state.kept = latest.kept = reader.kept
-        latest.replica = state.place[:2]
-        return batch if self._transfer is None else self._transfer(batch)
-
-    def _read(self) -> Any:
-        """The loader's next item; StopIteration at the end of the epoch."""
-        while True:
-            try:
-                return next(self._batches)
-            except StopIteration:
-                if not self._begins_anew():
-                    raise
-
-    def ready(self) -> bool:
-        """Whether there is another batch, which is read now."""
-        return bool(self._ahead) or self._read_ahead(self._read)
-
-    def upcoming(self, count: int) -> int:
-        """How many of the next ``count`` batches there are for this rank; where only reading tells, they are read now."""
-        known = self.reader.upcoming(count)
-        if known is not None:
-            return known
-        while len(self._ahead) < count and not (self._ahead and self._ahead[-1].error):
-            if not self._read_ahead(lambda: next(self._batches)):
-                break
-        return min(count, len(self._ahead))
-
-    def _read_ahead(self, read: Callable[[], Any]) -> bool:
-        """One item more; an error too waits for its turn."""
-        own = self.reader.own()
-        try:
-            self._ahead.append(Ahead(read(), None, own))
-        except StopIteration:
-            return False
-        except Exception as error:
-            self._ahead.append(Ahead(None, error, own))
-        return True
-
-    def position(self) -> Position:
-        """Where the loops of all ranks stand."""
-        holder = self._state.holder
-        if self.reader.keeps and holder is not None and holder() is not self:
-            raise LoaderError(
-                "this loader keeps the position of one iterator, and another has begun since: save before that"
-            )
-        position = self.reader.position()
-        return position._replace(own=self._ahead[0].own) if self._ahead else position
-
-    def _begins_anew(self) -> bool:
-        """At the end of the loader's iterator: whether nothing was left of a resumed epoch, so that the next one began."""
-        if self.finished:
-            return False
-        self.reader.close()
-        if self._comparison is not None:
-            self._comparison.end(self.reader.given - self.reader.start.skip)
-        nothing = self.reader.given == self.reader.start.skip
-        if self.reader.start.inside and nothing and self.reader.complete():
-            self._begin()
-            return True
-        self.finished, self._state.own = True, self.reader.own()
-        return False
 
 
 # -- The handle --------------------------------------------------------------------------------------------------------
@@ -482,12 +176,9 @@ class LoaderHandle:
             )
         if current is None or current.reader.complete():
             start, following = state.start, state.following
-            position = Position(
-                start.at or (0,), start.checksum, start.states, state.own if start.own is None else start.own
-            )
+            start = start._replace(at=start.at or (0,), own=state.own if start.own is None else start.own)
         else:
-            start, following = current.reader.start, state.start.epoch
-            position = current.position()
+            start, following = current.position(), state.start.epoch
         if start.skip and (current is None or current.reader.given == start.skip):
             raise LoaderError(
                 f"the position of this loader is not known between skip({start.skip}) and the first batch after it: save later"
@@ -495,18 +186,18 @@ class LoaderHandle:
         generators = None
         if start.seed is None:
             own = Generators(own_generators(state.raw)).states()
-            generators = {"order": to_plain(position.states), "own": to_plain(own)}
+            generators = {"order": to_plain(start.states), "own": to_plain(own)}
         return {
             "epoch": start.epoch,
             "next": following,
-            "consumed": sum(position.at),
-            "streams": list(position.at),
-            "checksum": position.checksum,
+            "consumed": sum(start.at),
+            "streams": list(start.at),
+            "checksum": start.checksum,
             "seed": state.seed if start.seed is None else start.seed,
             "generators": generators,
             "length": length_of(state.raw.dataset),
             "part": state.part,
-            "own": position.own,
+            "own": start.own,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -575,7 +266,6 @@ class LoaderHandle:
 
 
 def _part(part: list[int]) -> str:
-    """Whose position it is, in words."""
     return f"as rank {part[0]} of {part[1]} with LoaderOptions(shard=False)" if part else "divided by accel"
 
 
@@ -659,10 +349,7 @@ def gather_for_metrics(
             "loader to accel.setup, or use accel.all_gather"
         )
 
-    def trim(leaf: Any) -> Any:
-        return leaf if leaf is None and not objects else _trim(leaf, kept)
-
-    rows = _map_rows(trim, data, objects) if kept.pads else data
+    rows = walked(lambda _, leaf: _trim(leaf, kept, objects), data, objects) if kept.pads else data
     replica = latest.replica if loader is None else loader._accel.place[:2]
     if replica is not None and replica[1] < world_size():
         rows = _once(rows, replica[0], objects)
@@ -670,38 +357,34 @@ def gather_for_metrics(
     return gathered
 
 
-def _map_rows(fn: Callable[[Any], Any], data: Any, objects: bool) -> Any:
-    """The data with ``fn`` of each leaf; a list is one where it has ``objects``."""
-    return walk(lambda path, leaf: fn(leaf), data, "data", lambda tree: objects and isinstance(tree, list))
-
-
 def _once(data: Any, replica: int, objects: bool) -> Any:
     """No rows on all but the first rank of each replica, since its ranks all have the same rows. Collective."""
     mine: list[Any] = []
-    _map_rows(mine.append, data, objects)
-    texts = [repr(leaf) for leaf in mine if isinstance(leaf, list) and all(isinstance(x, str | float) for x in leaf)]
-    tensors = [leaf for leaf in mine if isinstance(leaf, torch.Tensor)]
-    told = agree("gather_for_metrics", (replica, Prints(tensors).read(), texts))
+    tensors: list[torch.Tensor] = []
+    walked(lambda _, leaf: mine.append(leaf), data, objects)
+    words = fingerprint(mine, tensors)
+    told = agree("gather_for_metrics", (replica, Prints(tensors).read(), words))
     together: dict[int, dict[int, Read]] = {}
     for number, (theirs, sums, _) in enumerate(told):
         together.setdefault(theirs, {})[number] = sums
-    words = {(theirs, str(read)) for theirs, _, read in told}
-    if len(words) > len(together) or any(map(other_values, together.values())):
+    if len({(theirs, words) for theirs, _, words in told}) > len(together) or any(map(other_values, together.values())):
         raise LoaderError(
             "gather_for_metrics: ranks that read one batch have other rows, and those of one of them would be taken. "
             "Where each has a part of the sequence, reduce over it first, or use accel.all_gather"
         )
     stop = None if next(iter(together[replica])) == rank() else 0
 
-    def keep(leaf: Any) -> Any:
+    def keep(_: str, leaf: Any) -> Any:
         rows = leaf[None] if isinstance(leaf, torch.Tensor) and not leaf.dim() else leaf
         return rows[:stop] if isinstance(rows, torch.Tensor | list) else rows
 
-    return _map_rows(keep, data, objects)
+    return walked(keep, data, objects)
 
 
-def _trim(leaf: Any, kept: Kept) -> Any:
+def _trim(leaf: Any, kept: Kept, objects: bool) -> Any:
     """The rows of a batch that are not padding."""
+    if leaf is None and not objects:
+        return None
     shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else (len(leaf),) if isinstance(leaf, list) else ()
     if not shape or kept.rows not in (None, shape[0]):
         found = f"shape {shape}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__qualname__} of shape {shape}"

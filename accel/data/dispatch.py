@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
 
-from ..errors import LoaderError
+from ..errors import LoaderError, text_of_error
 from ..process import Process
 from ..process.control import Waiting, agree, raise_together
-from ..process.packing import to_bytes, to_tensor
-from ..trees import TensorPlace, map_tensors, put_back
+from ..process.packing import packed, unpacked
 
 _WHAT: Final = "a batch that rank 0 reads"
 
@@ -44,21 +42,16 @@ class Dispatched:
             return None
 
     def __next__(self) -> Any:
-        """This rank's (tag, batch).
-
-        Raises:
-            LoaderError: rank 0 cannot read; there it is its own error.
-        """
+        """This rank's (tag, batch); where rank 0 cannot read, its error there and LoaderError on the others."""
         step, error, messages = self._next, self._error, []
         if step is not None:
             try:
                 self._next = self._read()
                 tag = step[0]._replace(more=self._next is not None or self._error is not None)
-                messages = [_packed((tag, batch)) for batch in step[1]]
+                messages = [packed((tag, batch)) for batch in step[1]]
             except Exception as problem:
                 error = problem
-        text = "" if error is None else f"{type(error).__name__}: {error}"
-        told = agree(_WHAT, (self._place, text, list(map(len, messages))))
+        told = agree(_WHAT, (self._place, text_of_error(error), list(map(len, messages))))
         raise_together(_WHAT, error, [text for _, text, _ in told], LoaderError)
         if not (sizes := told[0][2]):
             raise StopIteration
@@ -67,36 +60,4 @@ class Dispatched:
         with Waiting(self._process, _WHAT):
             sent = [padded[place] for place, *_ in told] if padded else None
             dist.scatter(received, sent, group=self._process.control, group_src=0)
-        return _unpacked(received[: sizes[self._place]])
-
-
-def _packed(item: Any) -> torch.Tensor:
-    """An item as bytes: what it is pickled, with its tensors' bytes beside it."""
-    tensors: list[torch.Tensor] = []
-
-    def take(tensor: torch.Tensor) -> Any:
-        if (
-            type(tensor) is not torch.Tensor
-            or tensor.layout is not torch.strided
-            or tensor.is_quantized
-            or tensor.is_nested
-        ):
-            return tensor
-        tensors.append(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
-        return TensorPlace(len(tensors) - 1)
-
-    content = pickle.dumps((map_tensors(take, item, others=True), [(t.dtype, t.shape) for t in tensors]))
-    head = len(content).to_bytes(8, "little") + content
-    return torch.cat([to_tensor(head), *(t.reshape(-1).view(torch.uint8) for t in tensors)])
-
-
-def _unpacked(message: torch.Tensor) -> Any:
-    """The item that ``_packed`` was given."""
-    at = 8 + int.from_bytes(to_bytes(message[:8]), "little")
-    skeleton, kinds = pickle.loads(to_bytes(message[8:at]))
-    tensors = []
-    for dtype, shape in kinds:
-        size = shape.numel() * dtype.itemsize
-        tensors.append(message[at : at + size].clone().view(dtype).reshape(shape))
-        at += size
-    return put_back(skeleton, tensors)
+        return unpacked(received[: sizes[self._place]], received.device)

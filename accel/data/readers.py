@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from ..errors import LoaderError
 from ..process import Process, world_size
 from ..process.rng import Generators, InPlace, Private
-from .sampling import Division, SampleOrder, digest, divide, drawn_from, draws_once, mix, notify, own_generators, parts
+from .sampling import TORCHS, Division, SampleOrder, digest, divide, drawn_from, mix, notify, own_generators, parts
 
 
 class Shape(NamedTuple):
@@ -41,8 +41,8 @@ def shape_of(loader: DataLoader[Any]) -> Shape:
 class Start(NamedTuple):
     """Where an epoch starts, and what decides its order.
 
-    ``at`` counts the samples to skip of each stream. The order is decided by ``seed``, or where that is None by ``states``
-    of the generators; where both are None they are the program's, which are drawn from in place.
+    ``at`` counts the samples to skip of each stream, ``checksum`` is of those of an order. The order is decided by ``seed``, or
+    where that is None by ``states`` of the generators; where both are None they are the program's, which are drawn from in place.
     """
 
     epoch: int
@@ -59,12 +59,10 @@ class Start(NamedTuple):
 
     @property
     def in_place(self) -> bool:
-        """Whether the order is drawn now, as in raw PyTorch."""
         return self.seed is None and self.states is None
 
     @property
     def inside(self) -> bool:
-        """Whether it is not the start of the epoch."""
         return any(self.at) or self.skip > 0
 
 
@@ -85,19 +83,6 @@ def kept_of(division: Division, units: bool, count: int) -> Kept:
         return WHOLE
     share = division.share(count)
     return Kept(True, None if units else share.size, share.real)
-
-
-class Position(NamedTuple):
-    """Where the loops of all ranks stand.
-
-    ``at`` counts the samples of each stream that they were given, ``checksum`` is of those of an order. ``states`` are the
-    generators' where the order began, if it was drawn in place.
-    """
-
-    at: tuple[int, ...]
-    checksum: int | None = None
-    states: Mapping[str, Any] | None = None
-    own: Any = None
 
 
 def length_of(sized: Any) -> int | None:
@@ -141,15 +126,12 @@ class EpochReader(ABC):
     keeps: bool = False
 
     def install(self, loader: DataLoader[Any]) -> None:
-        """Takes its place in a copy of the user's loader."""
         return
 
     def begin(self, start: Start, in_place: bool) -> None:
-        """Starts an epoch, of a loader whose orders are drawn in place or not."""
         self.start, self.given = start, 0
 
     def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """An iterator of the loader that it was installed in."""
         return iter(loader)
 
     def take(self, item: Any) -> Any:
@@ -174,8 +156,8 @@ class EpochReader(ABC):
         """Whether this epoch is known to have nothing more, for any rank."""
 
     @abstractmethod
-    def position(self) -> Position:
-        """Where the loops of all ranks stand."""
+    def position(self) -> Start:
+        """Where the loops of all ranks stand: ``at`` counts the samples that they were given."""
 
     @abstractmethod
     def resume(self, start: Start) -> Start:
@@ -204,16 +186,16 @@ class UndividedReader(EpochReader):
         return self._loader.state_dict() if self.keeps else None
 
     def close(self) -> None:
-        """Its own state tells no end before."""
         self._closed = True
 
     def complete(self) -> bool:
         length = None if self.keeps else length_of(self._loader)
         return self._closed or (length is not None and self.given >= length)
 
-    def position(self) -> Position:
+    def position(self) -> Start:
         if self.keeps:
-            return Position((sum(self.start.at) + self.given,), own=self.own())
+            at = (sum(self.start.at) + self.given,)
+            return self.start._replace(at=at, checksum=None, states=None, own=self.own())
         if self.given:
             raise LoaderError(
                 "the position of a loader with LoaderOptions(shard=False) was asked for in mid-epoch, after "
@@ -221,7 +203,7 @@ class UndividedReader(EpochReader):
                 f"{type(self._loader.dataset).__qualname__}), which accel could not resume there: save between epochs, or use a "
                 "plain DataLoader over a plain dataset, with in_order=True."
             )
-        return Position((0,))
+        return self.start._replace(at=(0,), checksum=None, states=None, own=None)
 
     def resume(self, start: Start) -> Start:
         if any(start.at) and start.own is None:
@@ -247,11 +229,9 @@ class SamplerReader(EpochReader):
         self._own = own_generators(loader)
 
     def install(self, loader: DataLoader[Any]) -> None:
-        """Becomes the loader's index sampler."""
         vars(loader)["sampler" if loader.batch_sampler is None else "batch_sampler"] = self
 
     def _open(self, start: Start) -> SampleOrder:
-        """The order from a position, drawn from private generators."""
         sampler, generators = self._shape.sampler, Generators(drawn_from(self._shape.sampler, self._own))
         if start.seed is not None:
             for part in parts(sampler):
@@ -292,14 +272,15 @@ class SamplerReader(EpochReader):
 
     def _open_in_place(self) -> SampleOrder:
         sampler = self._shape.sampler
-        rng = InPlace(Generators(drawn_from(sampler, self._own)), once=draws_once(sampler))
+        rng = InPlace(
+            Generators(drawn_from(sampler, self._own)), once=type(sampler) in TORCHS and sampler.generator is None
+        )
         self._states = rng.states
         self._order = SampleOrder(sampler, rng, ahead=False)
         self._leave_out(self._order)
         return self._order
 
     def _leave_out(self, order: SampleOrder) -> None:
-        """Draws the samples of the batches to skip."""
         division, skip = self._division, self.start.skip
         found, self._checksum = order.skip(skip * division.width, division.world - 1, self._checksum)
         self._at += found
@@ -339,7 +320,6 @@ class SamplerReader(EpochReader):
             self._refuse()
 
     def _refuse(self) -> None:
-        """Raises for a loader that does not give one batch for each batch of indices."""
         raise LoaderError(
             f"epoch {self.start.epoch}: the sampler of the loader gave {self.given + len(self._pending)} batches or more for "
             f"this rank, and the loader gave {self.given}{'' if self._asked else ' without asking its sampler'}. Its class or "
@@ -348,7 +328,6 @@ class SamplerReader(EpochReader):
         )
 
     def upcoming(self, count: int) -> int | None:
-        """As its sampler tells, which is read ahead."""
         if self._order is None:
             return None
         waiting, division = len(self._pending), self._division
@@ -364,14 +343,15 @@ class SamplerReader(EpochReader):
         least = width if self._division.drop_last else 1
         return self._at + least > length and self._order.peek(width) < least
 
-    def position(self) -> Position:
+    def position(self) -> Start:
         if self.given and self._order is not None and not self._order.rng.again:
             raise LoaderError(
                 f"the position of this loader in mid-epoch could not be resumed: its {type(self._shape.sampler).__name__} draws "
                 "random numbers while the loop does, from the same generator. Give it a generator of its own, or use "
                 "LoaderOptions(seed=...), or save between epochs."
             )
-        return Position((self._at,), self._checksum if self._at else None, self._states)
+        checksum = self._checksum if self._at else None
+        return self.start._replace(at=(self._at,), checksum=checksum, states=self._states, own=None)
 
     def resume(self, start: Start) -> Start:
         """Draws the order and compares it with the saved one; without a seed, only when it is iterated."""
@@ -422,11 +402,7 @@ class LoaderPlace(NamedTuple):
 
 
 def check(loader: Any, options: Any, world_size: int) -> None:
-    """Refuses what cannot be distributed, before anything changes.
-
-    Raises:
-        LoaderError: the loader is not a ``DataLoader``, is distributed already, or reads in a way that cannot be shared.
-    """
+    """Refuses (LoaderError) what is no ``DataLoader``, is distributed already, or reads in a way that cannot be shared."""
     if not isinstance(loader, DataLoader):
         raise LoaderError(f"expected a torch.utils.data.DataLoader, found a {type(loader).__qualname__}")
     check_options(options)

@@ -43,12 +43,10 @@ class Division:
 
     @property
     def width(self) -> int:
-        """The samples of a full global step."""
         return self.world * self.batch
 
     @property
     def pads(self) -> bool:
-        """Whether a last batch may hold padding."""
         return self.even and not self.drop_last and self.world > 1
 
     @property
@@ -68,7 +66,6 @@ class Division:
         return Share(offset, size, size)
 
     def steps(self, remaining: int) -> int:
-        """The global steps of ``remaining`` samples."""
         return remaining // self.width if self.drop_last else -(-remaining // self.width)
 
     def local_steps(self, remaining: int) -> int:
@@ -133,28 +130,19 @@ def drawn_from(sampler: Any, own: Mapping[str, Any]) -> dict[str, Any]:
     """The generators that a sampler may draw from: the global ones, but for torch's own samplers, and ``own``."""
     if type(sampler) in (SequentialSampler, range, list, tuple):
         return dict(own)
-    if type(sampler) in _TORCHS:
+    if type(sampler) in TORCHS:
         return dict(own) if sampler.generator is not None else {"torch": torch.default_generator, **own}
     return {**global_generators(), **own}
 
 
-_TORCHS = (RandomSampler, torch_data.SubsetRandomSampler, torch_data.WeightedRandomSampler)
-
-
-def draws_once(sampler: Any) -> bool:
-    """Whether a sampler draws with its first item alone from generators that others know."""
-    return type(sampler) in _TORCHS and sampler.generator is None
+#: Those of torch's that draw with their first item alone from generators that others know, where they have none of their own.
+TORCHS = (RandomSampler, torch_data.SubsetRandomSampler, torch_data.WeightedRandomSampler)
 
 
 def loader_seed(loader: DataLoader[Any], seed: int | None, place: int) -> int:
-    """The seed of a loader's orders, the same in each setup of the same loader.
+    """The seed of a loader's orders, the same in each setup of the same loader; None is the seed of this process's torch.
 
-    A sampler with a ``generator`` draws from that alone, as torch's do; other loaders of one setup differ by their place.
-
-    Args:
-        loader: the user's loader.
-        seed: what the user asked for; None is that of this process's torch.
-        place: the loader's place among those of its setup.
+    A sampler with a ``generator`` draws from that alone, as torch's do; other loaders of one setup differ by their place in it.
     """
     batcher = loader.batch_sampler
     sampler = loader.sampler if batcher is None or type(batcher) is BatchSampler else batcher
@@ -188,12 +176,9 @@ def _blocks(sampler: RandomSampler) -> Iterator[Sequence[int]]:
 
 
 class SampleOrder:
-    """The items of one epoch's order, drawn from a sampler as they are asked for.
+    """The items of one epoch's order, drawn from a sampler (any iterable) in the context ``rng`` as they are asked for.
 
-    Args:
-        sampler: any iterable.
-        rng: the context in which it is read.
-        ahead: read in growing blocks, which is quicker where ``rng`` is private; else exactly what is asked for.
+    ``ahead``: read in growing blocks, which is quicker where ``rng`` is private; else exactly what is asked for.
     """
 
     def __init__(self, sampler: Any, rng: Private | InPlace, *, ahead: bool) -> None:
@@ -226,7 +211,6 @@ class SampleOrder:
 
     @property
     def ended(self) -> bool:
-        """Whether it is known that there are no further items."""
         return self._ended and not self._waiting
 
     def read(self, count: int) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 import zlib
 from collections import Counter
@@ -23,9 +24,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 
 from ..errors import LoaderError
 from ..process import Process, end_groups, ended
+from ..process.packing import is_dense
 from ..process.rng import Generators, InPlace, Private, global_generators
 from .dispatch import Dispatched
-from .readers import EpochReader, Position, Shape, Start, kept_of
+from .readers import EpochReader, Shape, Start, kept_of
 from .sampling import Division, divide, mix, notify, portion
 
 # -- What the first items of a stream are, in a few bytes that are the same in every process ---------------------------
@@ -47,32 +49,46 @@ class Fingerprint(NamedTuple):
         return self.names != other.names
 
 
-def fingerprint(items: list[Any]) -> Fingerprint:
-    """The fingerprint of items of any kind; what is neither a tensor, an array nor plain counts by its type."""
+def fingerprint(items: Any, aside: list[torch.Tensor] | None = None) -> Fingerprint:
+    """The fingerprint of items of any kind; what is neither a tensor, an array nor plain counts by its type.
+
+    Where there is an ``aside``, tensors count by their types and shapes, and those that have values go there.
+    """
     crcs: dict[bool, int] = {}
-    for is_name, content in _leaves(items):
+    for is_name, content in _leaves(items, aside):
         crcs[is_name] = zlib.crc32(content, crcs.get(is_name, 0))
     return Fingerprint(crcs.get(True), crcs.get(False))
 
 
-def _leaves(value: Any) -> Iterator[tuple[bool, bytes]]:
+_NAMES: Any = int | str | bytes | os.PathLike
+
+
+def _leaves(value: Any, aside: list[torch.Tensor] | None) -> Iterator[tuple[bool, bytes]]:
     """The leaves of a nested value: whether each names the item, and its content."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _leaves(key if isinstance(key, str) else None)
-            yield from _leaves(item)
-    elif isinstance(value, list | tuple):
+            yield from _leaves(key if isinstance(key, str) else None, aside)
+            yield from _leaves(item, aside)
+    elif isinstance(value, list | tuple) and not (value and all(isinstance(item, _NAMES) for item in value)):
         for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, int | str | bytes):
+            yield from _leaves(item, aside)
+    elif isinstance(value, _NAMES | list | tuple | range):
         yield True, repr(value).encode()
     elif isinstance(value, torch.Tensor):
         # Numbers of these types are labels or tokens; bytes are most often pixels.
         names = not value.dtype.is_floating_point and not value.dtype.is_complex and value.dtype.itemsize > 1
-        unread = value.device.type == "meta" or value.layout is not torch.strided
-        yield names, repr((tuple(value.shape), None if unread else value.tolist())).encode()
+        if aside is not None:
+            aside += [value] if is_dense(value) else []
+            yield True, f"{value.dtype} {value.layout} {tuple(value.shape)}".encode()
+        else:
+            yield names, repr((tuple(value.shape), value.tolist() if is_dense(value) else None)).encode()
     elif hasattr(value, "dtype") and hasattr(value, "tolist"):
-        yield value.dtype.kind in "iuSU" and value.dtype.itemsize > 1, repr(value.tolist()).encode()
+        if value.dtype.kind == "O":
+            yield from _leaves(value.tolist(), aside)
+            return
+        content = value.tobytes() if hasattr(value, "tobytes") else repr(value.tolist()).encode()
+        names = value.dtype.kind in "iuSU" and value.dtype.itemsize > 1
+        yield names, f"{value.dtype} {value.shape}".encode() + content
     else:
         yield False, (repr(value) if isinstance(value, float | complex) else type(value).__qualname__).encode()
 
@@ -194,7 +210,6 @@ def _tagged(collate: Callable[[Any], Any], reader: _DividedStream, items: Any) -
 
 
 def _collated(collate: Callable[[Any], Any], units: bool, parts: list[list[Any]]) -> list[Any]:
-    """A batch of each rank."""
     return [collate(part[0] if units else part) for part in parts]
 
 
@@ -218,7 +233,6 @@ class StreamReader(EpochReader):
         self._again = True
 
     def install(self, loader: DataLoader[Any]) -> None:
-        """Its dataset reads this rank's part, and its batches carry their tags."""
         vars(loader)["dataset"] = _StreamView(self._reader)
         if self._dispatcher is not None:
             vars(loader).update(batch_sampler=None, batch_size=None)
@@ -255,23 +269,21 @@ class StreamReader(EpochReader):
         return batch
 
     def close(self) -> None:
-        """How much there was is known now."""
         self._closed = True
 
     def complete(self) -> bool:
         """Known at the end only; a rank without a share in the last batch still had an epoch."""
         return self._closed and (not self._division.ragged or self._reader.tag.position == sum(self.start.at))
 
-    def position(self) -> Position:
+    def position(self) -> Start:
         if self.given:
             self._check_known()
         states = self.start.states
         if self.start.in_place and self.given:
             states = self._seeds if self._workers else self._reader.states
-        return Position(tuple(self._at), None, states)
+        return self.start._replace(at=tuple(self._at), checksum=None, states=states, own=None)
 
     def resume(self, start: Start) -> Start:
-        """The items are skipped when the epoch starts."""
         if not any(start.at):
             return start
         self._check_known()
@@ -330,7 +342,6 @@ class StreamComparisons:
         self._begun.clear()
 
     def begin(self, epoch: int, at: tuple[int, ...]) -> StreamComparison:
-        """One iteration begins, of an epoch from a position."""
         place = (epoch, *at)
         self._begun[place] += 1
         return StreamComparison(self, f"{place} {self._begun[place]}", _PATIENCE if self._begun.total() == 1 else 0.0)
@@ -356,8 +367,7 @@ class StreamComparison:
     def gave(self, given: int, first: Fingerprint | None) -> None:
         """The loop gets its batch ``given`` now; ``first`` is of the first items of the whole stream.
 
-        Raises:
-            LoaderError: another rank read other items first.
+        LoaderError where another rank read other items first.
         """
         with self._if_reached():
             if self._stream.even:
@@ -370,9 +380,8 @@ class StreamComparison:
     def end(self, given: int) -> None:
         """This rank's iterator has ended after ``given`` batches.
 
-        Raises:
-            LoaderError: another rank has more or fewer of them; the process groups are ended, since that rank may wait in
-                a collective that this one does not come to.
+        LoaderError where another rank has more or fewer of them; the process groups are ended, since that rank may wait in a
+        collective that this one does not come to.
         """
         if not self._stream.even:
             return
@@ -403,7 +412,6 @@ class StreamComparison:
             time.sleep(_PAUSE if ranks else 0.0)
 
     def _agrees(self, rank: int) -> bool:
-        """Whether a rank is known to have read what this one did."""
         if not self._store.check([f"first {rank}"]):
             return False
         theirs = json.loads(self._store.get(f"first {rank}"))
@@ -417,7 +425,6 @@ class StreamComparison:
         return True
 
     def _ended_alike(self, rank: int, given: int) -> bool:
-        """Whether a rank is known to have ended where this one did."""
         over = self._store.check([f"end {rank}"])
         theirs = int(self._store.get(f"end {rank}" if over else f"given {rank}"))
         if theirs > given or (over and theirs != given):

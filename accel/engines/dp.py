@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from ..process.devices import available
+from ..process.environments import available
 from .base.activations import Recomputed, offloaded
 from .base.engine import Engine, LayerOptions
 

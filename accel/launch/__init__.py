@@ -26,7 +26,7 @@ from torch import nn
 
 from ..api import teardown
 from ..errors import LaunchError
-from ..process.devices import resolve
+from ..process.environments import resolve
 from ..process.startup import place_now
 from .pickling import name_of, require, stateful
 

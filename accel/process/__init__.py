@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..errors import AccelError, DeviceError
-from .devices import parse_backend, pick, resolve, unserved
-from .environments import Place
+from ..errors import AccelError, DeviceError, RankMismatchError
+from .environments import Place, parse_backend, pick, resolve, unserved
 from .hangs import HangDetector, abort_kernels, disconnect, missing_ranks, reconnect
 from .startup import UNKNOWN, Order, Rendezvous, destroy_groups, exchange, place_now, select, start
 from .startup import Process as Process
@@ -116,17 +115,12 @@ def _begin(backend: str | None, timeout: timedelta | None, devices: object) -> P
 
 
 def _detect_hangs(process: Process, control: dist.ProcessGroup) -> None:
-    limit, deaf = process.timeout.total_seconds(), "nccl" in process.backends.values()
-    process.detector = HangDetector(control, process.begun, limit, lambda: process.doing, _noticed, deaf=deaf)
+    process.detector = HangDetector(process, control, _noticed)
     process.detector.start()
 
 
 def refuse_fork() -> None:
-    """Raise in a process forked from one that runs over several ranks: what it would send on the connections is its parent's.
-
-    Raises:
-        AccelError: it is one.
-    """
+    """AccelError in a process forked from one that runs over several ranks: its connections are its parent's."""
     if _state.forked:
         raise AccelError(
             f"this process was forked from rank {rank()} (as a DataLoader's workers are), whose connections to other ranks it "
@@ -137,9 +131,8 @@ def refuse_fork() -> None:
 def current() -> Process:
     """The running process; started from the environment where it is not, which is collective.
 
-    Raises:
-        AccelError: the process groups were ended, or replaced outside accel, or are those of the process that this one was
-            forked from.
+    AccelError where the process groups were ended, replaced outside accel, or are those of a process that this one was forked
+    from.
     """
     refuse_fork()
     if _state.ended:
@@ -164,11 +157,16 @@ def ended() -> str:
     return _state.ended
 
 
-def reason_of(error: RuntimeError) -> str:
-    """Why a collective failed, as far as the ranks tell each other; waits a moment for their word.
+def lost(what: str, error: RuntimeError) -> AccelError:
+    """The error of a collective that another rank's end broke; ends the groups."""
+    reason = reason_of(error)
+    end_groups(reason)
+    kind = RankMismatchError if _state.mismatch else AccelError
+    return kind(f"rank {rank()} cannot go on in {what}: {reason}")
 
-    ``mismatched`` then says whether they were in different places.
-    """
+
+def reason_of(error: RuntimeError) -> str:
+    """Why a collective failed, as far as the ranks tell each other; waits a moment for their word."""
     process, limit = _state.process, time.monotonic() + 2
     left: dict[int, str] = {} if process is None or process.detector is None else process.detector.left
     while not _state.ended and not left and time.monotonic() < limit:
@@ -190,8 +188,7 @@ def _who_is_missing(process: Process, error: object) -> str:
     wait = 4.0 if "imed out" in text else 1.0 if "by peer" in text else 0.0
     if not wait:
         return ""
-    place = process.place
-    missing = missing_ranks(lambda: process.store("failed"), place.rank, place.world_size, wait)
+    missing = missing_ranks(lambda: process.store("failed"), process.place, wait)
     if missing is None:
         return f"rank 0 (host {process.hosts[0]}) cannot be reached, or the host of the launcher's store"
     if not missing:
@@ -200,16 +197,10 @@ def _who_is_missing(process: Process, error: object) -> str:
     return f"rank {', '.join(silent)} did not answer: it ended or hangs, or the link to it is cut"
 
 
-def mismatched() -> bool:
-    """Whether the process groups were ended because the ranks are in different places."""
-    return _state.mismatch
-
-
 def use_devices(devices: object) -> None:
     """Takes the devices that a call asks for; ``"auto"`` asks for nothing. Local, where accel runs already.
 
-    Raises:
-        DeviceError: they do not exist, are too few, or others are in use already.
+    DeviceError where they do not exist, are too few, or others are in use already.
     """
     if isinstance(devices, str) and devices == "auto":
         return
@@ -336,8 +327,7 @@ def keeps_groups() -> bool:
 def connect_anew() -> None:
     """Connect the groups that ended inside of ``keeping_groups``, for all that has them. Collective.
 
-    Raises:
-        AccelError: another process group is there, a backend cannot be connected again, or a rank does not come.
+    AccelError where another process group is there, a backend cannot be connected again, or a rank does not come.
     """
     process = _state.process
     if process is None or process.control is None or process.group is not dist.group.WORLD:

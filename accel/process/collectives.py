@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,22 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.serialization import default_restore_location
 
 from ..errors import AccelError, RankMismatchError
 from ..trees import map_tensors, walk
 from . import Process, current
 from .control import Waiting, agree, locked
-from .packing import broadcast_, to_bytes, to_tensor
+from .packing import broadcast_, bytes_of, is_dense, packed, to_bytes, to_tensor, unpacked
 
 T = TypeVar("T")
 
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
+#: How tensors are combined, and how numbers are.
+_OPS: Final[Mapping[str, tuple[Any, Callable[[Sequence[Any]], Any]]]] = {
+    "sum": (dist.ReduceOp.SUM, sum),
+    "mean": (dist.ReduceOp.SUM, lambda values: sum(values) / len(values)),
+    "max": (dist.ReduceOp.MAX, max),
+    "min": (dist.ReduceOp.MIN, min),
+    "product": (dist.ReduceOp.PRODUCT, math.prod),
 }
 
 
@@ -178,13 +177,13 @@ def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
     world, rank = process.place.world_size, process.place.rank
     problem = "" if type(src) is int and 0 <= src < world else f"expected src to be a rank from 0 to {world - 1}"
     if objects:
-        value, reason = _pickled(data) if rank == src else (b"", "")
+        value, reason = _packed(data) if rank == src else (bytearray(), "")
         answers = agree(what, (problem or reason, len(value)))
         if wrong := [f"{what} on rank {number}: {text}" for number, (text, _) in enumerate(answers) if text]:
             raise AccelError(wrong[0])
         empty = torch.empty(answers[src][1], dtype=torch.uint8, device="cpu")
         content = broadcast(to_tensor(value) if rank == src else empty, src)
-        loaded: T = _loaded(bytes(to_bytes(content)), process) if world > 1 else data
+        loaded: T = _unpacked(to_bytes(content), process) if world > 1 else data
         return loaded
     process, carrier, tensors, *_ = _begin(what, data, problem)
     if world == 1:
@@ -224,7 +223,7 @@ def _begin(
         reason, kind = "", sends(leaf)
         if kind:
             kinds[path] = kind
-            sent[path], reason = (leaf, "") if sends is _number else _pickled(leaf)
+            sent[path], reason = (leaf, "") if sends is _number else _packed(leaf)
         elif leaf is None:
             kinds[path] = "None"
         elif not (reason := _no_tensor(leaf, more) or refuse(leaf)):
@@ -232,7 +231,7 @@ def _begin(
         problems.extend([f"{path} is {reason}"] if reason else [])
         return leaf
 
-    walk(visit, data, "data", _is_list if sends is _object else _never)
+    walked(visit, data, sends is _object)
     tensors = {path: found[path] for path in sorted(found)}
     carrier = _carrier(process, tensors.values())
     for path, tensor in tensors.items():
@@ -241,7 +240,7 @@ def _begin(
     shapes = {path: tuple(tensor.shape) for path, tensor in tensors.items()}
     answers = agree(what, (problems[:1], kinds, shapes, sent))
     _compare(what, answers, rows)
-    all_sent = [{path: _loaded(value, process) for path, value in theirs.items()} for *_, theirs in answers]
+    all_sent = [{path: _unpacked(value, process) for path, value in theirs.items()} for *_, theirs in answers]
     return process, carrier, tensors, [theirs for _, _, theirs, _ in answers], all_sent
 
 
@@ -271,21 +270,16 @@ def _compare(
 # -- leaves that are no tensors ----------------------------------------------------------------------------------------
 
 
-def _never(tree: object) -> bool:
-    return False
-
-
-def _is_list(tree: object) -> bool:
-    return isinstance(tree, list)
+def walked(visit: Callable[[str, Any], Any], data: T, objects: bool) -> T:
+    """The data with ``visit(path, leaf)`` in each leaf's place; a list is a leaf where there are ``objects``."""
+    return walk(visit, data, "data", lambda tree: objects and isinstance(tree, list))
 
 
 def _object(leaf: object) -> str:
-    """What ``objects=True`` sends of a leaf."""
     return "" if isinstance(leaf, Tensor) else "a list of objects" if isinstance(leaf, list) else "an object"
 
 
 def _number(leaf: Any) -> str:
-    """What ``all_reduce`` sends of a leaf, of Python's or NumPy's."""
     scalar = getattr(leaf, "shape", None) == () and getattr(leaf.dtype, "kind", "") in tuple("biufc")
     return "a number" if scalar or isinstance(leaf, int | float | complex) else ""
 
@@ -296,46 +290,31 @@ def _replaced(data: T, results: Mapping[str, Any], free: Callable[[Tensor], Any]
     def visit(path: str, leaf: Any) -> Any:
         return results[path] if path in results else free(leaf) if isinstance(leaf, Tensor) else None
 
-    return walk(visit, data, "data", _is_list if objects else _never)
+    return walked(visit, data, objects)
 
 
-def _pickled(leaf: Any) -> tuple[bytes, str]:
+def _packed(leaf: Any) -> tuple[bytearray, str]:
     """The leaf as bytes, or why it has none."""
 
     def own(tensor: Tensor) -> Tensor:
         if reason := _no_tensor(tensor):
             raise AccelError(reason)
-        return tensor.detach().clone()  # without the rest of what it is a part of
+        return tensor.detach()
 
-    content = io.BytesIO()
     try:
-        torch.save(map_tensors(own, leaf, others=True), content)
+        return to_bytes(packed(map_tensors(own, leaf, others=True))), ""
     except Exception as error:
-        return b"", f"a {type(leaf).__qualname__} that cannot be pickled: {type(error).__name__}: {error}"
-    return content.getvalue(), ""
+        return bytearray(), f"a {type(leaf).__qualname__} that cannot be pickled: {type(error).__name__}: {error}"
 
 
-def _loaded(value: Any, process: Process) -> Any:
-    """What ``_pickled`` made the bytes of, with tensors of devices on this rank's; or the number itself."""
-
-    def arrive(values: Any, where: str) -> Any:
-        return default_restore_location(values, where if where == "cpu" else str(process.device))
-
-    if not isinstance(value, bytes):
+def _unpacked(value: Any, process: Process) -> Any:
+    """What came packed; or the number itself."""
+    if not isinstance(value, bytearray):
         return value
     try:
-        return torch.load(io.BytesIO(value), arrive, weights_only=False)
+        return unpacked(torch.frombuffer(value, dtype=torch.uint8), process.device)
     except Exception as error:
         raise AccelError(f"an object that came cannot be unpickled: {type(error).__name__}: {error}") from error
-
-
-_COMBINE: Final[Mapping[str, Callable[[Sequence[Any]], Any]]] = {
-    "sum": sum,
-    "mean": lambda values: sum(values) / len(values),
-    "max": max,
-    "min": min,
-    "product": math.prod,
-}
 
 
 def _reduced(path: str, like: Any, values: Sequence[Any], op: str) -> Any:
@@ -344,7 +323,7 @@ def _reduced(path: str, like: Any, values: Sequence[Any], op: str) -> Any:
     if op in ("max", "min") and any(isinstance(value, complex) for value in plain):
         raise AccelError(f"all_reduce(op={op!r}): {path} is complex, which has no {op} over ranks")
     nan = [value for value in plain if value != value]
-    result = nan[0] if nan and op in ("max", "min") else _COMBINE[op](plain)
+    result = nan[0] if nan and op in ("max", "min") else _OPS[op][1](plain)
     if not hasattr(like, "dtype"):
         return result
     keeps = isinstance(result, type(like.item())) and (op in ("max", "min") or like.dtype.kind in "fc")
@@ -385,9 +364,9 @@ def _free(tensor: Tensor) -> Tensor:
 def _no_tensor(leaf: Any, more: str = "") -> str:
     if not isinstance(leaf, Tensor):
         return f"a {type(leaf).__qualname__}; expected a tensor, or dicts, lists and tuples of tensors; {more}"
-    if hasattr(leaf, "full_tensor"):
+    if type(leaf) is not Tensor and hasattr(leaf, "full_tensor"):
         return "a DTensor, of which this rank has a part; call full_tensor() first"
-    if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized or leaf.is_meta:
+    if not is_dense(leaf):
         return f"a {leaf.layout} tensor on {leaf.device}; expected a dense one with values"
     return ""
 
@@ -406,11 +385,8 @@ def _describe(tensor: Tensor, rows: bool, pads: bool = False) -> str:
 
 
 def _pack(tensors: Iterable[Tensor], carrier: torch.device) -> Tensor:
-    """The bytes of the tensors: no backend refuses a dtype then."""
-    dense = (tensor.detach().to(carrier).resolve_conj().resolve_neg().contiguous() for tensor in tensors)
-    return torch.cat(
-        [torch.empty(0, dtype=torch.uint8, device=carrier), *(t.reshape(-1).view(torch.uint8) for t in dense)]
-    )
+    empty = torch.empty(0, dtype=torch.uint8, device=carrier)
+    return torch.cat([empty, *(bytes_of(tensor, carrier) for tensor in tensors)])
 
 
 def _reduced_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
@@ -435,11 +411,9 @@ def _narrow(piece: Tensor, like: Tensor, op: str) -> Tensor:
 
 
 def _reduce(flat: Tensor, op: str, group: dist.ProcessGroup | None) -> None:
-    if op not in ("max", "min") or not flat.is_floating_point():
-        dist.all_reduce(flat, _OPS[op], group=group)
-        return
     # The backends compare, and every comparison with NaN is false.
-    nan = flat.isnan().to(torch.uint8)
-    dist.all_reduce(flat, _OPS[op], group=group)
-    dist.all_reduce(nan, dist.ReduceOp.MAX, group=group)
-    flat.masked_fill_(nan.bool(), math.nan)
+    nan = flat.isnan().to(torch.uint8) if op in ("max", "min") and flat.is_floating_point() else None
+    dist.all_reduce(flat, _OPS[op][0], group=group)
+    if nan is not None:
+        dist.all_reduce(nan, dist.ReduceOp.MAX, group=group)
+        flat.masked_fill_(nan.bool(), math.nan)

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..errors import AccelError, RankMismatchError, TimeoutError
-from . import Process, current, end_groups, ended, local_rank, mismatched, rank, reason_of, running
+from . import Process, current, end_groups, ended, local_rank, rank, running
+from . import lost as lost
 from .hangs import missing_ranks
 from .packing import begin_gather, bytes_left, content_of, framed, gather_framed, to_bytes
 
@@ -108,10 +109,9 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
     ``what`` names the place in the program, the same on every rank; ``timeout`` is the process's if None.
 
     Raises:
-        RankMismatchError: another rank is at another place, or at this one in another thread; or threads of one name,
-            which the ranks cannot tell apart, come at once; on every rank.
-        TimeoutError: a rank did not come; the process groups are ended, so that no rank hangs.
-        AccelError: a rank ended while this one waited; the process groups are ended.
+        RankMismatchError: another rank is elsewhere, or here in another thread; or threads of one name, which the ranks cannot
+            tell apart, come at once; on every rank.
+        TimeoutError: a rank did not come. AccelError: one ended. The process groups are ended, so that no rank hangs.
     """
     process = current()
     if process.control is None:
@@ -124,10 +124,7 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
 def agree_later(what: str, value: object) -> Callable[[], list[Any]]:
     """``agree`` on a short value in two halves, each for all ranks in one order: this one sends, what it returns waits.
 
-    That gives no values where a rank has ended, which the next who needs it will say.
-
-    Raises:
-        RankMismatchError: another rank is at another place; from the second half.
+    That gives no values where a rank has ended, which the next who needs it will say; RankMismatchError where one is elsewhere.
     """
     process, (message, *rest) = current(), framed(_content(what, value))
     assert not rest, "longer than one round"
@@ -212,7 +209,7 @@ def _too_late(
     seconds = f"{limit.total_seconds():g} s"
     end_groups(f"not every rank came to {what!r} within {seconds}")
     # Within its patience a rank that came in the meantime says so.
-    missing = missing_ranks(lambda: arrivals, process.place.rank, process.place.world_size, patience.total_seconds())
+    missing = missing_ranks(lambda: arrivals, process.place, patience.total_seconds())
     who = f"rank {', '.join(map(str, missing))} did not come" if missing else "some rank did not come"
     return TimeoutError(
         f"rank {process.place.rank} waited {seconds} in {what!r}, but {who}; the process groups were ended so that no "
@@ -232,14 +229,6 @@ def _done(work: Any, span: timedelta) -> bool:
 
 
 # -- Collectives without names -----------------------------------------------------------------------------------------
-
-
-def lost(what: str, error: RuntimeError) -> AccelError:
-    """The error of a collective that another rank's end broke; ends the groups."""
-    reason = reason_of(error)
-    end_groups(reason)
-    kind = RankMismatchError if mismatched() else AccelError
-    return kind(f"rank {rank()} cannot go on in {what}: {reason}")
 
 
 def is_lost(error: BaseException | None) -> TypeGuard[RuntimeError]:
@@ -279,11 +268,8 @@ class Waiting:
 def announce(process: Process, what: str, details: Hashable = None) -> None:
     """Say that a collective of an engine is next: ``what``, and what of it else must be equal on all ranks (``details``).
 
-    Compares where it is not the one that was to be expected.
-
-    Raises:
-        RankMismatchError: another rank is about to do something else.
-        AccelError: a rank ended, or did not come in time.
+    Compares where it is not the one that was to be expected; RankMismatchError where another rank is about to do something
+    else, AccelError where one ended, or did not come in time.
     """
     event = (what, details)
     if process.order.expects(event):
@@ -318,9 +304,8 @@ def raise_together(
 def require_equal(what: str, value: Any, explain: Callable[[list[Any]], str] = str, beside: Any = None) -> list[Any]:
     """Compare ``value`` over the ranks; every rank's ``beside``, which may differ.
 
-    Raises:
-        RankMismatchError: another rank has another value, or did not come; the process groups are ended, so that
-            a rank that waits elsewhere fails too.
+    RankMismatchError where another rank has another value, or did not come; the process groups are ended, so that a rank that
+    waits elsewhere fails too.
     """
     try:
         told = agree(what, (value, beside))

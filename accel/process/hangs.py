@@ -15,14 +15,18 @@ from datetime import timedelta
 from itertools import accumulate, chain, islice, repeat, takewhile
 from operator import methodcaller
 from types import FrameType
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..errors import AccelError
+from .environments import Place
 from .packing import framed, to_bytes, to_tensor, unframed
+
+if TYPE_CHECKING:
+    from .startup import Process
 
 logger = logging.getLogger("accel")
 
@@ -98,7 +102,6 @@ def _call(stack: Sequence[FrameType]) -> str:
 
 
 def _line(stack: Sequence[FrameType]) -> str:
-    """The innermost line that is no library's."""
     for frame in stack:
         path = frame.f_code.co_filename
         if not path.startswith((*_LIBRARIES, "<frozen")):
@@ -158,28 +161,19 @@ class _Question:
 class HangDetector:
     """Two threads beside the one that trains: one hears the rank on the left, one looks how long this rank waits.
 
-    Messages go round the ranks on accel's own group, ``control``, each to the rank on the right: why the groups were ended
+    Messages go round the ranks on accel's own group, each to the rank on the right: why the groups were ended
     (closed connections tell only those that wait for the rank that ended them), who has left, and the question where each
     rank is, to which each adds its report. A rank asks only after it has waited for seconds, so that training costs nothing.
-    Where a collective fails after few seconds (``limit``) the detector is quicker. ``notice`` is told why the groups end, and
-    whether the ranks are in different places. ``deaf`` groups tell nobody of a rank that was killed, as nccl's kernels, which
-    wait for it while this rank's host waits for them wherever it reads from its device: then the detector tells.
+    Where a collective fails after few seconds the detector is quicker. ``notice`` is told why the groups end, and whether the
+    ranks are in different places. Groups with nccl tell nobody of a rank that was killed: its kernels wait for it while this
+    rank's host waits for them wherever it reads from its device. Then the detector tells.
     """
 
-    def __init__(
-        self,
-        control: dist.ProcessGroup,
-        begun: Callable[[], Mapping[str, int]],
-        limit: float,
-        doing: Callable[[], str],
-        notice: Callable[[str, bool], None],
-        *,
-        deaf: bool,
-    ) -> None:
-        self._control, self._begun, self._doing, self._notice = control, begun, doing, notice
+    def __init__(self, process: Process, control: dist.ProcessGroup, notice: Callable[[str, bool], None]) -> None:
+        self._process, self._control, self._notice = process, control, notice
         self._rank, self._world = control.rank(), control.size()
-        self._thread = threading.get_ident()
-        self._deaf = deaf
+        self._thread, limit = threading.get_ident(), process.timeout.total_seconds()
+        self._deaf = "nccl" in process.backends.values()
         self._patience = min(5.0, limit / 10)
         self._first_warning = min(30.0, limit / 2)
         #: How ranks left that will not come any more, by rank.
@@ -200,7 +194,6 @@ class HangDetector:
             thread.start()
 
     def stop(self) -> None:
-        """End the threads, and the control group with them."""
         self._stopped.set()
         disconnect(self._control)
         for thread in self._threads:
@@ -269,7 +262,7 @@ class HangDetector:
         self._send(origin, ("where", origin, number, {**reports, self._rank: self._report()}))
 
     def _report(self) -> Report:
-        return report(self._begun(), self._thread, self._doing(), time.monotonic() - self._since)
+        return report(self._process.begun(), self._thread, self._process.doing, time.monotonic() - self._since)
 
     # -- how long this rank waits -------------------------------------------------------------------------------------
 
@@ -290,7 +283,6 @@ class HangDetector:
                     self._investigate(now)
 
     def _investigate(self, now: float) -> None:
-        """Ask where the others are, and judge what they answer."""
         waited, ask = now - self._since, self._asked
         if not ask.sent and ask.answers:
             if ask.before and (ranks := stuck(ask.before, ask.answers)):
@@ -314,7 +306,6 @@ class HangDetector:
         )
 
     def _warn(self, waited: float) -> None:
-        """Say every now and then who waits."""
         if waited < max(self._first_warning, 2 * self._warned):
             return
         now, reports = time.monotonic(), self._asked.before
@@ -330,9 +321,7 @@ class HangDetector:
 # -- who is missing ----------------------------------------------------------------------------------------------------
 
 
-def missing_ranks(
-    open_store: Callable[[], distributed_c10d.Store], rank: int, world_size: int, wait: float
-) -> list[int] | None:
+def missing_ranks(open_store: Callable[[], distributed_c10d.Store], place: Place, wait: float) -> list[int] | None:
     """The ranks that do not come to a store within ``wait`` seconds; this one does. None where the store is not reached.
 
     Gloo does not tell who is missing where a collective fails, so those that are there say so.
@@ -343,9 +332,9 @@ def missing_ranks(
     def ask() -> None:
         with contextlib.suppress(RuntimeError, ValueError):  # ValueError where the user has ended the default group
             store = open_store()
-            store.set(str(rank), "")
+            store.set(str(place.rank), "")
             time.sleep(wait)
-            missing.extend(other for other in range(world_size) if not store.check([str(other)]))
+            missing.extend(other for other in range(place.world_size) if not store.check([str(other)]))
             asked.set()
 
     # The store may be on a host that is gone: then even the attempt may never end.
@@ -408,9 +397,7 @@ def reconnect(group: dist.ProcessGroup, number: int) -> None:
     """Give a group whose connections are closed new ones, for the ``number``-th time. Collective in the group.
 
     The group itself stays, which reducers, meshes and other libraries hold: what carries its tensors is replaced inside of it.
-
-    Raises:
-        AccelError: its backend is none of gloo and nccl, or it is too often.
+    AccelError where its backend is none of gloo and nccl, or it is too often.
     """
     if number > 100:
         raise AccelError("the process groups were connected anew 100 times: start the program again")

@@ -1,7 +1,9 @@
-"""What the ranks send each other in one piece: values as framed bytes, many tensors as few flat ones."""
+"""What the ranks send each other in one piece: values as bytes, bytes in frames, many tensors as few flat ones."""
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, final
 
@@ -9,13 +11,15 @@ import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from ..errors import AccelError
+
 # -- Bytes of any length in messages of a known one --------------------------------------------------------------------
 
 _FIRST: Final = 1024  # bytes of the first message, which a second one follows where the content is longer
 _LENGTH: Final = 8  # of them, in front of the content
 
 
-def to_tensor(data: bytes) -> torch.Tensor:
+def to_tensor(data: bytes | bytearray) -> torch.Tensor:
     """The bytes in memory of torch's own: a thread of gloo may be the last to let go, and must not need Python then."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()
 
@@ -68,6 +72,64 @@ def begin_gather(message: bytes, group: dist.ProcessGroup) -> tuple[Any, list[to
     return dist.all_gather(theirs, mine, group=group, async_op=True), theirs
 
 
+# -- Values of any kind, with the tensors in them ----------------------------------------------------------------------
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its values lie in memory, one after the other."""
+    odd = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
+    return not (odd or tensor.is_meta)
+
+
+def bytes_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Those of its values, on a device: no backend refuses a dtype then."""
+    return tensor.detach().to(device).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves dense tensors out, wherever they are: their bytes are in ``parts``."""
+
+    parts: list[torch.Tensor]
+
+    def persistent_id(self, found: Any) -> Any:
+        if isinstance(found, torch.storage.TypedStorage | torch.UntypedStorage) and found.device.type != "cpu":
+            raise AccelError(f"a tensor on {found.device} of a class of its own would not arrive on the rank's device")
+        if type(found) is not torch.Tensor or not is_dense(found):
+            return None
+        self.parts.append(bytes_of(found, torch.device("cpu")))
+        return found.dtype, found.shape, found.device.type == "cpu"
+
+
+class _Unpickler(pickle.Unpickler):
+    """Takes the tensors from ``rest``, in the order in which they were left out."""
+
+    rest: torch.Tensor
+    device: torch.device
+
+    def persistent_load(self, kind: Any) -> torch.Tensor:
+        dtype, shape, on_host = kind
+        mine, self.rest = self.rest.tensor_split([shape.numel() * dtype.itemsize])
+        tensor = mine.clone().view(dtype).reshape(shape)
+        return tensor if on_host else tensor.to(self.device)
+
+
+def packed(value: Any) -> torch.Tensor:
+    """A value as bytes: pickled, and the bytes of its tensors behind that."""
+    pickler = _Pickler(content := io.BytesIO(), pickle.HIGHEST_PROTOCOL)
+    pickler.parts = []
+    pickler.dump(value)
+    head = len(content.getbuffer()).to_bytes(_LENGTH, "little") + content.getvalue()
+    return torch.cat([to_tensor(head), *pickler.parts])
+
+
+def unpacked(message: torch.Tensor, device: torch.device) -> Any:
+    """The value that ``packed`` was given; its tensors that were not on a host are on this device."""
+    end = _LENGTH + int.from_bytes(to_bytes(message[:_LENGTH]), "little")
+    unpickler = _Unpickler(io.BytesIO(to_bytes(message[_LENGTH:end])))
+    unpickler.rest, unpickler.device = message[end:], device
+    return unpickler.load()
+
+
 # -- Many tensors in few collectives -----------------------------------------------------------------------------------
 
 # What one collective moves. On the CPU the copies should stay in its cache; elsewhere calls are dear.
@@ -76,7 +138,6 @@ _CPU_PIECE_BYTES: Final = 8 << 20
 
 
 def _limit(dtype: torch.dtype, device: torch.device, owners: int) -> int:
-    """How many elements of one owner go into a collective."""
     piece = _CPU_PIECE_BYTES if device.type == "cpu" else _PIECE_BYTES
     return max(1, piece // dtype.itemsize // owners)
 
@@ -149,7 +210,6 @@ def _cuttable(tensors: Iterable[torch.Tensor], owners: int) -> list[torch.Tensor
 
 
 def _put_back(tensors: Iterable[torch.Tensor], used: Iterable[torch.Tensor]) -> None:
-    """Write what ``_cuttable`` had to copy."""
     for tensor, copied in zip(tensors, used, strict=True):
         if copied is not tensor:
             tensor.copy_(copied)

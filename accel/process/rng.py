@@ -89,7 +89,6 @@ def _put_on_devices(states: Sequence[torch.Tensor]) -> None:
 
 
 def _derived(state: torch.Tensor, number: int) -> int:
-    """A seed from a generator's state and a number."""
     content = bytes(state.tolist()) + str(number).encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=4).digest(), "big")
 
@@ -145,7 +144,6 @@ class Generators:
             self._all[name].put(states[name])
 
     def seeded(self, seed: int) -> dict[str, Any]:
-        """What their states would be after seeding."""
         before = self.states()
         try:
             for access in self._all.values():
@@ -231,7 +229,6 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two states of a generator are equal."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):

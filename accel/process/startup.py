@@ -22,8 +22,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous as rendezvous_at
 
 from ..errors import AccelError, DeviceError, LaunchError
-from .devices import available, default_backend, identity, parse_backend, pick, refuse_shared, resolve, unserved
-from .environments import ALONE, Place, detect
+from .environments import (
+    ALONE,
+    Place,
+    available,
+    default_backend,
+    detect,
+    identity,
+    parse_backend,
+    pick,
+    refuse_shared,
+    resolve,
+    unserved,
+)
 from .hangs import HangDetector, counts, nccl_of
 from .packing import begin_gather, gather_framed, to_bytes
 

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 import accel
-from accel.boxes import Box, shape_of
 from accel.checkpoint import folder
 from accel.checkpoint.objects import LocalRange, ModuleObject, OptimizerObject, StateObject
 from accel.checkpoint.save import Writer, contents_of
 from accel.checkpoint.values import Encoder, Json
-from accel.shard import Manifest, Raw, Shard, StateEntry, whole
+from accel.shard import Box, Manifest, Raw, Shard, StateEntry, shape_of, whole
 
 Shape = tuple[int, ...]
 

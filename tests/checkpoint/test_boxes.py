@@ -18,12 +18,11 @@ from torch import nn
 
 import accel
 from accel.__main__ import main
-from accel.boxes import Box, shape_of
 from accel.checkpoint import reader, record
 from accel.engines.base import gather as gathering
 from accel.errors import CheckpointError
 from accel.process import current
-from accel.shard import Shard
+from accel.shard import Box, Shard, shape_of
 from tests.checkpoint.crafting import body_of, rewrite
 from tests.checkpoint.helpers import fresh
 from tests.checkpoint.parts import (

@@ -18,6 +18,7 @@ from torch.utils.data import (
 
 import accel
 from accel.data import LoaderOptions
+from accel.data.streams import fingerprint
 from tests.data.loaders import Counting, Divided, Noisy, by_step, everyone, flat, make, samples
 from tests.distributed import outcomes, refusals, run
 
@@ -171,3 +172,11 @@ def _legitimate() -> None:
 
 def test_streams_that_are_alike_pass() -> None:
     run(2, _legitimate)
+
+
+def test_objects_without_a_text_of_their_own_do_not_tell_items_apart() -> None:
+    alike = [np.array([object()], dtype=object) for _ in range(2)]  # their texts are their addresses
+    one, other = (fingerprint([item]) for item in alike)
+    assert not one.differs(other)
+    one, other = (fingerprint([np.array([object(), name], dtype=object)]) for name in ("one", "other"))
+    assert one.differs(other)

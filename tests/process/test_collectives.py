@@ -675,3 +675,25 @@ def test_what_is_not_sent_is_refused_on_every_rank() -> None:
         strict=True,
     ):
         assert text in message
+
+
+def test_tensors_travel_beside_what_is_pickled_wherever_they_are() -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    given = [
+        {"view": whole[1:, ::2], "empty": whole[:0], "number": torch.tensor(3)},
+        torch.complex(whole, whole).conj(),
+        torch.ones(3, dtype=torch.bfloat16).to_sparse(),
+        nn.Linear(4, 3, dtype=torch.float16),  # inside of an object that is no container
+    ]
+    message = packing.packed(given)
+    first, conjugate, sparse, linear = packing.unpacked(message, torch.device("cpu"))
+    assert {name: tensor.tolist() for name, tensor in first.items()} == {
+        "view": [[4.0, 6.0], [8.0, 10.0]],
+        "empty": [],
+        "number": 3,
+    }
+    assert torch.equal(conjugate, given[1])
+    assert torch.equal(sparse.to_dense(), given[2].to_dense())
+    assert isinstance(linear.weight, nn.Parameter)
+    assert torch.equal(linear.weight, given[3].weight)
+    assert len(packing.packed(whole[:1])) < len(packing.packed(whole))  # a part brings nothing of the rest

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel.errors import AccelError, DeviceError
-from accel.process.devices import (
+from accel.process.environments import (
     available,
     default_backend,
     identity,

@@ -8,12 +8,11 @@ from typing import Any, Final, final
 
 import torch
 
-from ...boxes import Box, Grid
 from ...errors import AccelError
 from ...process import Process
 from ...process.control import agree
 from ...process.packing import broadcast_
-from ...shard import Shard
+from ...shard import Box, Grid, Shard
 from ...trees import map_tensors, walk
 
 #: Of what is put together in one go.

@@ -13,8 +13,8 @@ from ...errors import RankMismatchError
 from ...precision import here
 from ...process import Process, end_groups
 from ...process.control import Waiting, agree
-from ...process.prints import Prints, refuse_other_values
 from ...process.rng import torch_states
+from ...process.transfer import Prints, refuse_other_values
 from ...trees import walk
 
 R = TypeVar("R")

@@ -18,7 +18,7 @@ from ...gradients.clip import clip_, norm_over_ranks
 from ...precision import Accumulator
 from ...process import Process
 from ...process.control import Waiting
-from ...process.devices import available
+from ...process.environments import available
 from .._averaging import AveragedGradients
 from ..base.absent import plainly
 from ..base.engine import Context, Engine, SequenceOptions, lost_weights

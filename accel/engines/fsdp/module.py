@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ...boxes import Box
 from ...errors import BackendError
 from ...gradients.log import remove_hooks
 from ...gradients.patches import around, divided_patches
 from ...process import Process
 from ...process.control import Waiting, announce
+from ...shard import Box
 from ..base.absent import refuse_other_tensor
 from ..base.raw_objects import Snapshot
 from .plan import Mesh, cut

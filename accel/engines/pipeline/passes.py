@@ -21,7 +21,7 @@ from ...errors import AccelError, BackendError, RankMismatchError
 from ...process import Process
 from ...process.control import agree, lost
 from ...process.packing import framed, to_bytes, to_tensor, unframed
-from ...process.prints import Prints, refuse_other_values
+from ...process.transfer import Prints, refuse_other_values
 from ...trees import put_back
 from ..base.absent import refuse_second_derivatives
 from .stages import Cut, Stage, flatten, pieces, put_together, without_hooks

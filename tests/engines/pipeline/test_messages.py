@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
 from accel.process import current
-from accel.process.prints import Prints, refuse_other_values
+from accel.process.transfer import Prints, refuse_other_values
 from tests.device_reads import DeviceReads
 from tests.distributed import live_tensors, run
 from tests.engines.pipeline.training import apart, batch, net, one_step
