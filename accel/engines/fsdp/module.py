@@ -221,13 +221,12 @@ class ShardedModule:
         return self.root._post_forward(self.module, args, fn(*args, **kwargs))
 
     def pending(self) -> list[Any]:
-        with torch._C.DisableTorchFunctionSubclass():  # what `has_gradient` says, without a call for each
-            return [
-                p
-                for p in self.params
-                if p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None
-            ]
-            self._wholes.append(param._unsharded_param)
+        """FSDP2's parameters with gradients that were not reduced."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._options.reduce_dtype is not None:
+                return list(filter(has_gradient, self.params))
+            # FSDP2 keeps nothing aside in another dtype: this touches each gathered parameter, and no other object.
+            return [p for p, grad in zip(self.params, map(_GRAD, self._wholes), strict=True) if grad is not None]
 
     def reduce(self, synchronised: bool) -> None:
         self.module.set_requires_gradient_sync(True)
