@@ -18,7 +18,7 @@ from torch import nn
 from .. import shard
 from ..data import LoaderHandle
 from ..deferred import weights_of
-from ..errors import CheckpointError
+from ..errors import CheckpointError, is_url
 from ..process import current
 from ..process.control import locked, raise_together
 from ..shard import Manifest, Shard
@@ -37,7 +37,7 @@ from .safetensors import BY_NAME
 from .source import Checkpoint, is_weights_alone, open_checkpoint
 from .state import OF_VALUES, State
 from .values import Decoder, Json
-from .verify import check_record, verify_needed
+from .verify import check_record, chunks_due
 
 logger = logging.getLogger("accel")
 
@@ -144,21 +144,30 @@ def _load(
     rank = process.place.rank
     with contextlib.ExitStack() as undo:
 
-        def prepare() -> tuple[Loading, tuple[Differences, str, dict[str, str]]]:
+        def prepare() -> tuple[Loading, tuple[Differences, str, dict[str, str], int]]:
             loading = Loading(checkpoint, state, undo, rank, stream=check == "stream", convert=convert)
-            return loading, (loading.differences, *loading.objects())
+            size = sum(one.tensor.nbytes for one in loading.needs())
+            return loading, (loading.differences, *loading.objects(), size)
 
         loading, told = exchange("accel.load", prepare)
         loading.reader.progress = more
         report(checkpoint.directory, [differences for differences, *_ in told], strict, rank)
-        check_objects([objects for _, objects, _ in told])
-        check_engines("accel.load", [engines for *_, engines in told])
+        check_objects([objects for _, objects, *_ in told])
+        check_engines("accel.load", [engines for _, _, engines, _ in told])
         host = socket.gethostname()
         try:
             if placed is not None:
                 host = placed.fetch(checkpoint.directory, loading.files())
-            if check != "stream" and checkpoint.headers is None:
-                verify_needed(loading.reader, checkpoint.record, loading.needs(), process.place, host)
+            # Together they read much more than there is: what ranks of a host read of one file, one of them compares.
+            shared = sum(size for *_, size in told) > 1.5 * checkpoint.record.nbytes and not is_url(
+                checkpoint.directory
+            )
+            if checkpoint.headers is None and (check != "stream" or shared):
+                due = chunks_due(loading.reader, checkpoint.record, loading.needs(), process.place, host)
+                if check == "stream":
+                    loading.due = due
+                else:
+                    on_every_rank("accel.load (the checksums)", lambda: loading.reader.verify_all(due))
         except CheckpointError as error:
             if check is not None:
                 raise
@@ -276,6 +285,8 @@ class Loading:
         self._match = Match(State({} if state is None else state), self._decoder, self.found.tensors)
         self.differences = self._match.differences
         self._apply: Apply | None = None
+        #: The chunks that this rank compares while it fills; None: all that it reads.
+        self.due: dict[int, set[int]] | None = None
         if state is None:
             self._match.plain.append(self.found.values)
         else:
@@ -393,7 +404,7 @@ class Loading:
                 if isinstance(one, StatefulObject):
                     one.fill(node, self._decoder)
             with torch.no_grad():
-                self.reader.fill(self._wanted)
+                self.reader.fill(self._wanted, self.due)
                 # Autograd must see that what it may have saved for a backward has changed.
                 torch.autograd.graph.increment_version([one.tensor for one in self._wanted])
                 for one, node in objects:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
@@ -14,7 +15,7 @@ from ..process.control import locked
 from ..process.environments import Place
 from ..shard import Shard
 from . import folder, record
-from .failures import exchange, on_every_rank, on_running_ranks, parsing
+from .failures import exchange, on_running_ranks, parsing
 from .match import children_of, objects_in
 from .objects import ModuleObject, OptimizerObject, RankObject, StatefulObject, StateObject, TensorObject
 from .progress import Progress, log_end, progress_bar
@@ -27,8 +28,8 @@ from .values import DEPTH, TAG, Decoder, Json
 _BATCH: Final = 64  # chunks between two words of progress
 
 
-def verify_needed(reader: Reader, found: Record, needs: Sequence[Shard], place: Place, host: str) -> None:
-    """Compare the checksums of all chunks that some rank needs, each on one rank of each ``host``. Collective."""
+def chunks_due(reader: Reader, found: Record, needs: Sequence[Shard], place: Place, host: str) -> dict[int, set[int]]:
+    """By file the chunks that this rank compares: each that some rank needs falls to one rank of each ``host``. Collective."""
     sizes = torch.tensor([chunks_of(file.size) for file in found.files], dtype=torch.int64, device="cpu")
     bases = (sizes.cumsum(0) - sizes).tolist()
 
@@ -45,14 +46,11 @@ def verify_needed(reader: Reader, found: Record, needs: Sequence[Shard], place: 
     mine, told = exchange("accel.load (the files)", mark)
     neighbours = [rank for rank, (host, *_) in enumerate(told) if host == told[place.rank][0]]
     mine = _share(mine, [told[rank][1:] for rank in neighbours], neighbours.index(place.rank))
-
-    def compare() -> None:
-        for file, base in enumerate(bases):
-            low, high = torch.searchsorted(mine, torch.tensor([base, base + int(sizes[file])], device="cpu")).tolist()
-            if low < high:
-                reader.verify(file, (mine[low:high] - base).tolist())
-
-    on_every_rank("accel.load (the checksums)", compare)
+    due: dict[int, set[int]] = {}
+    for number in mine.tolist():
+        file = bisect_right(bases, number) - 1
+        due.setdefault(file, set()).add(number - bases[file])
+    return due
 
 
 def _share(needed: torch.Tensor, told: Sequence[tuple[list[int], bool]], me: int) -> torch.Tensor:
