@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import os
 import socket
 import time
@@ -144,22 +145,24 @@ def _load(
     rank = process.place.rank
     with contextlib.ExitStack() as undo:
 
-        def prepare() -> tuple[Loading, tuple[Differences, str, dict[str, str], int]]:
+        def prepare() -> tuple[Loading, tuple[Differences, str, dict[str, str], int, int]]:
             loading = Loading(checkpoint, state, undo, rank, stream=check == "stream", convert=convert)
             size = sum(one.tensor.nbytes for one in loading.needs())
-            return loading, (loading.differences, *loading.objects(), size)
+            return loading, (loading.differences, *loading.objects(), size, sum(1 << at for at in loading.unneeded))
 
         loading, told = exchange("accel.load", prepare)
         loading.reader.progress = more
-        report(checkpoint.directory, [differences for differences, *_ in told], strict, rank)
+        nowhere = functools.reduce(operator.and_, [places for *_, places in told])
+        unneeded = [name for at, name in loading.unneeded.items() if nowhere >> at & 1]
+        report(checkpoint.directory, [differences for differences, *_ in told], unneeded, strict, rank)
         check_objects([objects for _, objects, *_ in told])
-        check_engines("accel.load", [engines for _, _, engines, _ in told])
+        check_engines("accel.load", [engines for _, _, engines, *_ in told])
         host = socket.gethostname()
         try:
             if placed is not None:
                 host = placed.fetch(checkpoint.directory, loading.files())
             # Together they read much more than there is: what ranks of a host read of one file, one of them compares.
-            shared = sum(size for *_, size in told) > 1.5 * checkpoint.record.nbytes and not is_url(
+            shared = sum(size for *_, size, _ in told) > 1.5 * checkpoint.record.nbytes and not is_url(
                 checkpoint.directory
             )
             if checkpoint.headers is None and (check != "stream" or shared):
@@ -282,6 +285,10 @@ class Loading:
         self._decoder = Decoder(self.path, self._fetch, checkpoint.objects)
         self._wanted: list[Shard] = []
         self._tied: list[tuple[str, str]] = []
+        #: What the checkpoint has of the objects here, and this rank needs nothing of, by its place among all tensors: so that
+        #: very many ranks, each with a part of a model, tell each other a bit for each, and no names.
+        self.unneeded: dict[int, str] = {}
+        self._places = {name: at for at, name in enumerate(self.found.tensors)}
         self._match = Match(State({} if state is None else state), self._decoder, self.found.tensors)
         self.differences = self._match.differences
         self._apply: Apply | None = None
@@ -327,7 +334,8 @@ class Loading:
                 saved_as = f"{own}{stored_as.get(name, name)}"
                 self._wanted.append(Shard(saved_as, slot.shape, slot.start, slot.tensor, slot.box))
         if not isinstance(one, TensorObject):
-            self.differences.untouched.update(f"{one.path}, {name}" for name in tensors.keys() - touched)
+            for name in tensors.keys() - touched:
+                self.unneeded[self._places[f"{own}{stored_as.get(name, name)}"]] = f"{one.path}, {name}"
 
     def _untie(self, one: ModuleObject, own: str, tensors: dict[str, Stored]) -> dict[str, str]:
         """Let a tied tensor have its first name in ``tensors`` alone; returns under which it was stored."""
@@ -456,7 +464,7 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
     with contextlib.ExitStack() as undo:
         whole = open_checkpoint(directory, state)
         loading = Loading(whole, state, undo, 0, stream=False, convert=True, planned=True)
-        report(directory, [loading.differences], True, 0)
+        report(directory, [loading.differences], loading.unneeded.values(), True, 0)
 
     def fill(handle: nn.Module) -> None:
         load(directory, _state_for(directory, handle), convert=True)
