@@ -109,9 +109,8 @@ def test_an_unknown_backend_is_no_engine_and_each_file_is_one() -> None:
     assert all(e.name == name for name, e in ENGINES.items())
     assert sorted(name.lower() for name in option_names()) == sorted(name.replace("_", "") for name in ENGINES)
     assert {getattr(accel, name) for name in option_names()} == {engine.options_type for engine in ENGINES.values()}
-    assert (
-        sorted(importlib.import_module("accel.engines._option_classes").__all__) == option_names()
-    )  # what an editor sees
+    shown = vars(importlib.import_module("accel.engines._option_classes"))  # what an editor sees
+    assert sorted(name for name in shown if not name.startswith("_")) == option_names()
 
 
 def test_import_brings_nothing_heavy() -> None:

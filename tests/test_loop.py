@@ -188,6 +188,11 @@ def gradient_penalty(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     (F.mse_loss(out, y) + gradient.square().sum(1).mean()).backward()
 
 
+def functional_call(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
+    scaled = {name: 1.1 * p for name, p in s.model.named_parameters()}
+    F.mse_loss(torch.func.functional_call(s.model, scaled, (x,)), y).backward()
+
+
 def gradients_assigned(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     parameters = list(s.model.parameters())
     for p, g in zip(parameters, torch.autograd.grad(F.mse_loss(s.model(x), y), parameters), strict=True):
@@ -368,6 +373,7 @@ PATTERNS: dict[str, Pattern] = {
             evaluation_in_between,
             regularised_by_parameters,
             gradient_penalty,
+            functional_call,
             gradients_assigned,
             raw_clip_by_norm,
             raw_clip_by_value,

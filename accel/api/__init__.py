@@ -339,8 +339,12 @@ def describe(plan: Plan) -> dict[str, str]:
         "number of new optimizers": str(len(plan.new_optimizers)),
         "number of new dataloaders": str(len(plan.new_loaders)),
     }
-    for option in () if plan.modelless else dataclasses.fields(plan.options):
-        facts[f"{option.name} of accel.{type(plan.options).__name__}"] = repr(getattr(plan.options, option.name))
+    if not plan.modelless:  # of a function only the options know a text that is the same on all ranks
+        kind, names_of = f"accel.{type(plan.options).__name__}", dataclasses.fields(plan.options)
+        texts = {f"{o.name} of {kind}": repr(getattr(plan.options, o.name)) for o in names_of} | {
+            kind: repr(plan.options)
+        }
+        facts |= {name: text for name, text in texts.items() if " at 0x" not in text}
     for name, p in plan.module.named_parameters():
         facts[f"parameter {name}"] = f"{tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
     for name, b in plan.module.named_buffers():

@@ -7,9 +7,10 @@ A tensor's way into a checkpoint, and out of it:
     load.load   open_checkpoint: the record (weights) > Loading: where it belongs, as ranges of it (match, objects)
                 > chunks_due: which bytes it compares (verify) > Loading.apply: its bytes, in place (reader)
 
-Both: values (what is no tensor), folder (the names in a directory), safetensors (the form of a file), failures (one rank's is
-everyone's: what is refused, missing or damaged is a CheckpointError). Beside: background (saves that go on), export and foreign
-(other libraries' files, written and read).
+Both: steps (of all ranks: one's failure is everyone's, and what is refused, missing or damaged is a CheckpointError), values
+(what is no tensor), folder (the names in a directory), placement (which host has what), safetensors (the form of a file),
+storage and remote (disks and object stores). Beside: background (saves that go on), export and foreign (other libraries'
+files, written and read).
 """
 
 from .export import export

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -20,8 +21,8 @@ import torch
 from ..errors import CheckpointError
 from ..process import Process, current, ended
 from ..process.transfer import begun, finish, host_memory, is_remote
-from .failures import explain
 from .shards import CopiedItem, WriteItem
+from .steps import explain
 
 _BLOCK: Final = 64 << 20  # a power of two, to which sizes of pinned memory are rounded
 _ALIGN: Final = 64
@@ -202,21 +203,17 @@ class Words:
     def __init__(self, process: Process, save: str, directory: str) -> None:
         self._rank, self._world = process.place.rank, process.place.world_size
         self._shared: Any = process.store("save", save) if self._world > 1 else None
-        self._apart: Any = None
         self._what = directory
         self._timeout = process.timeout.total_seconds()
         self._lost: set[int] = set()
 
-    @property
+    @functools.cached_property
     def _store(self) -> Any:
         """By a connection of its own: one does one thing at a time, and on that of the start the thread that trains may wait for
         another rank, as where a process group is made, while that rank waits for this save."""
-        if self._apart is None:
-            self._apart = self._shared.clone()
-        return self._apart
+        return self._shared.clone()
 
     def tell(self, status: dict[str, Any], kind: str) -> None:
-        """Tell the other ranks."""
         with _reaching():
             self._store.set(f"{kind}/{self._rank}", json.dumps(status))
 
@@ -254,13 +251,10 @@ class Words:
             if lost or waited > timeout:
                 return False
             if waited > warning:
-                logger.warning(
-                    "a background save into %s: rank %d has waited %.0f s for rank %d",
-                    self._what,
-                    self._rank,
-                    waited,
-                    rank,
+                text = (
+                    f"a background save into {self._what}: rank {self._rank} has waited {waited:.0f} s for rank {rank}"
                 )
+                logger.warning("%s", text)
                 warning += _WARNING
             time.sleep(pause)
             pause = min(pause * 1.5, 0.5)

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -18,13 +18,12 @@ import torch
 from ..errors import CheckpointError
 from ..process.control import locked
 from . import folder, record
-from .failures import on_running_ranks
 from .match import SavedNames, children_of
-from .progress import Progress, log_end, progress_bar
 from .reader import Reader
 from .record import Record
 from .safetensors import BY_NAME, ITEM_BYTES, METADATA, NAMES, Entry, build_header, memory
 from .source import STEMS, index_file, present, whole_file
+from .steps import Progress, check_flags, log_end, on_running_ranks, progress_bar
 from .storage import Write, storage_of
 from .values import TAG, Decoder, Json
 
@@ -43,14 +42,13 @@ class Export:
 
     @property
     def nbytes(self) -> int:
-        """Of all data."""
         return sum(entry.nbytes for entries in self.files for entry in entries)
 
 
-def plan_export(directory: str, name: str | None, max_shard_size: int | str, dtype: str | torch.dtype | None) -> Export:
-    """What an export will write, or why it cannot. Writes nothing."""
-    limit, wanted = parse_size(max_shard_size), _parse_dtype(dtype)
+def _plan(directory: str, name: str | None, max_shard_size: int | str, dtype: str | torch.dtype | None) -> Export:
+    limit, wanted = _parse_size(max_shard_size), _parse_dtype(dtype)
     found, _ = record.read(directory)
+    folder.check_sizes(directory, found)
     chosen, node = choose(directory, found, name)
     if extra := node.get("extra"):
         raise CheckpointError(
@@ -73,10 +71,10 @@ def plan_export(directory: str, name: str | None, max_shard_size: int | str, dty
         raise CheckpointError(
             f"{directory}: the model {own[:-1]!r} has no tensors in it (they were filtered when it was saved)"
         )
-    return Export(Reader(directory, found, stream=True), own, divide(entries, limit))
+    return Export(Reader(directory, found, stream=True), own, _divide(entries, limit))
 
 
-def divide(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
+def _divide(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
     """The entries of each file, in order: as many as fit, wide elements first so that all are aligned."""
     files: list[list[Entry]] = [[]]
     size = 0
@@ -89,7 +87,7 @@ def divide(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
     return [sorted(file, key=lambda entry: -ITEM_BYTES[entry.dtype]) for file in files]
 
 
-def parse_size(size: int | str) -> int:
+def _parse_size(size: int | str) -> int:
     """``"5GB"`` (10^9 each) or ``"5GiB"`` (2^30) in bytes; raises where it is no size."""
     if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
         power = " KMGT".index(match[2].upper() or " ")
@@ -180,17 +178,14 @@ def export(
 
     def act(rank: int, world: int) -> None:
         if rank == 0:
-            planned = plan_export(folder.newest_place(dir), name, max_shard_size, dtype)
+            planned = _plan(folder.newest_place(dir), name, max_shard_size, dtype)
             with progress_bar("accel.export", planned.nbytes, shown=progress) as more:
-                write_export(planned, folder.absolute(out), library, overwrite=overwrite, progress=more)
+                _export(planned, folder.absolute(out), library, overwrite, more)
 
-    on_running_ranks("accel.export", act)
+    on_running_ranks("accel.export", lambda: check_flags(overwrite=overwrite, progress=progress), act)
 
 
-def write_export(
-    planned: Export, out: str, library: str, *, overwrite: bool, progress: Progress = lambda nbytes: None
-) -> None:
-    """Write the files, in this process; ``progress`` hears how many more bytes were written."""
+def _export(planned: Export, out: str, library: str, overwrite: bool, progress: Progress) -> None:
     if library not in STEMS:
         raise CheckpointError(f"library={library!r}: expected {' or '.join(map(repr, STEMS))}")
     if record.exists(out):
@@ -223,16 +218,16 @@ def _weights(out: str) -> list[str]:
 def _write(planned: Export, out: str, stem: str, progress: Progress) -> None:
     count, storage = len(planned.files), storage_of(out)
     names = [whole_file(f"{stem}-{i + 1:05d}-of-{count:05d}" if count > 1 else stem) for i in range(count)]
-    contents: dict[str, Callable[[], Iterable[bytes | memoryview]]] = {
-        name: functools.partial(_content, planned, entries, progress)
+    contents: dict[str, Callable[[Write], bytes]] = {
+        name: functools.partial(_write_file, planned, entries, progress)
         for name, entries in zip(names, planned.files, strict=True)
     }
     if count > 1:
-        contents[index_file(stem)] = lambda: [_index(names, planned)]
+        contents[index_file(stem)] = functools.partial(_write_index, planned, names)
     temporaries = {name: os.path.join(out, f".{name}.{secrets.token_hex(6)}.tmp") for name in contents}
     try:
         for name, content in contents.items():
-            storage.create(temporaries[name], 0, 0, functools.partial(_pour, content))
+            storage.create(temporaries[name], 0, 0, content)
         _exchange(out, temporaries)
     except BaseException:
         for path in temporaries.values():
@@ -241,30 +236,27 @@ def _write(planned: Export, out: str, stem: str, progress: Progress) -> None:
         raise
 
 
-def _pour(content: Callable[[], Iterable[bytes | memoryview]], write: Write) -> bytes:
-    for part in content():
-        write(memoryview(part))
-    return b""
-
-
-def _content(planned: Export, entries: Sequence[Entry], progress: Progress) -> Iterator[bytes | memoryview]:
-    yield build_header(entries, {}, align=8)
+def _write_file(planned: Export, entries: Sequence[Entry], progress: Progress, write: Write) -> bytes:
+    write(memoryview(build_header(entries, {}, align=8)))
     pieces = []
     for entry in entries:
         name, dtype = f"{planned.prefix}{entry.name}", BY_NAME[entry.dtype]
         step = _PIECE // dtype.itemsize
         pieces += [(name, at, min(step, entry.count - at), dtype) for at in range(0, entry.count, step)]
     for piece in planned.reader.in_turn(pieces):
-        yield memory(piece)
+        write(memory(piece))
         progress(piece.nbytes)
+    return b""
 
 
-def _index(names: Sequence[str], planned: Export) -> bytes:
+def _write_index(planned: Export, names: Sequence[str], write: Write) -> bytes:
     files = zip(names, planned.files, strict=True)
     places = {entry.name: name for name, entries in files for entry in entries}
     count = sum(entry.count for entries in planned.files for entry in entries)
     metadata = {"total_parameters": count, "total_size": planned.nbytes}
-    return (json.dumps({"metadata": metadata, "weight_map": dict(sorted(places.items()))}, indent=2) + "\n").encode()
+    text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(places.items()))}, indent=2)
+    write(memoryview(f"{text}\n".encode()))
+    return b""
 
 
 def _exchange(out: str, temporaries: dict[str, str]) -> None:

@@ -12,13 +12,11 @@ from typing import Final, Literal
 from ..errors import CheckpointError, is_url, refuse_url
 from ..process import current, rank
 from ..process.control import locked
-from . import shared_memory
 from .background import background
-from .failures import exchange, explain, on_every_rank
-from .placement import Sight, newest, sight
+from .placement import NUMBER, Sight, memory_place, memory_series, newest, seen_in_memory
 from .record import NAME, Record, encode, exists, is_damaged, read
-from .shared_memory import NUMBER
-from .storage import Claim, StoreError, check_size, storage_of, unreadable
+from .steps import exchange, explain, on_every_rank
+from .storage import MEMORY, Claim, StoreError, check_size, storage_of, unreadable
 
 logger = logging.getLogger("accel")
 
@@ -54,11 +52,6 @@ def absolute(path: object) -> str:
 def shard_name(save: str, rank: int, kind: str) -> str:
     """A file of one rank, of one of ``KINDS``."""
     return f"accel-{save}-{rank:05d}{kind}.safetensors"
-
-
-def record_name(save: str) -> str:
-    """The record until it is the record."""
-    return f".accel-{save}.record"
 
 
 def begin(directory: str, resources: contextlib.ExitStack, saves: Container[str] = ()) -> Claim:
@@ -146,9 +139,11 @@ def check_sizes(directory: str, record: Record) -> None:
         left = [n for n, name in enumerate(names) if record.hosts and not storage.exists(os.path.join(directory, name))]
         if left:
             path, hosts = os.path.join(directory, names[left[0]]), " and ".join(record.hosts_of(left[0]))
+            how = "in memory of" if directory.startswith(MEMORY) else "on the disk of"
             raise CheckpointError(
-                f"{path} lies on the disk of host {hosts}, since it was saved with placement='host': accel.load on all hosts and "
-                "accel.latest(..., placement='host') find it"
+                f"{path} lies {how} host {hosts}, where the save has left it: accel.load on all hosts and accel.latest(..., "
+                "placement='host') find it; accel.verify, export and link, and the commands, see the files of one host: for them "
+                "load it on all hosts, and save it to a directory that these share"
             ) from error
         raise CheckpointError(unreadable(error)) from error
     for file, size in zip(record.files, sizes, strict=True):
@@ -174,10 +169,10 @@ def remove(directory: str) -> None:
 
 def in_memory(directory: str, *, elsewhere: bool = True) -> tuple[Record | None, str]:
     """As ``complete``, of the snapshot of a directory; and where that lies."""
-    where = shared_memory.place(absolute(directory)) or ""
+    where = memory_place(absolute(directory)) or ""
     found = complete(where, elsewhere=elsewhere) if where else None
     if found is not None:
-        shared_memory.seen.setdefault(where, "")
+        seen_in_memory.setdefault(where, "")
     return found, where
 
 
@@ -199,15 +194,15 @@ def free(directory: str, kept: str | None = None) -> None:
 
     A place without a record was left by a dead save; of the series, one that this process has not seen may be another job's.
     """
-    own = shared_memory.place(directory)
+    own = memory_place(directory)
     root, name = os.path.split(directory)
-    alike = (os.path.join(root, one) for one in shared_memory.series(root) if _series(one) == _series(name))
-    for where in () if current().place.local_rank else {own, *map(shared_memory.place, alike)} - {None, kept}:
+    alike = (os.path.join(root, one) for one in memory_series(root) if _series(one) == _series(name))
+    for where in () if current().place.local_rank else {own, *map(memory_place, alike)} - {None, kept}:
         assert where is not None
-        if os.path.isdir(where) and (where == own or where in shared_memory.seen or not exists(where)):
+        if os.path.isdir(where) and (where == own or where in seen_in_memory or not exists(where)):
             with contextlib.suppress(CheckpointError, OSError):  # another job saves there
                 remove(where)
-                shared_memory.seen.pop(where, None)
+                seen_in_memory.pop(where, None)
 
 
 # -- Several checkpoints: the newest one, a second name for one, the oldest ones away ----------------------------------
@@ -236,15 +231,10 @@ def prune(directory: str, keep: int) -> None:
     others = [n for n in storage.names(root) if _series(n) == series and n not in (series, name)]
     real = storage.real(root)
     paths = [os.path.join(root, n) for n in others if storage.real(os.path.join(real, n)) == os.path.join(real, n)]
-    for path in _newest_first(paths, elsewhere=True)[keep - 1 :]:
+    found = [(one.time, path) for path in paths if (one := complete(path, elsewhere=True)) is not None]
+    for _, path in sorted(found, reverse=True)[keep - 1 :]:
         with contextlib.suppress(CheckpointError):  # somebody saves there
             remove(path)
-
-
-def _newest_first(paths: Iterable[str], *, elsewhere: bool = False) -> list[str]:
-    """Those of them that are complete checkpoints."""
-    found = [(one.time, path) for path in paths if (one := complete(path, elsewhere=elsewhere)) is not None]
-    return [path for _, path in sorted(found, reverse=True)]
 
 
 def latest(root: str | os.PathLike[str], *, placement: Literal["shared", "host"] = "shared") -> str | None:
@@ -275,7 +265,7 @@ def check_placement(placement: object) -> None:
 
 def _candidates(path: str) -> list[str]:
     """What may be checkpoints: a directory, and what is in it, on disk or in memory."""
-    held = shared_memory.series(absolute(path))
+    held = memory_series(absolute(path))
     try:
         names = {*storage_of(path).names(path), *held}
     except (FileNotFoundError, NotADirectoryError):
@@ -290,8 +280,8 @@ def _latest_of_hosts(root: str | os.PathLike[str]) -> str | None:
     def look() -> tuple[dict[str, Record], dict[str, Sight]]:
         background.wait()
         looked = ((path, newest_of(path, elsewhere=True)) for path in _candidates(named(root)))
-        found = {path: one[1:] for path, one in looked if one is not None}
-        return {path: one for path, (_, one) in found.items()}, {path: sight(*one) for path, one in found.items()}
+        found = {path: one[2] for path, one in looked if one is not None}
+        return found, {path: (one.time, one.id) for path, one in found.items()}
 
     return newest(*exchange("accel.latest", look))
 
@@ -338,5 +328,5 @@ def _link(src: str, dst: str) -> None:
             raise CheckpointError(f"{explain(error)}; both must be on one file system that has links") from error
         storage.sync(dst)
         before = storage.names(dst)
-        claim.commit(os.path.join(dst, NAME), encode(one), record_name(one.id))
+        claim.commit(encode(one))
         sweep(dst, before, names)

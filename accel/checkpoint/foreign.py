@@ -24,12 +24,11 @@ from ..process.control import locked
 from ..shard import whole
 from . import folder, record
 from .background import background
-from .failures import naming, on_running_ranks, parsing
 from .objects import LocalRange, StateObject
-from .progress import Progress, progress_bar
 from .safetensors import check_tensor
 from .save import save_alone
 from .source import is_weights_alone
+from .steps import Progress, check_flags, naming, on_running_ranks, parsing, progress_bar
 from .storage import reserve, storage_of
 from .values import DEPTH, TAG, Encoder, Json, place
 
@@ -67,21 +66,17 @@ def import_checkpoint(
         if rank:
             return {}
         with progress_bar("accel.import_checkpoint", shown=progress) as more:
-            return convert(folder.absolute(source), folder.absolute(dir), optimizer=optimizer, progress=more)
+            return _convert(folder.absolute(source), folder.absolute(dir), optimizer, more)
 
-    return on_running_ranks("accel.import_checkpoint", act)
+    return on_running_ranks("accel.import_checkpoint", lambda: check_flags(optimizer=optimizer, progress=progress), act)
 
 
-def convert(
-    source: str, directory: str, *, optimizer: bool, progress: Progress = lambda nbytes: None
-) -> dict[str, list[str]]:
-    """``import_checkpoint`` in this process; ``progress`` hears how many bytes of tensors were put together."""
+def _convert(source: str, directory: str, optimizer: bool, progress: Progress) -> dict[str, list[str]]:
     if record.exists(directory):
         raise CheckpointError(f"{directory} has a checkpoint already: import into another directory")
     background.settle()
-    with tempfile.TemporaryDirectory(
-        prefix=".accel-import-", dir=storage_of(directory).workplace(directory)
-    ) as scratch:
+    workplace = storage_of(directory).workplace(directory)
+    with tempfile.TemporaryDirectory(prefix=".accel-import-", dir=workplace) as scratch:
         here = storage_of(source).fetched(source, scratch)
         state, found = recognize(read(here, tensors_in(scratch, progress)), source, optimizer=optimizer)
         save_alone(state, directory)
@@ -110,14 +105,9 @@ def read(source: str, new: NewTensor) -> Any:
 
 
 def load_pickled(path: str, inert: Sequence[str] = ()) -> Any:
-    """What ``torch.save`` wrote, its tensors mapped from the file where they can be.
+    """What ``torch.save`` wrote, its tensors mapped from the file where they can be; refuses pickled objects, by name.
 
-    Args:
-        path: the file.
-        inert: classes, by their full names, that are read as objects which hold their data and do nothing.
-
-    Raises:
-        CheckpointError: it is no such file, or holds pickled objects; names them.
+    ``inert`` are classes, by their full names, that are read as objects which hold their data and do nothing.
     """
     with parsing(f"{path} is no whole file of torch.save"):
         return _unpickled(path, path, inert)
@@ -382,13 +372,7 @@ def _optimizer(state: Mapping[str, Any]) -> ImportedObject:
 
 @final
 class ImportedObject(StateObject):
-    """A model or an optimizer of another library: it can only be saved.
-
-    Args:
-        kind: of object.
-        tensors: by name.
-        values: the rest of its node.
-    """
+    """A model or an optimizer of another library: it can only be saved. ``values`` are the rest of its node."""
 
     kind = "imported"
 

@@ -23,20 +23,19 @@ from ..errors import CheckpointError, is_url
 from ..process import current
 from ..process.control import locked, raise_together
 from ..shard import Manifest, Shard
-from . import folder, record, shared_memory
+from . import folder, record
 from .background import background
 from .export import choose
-from .failures import exchange, explain, on_every_rank
 from .layout import digest
 from .match import Apply, Differences, Match, check_engines, check_objects, plain, report, unfit, value_tensors
 from .objects import ModuleObject, RankObject, StatefulObject, StateObject, TensorObject, engines_of
-from .placement import Placed, Sight, find, sight
-from .progress import Progress, log_end, progress_bar
+from .placement import Placed, Sight, find, memory_place
 from .reader import Reader
 from .record import Record, Stored
 from .safetensors import BY_NAME
 from .source import Checkpoint, is_weights_alone, open_checkpoint
 from .state import OF_VALUES, State
+from .steps import Progress, check_flags, check_options, exchange, explain, log_end, on_every_rank, progress_bar
 from .values import Decoder, Json
 from .verify import check_record, chunks_due
 
@@ -80,13 +79,11 @@ def load(
         CheckpointError: the checkpoint is missing, damaged or of another format, or does not fit; on every rank.
     """
     current()
-    if check not in ("first", "stream"):
-        raise CheckpointError(f"check={check!r}: expected 'first' or 'stream'")
     with progress_bar("accel.load", shown=progress) as more:
         fill, options = functools.partial(_load, state, strict, convert, more), (strict, check, convert)
         unusable: _UnusableSnapshot | None = None
         try:
-            if (found := _snapshot(dir, options)) is not None:
+            if (found := _snapshot(dir, options, progress)) is not None:
                 return fill(None, *found)
         except _UnusableSnapshot as error:
             unusable = error
@@ -97,7 +94,7 @@ def load(
                 raise
             raise CheckpointError(
                 f"{error}; and its snapshot in memory cannot be loaded: {unusable}; to go on from what is on disk, remove "
-                f"{shared_memory.place(folder.absolute(dir))}: then accel.latest does not name it"
+                f"{memory_place(folder.absolute(dir))}: then accel.latest does not name it"
             ) from error
         if unusable is not None and current().place.rank == 0:
             logger.warning("the newer snapshot in memory cannot be loaded, so what is on disk is: %s", unusable)
@@ -109,23 +106,29 @@ class _UnusableSnapshot(CheckpointError):
     """What memory has is damaged, or not whole. Nothing was changed."""
 
 
-def _snapshot(dir: str | os.PathLike[str], options: tuple[object, ...]) -> tuple[Checkpoint, Placed] | None:
+def _snapshot(
+    dir: str | os.PathLike[str], options: tuple[object, ...], progress: object
+) -> tuple[Checkpoint, Placed] | None:
     """What hosts have in memory, where it is newer than what is on disk; None where nothing is. Collective."""
+    strict, check, convert = options
 
     def look() -> tuple[Record | None, tuple[object, Sight | None]]:
+        check_flags(strict=strict, convert=convert, progress=progress)
+        if check not in ("first", "stream"):
+            raise CheckpointError(f"check={check!r}: expected 'first' or 'stream'")
         background.wait()
         directory, asked = folder.absolute(dir), (folder.named(dir), options)
-        found, where = folder.in_memory(directory)
+        found, _ = folder.in_memory(directory)
         on_disk = folder.present(directory) if found else None
         if found is None or (on_disk is not None and on_disk.time > found.time):
             return None, (asked, None)
-        return found, (asked, sight(where, found))
+        return found, (asked, (found.time, found.id))
 
     own, told = exchange("accel.load (memory)", look)
     if not any(one for _, one in told) or any(asked != told[0][0] for asked, _ in told):
         return None  # where ranks ask for different things, `_open` says so
     try:
-        where = on_every_rank("accel.load (memory)", lambda: str(shared_memory.place(folder.absolute(dir), make=True)))
+        where = on_every_rank("accel.load (memory)", lambda: str(memory_place(folder.absolute(dir), make=True)))
         return _placed(where, find(where, own, [one for _, one in told]))
     except CheckpointError as error:
         raise _UnusableSnapshot(str(error)) from error
@@ -207,7 +210,7 @@ def _open(dir: str | os.PathLike[str], state: Any, options: tuple[object, ...]) 
             problem = error  # another host may have it
             return None, Sighting(name, "", options, str(error))
         if found.record.hosts:
-            return found, Sighting(name, found.digits, options, sight=sight(found.directory, found.record))
+            return found, Sighting(name, found.digits, options, sight=(found.record.time, found.record.id))
         # Before anything is made in the sizes that the record names.
         reads = state is not None or any(name.startswith(OF_VALUES) for name in found.record.tensors)
         if reads and found.headers is None and current().place.rank == 0:
@@ -215,7 +218,7 @@ def _open(dir: str | os.PathLike[str], state: Any, options: tuple[object, ...]) 
         return found, Sighting(name, found.digits, options)
 
     found, seen = exchange("accel.load (the record)", look)
-    _check_options(seen)
+    check_options("accel.load", "strict, check and convert", [one.options for one in seen])
     if any(one.sight for one in seen) and all(one.sight or one.problem for one in seen):
         return _open_placed(folder.absolute(dir), found, seen)
     raise_together("accel.load (the record)", problem, [one.problem for one in seen], CheckpointError)
@@ -226,15 +229,6 @@ def _open(dir: str | os.PathLike[str], state: Any, options: tuple[object, ...]) 
             "that all of them see"
         )
     return found, None
-
-
-def _check_options(seen: Sequence[Sighting]) -> None:
-    for rank, one in enumerate(seen):
-        if one.options != seen[0].options:
-            raise CheckpointError(
-                f"accel.load: strict, check and convert are {seen[0].options} on rank 0, and {one.options} on rank {rank}; give "
-                "every rank the same"
-            )
 
 
 def _open_placed(directory: str, found: Checkpoint | None, seen: Sequence[Sighting]) -> tuple[Checkpoint, Placed]:

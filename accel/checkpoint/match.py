@@ -14,11 +14,11 @@ import torch
 
 from ..errors import CheckpointError
 from ..shard import Shard, overlaps_itself
-from .failures import parsing
 from .objects import StateObject
 from .record import Stored
 from .safetensors import BY_NAME
 from .state import OF_VALUES, State, below, component, former_component, is_object, items_of
+from .steps import parsing
 from .values import TAG, Decoder, Json, items_in, members, place
 
 logger = logging.getLogger("accel")

@@ -1,4 +1,4 @@
-"""Checkpoints whose files stay on the disks of the hosts that wrote them: who shares a disk, what lies there, how it moves.
+"""Checkpoints whose files stay on the hosts that wrote them, on disk or in memory: who has what, and how it moves.
 
 No name of a host is relied on: ranks share a disk where they see each other's probes, and a file lies where it is seen whole.
 A record on any disk says that all files are durable on all of them; nothing older is removed before it is on every one.
@@ -6,11 +6,14 @@ A record on any disk says that all files are durable on all of them; nothing old
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
+import re
 import secrets
 import socket
+import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,16 +24,16 @@ from typing import Final, NamedTuple, final
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, is_url
 from ..process import current
 from ..process.control import Waiting
 from . import record
-from .failures import exchange, on_every_rank
+from .layout import digest
 from .record import Record
 from .safetensors import memory
 from .shards import Written
-from .shared_memory import place
-from .storage import Write, storage_of
+from .steps import exchange, explain, on_every_rank
+from .storage import MEMORY, Write, storage_of
 
 logger = logging.getLogger("accel")
 
@@ -103,64 +106,121 @@ def find_disks(directory: str, present: Callable[[str], Record | None]) -> Disks
     return Disks(leaders, {save for _, save, _ in told})
 
 
+# -- In memory of a host -----------------------------------------------------------------------------------------------
+# The newest snapshot of a checkpoint lies in files in /dev/shm, which outlive the processes. It is a checkpoint on disks of hosts
+# in another place, which follows from the identity of an empty file in the directory that it belongs to: so whoever removes that
+# directory is rid of it. Directories whose names end in a number are a series with one such file above them, and one snapshot,
+# the newest.
+
+NUMBER: Final = re.compile(r"\d+\Z")
+_MARK: Final = ".accel.memory"
+#: The places of snapshots that this process has found or made, and the directories of those that it has made.
+seen_in_memory: Final[dict[str, str]] = {}
+
+
+def memory_place(directory: str, *, make: bool = False) -> str | None:
+    """Where the snapshot of a directory lies on this host, if there is one; None: nowhere.
+
+    Raises:
+        CheckpointError: one is to be made, and cannot be.
+    """
+    parent, name = os.path.split(directory)
+    if not NUMBER.search(name):
+        return _folder(directory, make)
+    folder = _folder(parent, make)
+    return folder and os.path.join(folder, name)
+
+
+def memory_series(root: str) -> list[str]:
+    """The names, which end in a number, of the directories in ``root`` of which this host may have snapshots."""
+    folder = _folder(root)
+    return list(filter(NUMBER.search, os.listdir(folder))) if folder and os.path.isdir(folder) else []
+
+
+def _folder(directory: str, make: bool = False) -> str | None:
+    """What belongs to a directory, in this user's folder, into which nobody else may look; None where there is neither."""
+    home, mark = os.path.join(MEMORY, f"accel-{os.geteuid()}"), os.path.join(directory, _MARK)
+    try:
+        if make:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(home, 0o700)
+            if not is_url(directory):
+                storage_of(directory).make(directory)
+                os.close(os.open(mark, os.O_CREAT | os.O_NOFOLLOW, 0o666))
+        file = None if is_url(directory) else os.lstat(mark)
+        status = os.lstat(home)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise CheckpointError(f"{home} is not a directory of this user alone, and others may read it: remove it")
+    except (OSError, CheckpointError) as error:
+        if make:
+            raise CheckpointError(f"in_memory=True needs shared memory in {MEMORY}: {explain(error)}") from error
+        return None
+    return os.path.join(home, digest([directory] if file is None else [file.st_ino, file.st_mtime_ns]))
+
+
+@atexit.register
+def _say_what_is_left() -> None:
+    for where, directory in seen_in_memory.items():
+        if directory:
+            logger.warning(
+                "the newest checkpoint of %s stays in memory, in %s, until it is saved to disk", directory, where
+            )
+
+
+os.register_at_fork(after_in_child=seen_in_memory.clear)
+
+
 # -- What lies where ---------------------------------------------------------------------------------------------------
 
 
-class Sight(NamedTuple):
-    """What a rank sees of a checkpoint: of which save, committed when, and which of how many files are there whole, as bits."""
-
-    save: str
-    time: float
-    files: int
-    whole: int
+#: What a rank tells of a checkpoint that it sees: when its save was committed, and which save it is.
+Sight = tuple[float, str]
 
 
-def sight(directory: str, found: Record) -> Sight:
-    """Of the checkpoint with this record; its files may be in memory, too."""
+def _whole_files(directory: str, found: Record) -> int:
+    """Which files of a checkpoint are there whole, as bits; they may be in memory, too."""
     whole = 0
-    for where in filter(None, (directory, place(directory))):
+    for where in filter(None, (directory, memory_place(directory))):
         for number, file in enumerate(found.files):
             with contextlib.suppress(OSError):
                 whole |= (storage_of(where).size(os.path.join(where, file.name)) == file.size) << number
-    return Sight(found.id, found.time, len(found.files), whole)
-
-
-def _absent(wholes: Collection[int], files: int) -> list[int]:
-    """The files that nobody has."""
-    found = reduce(or_, wholes)
-    return [number for number in range(files) if not found >> number & 1]
+    return whole
 
 
 def newest(own: Mapping[str, Record], told: Sequence[Mapping[str, Sight]]) -> str | None:
     """Of checkpoints by their names, as each rank sees them, the newest all of whose files some rank sees. Collective."""
-    seen: dict[tuple[float, str, str, int], dict[int, int]] = {}
-    for rank, names in enumerate(told):
-        for name, one in names.items():
-            seen.setdefault((one.time, one.save, name, one.files), {})[rank] = one.whole
-    for (_, save, name, files), wholes in sorted(seen.items(), reverse=True):
-        found: Collection[int] = wholes.values()
-        if _absent(found, files) and len(wholes) < len(told):  # hosts without this record may have the files
-            *_, found = _everywhere(name, own.get(name), save, min(wholes))
-        if not _absent(found, files):
-            return name
-    return None
+    return next((name for name, placed in _newest_first(own, told) if not placed.absent), None)
 
 
-def _everywhere(directory: str, own: Record | None, save: str, source: int) -> tuple[Record, str, list[int]]:
-    """The record of a save, which rank ``source`` has, its checksum, and which files each rank sees whole. Collective."""
+def _newest_first(own: Mapping[str, Record], told: Sequence[Mapping[str, Sight]]) -> Iterator[tuple[str, Placed]]:
+    """The saves that any rank sees, each with its name. Collective, each of them."""
+    seen = {(*one, name): rank for rank, names in enumerate(told) for name, one in names.items()}
+    for (_, save, name), source in sorted(seen.items(), reverse=True):
+        yield name, _everywhere(name, own.get(name), save, source)
+
+
+def _everywhere(directory: str, own: Record | None, save: str, source: int) -> Placed:
+    """A save of which rank ``source`` has the record, as all ranks see it. Collective."""
     content = record.encode(own) if own is not None and own.id == save else b""
     found, digits = record.parse(broadcast(content, source), os.path.join(directory, record.NAME))
-    return found, digits, exchange("the files of a checkpoint", lambda: (None, sight(directory, found).whole))[1]
+    _, wholes = exchange("the files of a checkpoint", lambda: (None, _whole_files(directory, found)))
+    return Placed(found, digits, wholes)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A save of which all files are on some host: its record, the record's checksum, and what each rank has."""
+    """A save as all ranks see it: its record, the record's checksum, and which files each rank has whole, as bits."""
 
     record: Record
     digits: str
     wholes: Sequence[int]
+
+    @property
+    def absent(self) -> list[int]:
+        """The files that nobody has."""
+        found = reduce(or_, self.wholes)
+        return [number for number in range(len(self.record.files)) if not found >> number & 1]
 
     def fetch(self, directory: str, wanted: Collection[int]) -> str:
         """Bring here what this rank wants and its disk lacks; returns what is one text for the ranks of a disk. Collective."""
@@ -190,8 +250,7 @@ class Placed:
             with contextlib.ExitStack() as stack:
                 claim = storage_of(directory).claim(directory)
                 stack.callback(claim.release)
-                path = os.path.join(directory, record.NAME)
-                claim.commit(path, record.encode(self.record), f".accel-{self.record.id}.record")
+                claim.commit(record.encode(self.record))
 
 
 def find(directory: str, own: Record | None, told: Sequence[Sight | None]) -> Placed:
@@ -200,12 +259,12 @@ def find(directory: str, own: Record | None, told: Sequence[Sight | None]) -> Pl
     Raises:
         CheckpointError: each lacks files; names those of the newest, and the hosts that wrote them.
     """
-    saves = {(one.time, one.save): rank for rank, one in reversed(list(enumerate(told))) if one is not None}
     problem = ""
-    for (_, save), source in sorted(saves.items(), reverse=True):
-        found, digits, wholes = _everywhere(directory, own, save, source)
-        if not (absent := _absent(wholes, len(found.files))):
-            return Placed(found, digits, wholes)
+    everyone = [{} if one is None else {directory: one} for one in told]
+    for _, placed in _newest_first({} if own is None else {directory: own}, everyone):
+        found = placed.record
+        if not (absent := placed.absent):
+            return placed
         hosts = sorted({name for number in absent for name in found.hosts_of(number)})
         problem = problem or (
             f"{directory}: {len(absent)} of {len(found.files)} files, such as {found.files[absent[0]].name}, are on none of "

@@ -18,12 +18,11 @@ from ..errors import CheckpointError, is_url
 from ..process import running
 from ..process.transfer import begun, finish, host_memory, is_remote
 from ..shard import Shard
-from .failures import parsing
 from .layout import entry_of
-from .progress import Progress
 from .record import NAME, Record, Stored
 from .safetensors import BY_NAME, CHUNK, ITEM_BYTES, Entry, Header, chunks_of, is_lazy, memory, parse_header
 from .shards import checksum_of, checksums_of
+from .steps import Progress, parsing
 from .storage import File, storage_of
 
 # -- Threads that read and hash, as many as this rank's share of the host's cores --------------------------------------

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 from ..boxes import Cuts
 from ..errors import CheckpointError
-from .failures import explain, parsing
 from .layout import Part
 from .safetensors import BY_NAME, CHUNK, DIGITS, ITEM_BYTES, MAX_DIMS, no_duplicates
 from .shards import Written, checksum, checksum_of
+from .steps import explain, parsing
 from .storage import RECORD, read_whole, storage_of
 
 NAME: Final = RECORD
@@ -64,12 +64,10 @@ class Stored:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """The size of the data."""
         return self.numel * ITEM_BYTES[self.dtype]
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -84,26 +82,16 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What ``accel.json`` says.
+    """What ``accel.json`` says."""
 
-    Args:
-        id: of the save, in the names of its files.
-        time: of the commit, in seconds since 1970.
-        world_size: how many ranks saved.
-        files: the shard files.
-        tensors: by name.
-        values: the state with what is no tensor, as ``values.py`` writes it.
-        ranks: what each rank has of its own, by path.
-        hosts: where the files lie on disks of hosts: the host's name, and the numbers of the files that it has; else empty.
-    """
-
-    id: str
-    time: float
-    world_size: int
+    id: str  # of the save, in the names of its files
+    time: float  # of the commit, in seconds since 1970
+    world_size: int  # how many ranks saved
     files: Sequence[Written]
-    tensors: Mapping[str, Stored]
-    values: Any
-    ranks: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    tensors: Mapping[str, Stored]  # by name
+    values: Any  # the state with what is no tensor, as ``values.py`` writes it
+    ranks: Sequence[Mapping[str, Any]] = field(default_factory=list)  # what each rank has of its own, by path
+    #: Where the files lie on disks of hosts: the host's name, and the numbers of the files that it has; else empty.
     hosts: Sequence[tuple[str, Sequence[int]]] = ()
 
     def hosts_of(self, file: int) -> list[str]:
@@ -112,7 +100,6 @@ class Record:
 
     @property
     def nbytes(self) -> int:
-        """The size of all files."""
         return sum(file.size for file in self.files)
 
 

@@ -1,7 +1,7 @@
 """Object stores, through fsspec: whatever it has a filesystem for, by URL.
 
 An object is there whole or not at all, and nothing keeps another job out. So a save claims nothing: it remembers which record
-it found, and its own is put only where that one still is (``_Turn``). All names of a save are its own, and what it sweeps
+it found, and its own is put only where that one still is (``Turn``). All names of a save are its own, and what it sweeps
 afterwards was there before its record, so that nobody can commit it any more.
 """
 
@@ -61,11 +61,11 @@ def _opened(pid: int, protocol: str, options: tuple[tuple[str, Any], ...]) -> Re
     return Remote(protocol, filesystem(protocol, use_listings_cache=False, skip_instance_cache=True, **dict(options)))
 
 
-def _kinds(error: Exception) -> str:
+def _kinds(error: BaseException) -> str:
     return " ".join(cls.__name__ for cls in type(error).__mro__)
 
 
-def _named(error: Exception, url: str) -> OSError:
+def _named(error: BaseException, url: str) -> OSError:
     """The same as an OSError of this URL."""
     text = f"{type(error).__name__}: {str(error).strip() or 'no more is known'}"
     if isinstance(error, FileNotFoundError | NotADirectoryError) and not re.search("bucket does|container does", text):
@@ -78,7 +78,17 @@ def _named(error: Exception, url: str) -> OSError:
     return StoreError(0, f"{text}; the store, or the way to it, fails", url)
 
 
-def _is_passing(error: Exception) -> bool:
+def _meant(error: Exception) -> BaseException:
+    """An error, or what it came of: some filesystems (of http) call missing what they could not ask for."""
+    cause = error.__cause__
+    lost = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+    if isinstance(error, FileNotFoundError) and (lost or getattr(cause, "status", 404) not in (404, 410)):
+        assert cause is not None
+        return cause
+    return error
+
+
+def _is_passing(error: BaseException) -> bool:
     """Whether it may be well the next time."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _BUSY or isinstance(error, TimeoutError | ConnectionError)
@@ -107,9 +117,10 @@ class Remote:
                     return act()
             except (CheckpointError, MemoryError):
                 raise
-            except Exception as error:
+            except Exception as raised:
+                error = _meant(raised)
                 if pause is None or not _is_passing(error):
-                    raise _named(error, url) from error
+                    raise _named(error, url) from raised
                 logger.info("%s: %s: %s; once more", url, type(error).__name__, error)
                 time.sleep(pause * random.uniform(0.5, 1.5))
         raise AssertionError
@@ -156,16 +167,12 @@ class Remote:
         return str(self.ask("ukey", path))
 
     def make(self, directory: str) -> None:
-        pass  # there are none, only names that begin alike
+        """There are none, only names that begin alike."""
 
-    def sync(self, directory: str) -> None:
-        pass
-
-    def remove_directory(self, directory: str) -> None:
-        pass
+    sync = remove_directory = make
 
     def claim(self, directory: str) -> Claim:
-        return _Turn(self, directory)
+        return Turn(self, directory)
 
     def workplace(self, directory: str) -> str:
         return tempfile.gettempdir()
@@ -284,22 +291,23 @@ class _Object(File):
 
 
 @final
-class _Turn:
+class Turn:
     """The record that a save has found: its own replaces just that one."""
 
     exclusive = False
 
     def __init__(self, store: Remote, directory: str) -> None:
-        self._store, self._directory = store, directory
+        self._store, self._directory, self._record = store, directory, os.path.join(directory, RECORD)
         self._seen = self._version()
 
     def _version(self) -> str:
-        found = self._store.info(os.path.join(self._directory, RECORD))
+        found = self._store.info(self._record)
         return str(found.get("ETag") or sorted(found.items(), key=str)) if found else ""
 
-    def commit(self, path: str, content: bytes, temporary: str) -> None:
+    def commit(self, content: bytes) -> None:
+        path = self._record
         left = self._store.unfinished(self._directory)
-        problem = self._put(path, content)
+        problem = self._put(content)
         # What failed may have been the answer alone.
         if problem is not None and not self._store.holds(path, content):
             if isinstance(problem, StoreError) and self._version() == self._seen:
@@ -312,20 +320,19 @@ class _Turn:
             with contextlib.suppress(OSError):
                 abort()
 
-    def _put(self, path: str, content: bytes) -> OSError | None:
+    def _put(self, content: bytes) -> OSError | None:
         conditions: dict[str, Any] = {} if self._seen else {"mode": "create"}
         if self._seen and self._store.conditional:
             conditions = {"IfMatch": self._seen, "chunksize": _LARGEST}
         elif self._version() != self._seen:
-            return FileExistsError(errno.EEXIST, "there is another record", path)
+            return FileExistsError(errno.EEXIST, "there is another record", self._record)
         try:
-            self._store.ask("pipe_file", path, content, **conditions)
+            self._store.ask("pipe_file", self._record, content, **conditions)
         except OSError as error:
             return error
         return None
 
     def release(self) -> None:
-        pass
+        """Nothing was taken."""
 
-    def remove(self) -> None:
-        pass
+    remove = release

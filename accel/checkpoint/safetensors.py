@@ -189,7 +189,7 @@ def parse_header(content: bytes, file_size: int) -> Header:
     """Read the first bytes of a file of accel's, whose entries follow one another and fill it.
 
     Raises:
-        failures.MALFORMED: it is not so.
+        steps.MALFORMED: it is not so.
     """
     table = json.loads(content[8:], object_pairs_hook=no_duplicates)
     metadata = table.pop(METADATA, {})

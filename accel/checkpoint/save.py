@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, final
 
 import torch
@@ -20,17 +20,16 @@ from ..errors import CheckpointError, is_url
 from ..gradients.average import average_ranks_
 from ..process import current
 from ..process.control import Waiting, locked
-from . import folder, record, shards, shared_memory
+from . import folder, record, shards
 from .background import Pace, Words, background
-from .failures import exchange, explain, on_every_rank
 from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, unpack, write_items
 from .match import check_engines
 from .objects import KINDS, LocalRange, RankObject, StateObject, engines_of
-from .placement import Disks, broadcast, find_disks, move
-from .progress import Progress, log_end, progress_bar
+from .placement import Disks, broadcast, find_disks, memory_place, move, seen_in_memory
 from .record import Record, Stored, encode
 from .shards import Item, Written, earlier_files
 from .state import State, local_ranges, value_range
+from .steps import Progress, check_flags, check_options, exchange, explain, log_end, on_every_rank, progress_bar
 from .storage import Claim, storage_of
 from .values import Encoder, Json
 
@@ -82,7 +81,7 @@ def save(
     def prepare() -> tuple[Contents, tuple[str, tuple[object, ...], Summary]]:
         background.settle()
         directory = folder.named(dir)
-        _check_options(directory, *options)
+        _check_values(directory, progress, *options)
         contents = contents_of(state, filter, process.place.world_size)
         contents.place(folder.absolute(dir), in_memory)
         return contents, (directory, options, contents.summary(process.place.rank))
@@ -103,7 +102,7 @@ def save(
 @functools.cache
 def _look(directory: str) -> None:
     """What this process saves there shall be later than what is there, whatever the clocks of those that saved it."""
-    for where in filter(None, (shared_memory.place(directory), directory)):
+    for where in filter(None, (memory_place(directory), directory)):
         with contextlib.suppress(OSError, CheckpointError):
             folder.present(where)
 
@@ -131,14 +130,10 @@ def _begin(
 
 def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> None:
     check_engines("accel.save", [summary.engines for *_, summary in told])
-    for rank, (directory, options, summary) in enumerate(told):
+    check_options("accel.save", "wait, keep, placement, replicas and in_memory", [options for _, options, _ in told])
+    for rank, (directory, _, summary) in enumerate(told):
         if directory != told[0][0]:
             raise CheckpointError(f"accel.save: rank 0 saves into {told[0][0]!r}, and rank {rank} into {directory!r}")
-        if options != told[0][1]:
-            raise CheckpointError(
-                f"accel.save: wait, keep, placement, replicas and in_memory are {told[0][1]} on rank 0, and {options} on rank "
-                f"{rank}; give every rank the same"
-            )
         if summary.structure != told[0][2].structure:
             raise CheckpointError(
                 f"accel.save: the state of rank {rank} has other objects or tensors than that of rank 0; give every rank "
@@ -146,9 +141,10 @@ def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> Non
             )
 
 
-def _check_options(
-    directory: str, wait: bool, keep: int | None, placement: str, replicas: object, in_memory: bool
+def _check_values(
+    directory: str, progress: bool, wait: bool, keep: int | None, placement: str, replicas: object, in_memory: bool
 ) -> None:
+    check_flags(wait=wait, in_memory=in_memory, progress=progress)
     if keep is not None:
         folder.check_keep(directory, keep)
     folder.check_placement(placement)
@@ -167,22 +163,17 @@ def _check_options(
 
 
 def _finish(writer: Writer, disks: Disks | None, replicas: int, shown: bool) -> None:
-    """Write, and commit once all ranks have. Collective."""
-    written = _written_by_all(writer, shown)
+    try:
+        with progress_bar("accel.save", writer.nbytes, shown=shown) as progress:
+            written = exchange("accel.save (writing)", lambda: (None, writer.write(progress)))[1]
+    except CheckpointError:
+        writer.discard()  # on all ranks; after another error some may think that all is written
+        raise
     if disks is None:
         on_every_rank("accel.save (the record)", functools.partial(writer.commit, written))
     else:
         _commit_placed(writer, written, disks, replicas)
     writer.ended()
-
-
-def _written_by_all(writer: Writer, shown: bool) -> list[Files]:
-    try:
-        with progress_bar("accel.save", writer.nbytes, shown=shown) as progress:
-            return exchange("accel.save (writing)", lambda: (None, writer.write(progress)))[1]
-    except CheckpointError:
-        writer.discard()  # on all ranks; after another error some may think that all is written
-        raise
 
 
 def _commit_placed(writer: Writer, written: Sequence[Files], disks: Disks, replicas: int) -> None:
@@ -246,41 +237,26 @@ class Summary:
 
 @dataclass(slots=True)
 class Contents:
-    """What this rank has to save.
+    """What this rank has to save."""
 
-    Args:
-        values: the state as JSON, with open nodes.
-        objects: of the state.
-        merged: the objects whose nodes are made of all ranks', with what this rank knows of them.
-        own: values that belong to this rank alone, by the object's name.
-        ranges: that lie on this rank, for each of ``KINDS``.
-        inventories: the same as numbers.
-        layouts: who writes what of each, once it is known; this rank's part alone, but on rank 0.
-        plan: a name for these.
-        own_of_all: every rank's ``own``, likewise.
-        directory: where the files go.
-        snapshot_of: the directory to which they belong, where that is in memory.
-    """
-
-    values: dict[str, Json]
+    values: dict[str, Json]  # the state as JSON, with open nodes
     objects: list[StateObject]
-    merged: list[tuple[StateObject, dict[str, Json]]]
-    own: dict[str, Json]
-    ranges: list[list[LocalRange]]
-    inventories: list[Inventory]
-    layouts: Sequence[Layout] = ()
-    plan: str = ""
-    own_of_all: list[dict[str, Json]] = field(default_factory=list)
-    directory: str = ""
-    snapshot_of: str = ""
+    merged: list[tuple[StateObject, dict[str, Json]]]  # those whose nodes are made of all ranks', with this rank's
+    own: dict[str, Json]  # values that belong to this rank alone, by the object's name
+    ranges: list[list[LocalRange]]  # that lie on this rank, for each of ``KINDS``
+    inventories: list[Inventory]  # the same as numbers
+    layouts: Sequence[Layout] = ()  # who writes what of each, once it is known; this rank's part alone, but on rank 0
+    plan: str = ""  # a name for these
+    own_of_all: list[dict[str, Json]] = field(default_factory=list)  # every rank's ``own``, likewise
+    directory: str = ""  # where the files go
+    snapshot_of: str = ""  # the directory to which they belong, where that is in memory
 
     def place(self, directory: str, in_memory: bool) -> None:
-        """Find out where the files go."""
         if current().place.rank == 0:
             _look(directory)
         self.directory = directory
         if in_memory:
-            self.directory, self.snapshot_of = str(shared_memory.place(directory, make=True)), directory
+            self.directory, self.snapshot_of = str(memory_place(directory, make=True)), directory
 
     def average(self) -> None:
         """Make what is saved as the ranks' mean: of copies, where they train apart. Collective."""
@@ -333,8 +309,8 @@ class Contents:
         found = make_layout(everyone or [self.inventories[which]], len(messages))
         return found.part(rank) if rank else found
 
-    def record(self, save: str, written: Sequence[Files]) -> Record:
-        """The record of files that each rank has written."""
+    def record(self, save: str, written: Sequence[Files], hosts: Sequence[tuple[str, Sequence[int]]]) -> Record:
+        """Of the files that each rank has written, each on its host where hosts are given."""
         files: list[Written] = []
         tensors: dict[str, Stored] = {}
         for which, layout in enumerate(self.layouts):
@@ -353,6 +329,7 @@ class Contents:
             tensors=tensors,
             values=self.values,
             ranks=self.own_of_all if any(self.own_of_all) else [],
+            hosts=hosts,
         )
 
 
@@ -436,7 +413,6 @@ class Writer:
 
     @property
     def nbytes(self) -> int:
-        """Of what this rank writes."""
         return sum(item.entry.nbytes for items in self._items for item in items)
 
     def write(self, progress: Progress = lambda nbytes: None) -> Files:
@@ -451,7 +427,6 @@ class Writer:
         return tuple(files)
 
     def discard(self) -> None:
-        """Remove this rank's files, which no record names."""
         for name in self._names():
             with contextlib.suppress(OSError):
                 self._storage.remove(os.path.join(self.directory, name))
@@ -470,14 +445,14 @@ class Writer:
         self.committed(new)
 
     def record(self, written: Sequence[Files], hosts: Sequence[tuple[str, Sequence[int]]] = ()) -> Record:
-        """The record of what all ranks have written, each on its host where hosts are given."""
-        return replace(self._contents.record(self.save, written), hosts=hosts)
+        """What names all that the ranks have written."""
+        return self._contents.record(self.save, written, hosts)
 
     def put(self, content: bytes) -> None:
         """The first rank of a disk: make ``content`` the record there."""
         if self._claim is not None:
             self._before, self._sent = self._storage.names(self.directory), not self._claim.exclusive
-            self._claim.commit(os.path.join(self.directory, record.NAME), content, folder.record_name(self.save))
+            self._claim.commit(content)
 
     def committed(self, new: Record) -> None:
         """The first rank of a disk, once all is done: remove what was before. What fails here is no failure of the save."""
@@ -498,7 +473,7 @@ class Writer:
         if not (snapshot_of := self._contents.snapshot_of):
             folder.free(self.directory)
             return
-        shared_memory.seen[self.directory] = "" if current().place.local_rank else snapshot_of
+        seen_in_memory[self.directory] = "" if current().place.local_rank else snapshot_of
         folder.free(snapshot_of, self.directory)
 
     def _check_visible(self, new: Record) -> None:
@@ -511,7 +486,6 @@ class Writer:
             ) from error
 
     def _clean(self) -> None:
-        """Remove what this save has written."""
         with contextlib.suppress(OSError, CheckpointError):
             if self._sent:
                 return  # the next save removes them
@@ -519,7 +493,6 @@ class Writer:
             self._sweep(folder.present(self.directory), names)
 
     def _sweep(self, kept: Record | None, names: Sequence[str]) -> None:
-        """Remove those that are not of this record."""
         folder.sweep(self.directory, names, [file.name for file in kept.files] if kept else ())
 
     def _stands(self) -> bool:
@@ -591,7 +564,6 @@ class Writer:
 
 
 def _written(status: Mapping[str, Any]) -> Files:
-    """What another rank has written; raises its failure."""
     if status["error"]:
         raise CheckpointError(status["error"])
     return tuple(None if f is None else Written(f[0], f[1], tuple(f[2])) for f in status["files"])

@@ -13,8 +13,8 @@ import torch
 import xxhash
 
 from ..process.transfer import PIECE, on_host
-from .progress import Progress
 from .safetensors import CHUNK, DIGITS, ITEM_BYTES, Entry, build_header, chunks_of, is_lazy, memory, resolve
+from .steps import Progress
 from .storage import MEMORY, Write, storage_of
 
 _WRITE: Final = 1 << 20  # bytes that are hashed, and then written while they are in the caches
@@ -29,7 +29,6 @@ class WriteItem:
     offset: int
 
     def pieces(self) -> Iterable[torch.Tensor]:
-        """Its elements, as ``pieces`` gives them."""
         return pieces(self.tensor, self.offset, self.offset + self.entry.count)
 
 
@@ -41,7 +40,6 @@ class CopiedItem:
     copies: Sequence[torch.Tensor]
 
     def pieces(self) -> Iterable[torch.Tensor]:
-        """The copies."""
         return self.copies
 
 
@@ -97,39 +95,6 @@ def pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor
             yield from pieces(block, max(start - first, 0), min(stop - first, block.numel()))
 
 
-class _Stream:
-    """Data on its way into a file, or without one only hashed: by chunk."""
-
-    def __init__(self, write: Write | None) -> None:
-        self._write = write
-        self._hash = xxhash.xxh3_64()
-        self._room = CHUNK
-        self._checksums: list[str] = []
-
-    def add(self, piece: torch.Tensor) -> None:
-        """Take all of it."""
-        data = memory(piece)
-        for at in range(0, len(data), _WRITE):
-            self._checksum(data[at : at + _WRITE])
-            if self._write is not None:
-                self._write(data[at : at + _WRITE])
-
-    def _checksum(self, part: memoryview) -> None:
-        while len(part) >= self._room:
-            self._hash.update(part[: self._room])
-            self._checksums.append(self._hash.hexdigest())
-            self._hash.reset()
-            part, self._room = part[self._room :], CHUNK
-        self._hash.update(part)
-        self._room -= len(part)
-
-    def close(self) -> str:
-        """The checksums of all chunks, of which the last ends here."""
-        if self._room < CHUNK:
-            self._checksums.append(self._hash.hexdigest())
-        return "".join(self._checksums)
-
-
 def _arranged(items: Sequence[AnyItem]) -> list[AnyItem]:
     """In the order of a file: wide elements first, so that all are aligned."""
     return sorted(items, key=lambda item: -ITEM_BYTES[item.entry.dtype])
@@ -160,10 +125,22 @@ def write(directory: str, name: str, items: Sequence[Item], progress: Progress =
 
 def _stream(items: Sequence[Item], write: Write | None) -> str:
     """Write the items' data into a file, where one is given; returns the checksums that belong into its header."""
-    stream = _Stream(write)
+    hashed, room, checksums = xxhash.xxh3_64(), CHUNK, []
     for piece in on_host(chain.from_iterable(item.pieces() for item in items)):
-        stream.add(piece)
-    return stream.close()
+        data = memory(piece)
+        while data:
+            part = data[: min(_WRITE, room)]
+            hashed.update(part)
+            if write is not None:
+                write(part)
+            data, room = data[len(part) :], room - len(part)
+            if not room:
+                checksums.append(hashed.hexdigest())
+                hashed.reset()
+                room = CHUNK
+    if room < CHUNK:
+        checksums.append(hashed.hexdigest())
+    return "".join(checksums)
 
 
 # -- Unchanged tensors: a file of an earlier save of this process gets a second name, and is not written again ---------

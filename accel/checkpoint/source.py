@@ -17,12 +17,12 @@ from torch import nn
 
 from ..errors import CheckpointError
 from . import record
-from .failures import parsing
 from .match import objects_in
 from .record import FILE_NAME, Record, Stored
 from .safetensors import BY_NAME, MAX_DIMS, Entry, Header, no_duplicates
 from .shards import Written, checksum
 from .state import State
+from .steps import parsing
 from .storage import File, read_whole, storage_of
 from .values import TAG, Json, place
 from .verify import check_record

@@ -11,19 +11,26 @@ import ctypes
 import errno
 import fcntl
 import os
+import secrets
 import stat
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 from ..errors import CheckpointError, is_url
-from .failures import explain, naming
 from .safetensors import CHUNK, MAX_HEADER
+from .steps import explain, naming
 
+if TYPE_CHECKING:
+    from .remote import Remote, Turn
+
+#: Each has the other's methods. An OSError of theirs says what went wrong, and with which path.
+Storage: TypeAlias = "Local | Remote"
+#: What one job has of a directory while it saves there.
+Claim: TypeAlias = "Lock | Turn"
 #: Takes the bytes that come next in a new file, and is done with them when it returns.
 Write = Callable[[memoryview], None]
 
@@ -35,61 +42,6 @@ def storage_of(path: str) -> Storage:
     from .remote import remote  # what it needs is not always installed
 
     return remote(path)
-
-
-class Storage(Protocol):
-    """Files by their paths. An OSError says what went wrong, and with which path.
-
-    ``claim``      takes a directory for this job, or refuses it where another one saves there now
-    ``create``     a new file, durable or, after an error, not there at all: ``header`` bytes that are known last, and what
-                   follows them. ``content`` hands that over and returns the header, and the same if it is called again.
-                   ``size`` is to be reserved, 0 where it is not known. Returns the header
-    ``exists``     whether there surely is a file, directory or link
-    ``fetched``    the same file or directory on this machine; in ``folder`` where it was not
-    ``identity``   is another one if a file is written again, or another is put in its place
-    ``link``       makes ``new`` a file like ``old``, each of which can go by itself; their bytes do not come through this process
-    ``make``       a directory and what is above it, durably
-    ``open``       a file for reading; a CheckpointError where it is missing, a link, something else, or not of ``size``
-    ``real``       the path without links
-    ``remove``     a file, if it is there; ``remove_directory`` an empty one
-    ``rename``     gives a file another name, in place of one that has it: each is there whole at any moment
-    ``sync``       makes the names in a directory durable
-    ``workplace``  a directory of this machine for what is to come into ``directory`` later
-    """
-
-    def claim(self, directory: str) -> Claim: ...
-    def create(self, path: str, size: int, header: int, content: Callable[[Write], bytes]) -> bytes: ...
-    def exists(self, path: str) -> bool: ...
-    def fetched(self, path: str, folder: str) -> str: ...
-    def identity(self, path: str) -> Hashable: ...
-    def is_directory(self, path: str) -> bool: ...
-    def link(self, old: str, new: str) -> None: ...
-    def make(self, directory: str) -> None: ...
-    def names(self, directory: str) -> list[str]: ...
-    def open(self, path: str, size: int | None) -> AbstractContextManager[File]: ...
-    def real(self, path: str) -> str: ...
-    def remove(self, path: str) -> None: ...
-    def remove_directory(self, directory: str) -> None: ...
-    def rename(self, old: str, new: str) -> None: ...
-    def size(self, path: str) -> int: ...
-    def sizes(self, directory: str, names: Sequence[str]) -> Iterator[int]: ...
-    def sync(self, directory: str) -> None: ...
-    def workplace(self, directory: str) -> str: ...
-
-
-class Claim(Protocol):
-    """What one job has of a directory while it saves there.
-
-    ``exclusive``  no other job can be writing there until this one lets go
-    ``commit``     makes ``content`` the file ``path``, durably, from one moment to the next; ``temporary`` is a name beside it
-    ``release``    lets the next job in; again is harmless. ``remove`` leaves nothing in the directory, too
-    """
-
-    exclusive: bool
-
-    def commit(self, path: str, content: bytes, temporary: str) -> None: ...
-    def release(self) -> None: ...
-    def remove(self) -> None: ...
 
 
 class File(ABC):
@@ -158,19 +110,31 @@ _FULL: Final = frozenset({errno.EFBIG, errno.ENOSPC, errno.EDQUOT})
 
 @final
 class Local:
-    """Durable by fsync; a directory is one job's by a lock that ends with its process."""
+    """Durable by fsync; a directory is one job's by a lock that ends with its process.
+
+    ``claim``      takes a directory for this job, or refuses it where another one saves there now
+    ``create``     a new file, durable or, after an error, not there at all: ``header`` bytes that are known last, and what
+                   follows them. ``content`` hands that over and returns the header, and the same if it is called again.
+                   ``size`` is to be reserved, 0 where it is not known. Returns the header
+    ``exists``     whether there surely is a file, directory or link
+    ``fetched``    the same file or directory on this machine; in ``folder`` where it was not
+    ``identity``   is another one if a file is written again, or another is put in its place
+    ``link``       makes ``new`` a file like ``old``, each of which can go by itself; their bytes do not come through this process
+    ``make``       a directory and what is above it, durably
+    ``open``       a file for reading; a CheckpointError where it is missing, a link, something else, or not of ``size``
+    ``real``       the path without links
+    ``remove``     a file, if it is there; ``remove_directory`` an empty one
+    ``rename``     gives a file another name, in place of one that has it: each is there whole at any moment
+    ``sync``       makes the names in a directory durable
+    ``workplace``  a directory of this machine for what is to come into ``directory`` later
+    """
+
+    names = staticmethod(os.listdir)
+    exists = staticmethod(os.path.lexists)
+    is_directory = staticmethod(os.path.isdir)
 
     def real(self, path: str) -> str:
         return os.path.realpath(path)
-
-    def names(self, directory: str) -> list[str]:
-        return os.listdir(directory)
-
-    def exists(self, path: str) -> bool:
-        return os.path.lexists(path)
-
-    def is_directory(self, path: str) -> bool:
-        return os.path.isdir(path)
 
     def size(self, path: str) -> int:
         return os.lstat(path).st_size
@@ -229,7 +193,7 @@ class Local:
             os.close(fd)
 
     def create(self, path: str, size: int, header: int, content: Callable[[Write], bytes]) -> bytes:
-        with _new_file(path, os.O_EXCL) as fd:
+        with _new_file(path) as fd:
             reserve(fd, size)
             os.lseek(fd, header, os.SEEK_SET)
             writing = _Writing(fd)
@@ -300,7 +264,6 @@ class _Writing:
         self._small = bytearray()
 
     def write(self, part: memoryview) -> None:
-        """Take it."""
         if len(part) < _SMALL and len(self._small) < _WRITE:
             self._small += part
             return
@@ -308,7 +271,6 @@ class _Writing:
         _write_out(self._fd, part)
 
     def finish(self) -> None:
-        """Write what was gathered."""
         _write_out(self._fd, self._small)
         self._small = bytearray()
 
@@ -343,9 +305,9 @@ def _write_all(fd: int, content: bytes | bytearray | memoryview) -> None:
 
 
 @contextlib.contextmanager
-def _new_file(path: str, flags: int) -> Iterator[int]:
+def _new_file(path: str) -> Iterator[int]:
     """Context: a new file, which is durable afterwards, and removed after an error. An OSError names it."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL, 0o666)
     try:
         with naming(path):
             yield fd
@@ -360,7 +322,12 @@ def _new_file(path: str, flags: int) -> Iterator[int]:
 
 @final
 class Lock:
-    """Held by the job that saves into a directory, until its process ends at the latest; refuses another job."""
+    """Held by the job that saves into a directory, until its process ends at the latest; refuses another job.
+
+    ``exclusive``  no other job can be writing there until this one lets go
+    ``commit``     makes ``content`` the directory's record, durably, from one moment to the next
+    ``release``    lets the next job in; again is harmless. ``remove`` leaves nothing in the directory, too
+    """
 
     exclusive = True
 
@@ -389,11 +356,11 @@ class Lock:
             f"{path} is held by another job that saves here now; give each job a directory of its own, or end the other"
         )
 
-    def commit(self, path: str, content: bytes, temporary: str) -> None:
-        passing = os.path.join(self._directory, temporary)
-        with _new_file(passing, os.O_TRUNC | os.O_NOFOLLOW) as fd:
+    def commit(self, content: bytes) -> None:
+        passing = os.path.join(self._directory, f".accel-{secrets.token_hex(6)}.record")
+        with _new_file(passing) as fd:
             _write_all(fd, content)
-        os.replace(passing, path)
+        os.replace(passing, os.path.join(self._directory, RECORD))
         _local.sync(self._directory)
 
     def remove(self) -> None:

@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 
 from ..errors import CheckpointError
-from .failures import MALFORMED
 from .safetensors import BY_NAME, ITEM_BYTES, MAX_DIMS, NAMES, check_tensor, from_bytes, to_bytes
+from .steps import MALFORMED
 
 #: A JSON object with this key is not a dict, but the value of the type that it names.
 TAG: Final = "!"

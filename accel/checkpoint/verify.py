@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -15,14 +15,13 @@ from ..process.control import locked
 from ..process.environments import Place
 from ..shard import Shard
 from . import folder, record
-from .failures import exchange, on_running_ranks, parsing
 from .match import children_of, objects_in
 from .objects import ModuleObject, OptimizerObject, RankObject, StatefulObject, StateObject, TensorObject
-from .progress import Progress, log_end, progress_bar
 from .reader import Reader
 from .record import Record
 from .safetensors import BY_NAME, CHUNK, chunks_of
 from .state import OF_VALUES
+from .steps import Progress, check_flags, exchange, log_end, on_running_ranks, parsing, progress_bar
 from .values import DEPTH, TAG, Decoder, Json
 
 _BATCH: Final = 64  # chunks between two words of progress
@@ -72,6 +71,8 @@ def _share(needed: torch.Tensor, told: Sequence[tuple[list[int], bool]], me: int
 def verify(dir: str | os.PathLike[str], *, progress: bool = True) -> None:
     """Compare every byte of a checkpoint with its checksums, and its record with the format. Collective on several ranks.
 
+    Of one that hosts have on their own disks or in memory the ranks compare what their own host has, which must be all of it.
+
     Args:
         dir: the checkpoint's directory.
         progress: as for ``save``.
@@ -80,21 +81,28 @@ def verify(dir: str | os.PathLike[str], *, progress: bool = True) -> None:
         CheckpointError: names what is missing, damaged or nonsense.
     """
 
-    def act(rank: int, world: int) -> None:
+    begin, directory, found = time.monotonic(), "", None
+
+    def look() -> Hashable:
+        nonlocal directory, found
+        check_flags(progress=progress)
         directory = folder.newest_place(dir)
-        with progress_bar("accel.verify", shown=progress) as more:
-            compare_all(directory, rank, world, more)
+        found, _ = record.read(directory)
+        return folder.key_of(directory) if found.hosts else None  # hosts have copies of their own
 
-    on_running_ranks("accel.verify", act)
+    def act(rank: int, world: int) -> None:
+        assert found is not None
+        with progress_bar("accel.verify", found.nbytes // world, shown=progress) as more:
+            _compare_all(directory, found, rank, world, more)
+        log_end(directory, f"1 of {world} parts verified" if world > 1 else "verified", found.nbytes // world, begin)
+
+    on_running_ranks("accel.verify", look, act)
 
 
-def compare_all(directory: str, rank: int, world: int, progress: Progress = lambda nbytes: None) -> None:
-    """Compare one rank's share of all chunks, and the record; ``progress`` hears how many more bytes are done."""
-    begin = time.monotonic()
-    found, _ = record.read(directory)
+def _compare_all(directory: str, found: Record, rank: int, world: int, progress: Progress) -> None:
+    """Compare one rank's share of all chunks, and the record."""
     check_record(found, os.path.join(directory, record.NAME))
-    if found.hosts:
-        folder.check_sizes(directory, found)
+    folder.check_sizes(directory, found)
     reader = Reader(directory, found, stream=False)
     for name, stored in islice(found.tensors.items(), rank, None, world):
         for _ in reader.locate(name, 0, stored.numel):
@@ -105,8 +113,6 @@ def compare_all(directory: str, rank: int, world: int, progress: Progress = lamb
             chunks = mine[at : at + _BATCH]
             reader.verify(file, chunks)
             progress(len(chunks) * CHUNK)
-    part = f"1 of {world} parts " if world > 1 else ""
-    log_end(directory, f"{part}verified", found.nbytes // world, begin)
 
 
 # -- Whether all of a record can be what accel wrote: the kinds of values, their ranges, and what they refer to --------

@@ -8,14 +8,9 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """One command.
+    """One command."""
 
-    Args:
-        run: does it, and returns the exit status; its docstring is the command's help.
-        add_arguments: tells a parser what the command understands.
-    """
-
-    run: Callable[[argparse.Namespace], int]
+    run: Callable[[argparse.Namespace], int]  # returns the exit status; its docstring is the command's help
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
 
 

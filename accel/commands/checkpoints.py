@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import os
@@ -14,20 +13,16 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint import folder, foreign
-from ..checkpoint.export import plan_export, write_export
-from ..checkpoint.failures import on_running_ranks
-from ..checkpoint.progress import progress_bar
+from .. import checkpoint
+from ..checkpoint import folder
 from ..checkpoint.reader import Reader
 from ..checkpoint.record import Record, Stored, read
 from ..checkpoint.safetensors import BY_NAME, ITEM_BYTES
 from ..checkpoint.source import STEMS
 from ..checkpoint.values import TAG
-from ..checkpoint.verify import compare_all
 from ..engines.base.memory import human
 from ..errors import CheckpointError
-from ..memory import scale
-from ..memory.plots import COLOURS, Panel, save_panels
+from ..memory import COLOURS, Panel, save_panels, scale
 from . import Command
 
 # -- convert -----------------------------------------------------------------------------------------------------------
@@ -44,12 +39,7 @@ def convert(args: argparse.Namespace) -> int:
 
     Pickled objects in it are refused, not run.
     """
-    source, directory = folder.absolute(args.source), folder.absolute(args.directory)
-    with progress_bar("convert") as progress:
-        found = on_running_ranks(
-            "accel.import_checkpoint",
-            lambda *_: foreign.convert(source, directory, optimizer=not args.no_optimizer, progress=progress),
-        )
+    found = checkpoint.import_checkpoint(args.source, args.directory, optimizer=not args.no_optimizer)
     for kind, names in found.items():
         if names:
             print(f"{kind}: {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}")
@@ -84,6 +74,8 @@ def diff(args: argparse.Namespace) -> int:
     """
     args.first, args.second = folder.newest_place(args.first), folder.newest_place(args.second)
     (first, _), (second, _) = read(args.first), read(args.second)
+    folder.check_sizes(args.first, first)
+    folder.check_sizes(args.second, second)
     lines = [*_tensors(args, first, second), *_values(first.values, second.values, "state")]
     for rank, (one, other) in enumerate(zip(first.ranks, second.ranks, strict=False)):
         lines += _values(one, other, f"rank {rank}")
@@ -160,13 +152,8 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export(args: argparse.Namespace) -> int:
     """Write a model of a checkpoint as safetensors files for transformers, vLLM and diffusers."""
-    planned = plan_export(folder.newest_place(args.directory), args.name, args.max_shard_size, args.dtype)
-    out = folder.absolute(args.out)
-    with progress_bar("export", planned.nbytes) as progress:
-        on_running_ranks(
-            "accel.export",
-            lambda *_: write_export(planned, out, args.library, overwrite=args.overwrite, progress=progress),
-        )
+    options = {name: getattr(args, name) for name in ("name", "max_shard_size", "dtype", "library", "overwrite")}
+    checkpoint.export(args.directory, args.out, **options)
     print(f"{args.directory}: exported to {args.out}")
     return 0
 
@@ -293,9 +280,7 @@ def verify(args: argparse.Namespace) -> int:
     status = 0
     for directory in args.directory:
         try:
-            path = folder.newest_place(directory)
-            with progress_bar("verify", read(path)[0].nbytes) as progress:
-                on_running_ranks("accel.verify", functools.partial(compare_all, path, progress=progress))
+            checkpoint.verify(directory)
         except CheckpointError as error:
             print(f"accel verify: {error}", file=sys.stderr)
             status = 1

@@ -8,7 +8,7 @@ import difflib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections import UserDict
 from typing import Any, Final, final
 
 from torch import nn
@@ -47,35 +47,20 @@ def foreign_part(parameter: nn.Parameter) -> str | None:
 
 
 @final
-class _Engines(MutableMapping[str, type[Engine]]):
+class _Engines(UserDict[str, type[Engine]]):
     """The engines by name. A file of this package is imported when its engine is first asked for."""
 
-    def __init__(self) -> None:
-        names = (info.name for info in pkgutil.iter_modules(__path__))
-        self._found: dict[str, type[Engine] | None] = {n: None for n in names if n != "base" and not n.startswith("_")}
-
     def __getitem__(self, name: str) -> type[Engine]:
-        engine = self._found[name]
-        if engine is None:
+        if (engine := super().__getitem__(name)) is Engine:  # not yet
             module = importlib.import_module(f"{__name__}.{name}")
             own = (v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__)
-            engine = self._found[name] = next(v for v in own if issubclass(v, Engine) and "name" in vars(v))
+            engine = self[name] = next(v for v in own if issubclass(v, Engine) and "name" in vars(v))
         return engine
 
-    def __setitem__(self, name: str, engine: type[Engine]) -> None:
-        self._found[name] = engine
 
-    def __delitem__(self, name: str) -> None:
-        del self._found[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-
-ENGINES: Final = _Engines()
+_names = (info.name for info in pkgutil.iter_modules(__path__))
+_none: dict[str, Any] = {name: Engine for name in _names if name != "base" and not name.startswith("_")}
+ENGINES: Final = _Engines(_none)
 
 #: The backend that the others are compared with: one model on all ranks, and nothing divided.
 BASELINE: Final = "ddp"

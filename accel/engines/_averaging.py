@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ..gradients.average import average_gradients_
@@ -17,7 +17,12 @@ from .base.gradients import Gradients
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragingOptions(LayerOptions):
-    """Options of every such engine, which its own class explains."""
+    """Options of every such engine.
+
+    Args:
+        broadcast_buffers: all ranks take rank 0's buffers once a step.
+        auto_refresh: look for a change of ``requires_grad`` before each forward.
+    """
 
     broadcast_buffers: bool = True
     auto_refresh: bool = True
@@ -30,14 +35,12 @@ class AveragedGradients(Gradients):
     """
 
     reduced = logged = deferred = True
-    engine: AveragingEngine
 
     #: All existing gradients are known to be equal on all ranks.
     settled = False
     _num_steps = 0
 
     def pending(self) -> bool:
-        """Whether gradients exist that may be this rank's own."""
         engine = self.engine
         if not engine.distributed or (self.settled and not self.log.entries):
             return False
@@ -73,19 +76,20 @@ class AveragedGradients(Gradients):
         parameters, names = [engine.parameters[i] for i in indices], [engine.names[i] for i in indices]
         # The others may come late: their last forward may have taken any time.
         what = f"the reduction of {len(parameters)} gradients ({engine.label}, step {self._num_steps})"
-        return average_gradients_(what, parameters, names, self.process, engine.add)
+        add = engine.add if isinstance(engine, AveragingEngine) else None
+        return average_gradients_(what, parameters, names, self.process, add)
 
 
-class AveragingEngine(Engine, ABC):
+class AveragingEngine(Engine):
     """The module runs as it is."""
 
     options: Any
     gradients_type = AveragedGradients
     gradients: AveragedGradients
 
-    @abstractmethod
     def add(self, flat: torch.Tensor) -> None:
-        """Sum over the ranks, in place. Collective."""
+        """Sum over the ranks, in place, by the process group unless a backend has another way. Collective."""
+        dist.all_reduce(flat, group=self.process.group)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function is self.entry and torch.is_grad_enabled():

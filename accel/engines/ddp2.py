@@ -30,7 +30,6 @@ class DDP2Engine(DDPEngine):
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
-        """Refuse a synchronised BatchNorm in replicas."""
         super().check(module, options, process)
         if options.sequence_parallel > 1:
             raise BackendError(

@@ -75,11 +75,9 @@ class DPEngine(Engine):
 
     @classmethod
     def probe(cls) -> str:
-        """Tell where there is nothing to split a batch over."""
         return "on one device as 'single'" if available()[1] < 2 else ""
 
     def wrap(self) -> None:
-        """Build the DataParallel where there are devices for it."""
         self._parallel: nn.Module = self.entry
         devices = self.process.devices
         if len(devices) > 1:
@@ -93,5 +91,4 @@ class DPEngine(Engine):
 
 @functools.cache
 def _say_single(device: str) -> None:
-    """Once for each device."""
     logger.warning("backend 'dp' with one device (%s) runs as 'single': no batch is split", device)

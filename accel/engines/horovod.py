@@ -127,7 +127,6 @@ class Horovod(AveragingOptions):
     compression: Literal["fp16"] | None = None
 
     def check_values(self) -> None:
-        """Refuse an unknown compression."""
         if self.compression not in (None, "fp16"):
             raise BackendError(f"Horovod(compression={self.compression!r}): expected 'fp16' or None")
 
@@ -143,24 +142,20 @@ class HorovodEngine(AveragingEngine):
 
     @classmethod
     def probe(cls) -> str:
-        """Import its part for torch."""
         load()
         return ""
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
-        """Refuse a Horovod that was built without torch or for another one."""
         if process.place.world_size > 1:
             load()
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Start Horovod where the program has not done it."""
         if self.distributed:
             start(self.process)
         super().start(optimizers)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Refuse Horovod's own optimizer, which would reduce a second time."""
         if type(optimizer).__module__.startswith("horovod."):
             raise OptimizerError(
                 f"this {type(optimizer).__name__} is a horovod.torch.DistributedOptimizer: give accel.setup the plain "

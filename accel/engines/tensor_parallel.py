@@ -12,8 +12,7 @@ from ..errors import BackendError
 from .base.activations import Choice
 from .base.engine import LayerOptions
 from .fsdp import FSDPEngine
-from .fsdp.mesh import check_size
-from .fsdp.plan import Plan, Planned, check_plan, text_of
+from .fsdp.plan import Plan, Planned, check_parallel, text_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,13 +42,9 @@ class TensorParallel(Planned, LayerOptions):
     reduce_dtype: ClassVar[torch.dtype | None] = None
 
     def check_values(self) -> None:
-        """Refuse what is no size, or no plan."""
-        if self.size is not None:
-            check_size("TensorParallel", self.size, "size")
-        check_plan(self.plan)
+        check_parallel("TensorParallel", "size", 1 if self.size is None else self.size, self.plan)
 
     def axes(self, world_size: int) -> dict[str, int]:
-        """The lengths of the axes over so many processes; raises where these do not divide so."""
         size = world_size if self.size is None else self.size
         if world_size % size:
             raise BackendError(

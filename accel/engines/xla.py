@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,12 +18,7 @@ from ._averaging import AveragedGradients, AveragingEngine, AveragingOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XLA(AveragingOptions):
-    """Options of ``xla``.
-
-    Args:
-        broadcast_buffers: all ranks take rank 0's buffers once a step.
-        auto_refresh: look for a change of ``requires_grad`` before each forward.
-    """
+    """Options of ``xla``: ``broadcast_buffers`` (from rank 0, once a step), and ``auto_refresh`` before each forward."""
 
 
 @final
@@ -55,16 +49,10 @@ class XLAEngine(AveragingEngine):
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
-        """Refuse a process without an XLA device."""
         _refuse(process.device.type, f"this process uses {process.device}")
 
     @classmethod
     def probe(cls) -> str:
-        """Refuse a machine without an XLA device."""
         kind = available()[0]
         _refuse(kind, f"torch finds {kind} here")
         return ""
-
-    def add(self, flat: torch.Tensor) -> None:
-        """Sum by the process group's backend for the device."""
-        dist.all_reduce(flat, group=self.process.group)

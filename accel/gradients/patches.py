@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, final
 
 import torch
 from torch.nn.utils import clip_grad
@@ -32,12 +32,8 @@ if TYPE_CHECKING:
 _ABSENT: Final = object()
 
 
-class Table(Protocol):
-    """Where a patch is made: ``vars`` of a module, any dict, or one of the classes below."""
-
-    def get(self, name: Any, default: Any) -> Any: ...
-    def __setitem__(self, name: Any, value: Any) -> None: ...
-    def __delitem__(self, name: Any) -> None: ...
+#: Where a patch is made: ``vars`` of a module, any dict, or one of the classes below, with ``get`` and items.
+Table: TypeAlias = Any
 
 
 @final
@@ -68,12 +64,10 @@ class Patch:
         self.__enter__()
 
     def drop(self, user: Any) -> None:
-        """``user`` needs it no longer."""
         self._users.discard(user)
         self._prune()
 
     def users(self) -> list[Any]:
-        """Those that need it and live."""
         return list(self._users)
 
     def _prune(self) -> None:
@@ -387,9 +381,8 @@ def data_patch(
 ) -> Patch:
     """The attribute in its place.
 
-    Args:
-        listener: hears of each use: the tensor, and what reading gave, or None before it is set.
-        take: is given a tensor and the value to set first, and says whether it has taken it.
+    ``listener`` hears of each use: the tensor, and what reading gave, or None before it is set. ``take`` is given a tensor and
+    the value to set first, and says whether it has taken it.
     """
 
     def make(found: Any, needed: Callable[[], bool]) -> property:

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import pickle
-import select
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
 import torch
@@ -52,7 +52,6 @@ class Memory:
         self.fd = os.memfd_create("accel") if fd is None else fd
 
     def close(self) -> None:
-        """Free it, once the others have closed it too."""
         os.close(self.fd)
 
     def write(self, value: object, name: str) -> None:
@@ -187,7 +186,6 @@ class _Worker:
 
     rank: int
     process: subprocess.Popen[bytes]
-    pidfd: int
     report: Memory
 
     def signal(self, number: int) -> None:
@@ -209,7 +207,7 @@ class _Job:
         self._name, self._number, self._files = name, number, files
         # Where the ranks meet: in this process, where a free port is found and taken at once.
         self._store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-        self._alive: dict[int, _Worker] = {}
+        self._alive: dict[Any, _Worker] = {}  # by what is ready once it has ended
         self._stack = contextlib.ExitStack()
 
     def run(self) -> None:
@@ -242,7 +240,7 @@ class _Job:
         )
         pidfd = os.pidfd_open(process.pid)
         self._stack.callback(os.close, pidfd)
-        self._alive[pidfd] = _Worker(rank=rank, process=process, pidfd=pidfd, report=report)
+        self._alive[pidfd] = _Worker(rank=rank, process=process, report=report)
 
     def _environment(self, rank: int) -> dict[str, str]:
         threads = max(1, len(os.sched_getaffinity(0)) // self._number)
@@ -257,14 +255,10 @@ class _Job:
         """The workers as they end, with their exit status; for so many seconds, or until none is left."""
         until = None if seconds is None else time.monotonic() + seconds
         while self._alive:
-            poll = select.poll()
-            for pidfd in self._alive:
-                poll.register(pidfd, select.POLLIN)
-            left = None if until is None else max(0.0, until - time.monotonic()) * 1000
-            ready = poll.poll(left)
+            ready = wait(self._alive, None if until is None else max(0.0, until - time.monotonic()))
             if not ready:
                 return
-            for pidfd, _ in ready:
+            for pidfd in ready:
                 worker = self._alive.pop(pidfd)
                 yield worker, worker.end()
 

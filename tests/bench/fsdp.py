@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Optimizer
 
 import accel
-from accel.engines.fsdp.wrap import blocks
+from accel.engines.fsdp.plan import blocks
 
 from .contenders import plain_step
 from .section import Data, Panel, Section, Verdict

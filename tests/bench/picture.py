@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from accel.memory import plots
-from accel.memory.plots import COLOURS
+from accel import memory
+from accel.memory import COLOURS
 
 from .section import Panel
 
@@ -37,12 +37,12 @@ def _colour(name: str, others: Mapping[str, str]) -> str:
     return found or others[name]
 
 
-def _panel(panel: Panel) -> plots.Panel:
+def _panel(panel: Panel) -> memory.Panel:
     others = dict(zip(panel.bars, COLOURS * 2, strict=False))
     if panel.stacked:
         parts = [{name: values[i] or 0.0 for name, values in panel.bars.items()} for i in range(len(panel.groups))]
         rows = [(group, part, f"{sum(part.values()):.3g}") for group, part in zip(panel.groups, parts, strict=True)]
-        return plots.Panel(panel.title, panel.unit, {"": rows}, others, panel.limit)
+        return memory.Panel(panel.title, panel.unit, {"": rows}, others, panel.limit)
     colours = {name: _colour(name, others) for name in panel.bars}
     names = {name: textwrap.fill(name.replace("`", ""), 36) for name in panel.bars}
     groups = {
@@ -53,9 +53,9 @@ def _panel(panel: Panel) -> plots.Panel:
         ]
         for i, group in enumerate(panel.groups)
     }
-    return plots.Panel(panel.title, panel.unit, groups, colours, panel.limit)
+    return memory.Panel(panel.title, panel.unit, groups, colours, panel.limit)
 
 
 def draw(panels: Sequence[Panel], path: Path) -> None:
     """One below the other."""
-    plots.save_panels([_panel(panel) for panel in panels], path)
+    memory.save_panels([_panel(panel) for panel in panels], path)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import accel
-from accel.checkpoint import shared_memory
+from accel.checkpoint import placement
 from tests.checkpoint import stores
 
 
@@ -144,7 +144,7 @@ def in_memory(rounds: int) -> None:
         attack(rounds, url, lambda _: None)
         for inside in (True, False):
             accel.save(state(-1.0), url, in_memory=inside)
-            where = shared_memory.place(url) or ""
+            where = placement.memory_place(url) or ""
             left = [name for name in os.listdir(where) if not name.startswith(".")] if os.path.isdir(where) else []
             print(f"after one more save {'in memory' if inside else 'to disk'}: {len(left)} files in memory")
         accel.teardown()

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.checkpoint import record, shared_memory, storage
+from accel.checkpoint import placement, record, storage
 from accel.checkpoint.save import Writer
 from accel.errors import CheckpointError
 from tests.checkpoint.test_placement import At, state, values
@@ -32,9 +32,9 @@ from tests.programs import ROOT, clean_environ
 def memory_in(root: str) -> Iterator[None]:
     """Context: shared memory is there."""
     os.makedirs(root, exist_ok=True)
-    with replaced(shared_memory, "MEMORY", root):
+    with replaced(placement, "MEMORY", root):
         yield
-    shared_memory.seen.clear()
+    placement.seen_in_memory.clear()
 
 
 @contextmanager
@@ -247,7 +247,7 @@ def test_a_series_has_one_snapshot(tmp_path: Path) -> None:
             accel.save(one | {"n": n}, tmp_path / f"run/step-{n}", in_memory=True)
             assert len(held(memory)) == 1
             assert accel.latest(tmp_path / "run") == str(tmp_path / f"run/step-{n}")
-        shared_memory.seen.clear()  # as in another process
+        placement.seen_in_memory.clear()  # as in another process
         accel.save(one, tmp_path / "run/step-9", in_memory=True)
         accel.save(one, tmp_path / "run/step-9", keep=1)
         assert len(held(memory)) == 1
@@ -287,7 +287,7 @@ def test_memory_that_is_not_ones_own(tmp_path: Path) -> None:
         planted.symlink_to(tmp_path)
         with pytest.raises(CheckpointError, match="not a directory of this user alone"):
             accel.save({}, tmp_path / "run", in_memory=True)
-    none = replaced(shared_memory, "MEMORY", str(tmp_path / "none"))
+    none = replaced(placement, "MEMORY", str(tmp_path / "none"))
     with none, pytest.raises(CheckpointError, match="needs shared memory in .*none"):
         accel.save({}, tmp_path / "run", in_memory=True)
     accel.teardown()
@@ -316,7 +316,7 @@ def test_a_restart_of_torchrun_goes_on_from_memory(tmp_path: Path) -> None:
         net(torch.ones(4, 64)).square().mean().backward()
         optimizer.step()
     assert float(found[1]) == pytest.approx(sum(float(p.detach().double().sum()) for p in net.parameters()), rel=1e-5)
-    assert not Path(shared_memory.place(str(tmp_path / "run")) or "").exists()
+    assert not Path(placement.memory_place(str(tmp_path / "run")) or "").exists()
 
 
 def test_a_damaged_snapshot_of_a_series_says_how_to_go_on(tmp_path: Path) -> None:

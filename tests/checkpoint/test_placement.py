@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import accel
+from accel.__main__ import main
 from accel.checkpoint import record
 from accel.checkpoint.save import Writer
 from accel.errors import CheckpointError
@@ -78,8 +79,21 @@ def saves_and_loads(root: str) -> None:
         accel.save(one | {"value": 3.0}, "ckpt", placement="host")
         assert len(files(home)) == 1
         # Who looks at one host alone is told.
-        with pytest.raises(CheckpointError, match="lies on the disk of host"):
-            accel.verify("ckpt")
+        for act in (accel.verify, lambda c: accel.export(c, "out"), lambda c: accel.link(c, "second")):
+            with pytest.raises(
+                CheckpointError, match="lies on the disk of host.*export and link.*see the files of one"
+            ):
+                act("ckpt")  # type: ignore[operator]
+        assert main(["diff", "ckpt", "ckpt"]) == 1
+        # Copies are each host's own to compare: a byte of one that falls to no other rank.
+        accel.save(one | {"value": 3.0}, "copies", placement="host", replicas=2)
+        accel.verify("copies")
+        if rank == 1:
+            damaged = home / "copies" / files(home, "copies")[0]
+            damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+        with pytest.raises(CheckpointError, match="rank 1|is damaged between"):
+            accel.verify("copies")
+        shutil.rmtree("copies")
         assert accel.latest(".") is None
         assert accel.latest(".", placement="host") == "./ckpt"
 

@@ -379,6 +379,16 @@ def test_a_bucket_that_is_not_there(prefix: str) -> None:
     assert accel.load(prefix) == {"n": 1}
 
 
+def test_a_server_that_is_not_reached(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec's filesystem of http calls both a file that is not there."""
+    monkeypatch.setattr(remote, "_PAUSES", ())
+    for call in (accel.verify, accel.load):
+        with pytest.raises(CheckpointError, match="Cannot connect to host.*the way to it, fails: http://127.0.0.1:9/c"):
+            call("http://127.0.0.1:9/c")
+        with pytest.raises(CheckpointError, match="does not exist"):
+            call(f"{endpoint}/{BUCKET}/none")
+
+
 def test_uploads_take_little_memory(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few parts, and no copy of the whole."""
     import psutil

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import accel
-from accel.checkpoint import failures
+from accel.checkpoint import steps
 from accel.checkpoint.layout import Inventory, Row, inventory, make_layout
 from accel.checkpoint.record import Record, Stored, encode, parse
 from accel.checkpoint.shards import Written
@@ -147,13 +147,13 @@ def test_a_rank_tells_a_bit_for_each_tensor_that_it_needs_nothing_of(
     names = [f"parameter-{i:04}" for i in range(2000)]
     accel.save({"m": nn.ParameterDict({name: torch.zeros(1) for name in names})}, tmp_path)
     told: list[int] = []
-    agree = failures.agree
+    agree = steps.agree
 
     def noting(what: str, value: Any) -> Any:
         told.append(len(pickle.dumps(value)))
         return agree(what, value)
 
-    monkeypatch.setattr(failures, "agree", noting)
+    monkeypatch.setattr(steps, "agree", noting)
     accel.load(tmp_path, {"m": nn.ParameterDict({name: torch.zeros(1) for name in names[7:9]})}, strict=False)
     assert max(told) < 3000
     assert f'in the checkpoint, not in the state: state["m"], {names[0]}, state["m"], {names[1]}' in caplog.text

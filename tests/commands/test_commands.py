@@ -106,7 +106,7 @@ def test_run_refuses(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    monkeypatch.setattr("accel.commands.run._KNOWN_WITHIN", 0.1)
+    monkeypatch.setattr("accel.commands.processes._KNOWN_WITHIN", 0.1)
     assert __main__.main(["run", *arguments]) == 1
     assert capsys.readouterr().err.startswith(f"accel run: {message}")
 
@@ -119,7 +119,7 @@ def test_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
             raise BackendError("needs a thing, which is not installed: pip install 'thing'")
         return resolve(backend)
 
-    monkeypatch.setattr("accel.commands.env.resolve", without_dp)
+    monkeypatch.setattr("accel.commands.processes.resolve", without_dp)
     monkeypatch.setenv("ACCEL_BACKEND", "ddp")
     monkeypatch.setenv("RANK", "1")
     assert __main__.main(["env"]) == 0

@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Final
 
 import torch
 
+from ...errors import BackendError
+
 _T: Any = torch.Tensor
 
 
@@ -58,6 +60,19 @@ def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which makes tensors that a backward may save, in inference mode too: they outlive it."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return call
+
+
 class Absent:
     """Goes before the class of a parameter."""
 
@@ -66,21 +81,15 @@ class Absent:
     plain: ClassVar[frozenset[Any]] = frozenset()
 
     def full_shape(self) -> torch.Size:
-        """That of what has the values' place."""
         shape: torch.Size = plainly(_T.shape.__get__)(self)
         return shape
 
     def fetch(self, function: Any) -> None:
-        """Let the values be here for a function.
-
-        Raises:
-            BackendError: they cannot; names the parameter.
-        """
+        """Let the values be here for a function; BackendError, which names the parameter, where they cannot."""
         raise NotImplementedError
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Shape, dtype and the like; what needs values fetches them."""
         kwargs = kwargs or {}
         if func in _PLAIN or func in cls.plain:
             with torch._C.DisableTorchFunctionSubclass():
@@ -119,3 +128,20 @@ def name_of(function: Any) -> str:
         return str(name)
     owner = function.__self__  # `data` is a property of accel's own, which has no name
     return next((name for name, value in vars(_T).items() if value is owner), None) or str(owner.__name__)
+
+
+def refuse_second_derivatives() -> None:
+    """BackendError of a backward whose graph would lack what other ranks, or gathered weights, have computed."""
+    raise BackendError(
+        "a backward with create_graph=True on a backend that divides the model: what it computes is not all here, so that it "
+        "cannot be differentiated; for gradient penalties choose a backend that keeps parameters whole"
+    )
+
+
+def refuse_other_tensor(name: str, library: str) -> None:
+    """BackendError of a tensor in the place of a parameter: what a library gathered would be computed with, not the tensor."""
+    raise BackendError(
+        f"another tensor in the place of the parameter {name!r}: {library} gathers the model's own parameters; for "
+        "torch.func.functional_call use a backend that keeps parameters whole, or compute with torch.nn.functional; to replace "
+        "a parameter, call raw = accel.teardown(model), and set it up again"
+    )

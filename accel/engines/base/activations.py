@@ -56,11 +56,7 @@ def is_container(module: nn.Module) -> bool:
 
 
 def checkpointed(module: nn.Module, options: Any) -> contextlib.ExitStack:
-    """Until it is closed, chosen blocks keep only their inputs and run again in backward; one inside another with that.
-
-    Raises:
-        BackendError: there are none.
-    """
+    """Until it is closed, chosen blocks keep only their inputs and run again in backward; BackendError where there are none."""
     undo, inside = contextlib.ExitStack(), set[int]()
     asked: Any = getattr(options, "activation_checkpointing", False)
     choice: Choice = getattr(options, "wrap", None) if asked is True else asked
@@ -93,7 +89,6 @@ class Recomputed:
         return run_again(self._forward, list(self._block.modules()), args, kwargs)
 
     def of(self, replica: Any) -> Recomputed:
-        """That of a replica, with its own parameters."""
         return Recomputed(self._forward.__func__.__get__(replica), replica)  # type: ignore[attr-defined]
 
     def __reduce__(self) -> Any:
@@ -196,7 +191,6 @@ _put: Final[Any] = vars(torch._C.TensorBase)["data"].__set__
 
 @functools.cache
 def _say_useless(kind: str) -> None:
-    """Once."""
     logger.warning("activation_offload=True does nothing on %s: activations lie in the host's memory already", kind)
 
 
@@ -322,11 +316,7 @@ class _Saved:
         return witness, version, (moved, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def unpack(self, packed: _Packed) -> torch.Tensor:
-        """The tensor.
-
-        Raises:
-            RuntimeError: it was written to.
-        """
+        """The tensor; RuntimeError where it was written to."""
         tensor, version, place = packed
         if tensor._version != version:
             raise RuntimeError(
@@ -339,7 +329,6 @@ class _Saved:
         return torch.empty(0, dtype=tensor.dtype, device=moved.device).set_(moved.get(), offset, shape, stride)
 
     def end(self) -> None:
-        """The forward has ended."""
         self._near.clear()
         self._moved.clear()
 

@@ -54,11 +54,7 @@ class Options:
     leading: ClassVar[str] = ""
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        """Refuse other options than there are.
-
-        Raises:
-            BackendError: names the one that is likely meant.
-        """
+        """Refuse (BackendError) other options than there are."""
         known = [option.name for option in dataclasses.fields(cls)]
         if args:
             raise BackendError(f"{cls.__name__}({args[0]!r}): options go by their names: {', '.join(known)}")
@@ -70,11 +66,7 @@ class Options:
 
     @final
     def __post_init__(self) -> None:
-        """Refuse anything but True and False where one of them is expected, and what ``check_values`` refuses.
-
-        Raises:
-            BackendError: names the option.
-        """
+        """Refuse (BackendError) what is no value of an option, and what ``check_values`` refuses."""
         every = self.drift_check
         if every is not None and (type(every) is not int or every < 0):
             raise BackendError(f"{type(self).__name__}(drift_check={every!r}): expected a number of steps, 0 or None")
@@ -95,11 +87,7 @@ class Options:
         self.check_values()
 
     def check_values(self) -> None:
-        """Refuse other values that these options cannot have.
-
-        Raises:
-            BackendError: names the option.
-        """
+        """Refuse (BackendError) other values that these options cannot have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,11 +136,7 @@ class Engine(ABC):
     """One model's engine, with its ``gradients`` and its ``holdings``. Subclasses are final.
 
     *Local* methods run no collective; *collective* ones are called on every rank. docs/design.md shows who calls what.
-
-    Args:
-        module: the user's raw module.
-        entry: what a forward calls: the raw module or its ``torch.compile`` wrapper.
-        context: process, precision, loss scale and options.
+    ``module`` is the user's raw one, ``entry`` what a forward calls: that, or its ``torch.compile`` wrapper.
     """
 
     name: ClassVar[str]
@@ -189,9 +173,8 @@ class Engine(ABC):
         self.gradients = self.gradients_type(self)
         self._read_parameters()
         self.holdings = self.holdings_type(self)
-        self._watching_mask = (
-            self.gradients.reduced and self.distributed and getattr(self.options, "auto_refresh", True)
-        )
+        refreshes = getattr(self.options, "auto_refresh", True)
+        self._watching_mask = self.gradients.reduced and self.distributed and refreshes
         self.restructured = self.started = False
         size = sequence_size(self.options, self.process)
         #: Where ranks have parts of sequences.
@@ -218,11 +201,7 @@ class Engine(ABC):
 
     @classmethod
     def probe(cls) -> str:
-        """Import what the backend needs, and say how it is limited on this machine; nothing where it is not. Local.
-
-        Raises:
-            BackendError: it cannot run here.
-        """
+        """Import what the backend needs, and say how it is limited on this machine; BackendError where it cannot run. Local."""
         for module in cls.requires:
             importlib.import_module(module)
         return ""
@@ -291,13 +270,8 @@ class Engine(ABC):
     def teardown(self, alone: str = "", interrupted: str = "") -> None:
         """End the engine: the raw module and optimizers are the user's own again.
 
-        Args:
-            alone: why the other ranks take no part; empty where they do. Then it is local, and ``p.grad`` that is not
-                final is dropped.
-            interrupted: why the ranks did not end their backward or step together; then that is dropped too.
-
-        Raises:
-            AccelError: weights lay on ranks that take no part, and are lost; the engine has ended all the same.
+        ``alone`` says why the other ranks take no part: then it is local, and AccelError comes at its end where weights lay on
+        them. There, and where ranks were ``interrupted`` in a backward or step, ``p.grad`` that is not final is dropped.
         """
         self.ended = self.ended or alone
         with contextlib.ExitStack() as last:
@@ -396,11 +370,7 @@ class Engine(ABC):
     def compare(
         self, what: str, value: Any = None, explain: Callable[[list[Any]], str] = str, beside: Any = None
     ) -> list[Any]:
-        """Make sure that all ranks do ``what`` to this very model with the same ``value``; their ``beside``. Collective.
-
-        Raises:
-            RankMismatchError: they do not; on every rank.
-        """
+        """All ranks do ``what`` to this model with one ``value``, or raise RankMismatchError; their ``beside``. Collective."""
         return require_equal(f"{what} ({self.label})", value, explain, beside)
 
 

@@ -6,28 +6,24 @@ fill, ``state_dict``, ``full_state_dict``, ``load_state_dict``, the gathering at
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NoReturn, final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from ...errors import AccelError, BackendError, OptimizerError
+from ...errors import BackendError, OptimizerError
 from ...gradients.average import average_ranks_
 from ...gradients.log import remove_hooks
 from ...process.control import Waiting
 from ...process.packing import broadcast_
 from ...shard import Raw, Shard, StateEntry, named_tensors, state_device
 from ...trees import map_tensors
-from .absent import Absent, attributes, name_of
 from .gather import Item, gather
 from .memory import MemoryUse
+from .raw_objects import Guard, Target, copied_to, in_place_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -111,13 +107,10 @@ class Holdings(Raw):
 
     @classmethod
     def read_foreign(cls, path: str, load: Any, new: Any) -> dict[str, Any] | None:
-        """The state in a checkpoint that this backend's own library wrote; None if there is none. Local.
+        """The state in a checkpoint that this backend's own library wrote into a directory; None if there is none. Local.
 
-        Args:
-            path: a directory.
-            load: reads a pickled file without running what is in it; takes its path, and the names of classes that may be
-                in it and are read as inert objects.
-            new: makes a tensor of a shape and dtype that need not fit into memory.
+        ``load`` reads a pickled file, with objects of the classes that it is given names of as inert ones, and runs nothing;
+        ``new`` makes a tensor of a shape and dtype that need not fit into memory.
         """
         return None
 
@@ -143,7 +136,6 @@ class Holdings(Raw):
         return {id(p): name for name, p in self.engine.named.items()}
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
-        """As of raw objects."""
         if optimizer is None:
             self.prepare(writing=False)
         with self.guard.opened():
@@ -190,7 +182,7 @@ class Holdings(Raw):
         self.engine.compare(what, list(self.apart()))
         means = {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in self.apart().values()}
         average_ranks_(means.values(), self.engine.process)
-        with self.guard.opened(), _in_place_of(self.module, means):
+        with self.guard.opened(), in_place_of(self.module, means):
             state: dict[str, Any] = self.module.state_dict()
         return state
 
@@ -208,7 +200,7 @@ class Holdings(Raw):
         for name, tensor in tensors.items():
             full = whole.pop((name, "")).to(tensor.dtype)  # a master copy has more digits
             others[id(tensor)] = nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full
-        with self.guard.opened(), _in_place_of(module, others):
+        with self.guard.opened(), in_place_of(module, others):
             state: dict[str, Any] = module.state_dict()
         made: dict[Any, torch.Tensor] = {}
         for name, value in state.items():
@@ -270,8 +262,8 @@ class Holdings(Raw):
                     target.given = None
             self.filled()
 
-        stand_ins = _in_place_of(module, {key: t for key, (*_, t) in targets.items()}, take)
-        with self.guard.opened(), _copied_to(), stand_ins:
+        stand_ins = in_place_of(module, {key: t for key, (*_, t) in targets.items()}, take)
+        with self.guard.opened(), copied_to(), stand_ins:
             out = module.load_state_dict(*args, **kwargs)
         take()
         return out
@@ -327,9 +319,9 @@ class Holdings(Raw):
         groups = self.groups(optimizer)
         for entry in self.entries(optimizer):
             if state := whole.get(entry.name):
-                optimizer.state[entry.parameter] = {
-                    key: self.own_part(entry, key, value, groups[entry.name]) for key, value in state.items()
-                }
+                group = groups[entry.name]
+                own = {key: self.own_part(entry, key, value, group) for key, value in state.items()}
+                optimizer.state[entry.parameter] = own
 
     @final
     def own_part(self, entry: StateEntry, key: Any, value: Any, group: Mapping[str, Any]) -> Any:
@@ -423,23 +415,16 @@ class Holdings(Raw):
         sizes = {"buckets": self.hidden_buckets()}
         for field, tensor in self.storages():
             with torch._C.DisableTorchFunctionSubclass():  # also of a parameter whose class refuses its use
-                storages = [part.untyped_storage() for part in _with_memory(tensor.detach())]
+                found = tensor.detach()
+                local = getattr(found, "to_local", None)
+                sparse = found.layout is torch.sparse_coo
+                parts = (found._indices(), found._values()) if sparse else (found if local is None else local(),)
+                storages = [part.untyped_storage() for part in parts]
             for storage in storages:
                 if storage.data_ptr() not in seen:
                     seen.add(storage.data_ptr())
                     sizes[field] = sizes.get(field, 0) + storage.nbytes()
         return MemoryUse(**sizes)
-
-
-def _with_memory(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors with memory of their own that lie on this rank."""
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    local = getattr(tensor, "to_local", None)
-    return (tensor if local is None else local(),)
-
-
-# -- what a state dict gives out -----------------------------------------------------------------------------------------
 
 
 def _read_only(tensor: torch.Tensor) -> torch.Tensor:
@@ -465,207 +450,9 @@ def _under(state: Any, destination: Any = None, prefix: str = "", keep_vars: boo
     return target  # type: ignore[no-any-return]
 
 
-# -- other tensors in the places of a module's -------------------------------------------------------------------------
-
-
 def _first_names(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers, each once, under its first name."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in named_tensors(module):
         found.setdefault(id(tensor), (name, tensor))
     return dict(found.values())
-
-
-@contextlib.contextmanager
-def _in_place_of(
-    module: nn.Module, others: Mapping[int, torch.Tensor], before_hooks: Callable[[], None] | None = None
-) -> Iterator[None]:
-    """Inside, other tensors are in the places of a module's own, by the identity of these.
-
-    Hooks that run after a module was loaded find its own tensors again; ``before_hooks`` fills them. FSDP2's do not run: they
-    look for tensors that were replaced, and none is.
-    """
-    places: dict[int, list[tuple[Any, str, Any, Any]]] = {}
-    hooks: list[tuple[dict[str, Any], Any]] = []
-
-    def put_back(child: nn.Module) -> None:
-        for part in child.modules():
-            for container, name, other, own in places.pop(id(part), ()):
-                if container.get(name) is other:
-                    dict.__setitem__(container, name, own)
-
-    def loaded(child: nn.Module, *_: Any) -> None:
-        assert before_hooks is not None
-        put_back(child)
-        before_hooks()
-
-    try:
-        for part in module.modules():
-            places[id(part)] = [
-                (container, name, others[id(own)], own)
-                for container in (part._parameters, part._buffers)
-                for name, own in container.items()
-                if id(own) in others
-            ]
-            for container, name, other, _ in places[id(part)]:
-                dict.__setitem__(container, name, other)  # past a container's own ways, which may gather
-            own_hooks = part._load_state_dict_post_hooks
-            theirs = {k: h for k, h in own_hooks.items() if not str(h.__module__).startswith("torch.distributed.")}
-            if before_hooks is not None and own_hooks:
-                hooks.append((vars(part), own_hooks))
-                vars(part)["_load_state_dict_post_hooks"] = OrderedDict({-1: loaded, **theirs} if theirs else {})
-        yield
-    finally:
-        put_back(module)
-        for attributes, own_hooks in hooks:
-            attributes["_load_state_dict_post_hooks"] = own_hooks
-
-
-@contextlib.contextmanager
-def _copied_to() -> Iterator[None]:
-    """Inside, a state is loaded by copies to a module's tensors, also where torch would put others in their places."""
-    swaps = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(False)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(swaps)
-
-
-@final
-class Target(Absent, torch.Tensor):
-    """Stands in a module for a tensor while a whole state is loaded, and notes what is copied to it."""
-
-    plain = frozenset(attributes("requires_grad", "__get__"))
-    given: torch.Tensor | None
-
-    @staticmethod
-    def of(tensor: torch.Tensor, shape: torch.Size | None) -> Target:
-        """A stand-in with the whole shape, in one element's memory."""
-        blank = torch.empty((), dtype=tensor.dtype, device=tensor.device)
-        made = blank.expand(tensor.shape if shape is None else shape).as_subclass(Target)
-        made.given = None
-        return made
-
-    def fetch(self, function: Any) -> None:
-        """Refuse it."""
-        raise BackendError(
-            f"{name_of(function)} of a parameter while a state is loaded, of which this rank may hold a part: a hook that comes "
-            "before a load, or an own _load_from_state_dict, finds no values there; change the state dict instead"
-        )
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """``copy_``, shape, dtype and the like; nothing else."""
-        if func is torch.Tensor.copy_ and isinstance(args[0], Target):
-            if isinstance(args[1], Target) and args[1] is not args[0]:
-                args[1].fetch(func)
-            if args[1] is not args[0]:  # else it is filled with itself
-                args[0].given = args[1]
-            return args[0]
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-# -- Raw objects of which this rank holds a part: a state dict, a copy or a pickle of one would look whole -----------------
-
-#: How ``copy`` and ``pickle`` ask an object for what they take; of the instance, since the class is the user's.
-_COPIES: Final = ("__deepcopy__", "__getstate__")
-_STATE_DICT: Final = "state_dict"
-
-
-@final
-class Guard:
-    """Refuses ``load_state_dict()``, copies and pickles of raw modules and optimizers, unless opened; ``state_dict()`` is whole.
-
-    Of a module in the model ``state_dict()`` is refused too, and where the engine is gone, which an optimizer does not keep.
-    """
-
-    def __init__(self, holdings: Holdings) -> None:
-        self._holdings = weakref.ref(holdings)
-        self._open = False
-        self._watched: dict[int, tuple[weakref.ref[Any], list[RemovableHandle]]] = {}
-
-    @property
-    def watching(self) -> bool:
-        """Whether anything is refused."""
-        return bool(self._watched)
-
-    def watch(self, raw: nn.Module | Optimizer, load: Callable[..., Any] | None = None) -> None:
-        """Refuse from now on; ``load`` is called instead before a raw optimizer loads a state, and may give another one."""
-        self.release(raw)
-        before_load = functools.partial(self._check, "load_state_dict()")
-        hooks = [
-            raw.register_state_dict_pre_hook(functools.partial(self._check, "state_dict()")),
-            raw.register_load_state_dict_pre_hook(load or before_load),
-        ]
-        self._watched[id(raw)] = weakref.ref(raw), hooks
-        holdings = self._holdings()
-        if isinstance(raw, Optimizer) or (holdings is not None and raw is holdings.module):
-            found = vars(raw).get(_STATE_DICT)  # of the user's own
-            vars(raw)[_STATE_DICT] = functools.partial(self._give, weakref.ref(raw), found)
-        refused = _refusal(
-            raw, f"a copy or pickle of this {type(raw).__name__}", "a copy or pickle would miss the rest"
-        )
-        for name in _COPIES:
-            vars(raw)[name] = functools.partial(_raise, *refused)
-
-    def watch_modules(self, module: nn.Module, holds_part: Callable[[nn.Module], bool]) -> None:
-        """Refuse it of a module and of those in it of which this rank holds a part."""
-        for child in filter(holds_part, module.modules()):
-            self.watch(child)
-
-    def release_modules(self) -> None:
-        """The end of ``watch_modules``, also for those that were taken out of the module since."""
-        for reference, _ in list(self._watched.values()):
-            if isinstance(raw := reference(), nn.Module):
-                self.release(raw)
-
-    def release(self, raw: nn.Module | Optimizer) -> None:
-        """Refuse no more."""
-        _, hooks = self._watched.pop(id(raw), (None, []))
-        remove_hooks(hooks)
-        for name in _COPIES:
-            if getattr(vars(raw).get(name), "func", None) is _raise:
-                del vars(raw)[name]
-        given: Any = vars(raw).get(_STATE_DICT)
-        if getattr(given, "func", None) == self._give:
-            del vars(raw)[_STATE_DICT]
-            vars(raw).update({_STATE_DICT: given.args[1]} if given.args[1] else {})
-
-    def _give(self, reference: weakref.ref[Any], found: Any, *args: Any, **kwargs: Any) -> Any:
-        """In the place of ``state_dict`` of a raw object; ``found`` was there before."""
-        raw: Any = reference()
-        holdings = self._holdings()
-        optimizer = raw if isinstance(raw, Optimizer) else None
-        if holdings is None or self._open or not (holdings.partial(optimizer) or holdings.apart()):
-            return (found or functools.partial(type(raw).state_dict, raw))(*args, **kwargs)
-        return holdings.state_dict(optimizer, *args, **kwargs)
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
-        """Let state dicts through inside."""
-        before, self._open = self._open, True
-        try:
-            yield
-        finally:
-            self._open = before
-
-    def _check(self, what: str, raw: nn.Module | Optimizer, *_: object) -> None:
-        if not self._open:
-            loading = "every rank loads a whole one by load_state_dict(full) of the handle, or by accel.load"
-            lead = loading if what.startswith("load") else "it would miss the rest"
-            _raise(*_refusal(raw, f"{what} of this {type(raw).__name__}", lead))
-
-
-def _refusal(raw: nn.Module | Optimizer, what: str, why: str) -> tuple[type[AccelError], str]:
-    """The error, which says what to do instead; that works on every backend."""
-    kind, error = ("model", BackendError) if isinstance(raw, nn.Module) else ("optimizer", OptimizerError)
-    ended = "returns it whole" if kind == "model" else "gives it back with its whole state"
-    return error, (
-        f"{what}: this rank holds only its own part of it, and {why}; use what accel.full_state_dict({kind}) returns, which "
-        f"every rank calls; accel.teardown(model) {ended}; accel.save writes a checkpoint"
-    )
-
-
-def _raise(error: type[AccelError], text: str, *_: object) -> NoReturn:
-    raise error(text)

@@ -17,9 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import OptimizerError
 
-# -- footprint ---------------------------------------------------------------------------------------------------------
-# What a model and its optimizers need room for, without needing that room: the input of every prediction of memory.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
@@ -49,15 +46,7 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSize:
-    """One parameter.
-
-    Args:
-        name: as in ``named_parameters()``.
-        shape: of the whole parameter.
-        itemsize: bytes of an element.
-        trainable: whether it gets gradients.
-        state_bytes: what its optimizer keeps for it.
-    """
+    """One parameter: its whole shape, bytes of an element, whether it gets gradients, and what its optimizer keeps for it."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,7 +56,6 @@ class ParameterSize:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -83,7 +71,7 @@ class ParameterSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """A model with its optimizers.
+    """A model with its optimizers: what they need room for, without needing that room, for predictions of memory.
 
     Args:
         parameters: in the model's order.
@@ -101,7 +89,6 @@ class Footprint:
 
     @property
     def trainable(self) -> tuple[ParameterSize, ...]:
-        """The parameters that get gradients."""
         return tuple(p for p in self.parameters if p.trainable)
 
     @property
@@ -117,11 +104,8 @@ class Footprint:
         alike = Counter((prefix.rpartition(".")[0], tuple(names)) for prefix, names in inside.items())
         blocks: dict[str, list[ParameterSize]] = {}
         for parameter in self.parameters:
-            repeated = [
-                prefix
-                for prefix, _ in _numbered(parameter.name)
-                if any("." in n for n in inside[prefix]) and alike[prefix.rpartition(".")[0], tuple(inside[prefix])] > 1
-            ]
+            around = [prefix for prefix, _ in _numbered(parameter.name) if any("." in n for n in inside[prefix])]
+            repeated = [prefix for prefix in around if alike[prefix.rpartition(".")[0], tuple(inside[prefix])] > 1]
             blocks.setdefault(repeated[-1] if repeated else "", []).append(parameter)
         return blocks
 
@@ -142,14 +126,8 @@ def take(
 ) -> Footprint:
     """The footprint of a module on any device, also the meta device; nothing is allocated or changed.
 
-    Args:
-        module: with its buffers.
-        optimizers: over its parameters.
-        named: what the optimizers' groups hold, by the names of the parameters; by default the module's own.
-        shapes: of the whole parameters, where this rank may hold a part.
-
-    Raises:
-        OptimizerError: an optimizer holds other tensors, or its state cannot be told without real tensors.
+    ``named`` is what the optimizers' groups hold (None: the module's parameters), ``shapes`` those of whole parameters, where
+    this rank may hold parts. OptimizerError: a group holds something else, or state cannot be told without real tensors.
     """
     named = dict(module.named_parameters()) if named is None else named
     shapes = {name: p.shape for name, p in named.items()} if shapes is None else shapes
@@ -169,17 +147,14 @@ def take(
         held.append(tuple(place[name] for name in own))
         for name, size in zip(own, _state_bytes(optimizer, [shapes[name] for name in own]), strict=True):
             state_bytes[name] += size
+
+    def sized(name: str, p: torch.Tensor) -> ParameterSize:
+        shape, itemsize = tuple(shapes[name]), p.dtype.itemsize
+        trains, state = p.requires_grad, state_bytes[name]
+        return ParameterSize(name=name, shape=shape, itemsize=itemsize, trainable=trains, state_bytes=state)
+
     return Footprint(
-        parameters=tuple(
-            ParameterSize(
-                name=name,
-                shape=tuple(shapes[name]),
-                itemsize=p.dtype.itemsize,
-                trainable=p.requires_grad,
-                state_bytes=state_bytes[name],
-            )
-            for name, p in named.items()
-        ),
+        parameters=tuple(sized(name, p) for name, p in named.items()),
         buffers=_buffers(module),
         optimizers=tuple(held),
         layers=tuple((name, _buffers(child)) for name, child in module.named_children()) if is_sequence(module) else (),
@@ -258,11 +233,8 @@ def _stand_in(optimizer: Optimizer, shapes: Sequence[Sequence[int]]) -> tuple[Op
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 memo[id(value)] = torch.empty(value.shape, dtype=value.dtype, device="meta")
     # Without what stands in the place of its methods, and knows the original.
-    copied = {
-        k: v
-        for k, v in vars(optimizer).items()
-        if k not in ("step", "zero_grad", "state_dict") and not k.startswith(("_optimizer_", "__"))
-    }
+    kept = [k for k in vars(optimizer) if not k.startswith(("_optimizer_", "__"))]
+    copied = {k: vars(optimizer)[k] for k in kept if k not in ("step", "zero_grad", "state_dict")}
     stand_in = type(optimizer).__new__(type(optimizer))
     try:
         stand_in.__dict__.update(copy.deepcopy(copied, memo))
@@ -369,16 +341,9 @@ def zero(
 ) -> tuple[MemoryUse, ...]:
     """The stages of ZeRO (Rajbhandari et al., arXiv 1910.02054): 1 cuts optimizer state, 2 gradients too, 3 parameters too.
 
-    Once they are reduced, stage 1 as well keeps only the gradients of what a rank steps. Stage 0 is ``whole``.
-
-    Args:
-        footprint: the model.
-        world_size: number of ranks.
-        stage: 1 to 3.
-        masters: the optimizer steps fp32 copies, which count as its state; its other state is fp32 too. The model's own
-            parameters have two bytes, and so has a gradient of one backward.
-        whole_below: at stage 3, parameters of so many elements or fewer are whole on every rank, beside the parts.
-        bucket: elements of the memory to reduce in, which stage 3 keeps; no more than the model has.
+    Once they are reduced, stage 1 as well keeps only the gradients of what a rank steps. With ``masters`` the optimizer steps
+    fp32 copies, which count as its fp32 state, of parameters and gradients of two bytes. At stage 3 parameters of at most
+    ``whole_below`` elements are whole on every rank, beside the parts, and memory to reduce ``bucket`` elements in is kept.
     """
     if world_size == 1:
         return whole(footprint, 1)
@@ -428,7 +393,6 @@ def stages(footprint: Footprint, counts: Sequence[int]) -> tuple[MemoryUse, ...]
 
 
 def _use(footprint: Footprint, mine: Iterable[ParameterSize], buckets: int = 0) -> MemoryUse:
-    """All parameters, and gradients and state of some."""
     mine = list(mine)
     return MemoryUse(
         parameters=sum(p.nbytes for p in footprint.parameters),

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import math
+import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
@@ -18,14 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...errors import BackendError
+from ...gradients.average import mean_over
 from ...gradients.patches import sequence_patches
 from ...handles import HiddenAttribute
 from ...process import Process
-from ...process.control import agree
+from ...process.control import Waiting, agree
 from ...process.rng import put_torch_states, torch_states
 from ...process.startup import mesh_of
 from ...trees import walk
-from .exchange import Exchange, attention, bound, cross_entropy, within
 from .inputs import SameInputs
 
 if TYPE_CHECKING:
@@ -114,9 +116,8 @@ class SequenceParallel:
         self._alike.call(lambda: None, (batch,), {})
         assert self.group is not None
         tokens, made, padding = _tokens(batch) if dim == 1 else None, set[int](), None
-        lengths = [
-            t.shape[dim] for t in ([tokens] if tokens is not None else _tensors(batch).values()) if t.dim() > dim >= 0
-        ]
+        tensors = [tokens] if tokens is not None else list(_tensors(batch).values())
+        lengths = [t.shape[dim] for t in tensors if t.dim() > dim >= 0]
         if not lengths:
             raise BackendError(f"accel.shard_sequence(dim={dim!r}): no tensor of the batch has such a dimension")
         if (length := lengths[0]) % self.size:
@@ -135,15 +136,12 @@ class SequenceParallel:
             if not isinstance(leaf, Tensor) or leaf.dim() <= dim or leaf.shape[dim] != length:
                 return leaf
             if id(leaf) not in pieces:
-                piece = pieces[id(leaf)] = leaf.chunk(self.size, dim)[self.rank].clone(
-                    memory_format=torch.contiguous_format
-                )
+                mine = leaf.chunk(self.size, dim)[self.rank]
+                piece = pieces[id(leaf)] = mine.clone(memory_format=torch.contiguous_format)
                 HiddenAttribute.put(piece, Part(dim, length, padding, id(leaf) in made))
             return pieces[id(leaf)]
 
         return walk(cut, batch, "")
-
-    # -- forwards -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
@@ -161,11 +159,8 @@ class SequenceParallel:
             )
         exchange = None
         if parts:
-            kinds = [
-                (path, leaf.dim(), part and (part.dim, part.made))
-                for path, leaf in leaves.items()
-                for part in [_part_of(leaf)]
-            ]
+            found = [(path, leaf.dim(), _part_of(leaf)) for path, leaf in leaves.items()]
+            kinds = [(path, dims, part and (part.dim, part.made)) for path, dims, part in found]
             kind, part = (getattr(function, "__name__", ""), *kinds), max(parts, key=lambda p: p.padding is not None)
             count = self._checked.get(kind, 1)
             if count and not count & (count - 1) and self._check(function, (args, kwargs), part):
@@ -215,7 +210,9 @@ class SequenceParallel:
         run: Callable[..., Any] = engine.run
         if engine.precision.storage is not None:
             run = lambda *call: engine.precision.call(engine.run, call, {})  # noqa: E731
-        with torch.no_grad(), _as_before(engine.module), _uncompiled(engine):
+        plain = engine.entry is engine.module
+        uncompiled: Any = contextlib.nullcontext() if plain else torch.compiler.set_stance("force_eager")
+        with torch.no_grad(), _as_before(engine.module), uncompiled:
             for size in (1, self.size):
                 args, kwargs = walk(lambda path, leaf, size=size: short(path, leaf, size), given, "")  # type: ignore[misc]
                 exchange = Exchange(self, length, padding, size)
@@ -272,11 +269,6 @@ def _same(one: Tensor, other: Tensor, room: float) -> bool:
     return near
 
 
-def _uncompiled(engine: Engine) -> contextlib.AbstractContextManager[Any]:
-    plain = engine.entry is engine.module
-    return contextlib.nullcontext() if plain else torch.compiler.set_stance("force_eager")
-
-
 @contextlib.contextmanager
 def _as_before(module: nn.Module) -> Iterator[None]:
     """Inside, the module evaluates; afterwards nothing has changed."""
@@ -293,3 +285,153 @@ def _as_before(module: nn.Module) -> Iterator[None]:
         for buffer, before in buffers:
             if not torch.equal(buffer, before):
                 buffer.copy_(before)
+
+
+# -- what the attention of a forward exchanges -------------------------------------------------------------------------
+
+_now = threading.local()
+
+
+@final
+class Exchange:
+    """What the attention of one forward exchanges, also computed again; ``size`` is 1 where it has the whole sequence."""
+
+    def __init__(self, sequence: SequenceParallel, length: int, padding: Tensor | None, size: int) -> None:
+        self.sequence, self.size, self._length, self._padding = sequence, size, length, padding
+        self._grad, self.calls = torch.is_grad_enabled(), 0
+        self._causal: Tensor | None = None
+
+    def attention(
+        self, original: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Of some heads, over the whole sequence."""
+        kwargs |= dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False))
+        mask, causal = kwargs.pop("attn_mask", None), kwargs.pop("is_causal", False)
+        self._refuse((query, key, value), mask)
+        self.calls += 1
+        if self._padding is not None:
+            mask, causal = self._without_padding(mask, causal), False
+        if self.size == 1:
+            return original(query, key, value, mask, is_causal=causal, **kwargs)
+        # Fewer heads of keys than ranks are repeated as far as needed.
+        heads = math.lcm(key.shape[1], self.size) if kwargs.get("enable_gqa") else query.shape[1]
+        times = heads // key.shape[1]
+        key, value = (t.repeat_interleave(times, 1) if times > 1 else t for t in (key, value))
+        if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
+            mask = mask.chunk(self.size, -3)[self.sequence.rank]
+        out = original(*_swapped(self, True, query, key, value), mask, is_causal=causal, **kwargs)
+        return _swapped(self, False, out)[0]
+
+    def _refuse(self, given: tuple[Tensor, Tensor, Tensor], mask: Tensor | None) -> None:
+        n, size, problem = self._length // self.size, self.size, ""
+        if any(t.dim() != 4 or t.shape[2] != n for t in given):
+            problem = (
+                f"of {', '.join(str(tuple(t.shape)) for t in given)}: query, key and value were expected as (batch, heads, {n}, "
+                "size): cross attention, a cache of earlier tokens, and tokens that the model adds are not supported"
+            )
+        elif (heads := given[0].shape[1]) % size or heads % math.lcm(given[1].shape[1], size):
+            problem = (
+                f"has {heads} heads of queries and {given[1].shape[1]} of keys, which do not divide over {size} ranks"
+            )
+        elif mask is not None and any(m not in (1, self._length) for m in mask.shape[-2:]):
+            problem = (
+                f"has a mask of shape {tuple(mask.shape)}, expected was one of all {self._length} tokens: "
+                "leave it out where it is the causal one (is_causal=True), else give the model a whole one, which is not cut"
+            )
+        elif self._grad and not torch.is_grad_enabled() and not getattr(_now, "again", False):
+            problem = (
+                "is under torch.no_grad() inside of a forward with gradients, as in activation checkpointing of other libraries, "
+                "which would compute it again without the other ranks: use torch.utils.checkpoint"
+            )
+        if problem:
+            raise BackendError(f"sequence_parallel={size}: attention of {self.sequence.label} {problem}")
+
+    def _without_padding(self, mask: Tensor | None, causal: bool) -> Tensor:
+        assert self._padding is not None
+        none = self._padding[:, None, None]
+        if causal:
+            if self._causal is None:
+                every = torch.ones(self._length, self._length, dtype=torch.bool, device=none.device)
+                self._causal = every.tril() & ~none
+            return self._causal
+        if mask is None:
+            return ~none
+        return mask & ~none if mask.dtype is torch.bool else mask.masked_fill(none, -math.inf)
+
+    def cross_entropy(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The mean over the tokens of all parts, which may have different numbers of ignored ones."""
+        given = inspect.signature(original).bind(*args, **kwargs)
+        given.apply_defaults()
+        options, target = given.arguments, given.arguments["target"]
+        old = options["size_average"] is not None or options["reduce"] is not None
+        if self.size == 1 or options["reduction"] != "mean" or target.is_floating_point() or old:
+            return original(*args, **kwargs)
+        total = original(**options | {"reduction": "sum"})
+        count, weight = target != options["ignore_index"], options["weight"]
+        count = count if weight is None else weight[target.where(count, 0)] * count
+        with Waiting(self.sequence.process, f"the mean of a loss ({self.sequence.label})"):
+            return mean_over(total, count.sum(), self.sequence.group, self.size)
+
+    def swap(self, inward: bool, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+        """Parts of all heads for all of some heads (``inward``), or the way back. Collective."""
+        if len({t.dtype for t in tensors}) > 1:
+            return [self.swap(inward, (t,))[0] for t in tensors]
+        before, after = (1, 2) if inward else (2, 1)
+        pieces = [t.unflatten(before, (self.size, -1)).movedim(before, 0) for t in tensors]
+        sent = torch.cat([piece.flatten(1) for piece in pieces], 1)
+        came = torch.empty_like(sent)
+        with Waiting(self.sequence.process, f"the exchange of an attention ({self.sequence.label})"):
+            dist.all_to_all_single(came, sent, group=self.sequence.group)
+        found = zip(came.split([piece[0].numel() for piece in pieces], 1), pieces, strict=True)
+        return [flat.view(piece.shape).movedim(0, after).flatten(after, after + 1) for flat, piece in found]
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, inward: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.inward = exchange, inward
+        return tuple(exchange.swap(inward, tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, *_swapped(ctx.exchange, not ctx.inward, *grads)
+
+
+_swapped: Any = _Swap.apply
+
+
+# -- what stands in for torch's functions -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def within(exchange: Exchange | None, again: bool = False) -> Iterator[None]:
+    """Inside, attention of this thread exchanges by ``exchange``; ``again``: as activation checkpointing computes again."""
+    before = getattr(_now, "exchange", None), getattr(_now, "again", False)
+    _now.exchange, _now.again = exchange, again
+    try:
+        yield
+    finally:
+        _now.exchange, _now.again = before
+
+
+def attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In the place of ``scaled_dot_product_attention``."""
+    exchange = getattr(_now, "exchange", None)
+    return original(*args, **kwargs) if exchange is None else exchange.attention(original, *args, **kwargs)
+
+
+def cross_entropy(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In the place of torch's own."""
+    exchange = getattr(_now, "exchange", None)
+    return original(*args, **kwargs) if exchange is None else exchange.cross_entropy(original, *args, **kwargs)
+
+
+def bound(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that activation checkpointing calls again in a backward, perhaps in another thread."""
+    exchange = getattr(_now, "exchange", None)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with within(exchange, again=True):
+            return function(*args, **kwargs)
+
+    return function if exchange is None else call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -13,18 +13,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import BackendError, OptimizerError
-from ...gradients.average import average_gradients_
+from ...errors import BackendError, OptimizerError, PrecisionError
 from ...gradients.clip import clip_, norm_over_ranks
 from ...precision import Accumulator
 from ...process import Process
 from ...process.control import Waiting
 from ...process.devices import available
+from .._averaging import AveragedGradients
 from ..base.absent import plainly
 from ..base.engine import Context, Engine, SequenceOptions, lost_weights
-from ..base.gradients import Gradients, refuse_sparse
+from ..base.gradients import refuse_sparse
 from ..base.memory import Footprint, MemoryUse
-from . import overrides
 from .config import Configuration, refuse_parameters
 from .files import new_state, store_state
 from .library import probe, release_groups
@@ -32,6 +31,7 @@ from .optimizers import choose_adam, describe_adam, level_steps, refuse_optimize
 from .partitions import Flat, Partitions
 from .stage3 import Stage3
 from .state import DeepSpeedHoldings
+from .weights import put_methods, remove_methods
 
 logger = logging.getLogger("accel")
 
@@ -64,7 +64,6 @@ class DeepSpeed(SequenceOptions):
     leading = "stage"
 
     def check_values(self) -> None:
-        """Refuse an unknown stage."""
         if self.stage not in (None, 0, 1, 2, 3):
             raise BackendError(f"DeepSpeed(stage={self.stage!r}): expected 0, 1, 2 or 3")
 
@@ -73,14 +72,14 @@ DeepSpeed.variants = tuple(DeepSpeed(stage=stage) for stage in (0, 1, 3))
 
 
 @final
-class ZeROGradients(Gradients):
+class ZeROGradients(AveragedGradients):
     """Gradients of this rank's fragments are kept until ``zero_grad``; the user's own optimizer steps the fragments.
 
     Between ``before_step`` and ``after_step`` these are in the parameters' places in its groups. While nothing is divided,
     gradients are each rank's own until ``settle`` averages them.
     """
 
-    reduced = partial = logged = True
+    partial, deferred = True, False
     engine: DeepSpeedEngine
 
     def __init__(self, engine: Engine) -> None:
@@ -96,12 +95,8 @@ class ZeROGradients(Gradients):
         self._told = False
         #: Parameters whose assigned gradients took the place of others before the next forward.
         self._renewed: set[int] = set()
-        # Where nothing is divided: whether what p.grad holds is known to be final.
-        self._final = False
         #: At stage 3, parameters in no optimizer that got gradients in the last backward.
         self._unseen: list[int] = []
-
-    # -- what there is --------------------------------------------------------------------------------------------
 
     def holders(self) -> Sequence[Accumulator]:
         """The fragments too: at stages 2 and 3 gradients come there while backward runs."""
@@ -109,25 +104,19 @@ class ZeROGradients(Gradients):
         return self.engine.parameters if zero is None else [*self.engine.parameters, *zero.fragments.values()]
 
     def pending(self) -> bool:
-        """Whether gradients came since the last ``settle``."""
-        return self.engine.distributed and (bool(self.log.entries) or bool(self._assigned()))
+        zero = self.engine.zero
+        return super().pending() if zero is None else bool(self.log.entries) or bool(self._assigned(zero))
 
     def hidden(self) -> bool:
-        """Whether fragments have any."""
         return self.engine.zero is not None and (bool(self._kept) or self.pending())
 
     @plainly
-    def _assigned(self) -> list[int]:
-        """The parameters whose ``p.grad`` no backward explains: it was assigned by hand. Local."""
-        zero, parameters = self.engine.zero, self.engine.parameters
-        if zero is None and self._final:
-            return []
-        found = [i for i, p in enumerate(parameters) if p.grad is not None]
+    def _assigned(self, zero: Partitions) -> list[int]:
+        """The parameters whose ``p.grad`` no backward explains, whose own is in a fragment or waits: assigned by hand. Local."""
+        parameters = self.engine.parameters
+        found = [i for i, p in enumerate(parameters) if p.grad is not None and i not in zero.whole_gradients]
         came = set(self.log.entries) if found else set()
-        if zero is not None:  # a backward's own is in a fragment, or waits
-            found = [i for i in found if i not in zero.whole_gradients]
-            return [i for i in found if parameters[i].grad is not zero.waiting.get(i) and ~i not in came]
-        return [i for i in found if i not in came and ~i not in came]
+        return [i for i in found if parameters[i].grad is not zero.waiting.get(i) and ~i not in came]
 
     def find_unoptimized(self) -> None:
         """Their gradients stay whole, where the weights do."""
@@ -135,8 +124,6 @@ class ZeROGradients(Gradients):
         zero = self.engine.zero
         if zero is not None and not zero.divides_weights:
             zero.whole_gradients = set(self.unoptimized)
-
-    # -- forwards -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def forward(self, zero: Partitions) -> Iterator[None]:
@@ -146,7 +133,7 @@ class ZeROGradients(Gradients):
         if self.engine.stage == 3:
             self._refuse_unseen()
             self.engine.take_edits()
-        if assigned := self._assigned():
+        if assigned := self._assigned(zero):
             zero.replace(assigned)
             self._spent.difference_update(assigned)
             self._renewed.update(assigned)
@@ -157,46 +144,32 @@ class ZeROGradients(Gradients):
             raise
 
     def _start_anew(self, zero: Partitions) -> None:
-        """Clear what an exception left half-way in the library. Collective."""
         self.engine.compare("a new start after an exception")
         zero.reset()
 
-    # -- making them final ----------------------------------------------------------------------------------------
-
     def accumulate(self, accumulating: bool) -> None:
-        """Leave gradients in ``p.grad`` in the backwards inside."""
         super().accumulate(accumulating)
         if self.engine.zero is not None:
             self.engine.zero.local = accumulating
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
         """Reduce what no hook has reduced; what the hooks did is compared over the ranks."""
-        engine, zero = self.engine, self.engine.zero
-        if not engine.distributed:
-            super().settle()
-            return
-        if zero is not None:
+        if (zero := self.engine.zero) is None:
+            super().settle(optimizer)
+        else:
             zero.interruption.notice()
             zero.interruption.refuse()
             if zero.interruption.cut:
                 self._start_anew(zero)
                 zero.interruption.refuse()
-        if self.pending():
-            if zero is None:
-                what = f"a reduction of gradients ({engine.label})"
-                average_gradients_(what, engine.parameters, engine.names, self.process)
-            else:
+            if self.pending():
                 self._reduce(zero)
-            self._renewed.clear()
-            self._final = True
-            if self.buffers.stale:
-                self.buffers.synchronize()
-        self.log.fold(stepping=optimizer)
+            self.log.fold(stepping=optimizer)
         if self.stepping is not None:
             self._show(self.stepping)
 
     def _reduce(self, zero: Partitions) -> None:
-        assigned = self._assigned()
+        assigned = self._assigned(zero)
         entries = tuple(self.log.entries) if zero.eager else ()
         came = hash((entries, tuple(assigned), tuple(sorted(self._renewed))))
         differ = lambda _: "other parameters, or in another order"  # noqa: E731
@@ -204,11 +177,14 @@ class ZeROGradients(Gradients):
         zero.replace(assigned)
         self._spent.difference_update(assigned)
         zero.flush(held)
-        self._keep(zero, assigned)
+        self._note_fragments(zero, assigned)
         self.end_held_back()
+        self._renewed.clear()
+        if self.buffers.stale:
+            self.buffers.synchronize()
 
-    def _keep(self, zero: Partitions, assigned: Iterable[int]) -> None:
-        """Note that the gradients since the last ``settle`` are in fragments now, and those that were assigned."""
+    def _note_fragments(self, zero: Partitions, assigned: Iterable[int]) -> None:
+        """The gradients since the last ``settle`` are there now, and those that were assigned."""
         came = {entry for entry in self.log.entries if entry not in zero.whole_gradients}
         self._kept.update(came, assigned)
         if not self._told and self._spent.intersection(came):
@@ -220,15 +196,13 @@ class ZeROGradients(Gradients):
 
     def end_backward(self, indices: Sequence[int]) -> None:
         """Average them where they are whole; at stage 3 nothing can be updated by hand."""
-        engine = self.engine
-        if engine.stage == 3 and engine.zero is not None:
+        zero = self.engine.zero
+        if zero is None:
+            super().end_backward(indices)
+        elif zero.divides_weights:
             self._note_unseen(indices)
-        elif engine.zero is None and not engine.steppers:
-            self.settle()
         else:
-            what = f"a reduction of gradients in no optimizer ({engine.label})"
-            parameters, names = [engine.parameters[i] for i in indices], [engine.names[i] for i in indices]
-            average_gradients_(what, parameters, names, self.process)
+            self._average(indices)
 
     def _note_unseen(self, indices: Sequence[int]) -> None:
         came = {i if i >= 0 else ~i for i in self.log.entries if i is not None}
@@ -253,7 +227,6 @@ class ZeROGradients(Gradients):
             )
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip by the norm over all ranks' parts."""
         if self.engine.zero is not None:
             self.announce("accel.clip_grad_norm_")
         self.settle()
@@ -264,35 +237,24 @@ class ZeROGradients(Gradients):
         zero = self.engine.zero
         if zero is None:
             return nn.utils.clip_grad_norm_(self.engine.parameters, max_norm, norm_type)
-        mine, common = self._counted(zero, range(len(self.engine.parameters)))
+        mine, common = zero.gradients(range(len(self.engine.parameters)))
         return clip_(mine, max_norm, norm_type, self.process, common)
 
-    def _counted(self, zero: Partitions, indices: Container[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        mine, common = zero.gradients(indices)
-        return (
-            ([*mine, *common], []) if self.process.place.rank == 0 else (mine, common)
-        )  # what all ranks have counts once
-
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-        """Of all ranks' fragments."""
         zero, what = self.engine.zero, "torch.nn.utils.clip_grad_norm_"
         if zero is None:
             return None
         self.announce(what)
         self.settle()
         with Waiting(self.process, what):
-            mine, _ = self._counted(zero, {zero.numbers[id(p)] for p in parameters})
+            mine, _ = zero.gradients({zero.numbers[id(p)] for p in parameters})
             return norm_over_ranks(mine, norm_type, self.process)
 
     def behind(self, parameters: Sequence[torch.Tensor]) -> Sequence[Accumulator]:
-        """Fragments."""
         if (zero := self.engine.zero) is None:
             return ()
         self.settle()
-        found = [zero.fragments.get(zero.numbers[id(p)]) for p in parameters]
-        return [fragment for fragment in found if fragment is not None]
-
-    # -- dropping them --------------------------------------------------------------------------------------------
+        return [zero.fragments[i] for i in (zero.numbers[id(p)] for p in parameters) if i in zero.fragments]
 
     def drop(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> None:
         """After ``zero_grad`` of what has these parameters, which may be none of this model's. Local."""
@@ -308,17 +270,14 @@ class ZeROGradients(Gradients):
             self._kept.difference_update(indices)
             self.log.drop(set(indices))
 
-    # -- steps ----------------------------------------------------------------------------------------------------
-
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that would see a part of a parameter as another parameter."""
         super().check(optimizer)
         engine = self.engine
         settings = engine.configuration
         if engine.stage and engine.distributed:
             refuse_optimizer(optimizer, settings, self.process.device)
-        offloads = settings.offload_optimizer or settings.offload_parameters
-        if engine.distributed and offloads and any(group.get("capturable") for group in optimizer.param_groups):
+        offloads = engine.distributed and (settings.offload_optimizer or settings.offload_parameters)
+        if offloads and any(group.get("capturable") for group in optimizer.param_groups):
             raise OptimizerError(
                 f"{type(optimizer).__name__}(capturable=True) with DeepSpeed's offload: it would step weights in CPU memory, "
                 "where torch has no such step: use capturable=False"
@@ -326,6 +285,7 @@ class ZeROGradients(Gradients):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """From now on, what is final is shown to this optimizer."""
+        super().before_step(optimizer)
         self.break_step()
         self.engine.take_edits()
         self.stepping = optimizer
@@ -335,12 +295,15 @@ class ZeROGradients(Gradients):
             self._place(optimizer, zero)  # at once: some optimizers write before their closure
             if (folder := self.engine.configuration.state_folder) is not None:
                 self._creating.enter_context(new_state(zero.stepped, folder))
-        if self.log.repeats(optimizer):
-            self._final = False
 
     def _show(self, optimizer: Optimizer) -> None:
         """Clip as the configuration says, then put the fragments in the parameters' places in the groups."""
         if (max_norm := self.engine.configuration.clipping) > 0:
+            if vars(optimizer).get("grad_scale") is not None:
+                raise PrecisionError(
+                    "gradient_clipping of a DeepSpeed configuration, and a GradScaler's gradients are scaled still: call "
+                    "scaler.unscale_(optimizer) before scaler.step(optimizer)"
+                )
             self._clip(max_norm, 2.0)
         zero = self.engine.zero
         if zero is None:
@@ -356,7 +319,6 @@ class ZeROGradients(Gradients):
             group["params"] = [f.weights for f in fragments if f is not None]
 
     def steps_part(self, optimizer: Optimizer) -> bool:
-        """Where there are fragments."""
         return self.engine.zero is not None
 
     @contextlib.contextmanager
@@ -375,7 +337,6 @@ class ZeROGradients(Gradients):
         zero.spread()
 
     def break_step(self) -> None:
-        """Put the parameters back."""
         self.stepping = None
         self._creating.close()
         for group, parameters in self.held:
@@ -386,12 +347,10 @@ class ZeROGradients(Gradients):
         self.held.clear()
 
     def before_closure(self, optimizer: Optimizer) -> None:
-        """Every rank sees what the fragments are now."""
         if self.engine.zero is not None:
             self.engine.zero.spread()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Every rank sees the new weights."""
         level_steps(optimizer)
         self.break_step()
         if self.engine.zero is not None:
@@ -429,14 +388,12 @@ class DeepSpeedEngine(Engine):
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
-        """Refuse a configuration that contradicts the options or the loop."""
         Configuration(options).check(process.place.world_size)
         if process.place.world_size > 1:
             refuse_sparse(module, cls.name)
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
-        """What the stage divides, divided."""
         return Configuration(options).predicted(footprint, world_size)
 
     def wrap(self) -> None:
@@ -447,18 +404,15 @@ class DeepSpeedEngine(Engine):
         refuse_parameters(self.parameters, self.names)
         if self.stage == 3 and any("_orig_mod" in m._modules for m in (self.entry, *self.module.modules())):
             raise BackendError("a torch.compile wrapper with DeepSpeed stage 3: its weights come and go; use stage 2")
-        overrides.put(self.module, self)
+        put_methods(self.module, self)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Rank 0's weights; then DeepSpeed divides them, if it has not yet; then the optimizers' state follows."""
         super().start(optimizers)
         if not self.distributed or not self.stage:
             return
-        if (
-            self.zero is None
-            and (self.stage == 3 or optimizers)
-            and any(p.is_floating_point() for p in self.parameters)
-        ):
+        divides = self.zero is None and (self.stage == 3 or optimizers)
+        if divides and any(p.is_floating_point() for p in self.parameters):
             self._divide()
             self.gradients.find_unoptimized()
         for optimizer in optimizers if self.zero is not None else ():
@@ -477,8 +431,6 @@ class DeepSpeedEngine(Engine):
         if self.holdings.partial(None):
             self.holdings.guard.watch_modules(self.module, lambda m: any(True for _ in m.parameters()))
 
-    # -- forwards -------------------------------------------------------------------------------------------------
-
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it; at stage 3 each module gathers its weights, for methods the root too."""
         if function is self.entry and torch.is_grad_enabled():
@@ -488,27 +440,19 @@ class DeepSpeedEngine(Engine):
         with self.gradients.forward(self.zero):
             return self.zero.call(function, args, kwargs, function is self.entry)
 
-    # -- optimizers -----------------------------------------------------------------------------------------------
-
     def attach(self, optimizer: Optimizer) -> None:
-        """Refuse what cannot step parts of parameters."""
         self.gradients.check(optimizer)
         super().attach(optimizer)
         if self.distributed and self.stage:
-            overrides.put(optimizer, self)
+            put_methods(optimizer, self)
 
     def detach(self, optimizer: Optimizer) -> None:
-        """Without the guards it is the user's own again."""
         self.gradients.break_step()
-        overrides.remove(optimizer)
+        remove_methods(optimizer)
         super().detach(optimizer)
 
     def take_edits(self) -> None:
-        """Take over weights that the loop has written or replaced; refuse it where the next step would undo that.
-
-        Raises:
-            BackendError: names them.
-        """
+        """Take over weights that the loop has written or replaced; refuse (BackendError) what the next step would undo."""
         if self.zero is not None and (edited := self.zero.take_edits()):
             raise BackendError(
                 f"{', '.join(self.names[i] for i in edited[:5])} changed in place, which is lost: the optimizer steps other "
@@ -517,17 +461,13 @@ class DeepSpeedEngine(Engine):
             )
 
     def indices(self, optimizer: Optimizer) -> list[int]:
-        """The numbers of the optimizer's parameters."""
         numbers = {id(p): i for i, p in enumerate(self.parameters)}
         held = {id(group): parameters for group, parameters in self.gradients.held}
         return [numbers[id(p)] for g in optimizer.param_groups for p in held.get(id(g), g["params"])]
 
-    # -- state and end --------------------------------------------------------------------------------------------
-
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        """Whole weights, gradients and optimizer state in the user's own objects."""
         self.holdings.guard.release_modules()
-        overrides.remove(self.module)
+        remove_methods(self.module)
         zero = self.zero if hasattr(self.zero, "zero") else None  # its start may have failed
         if zero is not None and not self.ended:
             self.holdings.restore(zero, optimizers)
@@ -538,7 +478,6 @@ class DeepSpeedEngine(Engine):
                 raise lost_weights(self)
 
     def abandon(self, reason: str) -> None:
-        """Let go of the groups that DeepSpeed holds for this model too."""
         super().abandon(reason)
         if self.zero is not None and hasattr(self.zero, "library"):
             release_groups([self.zero.library, *self.parameters])

@@ -35,6 +35,7 @@ _INSTEAD: Final = {
     "torch_autocast": "use precision='bf16-mixed'",
     "data_types": "the dtypes follow from precision= and 'bf16'",
 }
+_IGNORED: Final = "accel does not use it, and an ignored key would be silently wrong: remove it"
 _LOSSY: Final = "8 or 4 bits for a number, so that weights would be others than in one process: remove it"
 _MICS: Final = "DeepSpeed has no MiCS any more: use 'zero_hpz_partition_size', or accel.FSDP"
 _OLD_OFFLOAD: Final = "DeepSpeed has 'offload_optimizer' and 'offload_param' now: give one of these {'device': 'cpu'}"
@@ -87,14 +88,7 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
 
 
 class Configuration:
-    """What the options and the user's configuration say together. Errors name the key, and what to do instead.
-
-    Args:
-        options: of the engine.
-
-    Raises:
-        BackendError: it is no such file, not a JSON object, of another stage than the options, or offloads elsewhere.
-    """
+    """What the options and the user's configuration say together. Errors (BackendError) name the key, and what to do instead."""
 
     def __init__(self, options: Any) -> None:
         self._given = _read(options.config)
@@ -140,16 +134,10 @@ class Configuration:
         return option or device != "none", folder and str(folder)
 
     def check(self, world_size: int) -> None:
-        """Refuse what would be ignored, be without effect, or contradict the loop.
-
-        Raises:
-            BackendError: names the key or option.
-        """
+        """Refuse (BackendError) what would be ignored, be without effect, or contradict the loop."""
         for key, value in self._given.items():
             if key not in _PASSED and key not in _READ and not _off(value):
-                instead = _INSTEAD.get(
-                    key, "accel does not use it, and an ignored key would be silently wrong: remove it"
-                )
+                instead = _INSTEAD.get(key, _IGNORED)
                 raise BackendError(f"DeepSpeed configuration: {key!r} has no place in a raw loop: {instead}")
         steps = self._given.get("gradient_accumulation_steps", 1)
         if steps not in (1, "auto", None):
@@ -160,9 +148,8 @@ class Configuration:
             raise _contradiction("train_batch_size", whole, expected)
         self._check_zero(world_size)
         if self.masters and self.stage == 0:
-            raise _contradiction(
-                "bf16", self._given["bf16"], "stage 0 has no master weights: use stage 1, or drop the key"
-            )
+            expected = "stage 0 has no master weights: use stage 1, or drop the key"
+            raise _contradiction("bf16", self._given["bf16"], expected)
         self._check_divided(world_size)
         for folder in filter(None, (self.state_folder, self.weights_folder)):
             files.check(folder)
@@ -198,11 +185,7 @@ class Configuration:
             )
 
     def check_precision(self, name: str) -> None:
-        """Refuse master weights beside another precision than theirs.
-
-        Raises:
-            PrecisionError: names both.
-        """
+        """Refuse (PrecisionError) master weights beside another precision than theirs."""
         if self.masters and name != "bf16-true":
             raise PrecisionError(
                 f"DeepSpeed configuration: 'bf16' stores the model in bfloat16 with fp32 master weights, which is an option of "
@@ -210,28 +193,18 @@ class Configuration:
             )
 
     def predicted(self, footprint: Footprint, world_size: int) -> tuple[MemoryUse, ...]:
-        """What each rank will hold."""
         if self.stage == 0:
             return memory.whole(footprint, world_size)
-        threshold = self._zero.get("stage3_param_persistence_threshold")
-        bucket = self._zero.get("reduce_bucket_size")
-        return memory.zero(
-            footprint,
-            world_size,
-            self.stage,
-            masters=self.masters,
-            whole_below=threshold if isinstance(threshold, int) else 100_000,
-            bucket=bucket if isinstance(bucket, int) else _BUCKET,
-        )
+
+        def size(key: str, usual: int) -> int:
+            given = self._zero.get(key)
+            return given if isinstance(given, int) else usual
+
+        below, bucket = size("stage3_param_persistence_threshold", 100_000), size("reduce_bucket_size", _BUCKET)
+        return memory.zero(footprint, world_size, self.stage, masters=self.masters, whole_below=below, bucket=bucket)
 
     def complete(self, dtype: torch.dtype, numel: int, transport: str | None) -> dict[str, Any]:
-        """What the library is given: the user's configuration, and what this engine needs.
-
-        Args:
-            dtype: of the model's weights.
-            numel: of all of them.
-            transport: the backend of torch.distributed by which gradients travel.
-        """
+        """The user's configuration, and what this engine needs, for the library; gradients travel by ``transport``."""
         passed = _without_auto({k: v for k, v in self._given.items() if k in _PASSED})
         zero = dict(passed.get("zero_optimization", {}))
         zero.pop("offload_optimizer", None)  # the engine steps where it keeps the copies, without the library's help
@@ -260,11 +233,7 @@ class Configuration:
 
 
 def refuse_parameters(parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
-    """Refuse weights that DeepSpeed cannot divide, or of several floating dtypes, which it would put into one buffer.
-
-    Raises:
-        BackendError: names them.
-    """
+    """Refuse (BackendError) weights that DeepSpeed cannot divide, or of several dtypes, which it would put into one buffer."""
     kinds: dict[torch.dtype, str] = {}
     for name, parameter in zip(names, parameters, strict=True):
         if parameter.is_complex() or not parameter.numel():

@@ -23,11 +23,7 @@ _PREFIX: Final = "accel-offload-"
 
 
 def room(tensor: torch.Tensor, folder: str | None) -> torch.Tensor:
-    """As much memory as a tensor has, in a file without a name; the tensor itself where it is small, is there, or need not be.
-
-    Raises:
-        BackendError: the disk is full, or does not take it.
-    """
+    """As much memory as a tensor has, in a file without a name; the tensor itself where it is small, is there, or need not be."""
     size = tensor.numel() * tensor.element_size()
     if folder is None or size < _LEAST or _PREFIX in (tensor.untyped_storage().filename or ""):
         return tensor
@@ -48,11 +44,7 @@ def stored(tensor: torch.Tensor, folder: str | None) -> torch.Tensor:
 
 
 def check(folder: str) -> None:
-    """Refuse a folder in which nothing can be written.
-
-    Raises:
-        BackendError: names it.
-    """
+    """Refuse (BackendError) a folder in which nothing can be written."""
     try:
         os.makedirs(folder, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

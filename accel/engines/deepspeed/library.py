@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, SimpleNamespace
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -150,13 +150,9 @@ _PRIVATE: Final = (
     ("deepspeed.runtime.zero.linear:", "zero3_linear_wrap", "gathered weights"),
     ("deepspeed.runtime.zero:", "register_external_parameter", "weights that one module reads from another"),
     ("deepspeed.runtime.zero.partition_parameters:", "ZeroParamStatus.AVAILABLE", "whether a weight is gathered"),
-    (_PARAMETER, "ds_status ds_tensor ds_numel ds_shape ds_id ds_persist", "what this rank has of a weight"),
-    (
-        _PARAMETER,
-        "ds_active_sub_modules ds_zero_partition_world_size ds_secondary_tensor",
-        "what this rank has of a weight",
-    ),
-    (_PARAMETER, "all_gather all_gather_coalesced partition item", "what this rank has of a weight"),
+    (_PARAMETER, "ds_status ds_tensor ds_numel ds_shape ds_id ds_persist item", "what this rank has of a weight"),
+    (_PARAMETER, "ds_active_sub_modules ds_zero_partition_world_size", "what this rank has of a weight"),
+    (_PARAMETER, "ds_secondary_tensor all_gather all_gather_coalesced partition", "what this rank has of a weight"),
 )
 #: The version with which this backend's tests were run. With 0.19.6 and 0.19.7 they fail, although these have the names.
 _RAN: Final = ("0.19.8",)
@@ -271,60 +267,3 @@ def initialise(
         hooks.clear()
     library("deepspeed.utils.debug").debug_clear_module_and_param_names()
     return engine
-
-
-# -- What a module was before a library changed it, beside its values --------------------------------------------------
-
-_HOOKS: Final = (
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
-#: Attributes that the library adds while it runs.
-_LATER: Final = ("ds_", "applied_pre_backward_ref_cnt")
-
-
-def _owned(owner: Any) -> tuple[set[str], dict[str, set[int]]]:
-    return set(vars(owner)), {name: set(getattr(owner, name, None) or ()) for name in _HOOKS}
-
-
-@final
-class Snapshot:
-    """The attributes and hooks of a module, its children and its parameters; holds no tensor's values."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before = {id(owner): _owned(owner) for owner in (*module.modules(), *module.parameters())}
-        self._containers = [(m, type(m._parameters)) for m in module.modules()]
-        self._added: list[tuple[Any, set[str], dict[str, set[int]]]] = []
-
-    def changed(self) -> None:
-        """Call it when the library has made its changes: later ones are the user's."""
-        for owner in (*self._module.modules(), *self._module.parameters()):
-            (names, hooks), (names_now, hooks_now) = self._before[id(owner)], _owned(owner)
-            self._added.append((owner, names_now - names, {k: hooks_now[k] - hooks[k] for k in hooks}))
-
-    def hooks(self, name: str) -> list[Any]:
-        """The library's hooks of the root module, which comes first."""
-        keys = self._added[0][2][name]
-        return [hook for key, hook in getattr(self._module, name).items() if key in keys]
-
-    def change_hooks(self, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Let the library's hooks of all modules be others."""
-        for owner, _, hooks in self._added:
-            for key in hooks.get(name, ()):
-                kept = getattr(owner, name)
-                if key in kept:  # one of the library's own may be removed again
-                    kept[key] = change(kept[key])
-
-    def restore(self) -> None:
-        """Undo the library's changes."""
-        for module, container in self._containers:
-            if type(module._parameters) is not container:
-                vars(module)["_parameters"] = container(module._parameters.items())
-        for owner, names, hooks in self._added:
-            for name in names | {n for n in vars(owner) if n.startswith(_LATER)}:
-                vars(owner).pop(name, None)
-            for name, keys in hooks.items():
-                for key in keys:
-                    getattr(owner, name).pop(key, None)
-        self._added.clear()

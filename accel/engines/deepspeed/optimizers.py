@@ -32,11 +32,7 @@ def _of_deepspeed(optimizer: Optimizer, names: Set[str]) -> bool:
 
 
 def refuse_optimizer(optimizer: Optimizer, settings: Configuration, device: torch.device) -> None:
-    """Refuse one that would see a part of a parameter as another parameter, or cannot step where the parts lie.
-
-    Raises:
-        OptimizerError: names it.
-    """
+    """Refuse (OptimizerError) one that would take a part for a parameter, or cannot step where the parts lie."""
     name, offloads = type(optimizer).__name__, settings.offload_optimizer
     if device.type != "cpu" and _of_deepspeed(optimizer, _ON_DEVICE if offloads else _ON_HOST):
         where = (

@@ -26,13 +26,12 @@ from ...gradients.log import at_end_of_backward
 from ...process.control import Waiting, announce
 from ..base.absent import plainly
 from ..base.gradients import Interruption
+from ..base.raw_objects import Snapshot
 from .files import stored
-from .library import Snapshot, accelerator, initialise, library
+from .library import accelerator, initialise, library
 
 if TYPE_CHECKING:
     from . import DeepSpeedEngine
-
-# -- One process's part of one parameter -------------------------------------------------------------------------------
 
 
 @final
@@ -123,10 +122,9 @@ class Partitions(ABC):
         self.waiting: dict[int, torch.Tensor] = {}
         #: Parameters whose gradients stay whole in ``p.grad``, since no optimizer steps their fragments.
         self.whole_gradients: set[int] = set()
-        self.snapshot = Snapshot(self.module)
+        self.snapshot = Snapshot(self.module, ("ds_", "applied_pre_backward_ref_cnt"))
 
     def start(self, config: dict[str, Any], device: torch.device) -> None:
-        """Divide the model. Collective."""
         trainable = [p.requires_grad for p in self.parameters]
         try:
             for parameter in self.divided.values():
@@ -165,10 +163,7 @@ class Partitions(ABC):
 
     @property
     def stepped(self) -> list[torch.Tensor]:
-        """What optimizers step here."""
         return [fragment.weights for fragment in self.fragments.values()]
-
-    # -- gradients ------------------------------------------------------------------------------------------------
 
     def buckets(self) -> list[torch.Tensor]:
         """Memory to reduce in that the library keeps from step to step."""
@@ -266,13 +261,13 @@ class Partitions(ABC):
             self.parameters[index].grad = grad
 
     def gradients(self, indices: Container[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """This rank's part of the final gradients of these, ready to be computed with, and those that every rank has whole."""
+        """This rank's part of the final gradients of these, ready to be computed with; and what counts on rank 0 alone."""
         fragments = [fragment for i, fragment in self.fragments.items() if i in indices]
         for fragment in fragments:
             fragment.widen()
         whole = [self.parameters[i].grad for i in sorted(self.whole_gradients) if i in indices]
-        mine = [f.grad for f in fragments if f.grad is not None]
-        return mine, [grad for grad in whole if grad is not None]
+        mine, common = ([f.grad for f in fragments if f.grad is not None], [grad for grad in whole if grad is not None])
+        return (mine, common) if self.process.place.rank else ([*mine, *common], [])
 
     def reset(self) -> None:
         """Clear what a backward or forward left half-way. Collective."""
@@ -282,8 +277,6 @@ class Partitions(ABC):
             if (grad := parameter.grad) is not None and bool(grad.any()):  # zeros are dropped gradients too
                 self.interruption.incomplete = True
             parameter.grad = None
-
-    # -- weights --------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def take_edits(self) -> list[int]:
@@ -321,10 +314,6 @@ class Partitions(ABC):
         for parameter, values in zip(self.parameters, full, strict=True):
             parameter.data = values
         self.fragments.clear()
-
-
-# -- stages 1 and 2 ----------------------------------------------------------------------------------------------------
-# Stages 1 and 2 of DeepSpeed: flat memory that every rank holds, of which each steps an equal part.
 
 
 @final
@@ -398,7 +387,6 @@ class Flat(Partitions):
                     buffer.record_stream(stream)
 
     def take(self, index: int) -> None:
-        """Into the library's bucket."""
         parameter = self.parameters[index]
         if parameter.numel():
             zero = self.zero
@@ -418,7 +406,6 @@ class Flat(Partitions):
         parameter.grad = None
 
     def finish(self) -> None:
-        """Reduce what is in the bucket."""
         zero = self.zero
         zero.reduce_ipg_grads()
         self._wait_for_reductions()
@@ -432,7 +419,6 @@ class Flat(Partitions):
         self.wait_for_copies()
 
     def reset(self) -> None:
-        """Empty the bucket."""
         super().reset()
         self._wait_for_reductions()
         zero = self.zero
@@ -443,7 +429,6 @@ class Flat(Partitions):
         zero._release_ipg_buffers()
 
     def gather(self) -> None:
-        """All ranks' parts of the flat memory."""
         zero = self.zero
         library("deepspeed.runtime.utils").all_gather_dp_groups(
             groups_flat=zero.bit16_groups_flat,

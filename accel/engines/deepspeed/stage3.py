@@ -8,7 +8,7 @@ import inspect
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from types import MethodType
 from typing import Any, Final, final
 
@@ -16,36 +16,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...errors import BackendError
 from ...process import Process
 from ...process.control import Waiting, announce, is_lost
 from ...trees import walk
-from ..base.absent import plainly
+from ..base.absent import plainly, recorded, refuse_other_tensor
 from .files import stored
 from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
-from .overrides import Method
 from .partitions import Fragment, Partitions
-from .weights import Stage3Weights, promise, set_grad, take_back
+from .weights import Method, Stage3Weights, promise, set_grad, take_back
 
-# -- DeepSpeed's coordinator of gathers --------------------------------------------------------------------------------
-# Where stage 3 decides which weights to gather: what its coordinator and its modules' dicts do otherwise here.
+# -- What DeepSpeed's coordinator of gathers, and its modules' dicts, do otherwise here --------------------------------
 
 _KEPT: Final = object()
 
 
-def shorten_methods(modules: Iterable[Any]) -> None:
-    """Let no method that the library has bound to a module show the module."""
-    for module in modules:
-        for name in ("all_parameters", "ds_external_parameters"):
-            if isinstance(bound := vars(module).get(name), MethodType):
-                vars(module)[name] = Method(bound.__func__, module)
-
-
-def remember_signatures(modules: Iterable[Any]) -> None:
-    """torch asks for the signature of a function of the library's whenever it is applied, and finds it anew each time."""
-    kinds = [vars(module).get(name) for module in modules for name in ("pre_bwd_fn", "post_bwd_fn")]
-    for kind in filter(None, kinds):
-        kind.forward.__signature__ = inspect.signature(kind.forward)
+def tidy(module: Any) -> None:
+    """Let no method that the library has bound to a module show it, and torch know the signatures of its functions."""
+    for name in ("all_parameters", "ds_external_parameters"):
+        if isinstance(bound := vars(module).get(name), MethodType):
+            vars(module)[name] = Method(bound.__func__, module)
+    for kind in filter(None, map(vars(module).get, ("pre_bwd_fn", "post_bwd_fn"))):
+        kind.forward.__signature__ = inspect.signature(kind.forward)  # else found anew whenever one is applied
 
 
 def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,7 +138,7 @@ def watch(coordinator: Any, announced: Callable[[Any, str], Waiting], backward: 
             reset()
 
     for method in (fetch_sub_module, release_sub_module, reset_step):
-        setattr(coordinator, method.__name__, plainly(method))
+        setattr(coordinator, method.__name__, recorded(plainly(method)))
     for name in ("trace_prologue", "release_and_reset_all", "release_backward_leftovers"):
         setattr(coordinator, name, plainly(getattr(coordinator, name)))
 
@@ -178,11 +169,7 @@ def waiting_dict(kind: type[Any], reveal: Callable[[Any], bool]) -> type[Any]:
 
     def put(parameters: Any, name: str, value: Any) -> None:
         if name in parameters and isinstance(value, torch.Tensor) and not hasattr(value, "ds_id"):
-            raise BackendError(
-                f"another tensor in the place of the parameter {name!r}: DeepSpeed stage 3 gathers the model's own parameters; "
-                "for torch.func.functional_call use stage 2, or compute with torch.nn.functional; to replace a parameter, call "
-                "raw = accel.teardown(model), and set it up again"
-            )
+            refuse_other_tensor(name, "DeepSpeed stage 3")
         OrderedDict.__setitem__(parameters, name, value)
 
     return type(kind.__name__, (kind,), {"__getitem__": get, "__setitem__": put})
@@ -239,17 +226,21 @@ class Stage3(Partitions):
     _versions: list[int]
 
     def start(self, config: dict[str, Any], device: torch.device) -> None:
-        """Divide the model."""
+        for parameter in self.parameters:
+            if not parameter.is_contiguous():  # channels_last: the library sends a weight's memory
+                parameter.data = parameter.data.contiguous()
         super().start(config, device)
         self._note_versions()
         self._order_gathers()
 
     def arrange(self) -> None:
         """A fragment for each parameter of which this rank's part is not padding only."""
-        zero = self.zero
-        self._store_parts()
-        owned = {}
+        zero, owned = self.zero, {}
         parameters: Sequence[Any] = self.parameters
+        if self._folders[1] is not None:  # there the parts of the weights are in files
+            for part in [p.ds_tensor for p in parameters if not p.ds_persist]:
+                part.data = stored(part.data, self._folders[1])
+            zero.fp16_partitioned_groups_flat, zero.param_groups_fp16_flat_cpu_memory = [], []
         for index, parameter in enumerate(parameters):
             shard = parameter.ds_tensor
             start = shard.ds_numel * parameter.ds_zero_partition_rank
@@ -279,24 +270,15 @@ class Stage3(Partitions):
         reveal = lambda weight: (bound := method()) is not None and bound(weight)  # noqa: E731
         kind = waiting_dict(type(self.module._parameters), reveal)
         self._tables: list[Any] = [module._parameters for module in self.module.modules()]
-        for table in self._tables:
+        for module, table in zip(self.module.modules(), self._tables, strict=True):
             table.__class__ = kind
-        shorten_methods(self.module.modules())
-        remember_signatures(self.module.modules())
+            tidy(module)
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             self.snapshot.change_hooks(name, among_tensors)
         self.weights = Stage3Weights(self.module, reveal, self.process, self.label)
         adopt = weakref.WeakMethod(self.adopt)
         for weight in self.parameters:
             vars(weight)["partition"] = adopting(adopt, vars(weight)["partition"])
-
-    def _store_parts(self) -> None:
-        """Put this rank's parts of the weights into files, where the configuration has a folder for them."""
-        if self._folders[1] is not None:
-            parameters: Sequence[Any] = self.parameters
-            for part in [p.ds_tensor for p in parameters if not p.ds_persist]:
-                part.data = stored(part.data, self._folders[1])
-            self.zero.fp16_partitioned_groups_flat, self.zero.param_groups_fp16_flat_cpu_memory = [], []
 
     @plainly
     @torch.no_grad()
@@ -320,17 +302,14 @@ class Stage3(Partitions):
         self._versions = [p._version for p in self.parameters]
 
     def spread(self) -> None:
-        """Take the weights as they are then."""
         super().spread()
         self._note_versions()
 
     def buckets(self) -> list[torch.Tensor]:
-        """The library's flat buffers."""
         return [bucket.buffer for bucket in self.zero.ipg_buckets.values() if bucket.buffer is not None]
 
     @plainly
     def take(self, index: int) -> None:
-        """Into the library's bucket."""
         parameter = self.parameters[index]
         if parameter.grad is None:
             set_grad(parameter, torch.zeros(self.shapes[index], dtype=parameter.dtype, device=parameter.device))
@@ -357,14 +336,12 @@ class Stage3(Partitions):
 
     @plainly
     def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
-        """Also what the library adds to."""
         super().drop(indices, set_to_none)
         if set_to_none:
             for index in indices:
                 self._gradients.pop(self.parameters[index].ds_id, None)  # type: ignore[attr-defined]
 
     def reset(self) -> None:
-        """Empty the buckets and gather nothing but what always is."""
         super().reset()
         zero = self.zero
         self._stack.clear()
@@ -402,14 +379,12 @@ class Stage3(Partitions):
             weight.ds_secondary_tensor = None  # the second copy that `zero_hpz_partition_size` has for backward
         small = self.zero.persistent_parameters
         ends = itertools.accumulate(weight.ds_numel for weight in small)
-        for _, bucket in itertools.groupby(
-            zip(small, ends, strict=True), lambda w: w[1] // self.zero.reduce_bucket_size
-        ):
+        size = self.zero.reduce_bucket_size
+        for _, bucket in itertools.groupby(zip(small, ends, strict=True), lambda w: w[1] // size):
             self._refill([weight for weight, _ in bucket])
         self._order_gathers()
 
     def _refill(self, weights: Sequence[Any]) -> None:
-        """Give gathered weights the values of all ranks' parts."""
         what, world = f"the gathering of small weights ({self.label})", weights[0].ds_zero_partition_world_size
         part = torch.cat([weight.ds_tensor for weight in weights])
         whole = part.new_empty(world * part.numel())
@@ -426,10 +401,6 @@ class Stage3(Partitions):
         coordinator = self.zero.parameter_offload.get_param_coordinator()
         if (stream := getattr(coordinator, f"{OF_COORDINATOR}allgather_stream")) is not None:
             stream.wait_stream(accelerator().current_stream())
-
-    def scatter(self) -> None:
-        """Keep this rank's shards only."""
-        self.zero._partition_all_parameters()
 
     @contextlib.contextmanager
     def _forward(self) -> Iterator[None]:
@@ -474,9 +445,8 @@ class Stage3(Partitions):
             return out
 
     def end(self, full: Sequence[torch.Tensor]) -> None:
-        """Let go of the shards as well."""
         try:
-            self.scatter()
+            self.zero._partition_all_parameters()
         except RuntimeError as error:
             if not is_lost(error):  # of a gathering that other ranks never came to: it goes with the library's objects
                 raise

@@ -50,11 +50,7 @@ NewTensor = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 
 def read(path: str, load: Load, new: NewTensor) -> dict[str, Any] | None:
-    """The model, the optimizer and the user's values; None if the directory is no such checkpoint.
-
-    Raises:
-        CheckpointError: a file is missing, or it is of a kind that cannot be taken over.
-    """
+    """The model, the optimizer and the user's values; None if it is no such checkpoint, CheckpointError if it is broken."""
     directory = _tagged(path)
     names = sorted(os.listdir(directory))
     models = [n for n in names if _MODEL.fullmatch(n)]
@@ -117,8 +113,6 @@ class _ZeroCheckpoint:
         if self._whole and len(self.models) != world:
             raise CheckpointError(f"{directory} has the weights of {len(self.models)} ranks, and {world} saved")
 
-    # -- weights --------------------------------------------------------------------------------------------------
-
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's state dict; trained parameters in full precision."""
         first = self.models[0]
@@ -142,8 +136,6 @@ class _ZeroCheckpoint:
         if absent := masters.keys() - module.keys():
             raise ValueError(f"the module has no {min(absent)}")
 
-    # -- the optimizer --------------------------------------------------------------------------------------------
-
     def optimizer(self) -> dict[str, Any] | None:
         """As a torch optimizer's state dict, with names for parameters where they are known."""
         if not self._ranks:
@@ -154,10 +146,8 @@ class _ZeroCheckpoint:
         if not isinstance(bases[0], Mapping):
             # It lacks the groups. Where the optimizer is wanted, this is refused by name; else it is left out.
             return {"state": {"partitions of an elastic checkpoint": {}}, "param_groups": [{"params": []}]}
-        groups = [
-            {**group, "params": list(names)}
-            for group, names in zip(bases[0]["param_groups"], self._groups, strict=True)
-        ]
+        named_groups = zip(bases[0]["param_groups"], self._groups, strict=True)
+        groups = [{**group, "params": list(names)} for group, names in named_groups]
         named: dict[str, dict[str, Any]] = {name: {} for group in self._groups for name in group}
         states = [[base["state"][i] for base in bases] for i in sorted(bases[0]["state"])]
         for entry in states[0][0] if states else ():
@@ -166,14 +156,10 @@ class _ZeroCheckpoint:
                 for name, whole in self._named(values):
                     named[name][entry] = whole
             else:
-                for name in named:
-                    named[name][entry] = values[0][0] if self._whole else values[self._group_of(name)][0]
+                for number, group in enumerate(self._groups):
+                    for name in group:
+                        named[name][entry] = values[0 if self._whole else number][0]
         return {"state": named if states else {}, "param_groups": groups}
-
-    def _group_of(self, name: str) -> int:
-        return next(i for i, group in enumerate(self._groups) if name in group)
-
-    # -- parts ----------------------------------------------------------------------------------------------------
 
     def _named(self, parts: _Parts) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors of a quantity, by the parameters' names."""
@@ -199,11 +185,8 @@ class _ZeroCheckpoint:
     def _cut(self, numel: int, at: int) -> list[_Range]:
         """Every rank has an equal piece, the last ones padded."""
         size = -(-numel // self._world)
-        return [
-            (rank, at, rank * size, min(size, numel - rank * size))
-            for rank in range(self._world)
-            if rank * size < numel
-        ]
+        having = [rank for rank in range(self._world) if rank * size < numel]
+        return [(rank, at, rank * size, min(size, numel - rank * size)) for rank in having]
 
     @staticmethod
     def _overlaps(parts: Sequence[torch.Tensor], at: int, numel: int) -> list[_Range]:
@@ -254,7 +237,6 @@ class DeepSpeedHoldings(Holdings):
 
     @classmethod
     def divides_from_host(cls, options: Any) -> bool:
-        """At stage 3."""
         return Configuration(options).stage == 3
 
     def partial(self, optimizer: Optimizer | None) -> bool:
@@ -268,7 +250,6 @@ class DeepSpeedHoldings(Holdings):
             self.engine.take_edits()
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
-        """This rank's fragments, and whatever is whole."""
         found: list[Shard] = plainly(super().shards)(optimizer)
         return found
 
@@ -280,7 +261,6 @@ class DeepSpeedHoldings(Holdings):
         return True, zero.fragments.get(zero.by_name[name])
 
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
-        """A fragment of what is divided, at full precision."""
         divided, fragment = self._fragment(name)
         if not divided:
             return super().part(name, tensor, key)
@@ -294,7 +274,6 @@ class DeepSpeedHoldings(Holdings):
         return Shard(f"{name}/{key}", shape, fragment.start, tensor)
 
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
-        """By fragments."""
         zero: Partitions | None = self.engine.zero
         if zero is None:
             return super().entries(optimizer)
@@ -306,30 +285,24 @@ class DeepSpeedHoldings(Holdings):
         return found
 
     def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """As large as the fragment."""
         divided, _ = self._fragment(entry.name)
-        made = super().new_state(
-            entry, key, tuple(entry.parameter.shape) if divided and shape == entry.shape else shape, dtype
-        )
+        shape = tuple(entry.parameter.shape) if divided and shape == entry.shape else shape
+        made = super().new_state(entry, key, shape, dtype)
         return room(made, self.engine.configuration.state_folder) if divided else made
 
     @classmethod
     def read_foreign(cls, path: str, load: Any, new: Any) -> dict[str, Any] | None:
-        """What DeepSpeed's ``save_checkpoint`` wrote."""
         return read(path, load, new)
 
     def gradients(self) -> Iterator[Item]:
-        """Of the fragments."""
         for index, fragment in self.engine.zero.fragments.items():
             if fragment.grad is not None:
                 yield self.engine.names[index], "grad", fragment.grad
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """None where weights are divided."""
         return [] if self.engine.zero is not None and self.engine.zero.divides_weights else super().replicas()
 
     def filled(self) -> None:
-        """Every rank sees the weights that were filled."""
         if self.engine.zero is not None:
             self.engine.zero.spread()
 

@@ -1,23 +1,29 @@
-"""Weights of stage 3, of which this rank may hold a part only: a use of one sees the whole of it, or raises at once.
+"""What the user's raw objects are while DeepSpeed works on them: weights of stage 3, and some methods.
 
-DeepSpeed keeps an empty tensor in the place of a weight that is not gathered, and torch would compute with that. The library
-says by ``ds_status`` what it has done; here each status has a class of its own, so that a gathered weight costs nothing.
+A use of a weight, of which this rank may hold a part only, sees the whole of it, or raises at once. DeepSpeed keeps
+an empty tensor in the place of a weight that is not gathered, and torch would compute with that. The library says by
+``ds_status`` what it has done; here each status has a class of its own, so that a gathered weight costs nothing.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from ...errors import BackendError
+from ...errors import AccelError, BackendError
 from ...process import Process
 from ...process.control import Waiting, announce
 from ..base.absent import Absent, attributes, name_of, plainly
 from .library import library
+
+if TYPE_CHECKING:
+    from . import DeepSpeedEngine
 
 _T: Any = torch.Tensor
 _DATA: Any = _T.data
@@ -97,11 +103,9 @@ class _DividedWeight(_Stage3Weight, Absent):
         return f"Parameter of shape {tuple(self.full_shape())}, divided over {self._weights.ranks} ranks"
 
     def full_shape(self) -> torch.Size:
-        """As the library knows it."""
         return torch.Size(vars(self)["ds_shape"])
 
     def fetch(self, function: Any) -> None:
-        """Gather it in a forward; elsewhere raise."""
         self._weights.gather(self, function)
 
     @classmethod
@@ -129,11 +133,7 @@ def set_grad(weight: Any, grad: torch.Tensor) -> None:
 class Stage3Weights:
     """A module's weights, each of a class that says whether its values are here, until ``open``.
 
-    Args:
-        module: divided by the library.
-        reveal: gathers a weight for the forward that runs, with all ranks; False where none runs.
-        process: of this rank.
-        title: of the engine, for messages.
+    ``reveal`` gathers one for the forward that runs, with all ranks, and gives False where none runs.
     """
 
     def __init__(self, module: nn.Module, reveal: Callable[[Any], bool], process: Process, title: str) -> None:
@@ -158,15 +158,13 @@ class Stage3Weights:
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         common = names | {"_weights": self, "_kind": kind, "_available": available}
         metaclass: Any = type(kind)
-        states = tuple(
-            metaclass(kind.__name__, (state, kind), dict(common)) for state in (_Stage3Weight, _DividedWeight)
-        )
+        both = (_Stage3Weight, _DividedWeight)
+        states = tuple(metaclass(kind.__name__, (state, kind), dict(common)) for state in both)
         for state in states:
             state._states = states
         return states
 
     def name(self, weight: Any) -> str:
-        """As in ``named_parameters()``."""
         return self._names[id(weight)]
 
     def open(self) -> None:
@@ -176,11 +174,7 @@ class Stage3Weights:
                 weight.__class__ = kind
 
     def gather(self, weight: Any, function: Any) -> None:
-        """Gather a weight for a use of it, in a forward.
-
-        Raises:
-            BackendError: none runs.
-        """
+        """Gather a weight for a use of it in a forward; BackendError where none runs."""
         if not self._reveal(weight):
             raise BackendError(
                 f"{self.name(weight)} is divided over {self.ranks} ranks, and outside of a forward its values are not here for "
@@ -214,3 +208,79 @@ def _gathering(weight: Any, gather: Callable[..., Any], process: Process, what: 
         return out
 
     return all_gather
+
+
+# -- methods of raw objects that are others meanwhile: zero_grad, and copies of a module ------------------------------
+
+#: What stands in the place of a raw object's own.
+_OWN: Final = ("zero_grad", "__deepcopy__", "__getstate__")
+
+
+@final
+class Method:
+    """A bound method whose repr is not its owner's: some modules (``EmbeddingBag``) show all of their attributes in theirs."""
+
+    def __init__(self, function: Callable[..., Any], owner: Any) -> None:
+        self._function = function
+        self._owner = owner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._owner, *args, **kwargs)
+
+
+def put_methods(raw: nn.Module | Optimizer, engine: DeepSpeedEngine) -> None:
+    """Put them into an optimizer, or into a module and all in it that have parameters; the engine is held weakly."""
+    functions: dict[str, Callable[..., Any]] = {"zero_grad": _zero_grad(weakref.ref(engine))}
+    if isinstance(raw, nn.Module):
+        functions |= {"__deepcopy__": _deepcopy, "__getstate__": _getstate}
+    for holder in [raw] if isinstance(raw, Optimizer) else raw.modules():
+        if isinstance(holder, Optimizer) or any(True for _ in holder.parameters()):
+            vars(holder).update({name: Method(function, holder) for name, function in functions.items()})
+
+
+def remove_methods(raw: nn.Module | Optimizer) -> None:
+    """Take them out again."""
+    for holder in [raw] if isinstance(raw, Optimizer) else raw.modules():
+        for name in _OWN:
+            if isinstance(vars(holder).get(name), Method):
+                del vars(holder)[name]
+
+
+def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
+    own = {name: vars(module).pop(name) for name in _OWN}
+    try:
+        return copy.deepcopy(module, memo)
+    finally:
+        vars(module).update(own)
+
+
+def _getstate(module: nn.Module) -> NoReturn:
+    raise AccelError(
+        f"a {type(module).__name__} cannot be pickled while DeepSpeed works on its weights: pickle what "
+        "accel.full_state_dict(model) returns, which every rank calls, or the module that accel.teardown(model) returns; "
+        "accel.save writes a checkpoint"
+    )
+
+
+def _zero_grad(reference: weakref.ref[DeepSpeedEngine]) -> Callable[..., Any]:
+    """The class's own, whose arguments need not be torch's: what becomes of one gradient tells whether it drops them."""
+
+    def zero_grad(holder: Any, *args: Any, **kwargs: Any) -> Any:
+        engine, parameters = reference(), []
+        if isinstance(holder, nn.Module):
+            parameters = list(holder.parameters())
+        elif engine is not None:
+            parameters = [engine.parameters[i] for i in engine.indices(holder)]
+        probe: Any = next((p for p in parameters if p.requires_grad), None)
+        with torch._C.DisableTorchFunctionSubclass():
+            if lacking := probe is not None and probe.grad is None:
+                probe.grad = torch.zeros_like(probe)
+            out = type(holder).zero_grad(holder, *args, **kwargs)
+            dropped = probe is None or probe.grad is None
+            if lacking:
+                probe.grad = None
+        if engine is not None:
+            engine.gradients.drop(parameters, dropped)
+        return out
+
+    return zero_grad

@@ -30,9 +30,20 @@ from ..base.local import LocalSteps, elementwise
 from ..base.memory import Footprint, MemoryUse, even_shards
 from ..base.sequence import sequence_size
 from ..base.step import refuse_steps
-from . import wrap
-from .mesh import axes_of, check_mesh, check_size, data_place
-from .plan import Plan, Planned, check_cut, check_plan, shrunk, text_of
+from .plan import (
+    Mesh,
+    Plan,
+    Planned,
+    axes_of,
+    blocks,
+    check_cut,
+    check_mesh,
+    check_module,
+    check_parallel,
+    data_place,
+    shrunk,
+    text_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -50,34 +61,27 @@ class FSDPHoldings(Holdings):
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """That of the shards."""
         parts = self.engine.parts
         return None if parts is None else parts.sharded.mesh.whole
 
     def partial(self, optimizer: Optimizer | None) -> bool:
-        """Once there are shards."""
         return self.engine.parts is not None
 
     def prepare(self, *, writing: bool) -> None:
-        """What is gathered is let go."""
         if self.engine.parts is not None:
             self.engine.parts.sharded.reshard()
 
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
-        """This rank's rows."""
-        parts = self.engine.parts
-        return (
-            super().part(name, tensor, key) if parts is None else parts.part(f"{name}/{key}" if key else name, tensor)
-        )
+        if (parts := self.engine.parts) is None:
+            return super().part(name, tensor, key)
+        return parts.part(f"{name}/{key}" if key else name, tensor)
 
     def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Cut as the parameter."""
         if self.engine.parts is None:
             return super().new_state(entry, key, shape, dtype)
         return self.engine.parts.new(entry.parameter, shape, dtype)
 
     def whole(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The whole values of a parameter. Collective."""
         value: torch.Tensor = self.gather("first values", [("", "", parameter)])["", ""]
         return value
 
@@ -114,7 +118,6 @@ class FSDPHoldings(Holdings):
                 refuse_steps(optimizer, engine.ended)
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """What cannot be cut."""
         shards = self._shards()
         return [(name, p) for name, p in super().replicas() if id(p) not in shards]
 
@@ -136,7 +139,6 @@ class FSDPHoldings(Holdings):
         return set() if parts is None else {id(p.sharded_param) for p in parts.sharded.params}
 
     def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
-        """Shards take values of their own form."""
         parts = self.engine.parts
         return parts is not None and parts.sharded.set_data(parameter, value)
 
@@ -183,7 +185,6 @@ class FSDP(Planned, SequenceOptions):
     auto_refresh: bool = True
 
     def check_values(self) -> None:
-        """Refuse what is no choice of modules, and other dtypes."""
         classes = isinstance(self.wrap, tuple) and all(isinstance(c, type) for c in self.wrap)
         if not (self.wrap is None or classes or callable(self.wrap)) or isinstance(self.wrap, type):
             raise BackendError(
@@ -191,8 +192,7 @@ class FSDP(Planned, SequenceOptions):
             )
         if type(self.replicas) is not int or self.replicas < 1:
             raise BackendError(f"FSDP(replicas={self.replicas!r}): expected a number of copies of the model")
-        check_size("FSDP", self.tensor_parallel)
-        check_plan(self.plan)
+        check_parallel("FSDP", "tensor_parallel", self.tensor_parallel, self.plan)
         check_mesh(self)
         if self.plan is not None and self.tensor_parallel == 1 and self.mesh is None:
             raise BackendError(
@@ -205,7 +205,6 @@ class FSDP(Planned, SequenceOptions):
                 )
 
     def axes(self, world_size: int) -> dict[str, int]:
-        """The lengths of the axes over so many processes; raises where these do not divide so."""
         ranks = self.replicas * self.tensor_parallel
         if world_size % ranks:
             parts = f", each of {self.tensor_parallel} ranks or a multiple" if self.tensor_parallel > 1 else ""
@@ -238,7 +237,6 @@ class FSDPGradients(Gradients):
         self.local_steps: weakref.WeakKeyDictionary[Optimizer, LocalSteps] = weakref.WeakKeyDictionary()
 
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The shard that a gathered or replaced parameter stands for."""
         parts = self.engine.parts
         return parameter if parts is None else parts.canonical(parameter)
 
@@ -249,18 +247,15 @@ class FSDPGradients(Gradients):
             self.engine.holdings.rebind(optimizer, self.engine.parts)
 
     def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The gathered parameter, which is what forward computes with."""
         parts = self.engine.parts
         return parameter if parts is None else parts.leaf(parameter)
 
     def accumulate(self, accumulating: bool) -> None:
-        """Let backward passes accumulate without reduction."""
         super().accumulate(accumulating)
         if self.engine.parts is not None:
             self.engine.parts.sharded.module.set_requires_gradient_sync(not accumulating)
 
     def holders(self) -> Sequence[Accumulator]:
-        """Shards, and what holds gradients that were not reduced."""
         parts = self.engine.parts
         if parts is None:
             return self.engine.parameters
@@ -269,17 +264,14 @@ class FSDPGradients(Gradients):
         return [*self.engine.parameters, *wholes, *parts.backwards.unreduced()]
 
     def uncovered(self) -> contextlib.AbstractContextManager[None]:
-        """Without the markers of what was not reduced."""
         parts = self.engine.parts
         return super().uncovered() if parts is None else parts.backwards.uncovered()
 
     def pending(self) -> bool:
-        """Whether gradients were not reduced."""
         parts = self.engine.parts
         return parts is not None and (bool(parts.sharded.pending()) or bool(parts.scalar_log.entries))
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
-        """Reduce what is pending; take rank 0's buffers."""
         engine, parts = self.engine, self.engine.parts
         if parts is None:
             super().settle()
@@ -305,7 +297,6 @@ class FSDPGradients(Gradients):
             self.log.fold(stepping=optimizer)
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip by the global norm; one all-reduce of local norms."""
         parts = self.engine.parts
         if parts is None:
             return super().clip(max_norm, norm_type)
@@ -347,7 +338,6 @@ class FSDPGradients(Gradients):
         return self.local_steps.setdefault(optimizer, LocalSteps(parts.stepping)).view(optimizer, kind)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Let go of the gradients."""
         if optimizer in self.local_steps:
             self.local_steps[optimizer].end()
 
@@ -377,10 +367,9 @@ class FSDPEngine(Engine):
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
-        """Refuse modules that FSDP2 cannot shard, or would change silently."""
         sizes = axes_of(options, process.place.world_size)
         if process.place.world_size > 1:
-            wrap.check_module(module, options)
+            check_module(module, options)
             refuse_sparse(module, cls.name)
         if sizes["tensor"] > 1:
             if sequence_size(options, process) > 1:
@@ -390,9 +379,8 @@ class FSDPEngine(Engine):
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
         """Ranks that have parts of one layer read one batch."""
-        return (
-            super().replica(options, process) if sequence_size(options, process) > 1 else data_place(options, process)
-        )
+        in_parts = sequence_size(options, process) > 1
+        return super().replica(options, process) if in_parts else data_place(options, process)
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
@@ -414,7 +402,6 @@ class FSDPEngine(Engine):
             )
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Refuse what cannot step shards."""
         if not self.distributed:
             super().attach(optimizer)
             return
@@ -435,7 +422,6 @@ class FSDPEngine(Engine):
         self.holdings.guard.watch(optimizer)
 
     def detach(self, optimizer: Optimizer) -> None:
-        """Give the optimizer back to its user."""
         if self.distributed and isinstance(optimizer, _WHOLE_MATRICES):
             muon_patch().drop(optimizer)
         self.gradients.local_steps.pop(optimizer, None)
@@ -449,7 +435,7 @@ class FSDPEngine(Engine):
             from .conversion import Conversion  # heavy, as torch's own code for it is
 
             self.holdings.synchronize()
-            names = [name for name, _ in wrap.blocks(self.module, self.options.wrap)]
+            names = [name for name, _ in blocks(self.module, self.options.wrap)]
             self.compare("the choice of FSDP(wrap=...)", names)
             self.parts = Conversion(self)
             self.parts.shard(names, self.holdings.whole)
@@ -457,23 +443,19 @@ class FSDPEngine(Engine):
             self._read_parameters()
             self.parts.begin(self.holdings.parameter_names, self.gradients.log if self.precision.scaled else None)
             self.known = self.parts.known
-            self._draw_alike()
+            self._draw_alike(self.parts.sharded.mesh)
             self.started = True
         for optimizer in optimizers:
             self.holdings.rebind(optimizer, self.parts)
 
-    def _draw_alike(self) -> None:
+    def _draw_alike(self, mesh: Mesh) -> None:
         """Ranks that have parts of one layer draw the random numbers of the first of them, and see that they do. Collective."""
-        assert self.parts is not None
-        mesh = self.parts.sharded.mesh
         if mesh.parallel:
             place = mesh.place["replicate"], mesh.place["shard"]
             self._alike = SameInputs(self.label, place, mesh.tensor.get_group(), self.process)
             states = torch_states() if mesh.place["tensor"] == 0 else None
             told = agree(f"the random numbers of {self.label}", (place, states))
             put_torch_states(next(theirs for where, theirs in told if where == place and theirs is not None))
-
-    # -- forward --------------------------------------------------------------------------------------------------
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it; FSDP2 gathers and frees in its hooks, and what methods use of the root is gathered for them."""
@@ -510,16 +492,12 @@ class FSDPEngine(Engine):
             for group in self.parts.sharded.groups:
                 group._init_mp_dtypes()
 
-    # -- the end --------------------------------------------------------------------------------------------------
-
     def abandon(self, reason: str) -> None:
-        """Let go of the groups that FSDP2 holds."""
         super().abandon(reason)
         if self.parts is not None:
             self.parts.sharded.let_go()
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        """Whole parameters, in the objects that held them before. Collective."""
         self.holdings.guard.release_modules()
         if self.parts is not None:
             self.gradients.local_steps.clear()

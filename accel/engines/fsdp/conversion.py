@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from ...deferred import borrowing, refuse_without_values, reset_own, resetting, weights_of, without_values
+from ...deferred import borrowing, refuse_without_values, reset_own, resetting, swap, weights_of, without_values
 from ...errors import BackendError
 from ...gradients.average import average_gradients_
 from ...gradients.log import GradientLog
@@ -19,8 +19,8 @@ from ...precision import here
 from ...process.control import agree, raise_together
 from ...process.packing import broadcast_
 from ...shard import Shard
+from ..base.absent import Absent, name_of
 from ..base.local import parts_of
-from . import standin
 from .module import ShardedModule, drop, kept_whole, place_of, wrap
 from .pending import Backwards
 
@@ -74,7 +74,7 @@ class Conversion:
             if shard is not parameter:
                 self.known[id(parameter)] = shard
                 self.replaced[name] = parameter, shard
-                standin.put(parameter, shard)
+                _put(parameter, shard)
                 if name in grads:
                     shard.grad = self.new(shard, tuple(shard.shape), shard.dtype)
                     self._fill(shard.grad, grads[name])
@@ -136,7 +136,6 @@ class Conversion:
             mine.fill(whole)
 
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The shard of a parameter object."""
         return self.known.get(id(parameter), parameter)
 
     def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -147,7 +146,7 @@ class Conversion:
     def begin(self, names: dict[int, str], log: GradientLog | None) -> None:
         """Take over, once every parameter has its values. As in ``Backwards``."""
         self.backwards = Backwards(self, names, log)
-        self.sharded.begin(self.process, self.label, self.backwards.begin, self.backwards.end)
+        self.sharded.begin(self.label, self.backwards.begin, self.backwards.end)
         self.known.update((id(whole), shard) for whole, shard in self.sharded.gathered())
         self._gathered = {id(shard): whole for whole, shard in self.sharded.gathered()}
         mesh = self.sharded.mesh
@@ -155,16 +154,12 @@ class Conversion:
         self._first = {id(p) for p in shards if not any(mesh.place[axis] for axis in mesh.copies(p))}
         self._first_of_all = len(self._first) == len(shards)
 
-    # -- gradients ------------------------------------------------------------------------------------------------
-
     def average_scalars(self) -> None:
-        """Make the scalars' gradients final. Collective."""
         what = f"the reduction of scalars ({self.label})"
         average_gradients_(what, [*self._scalars.values()], [*self._scalars], self.process)
         self.scalar_log.fold()
 
     def drop_pending(self) -> None:
-        """Drop what was not reduced."""
         for param in self.sharded.pending():
             drop(param)
         self.scalar_log.fold()
@@ -201,8 +196,6 @@ class Conversion:
         torch.autograd.graph.increment_version(shards)
         self.age(shards)
 
-    # -- state ----------------------------------------------------------------------------------------------------
-
     @staticmethod
     def new(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a tensor in the state of a parameter, cut as that is where it has its shape."""
@@ -223,20 +216,13 @@ class Conversion:
         first, box = place_of(tensor._spec) if sharded.mesh.parallel else (sharded.mesh.place["shard"] * each, ())
         return Shard(name, shape, first * (local.numel() // len(local)), local, box)
 
-    # -- the way back ---------------------------------------------------------------------------------------------
-
     def restore(self, whole: Mapping[tuple[str, Any], torch.Tensor] | None, optimizers: Sequence[Optimizer]) -> None:
-        """Put the parameter objects that were there before in the shards' places; nan into them where None is known. Local.
-
-        Args:
-            whole: values and gradients, by name, and "" or "grad".
-            optimizers: whose groups hold shards.
-        """
+        """The parameter objects of before in the shards' places, with values and gradients by name; nan without these. Local."""
         self.scalar_log.close()
         self.sharded.undo()
         for key, (old, shard) in self.replaced.items():
             value = without_values(shard, self.process.device) if whole is None else whole[key, ""]
-            standin.take(old, value, None if whole is None else whole.get((key, "grad")))
+            _take(old, value, None if whole is None else whole.get((key, "grad")))
         for module, name, own in self._places:
             module._parameters[name] = own
         back = {id(shard): old for old, shard in self.replaced.values()}
@@ -245,3 +231,59 @@ class Conversion:
                 group["params"][:] = [back.get(id(p), p) for p in group["params"]]
             for held in [key for key in optimizer.state if id(key) in back]:
                 del optimizer.state[held]
+
+
+# -- what a parameter object is while its shard has its place: a name for it that never computes with wrong values ------
+
+
+def _of_shard(name: str) -> Any:
+    return property(lambda held: getattr(held.shard, name), lambda held, value: setattr(held.shard, name, value))
+
+
+class StandIn(Absent, nn.Parameter):
+    """A replaced parameter: ``grad`` and ``requires_grad`` are its shard's; any use of its values raises."""
+
+    shard: nn.Parameter
+    kind: type[nn.Parameter]
+    grad = _of_shard("grad")
+    requires_grad = _of_shard("requires_grad")
+
+    def requires_grad_(self, requires_grad: bool = True) -> StandIn:
+        self.shard.requires_grad_(requires_grad)
+        return self
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"a parameter of shape {tuple(self.shape)} whose shard is in use"
+
+    def fetch(self, function: Any) -> None:
+        raise BackendError(
+            f"{name_of(function)} uses a parameter that was taken from the module before accel.setup sharded "
+            "it, and whose values are not here: take it from model.parameters(), give its optimizer to accel.setup, "
+            "or call accel.teardown(model) first"
+        )
+
+
+def _put(old: nn.Parameter, shard: nn.Parameter) -> None:
+    """Make ``old`` a stand-in of its shard, and free its values."""
+    kind = type(old)
+    old.grad = None
+    old.requires_grad_(False)
+    blank = float("nan") if old.is_floating_point() or old.is_complex() else 0
+    old.data = torch.full((), blank, dtype=old.dtype, device=old.device).expand(old.shape)
+    stand_in: Any = old
+    stand_in.__class__ = StandIn
+    stand_in.shard, stand_in.kind = shard, kind
+
+
+def _take(old: nn.Parameter, full: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Make a stand-in the parameter again that it was, with these values."""
+    stand_in: Any = old
+    trainable = stand_in.shard.requires_grad
+    stand_in.__class__ = stand_in.kind
+    del stand_in.shard, stand_in.kind
+    if old.is_meta:
+        swap(old, nn.Parameter(full, requires_grad=False))
+    else:
+        old.data = full
+    old.grad = grad
+    old.requires_grad_(trainable)

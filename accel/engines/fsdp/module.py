@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
@@ -14,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _composable_state
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -25,24 +21,25 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ...boxes import Box
 from ...errors import BackendError
+from ...gradients.log import remove_hooks
 from ...gradients.patches import around, divided_patches
 from ...process import Process
 from ...process.control import Waiting, announce
-from . import plan
-from .mesh import Mesh
-from .standin import Gathered, GatheredPart
+from ..base.absent import refuse_other_tensor
+from ..base.raw_objects import Snapshot
+from .plan import Mesh, cut
 
 
-def _backend_of(tensor: DTensor) -> str:
+def _owner(tensor: object) -> ShardedModule | None:
     # By equality: DTensor remembers what it has computed, and with it the mesh of an engine that was like this one.
-    return "fsdp" if any(tensor.device_mesh in module.meshes for module in _patches[0].users()) else ""
+    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+    return next((module for module in _overflows.users() if mesh in module.meshes), None)
 
 
 def _overflow(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """What a GradScaler sees and unscales: torch's own looks along the axes of the first gradient alone."""
     gradients, found, *rest = args
-    owners = (m for g in gradients if isinstance(g, DTensor) for m in _overflows.users() if g.device_mesh in m.meshes)
-    owner = next(owners, None)
+    owner = next(filter(None, map(_owner, gradients)), None)
     if owner is None:
         return original(op, args, kwargs)
     with torch.no_grad():
@@ -61,7 +58,7 @@ _overflows: Final = around(
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default,
     _overflow,
 )
-_patches: Final = (*divided_patches(_backend_of), _overflows)
+_patches: Final = (*divided_patches(lambda tensor: "fsdp" if _owner(tensor) else ""), _overflows)
 
 # -- What FSDP2 gathers and reduces, announced before it does so -------------------------------------------------------
 
@@ -71,8 +68,12 @@ def watch(process: Process, group: Any, name: str, label: str) -> None:
     unshard, post_backward = group.unshard, group.post_backward
     gathering, reducing = (f"the {verb} of {name} ({label})" for verb in ("gathering", "reduction"))
     in_gather, in_reduce = Waiting(process, gathering), Waiting(process, reducing)
+    places = [(p._module_info.module._parameters, p._module_info.param_name, p) for p in group.fsdp_params]
 
     def gather(*args: Any, **kwargs: Any) -> Any:
+        for table, key, p in places:
+            if (found := table.get(key)) is not p.sharded_param and found is not p._unsharded_param:
+                refuse_other_tensor(p._param_fqn or key, "FSDP2")
         if group._all_gather_result is not None or group.is_unsharded:
             return unshard(*args, **kwargs)
         announce(process, gathering)
@@ -108,8 +109,7 @@ def wrap(local: torch.Tensor, shape: torch.Size | tuple[int, ...], like: DTensor
 
 
 def place_of(spec: DTensorSpec) -> tuple[int, Box]:
-    """The first row of this rank's part of a tensor, and the box that it has rows of: what tensor parallelism has left of the
-    other dimensions."""
+    """The first row of this rank's part, and the box that it has rows of: what tensor parallelism has left of the tensor."""
     sizes, starts = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
     if sizes[1:] == tuple(spec.shape[1:]):
         return starts[0], ()
@@ -129,23 +129,24 @@ class ShardedModule:
         self.groups: list[Any] = []
         self.params: list[Any] = []
         self.process = process
-        self._device = process.device
         self._options = options
-        self._styles = contextlib.ExitStack()
         self._hooks: list[Any] = []
-        self._modules: list[nn.Module] = []
-        self._before: list[_Fields] = []
+        self._inside: set[int] = set()
+        self.snapshot = Snapshot(module)
+        self.context: Any = None
 
     def apply(self, blocks: Sequence[nn.Module]) -> None:
         """Put shards in the parameters' places, but for what cannot be cut. ``blocks`` are gathered as one, inner ones first."""
         options = self._options
-        self._before = [_Fields(m) for m in self.module.modules()]
         if self.mesh.parallel:
-            self._styles = plan.cut(self.module, self.mesh.tensor, options.plan)
+            cut(self.module, self.mesh.tensor, options.plan)
         for patch in _patches:
             patch.need(self)
-        offload = CPUOffloadPolicy(pin_memory=self._device.type != "cpu") if options.cpu_offload else OffloadPolicy()
+        offload = (
+            CPUOffloadPolicy(pin_memory=self.process.device.type != "cpu") if options.cpu_offload else OffloadPolicy()
+        )
         whole_ones = set(kept_whole(self.module))
+        self._inside = {id(m) for child in blocks for m in child.modules()}
         for child in [*blocks, self.module]:
             whole = child is self.module and options.param_dtype is not None
             policy = MixedPrecisionPolicy(
@@ -153,7 +154,6 @@ class ShardedModule:
                 reduce_dtype=options.reduce_dtype,
                 output_dtype=torch.float32 if whole else None,
             )
-            self._modules.append(child)
             fully_shard(
                 child,
                 mesh=self.mesh.data,
@@ -171,21 +171,20 @@ class ShardedModule:
         self.groups = [g for s in self.context.all_states for g in s._fsdp_param_groups]
         self.params = [p for g in self.groups for p in g.fsdp_params]
         for param in self.params:
-            _prepare(param, self.mesh.sizes["shard"], self._device)
+            _prepare(param, self.mesh.sizes["shard"], self.process.device)
         self.meshes = {param.sharded_param.device_mesh for param in self.params}
-        self._before.clear()
+        self.snapshot.changed()
 
-    def begin(self, process: Process, label: str, before: Callable[[], None], after: Callable[[], None]) -> None:
+    def begin(self, label: str, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Take over. Gathered parameters get the class that keeps them and their shards alike."""
         self._by_shard = {id(param.sharded_param): param for param in self.params}
         names = {id(m): n or "the parameters outside of all blocks" for n, m in self.module.named_modules()}
         for group in self.groups:
-            watch(process, group, names[id(group.modules[0])], label)
+            watch(self.process, group, names[id(group.modules[0])], label)
         for state in self.context.all_states:
             _tell(state, self.context, before, after)
-        inside = {id(m) for child in self._modules if child is not self.module for m in child.modules()}
         for child in self.module.modules():
-            own = id(child) not in inside and child is not self.module
+            own = id(child) not in self._inside and child is not self.module
             if own and any(True for _ in child.parameters(recurse=False)):
                 self._hooks += _enter_by(child, self.root)
         for whole, shard in self.gathered():
@@ -194,8 +193,6 @@ class ShardedModule:
             marked.shard = shard
             # Autograd never comes to the shard: a hook there would wait for ever.
             vars(shard)["register_hook"] = functools.partial(_register_hook, weakref.ref(whole))
-
-    # -- parameters -----------------------------------------------------------------------------------------------
 
     def gathered(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Each parameter as it is while it is gathered, with its shard."""
@@ -218,10 +215,7 @@ class ShardedModule:
         args, kwargs = self.root._pre_forward(self.module, args, kwargs)
         return self.root._post_forward(self.module, args, fn(*args, **kwargs))
 
-    # -- gradients ------------------------------------------------------------------------------------------------
-
     def pending(self) -> list[Any]:
-        """FSDP2's parameters with gradients that were not reduced."""
         with torch._C.DisableTorchFunctionSubclass():  # what `has_gradient` says, without a call for each
             return [
                 p
@@ -230,7 +224,6 @@ class ShardedModule:
             ]
 
     def reduce(self, synchronised: bool) -> None:
-        """Reduce every gradient that is pending. Collective."""
         self.module.set_requires_gradient_sync(True)
         self.context.is_last_backward = True
         for group in self.groups:
@@ -261,8 +254,6 @@ class ShardedModule:
         param.reset_sharded_param()
         return True
 
-    # -- the way back ---------------------------------------------------------------------------------------------
-
     def let_go(self) -> None:
         """Drop the process groups. Local."""
         for group in self.groups:
@@ -274,35 +265,43 @@ class ShardedModule:
         """Make the modules plain again; whoever calls puts parameters in the shards' places. Local."""
         for patch in _patches:
             patch.drop(self)
-        for hook in self._hooks:
-            hook.remove()
-        self._styles.close()
-        for fields in self._before:
-            fields.restore()
-        for child in self._modules if not self._before else ():
-            _undo(child)
+        remove_hooks(self._hooks)
+        for state in [] if self.context is None else self.context.all_states:
+            for name in ("_register_root_post_backward_final_callback", "_root_post_backward_final_callback"):
+                vars(state).pop(name, None)
+        self.snapshot.restore()
         for child in self.module.modules():
-            for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
-                child.__dict__.pop(name, None)
+            _composable_state._module_state_mapping.pop(child, None)
 
 
-@final
-class _Fields:
-    """A module's own as it is, for the case that FSDP2 fails half-way: hooks that it has left would run in the user's model."""
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._class, self._fields = module, module.__class__, dict(vars(module))
-        self._tables = {n: copy.copy(v) for n, v in self._fields.items() if type(v) in (dict, OrderedDict)}
 
-    def restore(self) -> None:
-        """Make it that again. Local."""
-        self._module.__class__ = self._class
-        for name, table in self._tables.items():
-            self._fields[name].clear()
-            self._fields[name].update(table)
-        vars(self._module).clear()
-        vars(self._module).update(self._fields)
-        _composable_state._module_state_mapping.pop(self._module, None)
+class _Freezing:
+    """Of a parameter that FSDP2 gathered: freezing it, which the next gathering would undo, freezes the shard too."""
+
+    shard: nn.Parameter
+
+    @property
+    def requires_grad(self) -> bool:
+        return bool(_REQUIRES_GRAD(self))
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        self.shard.requires_grad_(requires_grad)
+        torch.Tensor.requires_grad_(self, requires_grad)  # type: ignore[arg-type]
+        return self
+
+
+class Gathered(_Freezing, nn.Parameter):
+    """One that every rank has whole then."""
+
+
+class GatheredPart(_Freezing, DTensor):
+    """One that tensor parallelism has cut before."""
 
 
 def kept_whole(module: nn.Module) -> list[nn.Parameter]:
@@ -356,23 +355,6 @@ def _enter_by(child: nn.Module, root: Any) -> list[Any]:
         child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
         child.register_forward_hook(leave),
     ]
-
-
-def _undo(child: Any) -> None:
-    state = child._get_fsdp_state()
-    for name in ("_register_root_post_backward_final_callback", "_root_post_backward_final_callback"):
-        state.__dict__.pop(name, None)
-    handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
-    for group in state._fsdp_param_groups:
-        handles += group._module_to_pre_save_state_dict_hook_handle.values()
-        handles += group._module_to_pre_load_state_dict_hook_handle.values()
-        handles += [param._post_load_hook_handle for param in group.fsdp_params]
-    for handle in handles:
-        handle.remove()
-    child.__class__ = type(child).__mro__[2]
-    _composable_state._module_state_mapping.pop(child, None)
-    for key in (STATE_KEY, REGISTRY_KEY):
-        child.__dict__.pop(key, None)
 
 
 def _register_hook(reference: weakref.ref[nn.Parameter], hook: Callable[..., Any]) -> Any:

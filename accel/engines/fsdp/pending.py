@@ -12,6 +12,7 @@ from ...errors import BackendError
 from ...gradients.log import GradientLog
 from ...precision import here
 from ...process.control import agree, announce
+from ..base.absent import refuse_second_derivatives
 from ..base.gradients import Interruption
 from .module import drop, wrap
 
@@ -61,10 +62,7 @@ class Backwards:
         """Hear that a backward reached FSDP2."""
         self.interruption.running.add(torch._C._current_graph_task_id())
         if torch.is_grad_enabled():
-            raise BackendError(
-                "this backend frees parameters in backward, so that a graph of the backward itself (create_graph=True) cannot "
-                "be differentiated: for gradient penalties choose a backend that keeps parameters whole"
-            )
+            refuse_second_derivatives()
         if self.interruption.incomplete:
             grads = [here(p.grad) for p in self._parts.known_shards() if p.grad is not None]
             if any(bool(grad.any()) for grad in grads):  # zeros are dropped gradients too

@@ -1,21 +1,180 @@
-"""Tensor parallelism: layers cut over neighbouring ranks as a plan says, by the styles of torch's ``parallelize_module``."""
+"""How a model will be divided: the mesh of the ranks, what FSDP2 gathers as one, and layers cut as a plan says."""
 
 from __future__ import annotations
 
-import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 from torch import nn
 
 from ...errors import BackendError
+from ...process import Process
+from ...process.startup import mesh_of
+from ..base.activations import Choice, chosen, is_container
 from ..base.memory import Footprint, ParameterSize, own_plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
+
+# -- the ranks as a mesh: copies of the model, its shards, and parts of its layers --------------------------------------
+
+#: The axes in their order, and the names that they may have in a mesh of the user's.
+AXES: Final[Mapping[str, tuple[str, ...]]] = {
+    "replicate": ("replicate", "dp_replicate"),
+    "shard": ("shard", "dp_shard", "fsdp", "dp"),
+    "tensor": ("tensor", "tp"),
+}
+
+
+def check_mesh(options: Any) -> None:
+    """Refuse (BackendError) a mesh that says something else than the other options, or nothing that is known."""
+    if (mesh := options.mesh) is None:
+        return
+    names = getattr(mesh, "mesh_dim_names", None)
+    if not names:
+        raise BackendError(f"mesh={mesh!r}: expected a torch.distributed.DeviceMesh with mesh_dim_names")
+    roles = [role for name in names for role, known in AXES.items() if name in known]
+    what = f"mesh with the axes {', '.join(map(repr, names))}: expected"
+    if len(roles) < len(names) or len(set(roles)) < len(roles) or roles != sorted(roles, key=list(AXES).index):
+        some = "; ".join(f"{role!r} (or {', '.join(map(repr, known[1:]))})" for role, known in AXES.items())
+        raise BackendError(f"{what}, in this order, some of {some}")
+    if "shard" not in roles:
+        raise BackendError(f"{what} one to divide along, named 'shard'")
+    for option, role in (("replicas", "replicate"), ("tensor_parallel", "tensor")):
+        if getattr(options, option) != 1:
+            raise BackendError(f"{option} and mesh exclude each other: the mesh's axis {role!r} says it")
+
+
+def axes_of(options: Any, world_size: int) -> dict[str, int]:
+    """The length of each axis, 1 in one process; BackendError where the processes do not divide so."""
+    if world_size == 1:
+        return dict.fromkeys(AXES, 1)
+    if options.mesh is not None:
+        sizes = dict(zip(options.mesh.mesh_dim_names, options.mesh.shape, strict=True))
+        found = {role: math.prod(sizes.get(name, 1) for name in known) for role, known in AXES.items()}
+        if options.mesh.mesh.flatten().tolist() != list(range(world_size)):
+            raise BackendError(
+                f"{options.mesh!r}: expected one of the ranks 0 to {world_size - 1}, in this order, as init_device_mesh makes it"
+            )
+        return found
+    return options.axes(world_size)  # type: ignore[no-any-return]
+
+
+def data_place(options: Any, process: Process) -> tuple[int, int]:
+    """This rank's place among those that have batches of their own, and how many these are. Local."""
+    sizes = axes_of(options, process.place.world_size)
+    return process.place.rank // sizes["tensor"], sizes["replicate"] * sizes["shard"]
+
+
+@final
+class Mesh:
+    """The mesh of an engine, made by accel or given by the user. Collective where it is a new one."""
+
+    def __init__(self, options: Any, process: Process) -> None:
+        self.sizes = axes_of(options, process.place.world_size)
+        self.whole: DeviceMesh = options.mesh
+        if options.mesh is None:
+            # What has one rank is no axis, but that along which FSDP2 divides.
+            self.whole = mesh_of(process, {role: n for role, n in self.sizes.items() if n > 1 or role == "shard"})
+        names = self.whole.mesh_dim_names
+        assert names is not None
+        #: Of the axes that it has, as it calls them.
+        self.names = {role: n for n in names for role, known in AXES.items() if n.partition(" ")[0] in known}
+        place: Any = self.whole.get_coordinate()
+        #: This rank's place along each axis.
+        self.place = {role: place[names.index(self.names[role])] if role in self.names else 0 for role in AXES}
+
+    def copies(self, tensor: Any) -> list[str]:
+        """The axes along which all ranks have the same of a tensor."""
+        placements = getattr(tensor, "placements", ())  # none of a plain one
+        names = tensor.device_mesh.mesh_dim_names if placements else ()
+        divided = {name for name, placement in zip(names, placements, strict=True) if not placement.is_replicate()}
+        return [axis for axis in AXES if self.names.get(axis) not in divided]
+
+    @property
+    def data(self) -> DeviceMesh:
+        """That of the ranks that a layer's part is divided over, with the copies of it."""
+        names = tuple(n for role, n in self.names.items() if role != "tensor")
+        return self.whole[names] if self.parallel else self.whole
+
+    @property
+    def tensor(self) -> DeviceMesh:
+        return self.whole[self.names["tensor"]]
+
+    @property
+    def parallel(self) -> bool:
+        return "tensor" in self.names
+
+
+# -- which modules FSDP2 gathers as one, and what it cannot shard -------------------------------------------------------
+
+
+def blocks(module: nn.Module, wrap: Choice) -> list[tuple[str, nn.Module]]:
+    """The submodules that become groups of their own, inner ones first; ``module`` itself takes what is left."""
+    found = {n: m for n, m in chosen(module, wrap) if any(True for _ in m.parameters())}
+    everything, before = owners(module), None
+    while before != found.keys():
+        before = set(found)
+        for places in everything.values():  # a tied parameter must lie in one group
+            groups = {_group(module, path, found) for path in places}
+            for name in groups - {""} if len(groups) > 1 else ():
+                del found[name]
+    return list(reversed(found.items()))
+
+
+def owners(module: nn.Module) -> dict[int, list[str]]:
+    """By the identity of each parameter, the names of the modules that have it."""
+    found: dict[int, list[str]] = {}
+    for path, child in module.named_modules(remove_duplicate=False):
+        for parameter in child.parameters(recurse=False):
+            found.setdefault(id(parameter), []).append(path)
+    return found
+
+
+def _group(module: nn.Module, path: str, chosen: dict[str, nn.Module]) -> str:
+    """The name of the innermost chosen module at or above ``path``; "" is the whole."""
+    names = {id(child): name for name, child in chosen.items()}
+    while path:
+        if (name := names.get(id(module.get_submodule(path)))) is not None:
+            return name
+        path = path.rpartition(".")[0]
+    return ""
+
+
+def check_module(module: nn.Module, options: Any) -> None:
+    """Refuse (BackendError) what would be lost or fail later."""
+    groups = dict(blocks(module, options.wrap))
+    if empty := [n for n, m in groups.items() if is_container(m) and options.wrap is not None]:
+        raise BackendError(f"FSDP(wrap=...) chose {', '.join(empty[:5])}, which has no forward: choose its children")
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and is_container(module):
+        raise BackendError(
+            f"a {type(module).__name__} has no forward, where its weights would be gathered: give accel.setup a module with "
+            "one, which calls these children, or choose backend='ddp'"
+        )
+    if hooked := [n for n, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]:
+        raise BackendError(
+            f"{', '.join(hooked[:5])} has gradient hooks, which would be lost when its shard takes its place: "
+            "register hooks after accel.setup, on model.parameters()"
+        )
+    dtypes: dict[str, dict[Any, str]] = {}
+    named = {id(p): (n, p) for n, p in module.named_parameters()}
+    for identity, places in owners(module).items():
+        name, parameter = named[identity]
+        if parameter.requires_grad and parameter.dim() and parameter.numel():
+            dtypes.setdefault(_group(module, places[0], groups), {}).setdefault(parameter.dtype, name)
+    for found in dtypes.values():
+        if len(found) > 1:
+            listed = ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in found.items())
+            raise BackendError(
+                f"trainable parameters of one group have different dtypes: {listed}; convert the model first"
+            )
+
+
+# -- tensor parallelism: layers cut over neighbouring ranks, by the styles of torch's parallelize_module ----------------
 
 #: A style of torch, or its name in the plans of transformers, by the modules' names, with ``*`` for a part of a name.
 Plan: TypeAlias = "Mapping[str, ParallelStyle | str] | None"
@@ -39,8 +198,14 @@ _CUT: Final[Mapping[tuple[str, type], int]] = {
 }
 
 
-def check_plan(plan: Any) -> None:
-    """Refuse (BackendError) what is no plan."""
+def check_parallel(name: str, option: str, size: object, plan: Any) -> None:
+    """Refuse (BackendError) what is no number of ranks, or no plan."""
+    if type(size) is not int or size < 1:
+        raise BackendError(f"{name}({option}={size!r}): expected a number of ranks that have parts of each layer")
+    _check_plan(plan)
+
+
+def _check_plan(plan: Any) -> None:
     if plan is None:
         return
     if not isinstance(plan, Mapping) or not plan or not all(isinstance(name, str) for name in plan):
@@ -85,8 +250,14 @@ def check_cut(module: nn.Module, plan: Plan, size: int) -> None:
             f"tensor parallelism needs a plan, and this {type(module).__name__} has none of its own (tp_plan): pass plan={{...}} "
             "with styles of torch.distributed.tensor.parallel by the names of modules"
         )
-    check_plan(chosen)
-    _check_heads(module, size)
+    _check_plan(chosen)
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(getattr(module, "config", None), key, None)
+        if isinstance(heads, int) and heads % size:
+            raise BackendError(
+                f"the config of this {type(module).__name__} has {key}={heads}, which do not divide over {size} ranks of tensor "
+                "parallelism: choose a size that divides them"
+            )
     for name, child, style in _planned(module, chosen):
         dim = _dim(style, child)
         weight = child._parameters.get("weight")
@@ -107,25 +278,13 @@ def check_cut(module: nn.Module, plan: Plan, size: int) -> None:
     _tied(module, chosen, refuse=plan is not None)
 
 
-def _check_heads(module: nn.Module, size: int) -> None:
-    config = getattr(module, "config", None)
-    for key in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, key, None)
-        if isinstance(heads, int) and heads % size:
-            raise BackendError(
-                f"the config of this {type(module).__name__} has {key}={heads}, which do not divide over {size} ranks of tensor "
-                "parallelism: choose a size that divides them"
-            )
-
-
-def cut(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> contextlib.ExitStack:
-    """Put parts in the places of the planned layers' parameters; what is returned takes away the hooks of the styles. Local."""
+def cut(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+    """Put parts in the places of the planned layers' parameters, whose hooks the styles add. Local."""
     from torch.distributed.tensor.parallel import parallelize_module
 
-    undo, chosen = contextlib.ExitStack(), dict(plan or own_plan(module))
+    chosen = dict(plan or own_plan(module))
     for name in _tied(module, chosen, refuse=False):
         del chosen[name]
-    before = {child: _hooks(child) for child in module.modules()}
     made: dict[int, nn.Parameter] = {}
     for _, child, style in list(_planned(module, chosen)):
         were = dict(child._parameters)
@@ -133,24 +292,6 @@ def cut(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> contextlib.ExitStack
         for key, parameter in were.items():
             if parameter is not None and child._parameters[key] is not parameter:
                 child._parameters[key] = made.setdefault(id(parameter), child.get_parameter(key))  # tied ones stay tied
-    for child, known in before.items():
-        added = [(table, key) for table, keys in zip(_tables(child), known, strict=True) for key in table.keys() - keys]
-        undo.callback(_remove, child, added)
-    return undo
-
-
-def _tables(child: nn.Module) -> list[dict[int, Any]]:
-    return [value for name, value in vars(child).items() if name.startswith("_forward_") and isinstance(value, dict)]
-
-
-def _hooks(child: nn.Module) -> list[set[int]]:
-    return [set(table) for table in _tables(child)]
-
-
-def _remove(child: nn.Module, added: list[tuple[dict[int, Any], int]]) -> None:
-    for table, key in added:
-        table.pop(key, None)
-    vars(child).pop("_distribute_module_applied", None)
 
 
 def _matches(name: str, pattern: str) -> bool:

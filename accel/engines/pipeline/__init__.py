@@ -23,17 +23,26 @@ from ..base.gradients import Gradients
 from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse
 from ..base.methods import only
+from ..base.raw_objects import refuse_call
 from ..base.step import refuse_steps
-from .checks import batchnorms_of, check_balance, check_forward, check_layers, check_sequential, check_tied, crc, meet
-from .passes import SAME_BATCH, Channel, Pass
-from .stages import Named, Stage, balanced, count_stages, cut, flatten, listed, predicted, run_here, split, times_of
+from .passes import SAME_BATCH, Channel, Pass, crc, meet
+from .stages import (
+    Named,
+    Stage,
+    balanced,
+    check_forward,
+    check_module,
+    count_stages,
+    cut,
+    flatten,
+    listed,
+    predicted,
+    run_here,
+    split,
+    times_of,
+)
 
 # -- what of a model lies on which rank ---------------------------------------------------------------------------------
-
-
-def _refuse_call(where: str, *_: object) -> NoReturn:
-    """Before the forward of a child that lies on another rank."""
-    raise BackendError(f"{where}: call the handle, on all ranks")
 
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,7 +106,8 @@ class PipelineHoldings(Holdings):
         for number, stage in enumerate(stages):
             for name, child in stage:
                 if not any(child is mine for mine in own):  # an activation, say, may stand in several stages
-                    refuse = functools.partial(_refuse_call, f"child {name!r} of this pipeline lies on rank {number}")
+                    text = f"child {name!r} of this pipeline lies on rank {number}: call the handle, on all ranks"
+                    refuse = functools.partial(refuse_call, BackendError, text)
                     self._hooks.callback(child.register_forward_pre_hook(refuse).remove)
         here = {id(part) for child in own for part in child.modules()}
         self.guard.watch_modules(module, lambda part: id(part) not in here)
@@ -109,13 +119,11 @@ class PipelineHoldings(Holdings):
             self.keep_stage(optimizer)
 
     def _elsewhere(self) -> dict[str, torch.Tensor]:
-        """The parameters and buffers of other ranks."""
         module: nn.Module = self.engine.module
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         return {name: tensor for name, tensor in tensors.items() if not self.has(name)}
 
     def keep_stage(self, optimizer: Optimizer) -> None:
-        """Keep this stage's part of an optimizer's state."""
         self._drop(optimizer)
         self.guard.watch(optimizer)
 
@@ -134,7 +142,6 @@ class PipelineHoldings(Holdings):
         self._stage_of, self.away = {}, []
 
     def _unite(self, optimizers: Sequence[Optimizer]) -> None:
-        """Give every rank all tensors, with their gradients and the optimizers' state."""
         names = dict(self.engine.module.named_parameters())
         for optimizer in optimizers:
             self._drop(optimizer)
@@ -165,7 +172,6 @@ class Pipeline(Options):
     checkpoint: Literal["always", "except_last", "never"] = "except_last"
 
     def check_values(self) -> None:
-        """Refuse an unknown balance, number of chunks or checkpointing."""
         balance: Any = "size" if self.balance is None else self.balance
         if isinstance(balance, Sequence) and not isinstance(balance, str):
             balance = tuple(balance)
@@ -191,7 +197,6 @@ class PipelineGradients(Gradients):
         return self.engine.holdings.divided
 
     def outside_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """On this rank's stage only."""
         away = {id(p) for _, p in self.engine.holdings.away}
         return only(optimizer, lambda p: id(p) not in away) if away else super().outside_step(optimizer)
 
@@ -224,26 +229,14 @@ class PipelineEngine(Engine):
         super().__init__(module, entry, context)
         self._balance = self.options.balance or "size"
         self._children: list[Named] = list(module._modules.items())  # type: ignore[arg-type]
-        self._batchnorms = batchnorms_of(module)
+        self._batchnorms = [(n, m) for n, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self._stages: list[Stage] = []
         self._channel = Channel(context.process)
         self._num_forwards = 0
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
-        """Refuse what cannot be cut into stages."""
-        distributed = process.place.world_size > 1
-        num_stages = count_stages(options.balance, process)
-        check_sequential(module, num_stages)
-        if distributed:
-            check_layers(module)
-        children: list[Named] = list(module._modules.items())  # type: ignore[arg-type]
-        if options.balance == "time":
-            check_tied([[child] for child in children])
-            return
-        if not isinstance(options.balance, str):
-            check_balance(options.balance, len(children), num_stages, distributed or len(process.devices) > 1)
-        check_tied(split(children, listed(options.balance, children, num_stages)))
+        check_module(module, options.balance, process)
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
@@ -263,14 +256,12 @@ class PipelineEngine(Engine):
             self._place(listed(self._balance, self._children, count_stages(self._balance, self.process)))
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse it."""
         raise BackendError(
             "a pipeline calls the children of the Sequential, so a torch.compile of the whole never runs: compile "
             "the children instead (child.compile())"
         )
 
     def _place(self, balance: Sequence[int]) -> None:
-        """Build the stages, each on its device."""
         devices = self.process.devices
         for number, children in enumerate(split(self._children, balance)):
             stage = Stage(children, devices[number % len(devices)])
@@ -294,10 +285,7 @@ class PipelineEngine(Engine):
             convert_module(child, self.process.device, None, ExitStack())
         self._stages = [Stage(stages[self._channel.rank], self.process.device)]
 
-    # -- forward and backward -----------------------------------------------------------------------------------------
-
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The batch through all stages, in micro-batches."""
         if function is not self.entry:
             return function(*args, **kwargs)
         if len(args) != 1 or kwargs:
@@ -346,10 +334,7 @@ class PipelineEngine(Engine):
             raise BackendError(f"measuring the children for Pipeline(balance='time') failed on rank 0: {problem}")
         return times
 
-    # -- optimizers ---------------------------------------------------------------------------------------------------
-
     def attach(self, optimizer: Optimizer) -> None:
-        """Add an optimizer, of which each rank steps its own stage."""
         if self.distributed and isinstance(optimizer, LBFGS):
             raise OptimizerError(
                 f"{type(optimizer).__name__} looks at all parameters together, but each rank of a pipeline has those of its "
@@ -357,10 +342,7 @@ class PipelineEngine(Engine):
             )
         super().attach(optimizer)
 
-    # -- the end ------------------------------------------------------------------------------------------------------
-
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        """The whole module and the whole state of its optimizers, on every rank."""
         if self.holdings.divided:
             self.holdings.end(optimizers)
             if self.ended:

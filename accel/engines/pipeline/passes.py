@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ...errors import AccelError, BackendError
+from ...errors import AccelError, BackendError, RankMismatchError
 from ...process import Process
 from ...process.control import agree, lost
 from ...process.packing import framed, to_bytes, to_tensor, unframed
 from ...process.prints import Prints, refuse_other_values
 from ...trees import put_back
-from .checks import meet
+from ..base.absent import refuse_second_derivatives
 from .stages import Cut, Stage, flatten, pieces, put_together, without_hooks
 
 SAME_BATCH: Final = (
@@ -35,6 +35,23 @@ _TAG: Final = 0x919E
 
 #: The rank, and its error.
 Failure = tuple[int, str]
+
+# -- the ranks do the same --------------------------------------------------------------------------------------------
+
+
+def crc(value: object) -> int:
+    """A short number that is the same for equal values on all ranks."""
+    return zlib.crc32(repr(value).encode())
+
+
+def meet(what: str, facts: dict[str, Any], advice: str) -> None:
+    """All ranks do ``what`` with equal facts, or each raises (RankMismatchError) the first difference. Collective."""
+    answers = agree(what, list(facts.values()))
+    for rank, theirs in enumerate(answers):
+        for name, first, other in zip(facts, answers[0], theirs, strict=True):
+            if first != other:
+                raise RankMismatchError(f"{what}: {name} differs between rank 0 and rank {rank}: {advice}")
+
 
 # -- messages between the stages ---------------------------------------------------------------------------------------
 
@@ -233,7 +250,6 @@ class Pass:
         return Message([*detached], form), put_back(form, detached)
 
     def _whole(self, outputs: list[Any]) -> Message:
-        """The output of the whole batch, on the last stage."""
         tensors: list[torch.Tensor] = []
         form = None
         if self._failure is None:
@@ -241,17 +257,15 @@ class Pass:
                 tensors, form = flatten(put_together(outputs, self.where), "output")
         return Message([*tensors], form, self._failure)
 
-    def backward(self, grads: Sequence[torch.Tensor | None], retain: bool) -> list[torch.Tensor | None]:
-        """Run the micro-batches back through this stage: the gradients of the batch and of the stage's parameters.
-
-        Raises:
-            AccelError: another rank has other gradients, or an error; or this one's own.
-        """
+    def backward(self, grads: Sequence[torch.Tensor | None], retain: bool, twice: bool) -> list[torch.Tensor | None]:
+        """Run the micro-batches back through this stage: the gradients of the batch and of the stage's parameters."""
         if self._used:
             raise BackendError("a second backward of one forward: use retain_graph=True in the first one")
         given = [grad is not None for grad in grads]
-        facts = {"retain_graph": retain, "which parts of the output have a gradient": given}
+        facts = {"retain_graph": retain, "create_graph": twice, "which parts of the output have a gradient": given}
         meet(f"the backward of {self.what}", facts, _SAME_LOSS)
+        if twice:  # a rank has the graph of its own stage alone
+            refuse_second_derivatives()
         seen = Prints([grad for grad in grads if grad is not None])
         self._error = self._failure = None
         channel = self.channel
@@ -260,7 +274,8 @@ class Pass:
         of_batch: list[list[torch.Tensor | None]] = []
         for number in reversed(range(len(self._kept))):
             leaves, ends = self._kept[number]
-            came = self._piece(grads, number) if last else []
+            where = self.where[number]
+            came = [g if g is None or where is None else g[where] for g in grads] if last else []
             if not last and any(end is not None for end in ends):
                 came = self._receive(channel.rank + 1).tensors
             found: list[torch.Tensor | None] = [None] * len(leaves)
@@ -301,10 +316,6 @@ class Pass:
         refuse_other_values(what, {rank: sums for rank, (_, sums, _) in enumerate(answers)}, advice)
         return [theirs for *_, theirs in answers]
 
-    def _piece(self, grads: Sequence[torch.Tensor | None], number: int) -> list[torch.Tensor | None]:
-        where = self.where[number]
-        return [g if g is None or where is None else g[where] for g in grads]
-
     def _differentiate(
         self,
         leaves: list[torch.Tensor],
@@ -312,16 +323,14 @@ class Pass:
         grads: Sequence[torch.Tensor | None],
         retain: bool,
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """The gradients of one micro-batch's inputs and of the parameters."""
         pairs = [(e, g) for e, g in zip(ends, grads, strict=False) if e is not None and g is not None]
         inputs = [leaf for leaf in leaves if leaf.requires_grad]
         wanted = [*inputs, *self._parameters]
         if not pairs or not wanted:
             return [None] * len(leaves), [None] * len(self._parameters)
         with without_hooks(self._parameters):
-            found = torch.autograd.grad(
-                [e for e, _ in pairs], wanted, [g for _, g in pairs], retain_graph=retain, allow_unused=True
-            )
+            outputs, given = zip(*pairs, strict=True)
+            found = torch.autograd.grad(outputs, wanted, given, retain_graph=retain, allow_unused=True)
         of_inputs = iter(found[: len(inputs)])
         return [next(of_inputs) if leaf.requires_grad else None for leaf in leaves], list(found[len(inputs) :])
 
@@ -370,10 +379,11 @@ class _Node(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         retain: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-        return None, None, None, None, *ctx.run.backward(grads, retain)
+        twice = torch.is_grad_enabled()  # create_graph=True
+        with torch.no_grad():
+            return None, None, None, None, *ctx.run.backward(grads, retain, twice)
 
 
 _node: Any = _Node.apply

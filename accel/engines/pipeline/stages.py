@@ -15,7 +15,7 @@ from ...errors import BackendError
 from ...process import Process
 from ...trees import TensorPlace, map_tensors, put_back, walk
 from ..base.activations import buffers_of, run_again, swapped
-from ..base.memory import Footprint, MemoryUse, layers, stages
+from ..base.memory import Footprint, MemoryUse, is_sequence, layers, stages
 
 Named = tuple[str, nn.Module]
 
@@ -23,11 +23,7 @@ _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype,
 
 
 def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
-    """The tensors of a nested value, and the value with places in their stead, which ranks compare.
-
-    Raises:
-        BackendError: it holds something that is neither a tensor nor a plain value; named by its path.
-    """
+    """The tensors of a nested value, and the value with places in their stead; BackendError of what is no plain value."""
     tensors: list[torch.Tensor] = []
 
     def visit(path: str, leaf: Any) -> Any:
@@ -51,11 +47,7 @@ Cut = list[slice | None]
 
 
 def cut(tensors: Sequence[torch.Tensor], chunks: int) -> Cut:
-    """Where to cut a batch into at most ``chunks`` micro-batches whose sizes differ by one sample at most.
-
-    Raises:
-        BackendError: the tensors do not have one batch size.
-    """
+    """Where to cut a batch into at most ``chunks`` micro-batches of sizes that differ by one; BackendError without one size."""
     if chunks == 1:
         return [None]
     sizes = {len(t) for t in tensors if t.dim()}
@@ -78,11 +70,7 @@ def pieces(tensors: Sequence[torch.Tensor], where: Cut) -> list[list[torch.Tenso
 
 
 def put_together(outputs: Sequence[Any], where: Cut) -> Any:
-    """The output of the whole batch from those of its micro-batches.
-
-    Raises:
-        BackendError: an output has no row for each sample, so that it is not that of the whole batch.
-    """
+    """The whole batch's output from its micro-batches'; BackendError where one has no row for each sample."""
     if len(outputs) == 1:
         return outputs[0]
     flat = [flatten(output, "output") for output in outputs]
@@ -241,3 +229,69 @@ def predicted(footprint: Footprint, balance: Balance, world_size: int) -> tuple[
         sizes = zip(parameters, footprint.layers, strict=True)
         counts = balanced([float(nbytes + buffers) for nbytes, (_, buffers) in sizes], world_size)
     return stages(footprint, counts)
+
+
+# -- what cannot be cut -----------------------------------------------------------------------------------------------
+
+
+def check_module(module: nn.Module, balance: Balance, process: Process) -> None:
+    """Refuse (BackendError) what cannot be cut into stages."""
+    stages, distributed = count_stages(balance, process), process.place.world_size > 1
+    if not is_sequence(module):
+        raise BackendError(
+            f"a pipeline needs a torch.nn.Sequential, whose children are its layers; this {type(module).__name__} has a "
+            "forward of its own: write the model as one Sequential, or use a backend that does not cut it"
+        )
+    children: list[Named] = list(module._modules.items())  # type: ignore[arg-type]
+    if len(children) < stages:
+        raise BackendError(
+            f"a pipeline of {stages} stages needs at least as many children; this Sequential has {len(children)}: "
+            "flatten nested Sequentials, or use fewer processes"
+        )
+    for name, layer in module.named_modules() if distributed else ():
+        if isinstance(layer, nn.SyncBatchNorm):  # which would wait for ranks that never call it
+            raise BackendError(f"{name} is a SyncBatchNorm, but a stage runs on one rank only: use BatchNorm")
+    if balance == "time":
+        _check_tied([[child] for child in children])
+        return
+    if not isinstance(balance, str):
+        what = f"Pipeline(balance={list(balance)}) is for"
+        if (distributed or len(process.devices) > 1) and len(balance) != stages:
+            raise BackendError(f"{what} {len(balance)} stages; there are {stages} devices")
+        if sum(balance) != len(children):
+            raise BackendError(f"{what} {sum(balance)} children; this Sequential has {len(children)}")
+    _check_tied(split(children, listed(balance, children, stages)))
+
+
+def _check_tied(stages: Sequence[Sequence[Named]]) -> None:
+    """Refuse (BackendError) a tensor that two stages hold: each would train its own."""
+    holder: dict[int, tuple[int, str]] = {}
+    for number, stage in enumerate(stages):
+        for prefix, child in stage:
+            for name, tensor in (*child.named_parameters(prefix), *child.named_buffers(prefix)):
+                other, first = holder.setdefault(id(tensor), (number, name))
+                if other != number:
+                    raise BackendError(
+                        f"{first} and {name} are one tensor, but lie in stages {other} and {number} of the pipeline: give "
+                        "Pipeline(balance=[...]) that puts them into one stage, or untie them"
+                    )
+
+
+def check_forward(module: nn.Module, children: Sequence[Named], batchnorms: Sequence[Named], chunks: int) -> None:
+    """Refuse (BackendError) what changed since setup, and a forward that would not be the module's."""
+    now = list(module._modules.items())
+    if len(now) != len(children) or any(a[1] is not b[1] for a, b in zip(now, children, strict=True)):
+        raise BackendError(
+            "children of this Sequential were added, removed or replaced after accel.setup: call "
+            "raw = accel.teardown(model) and set it up again"
+        )
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        raise BackendError(
+            "a pipeline calls the children of the Sequential, so hooks on it never run: put them on a child"
+        )
+    training = [name for name, layer in batchnorms if layer.training] if chunks > 1 else []
+    if training:
+        raise BackendError(
+            f"{', '.join(training[:5])} would normalise each micro-batch by itself, which is not BatchNorm of the batch: use "
+            "Pipeline(chunks=1), GroupNorm or LayerNorm, or put it in eval()"
+        )

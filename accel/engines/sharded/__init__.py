@@ -10,7 +10,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,6 @@ from ..base.methods import only
 from ..base.private import require
 from ..base.step import refuse_steps
 
-if TYPE_CHECKING:
-    from .owners import Owners
-
 logger = logging.getLogger("accel")
 
 #: What is known of a gradient, in the order in which one rank's knowledge outranks another's.
@@ -50,13 +47,6 @@ _PRIVATE: Final = (
     ("fairscale.nn.misc:ParamBucket.", "_fill add_param", "weights in flat memory"),
 )
 _RAN: Final = ("0.4.12", "0.4.13")
-
-
-def _new_owners(rank: int, world: int) -> Owners:
-    with unseen_group():
-        require("backend 'sharded'", "fairscale", _PRIVATE, _RAN)
-        from .owners import Owners
-    return Owners(rank, world)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -144,7 +134,6 @@ class ShardedHoldings(Holdings):
         return [entry for entry in held if owners.owns(entry.parameter)]
 
     def drop(self, optimizer: Optimizer) -> None:
-        """Let go of the state of other ranks' parameters."""
         own = {id(entry.parameter) for entry in self.entries(optimizer)}
         for parameter in parameters_of(optimizer):
             if id(parameter) not in own:
@@ -194,7 +183,10 @@ class ShardedGradients(Gradients):
         super().__init__(engine)
         self._rank, self._world = engine.process.place.rank, engine.process.place.world_size
         self._index: dict[int, int] = {}
-        self.owners = _new_owners(self._rank, self._world)
+        with unseen_group():
+            require("backend 'sharded'", "fairscale", _PRIVATE, _RAN)
+            from .owners import Owners
+        self.owners = Owners(self._rank, self._world)
         #: By optimizer (one may step or write inside of another), the parameters that their owners have stepped, or may
         #: have, and the other ranks do not have yet.
         self._unpublished: dict[int, set[int]] = {}
@@ -279,7 +271,13 @@ class ShardedGradients(Gradients):
                 self._left[id(parameter)] = parameter
         else:
             reduce_to_owners(self.owners.by_owner(pending, gradients), self._rank, self.process.group)
-            self._leave_to_owners(live)
+            rank_of, rank = self.owners.rank_of, self._rank
+            for parameter in [engine.parameters[i] for i in live]:
+                if rank_of[id(parameter)] != rank:  # an optimizer skips what has no gradient, and makes no state for it
+                    parameter.grad = None
+                elif (final := parameter.grad) is not None:
+                    HiddenAttribute.put(final, OWNED)
+                    self._left[id(parameter)] = parameter
         if self.log.entries:  # only now: what raises before leaves all as it was
             self.log.fold()
         return live
@@ -298,25 +296,12 @@ class ShardedGradients(Gradients):
         codes = {code for code, *_ in told}
         return mine if len(codes) == 1 else bytes(map(max, *map(zlib.decompress, codes)))
 
-    def _leave_to_owners(self, live: Sequence[int]) -> None:
-        """Drop final gradients that are not this rank's: an optimizer skips what has none, and makes no state for it."""
-        rank_of, rank, parameters = self.owners.rank_of, self._rank, self.engine.parameters
-        for parameter in [parameters[i] for i in live]:
-            if rank_of[id(parameter)] != rank:
-                parameter.grad = None
-            elif (gradient := parameter.grad) is not None:
-                HiddenAttribute.put(gradient, OWNED)
-                self._left[id(parameter)] = parameter
-
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip each owner's part by the norm of all parts."""
         parameters = self.engine.parameters
         if not self.engine.distributed or any(parameters[i].requires_grad for i in self.unoptimized):
             return super().clip(max_norm, norm_type)
         self._settle("clipping by accel.clip_grad_norm_", range(len(parameters)), everywhere=False, weakest=LOCAL)
         return clip_([p.grad for p in parameters if p.grad is not None], max_norm, norm_type, self.process)
-
-    # -- steps ----------------------------------------------------------------------------------------------------
 
     def after_step(self, optimizer: Optimizer) -> None:
         self.publish(optimizer)
@@ -338,7 +323,6 @@ class ShardedGradients(Gradients):
         self.publish(optimizer)
 
     def before_closure(self, optimizer: Optimizer) -> None:
-        """Give every rank what the owners have moved."""
         with self.outside_step(optimizer):
             pass
 
@@ -379,10 +363,7 @@ class ShardedEngine(Engine):
         """Gradients and optimizer state of a parameter on its owner alone, after a step."""
         return memory.owners(footprint, world_size)
 
-    # -- life -----------------------------------------------------------------------------------------------------
-
     def attach(self, optimizer: Optimizer) -> None:
-        """Add an optimizer, whose state is split if its kind allows."""
         super().attach(optimizer)
         if self.splits(optimizer):
             # The raw optimizer keeps this rank's part of what it loads.
@@ -396,7 +377,6 @@ class ShardedEngine(Engine):
             )
 
     def splits(self, optimizer: Optimizer) -> bool:
-        """Whether each rank has the state of its own parameters only."""
         return id(optimizer) in self.steppers and self._splittable(optimizer)
 
     def _splittable(self, optimizer: Optimizer) -> bool:
@@ -412,7 +392,6 @@ class ShardedEngine(Engine):
             self.gradients.owners.flatten(self.label)
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        """Give every rank the whole state of the optimizers."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 HiddenAttribute.clear(parameter.grad)

@@ -130,9 +130,8 @@ class Owners:
         group = {"params": sorted(trained.values(), key=lambda p: (not p.requires_grad, -p.numel()))}
         if trained:
             self._deal(group)
-        self.digest = zlib.crc32(
-            str([self.digest, *((p.shape, self.rank_of[key]) for key, p in trained.items())]).encode()
-        )
+        dealt = [(p.shape, self.rank_of[key]) for key, p in trained.items()]
+        self.digest = zlib.crc32(str([self.digest, *dealt]).encode())
 
     def _deal(self, group: dict[str, Any]) -> None:
         frozen = [p for p in self._order.values() if not p.requires_grad]
@@ -154,11 +153,9 @@ class Owners:
                 parameter.requires_grad_(False)
 
     def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank does."""
         return self.rank_of.get(id(parameter)) == self._rank
 
     def by_owner(self, parameters: Iterable[nn.Parameter], tensors: Iterable[Any]) -> list[list[torch.Tensor]]:
-        """The tensors that belong to the parameters, for each owner."""
         found: list[list[torch.Tensor]] = [[] for _ in range(self._world)]
         for parameter, tensor in zip(parameters, tensors, strict=True):
             found[self.rank_of[id(parameter)]].append(tensor)
@@ -200,7 +197,6 @@ class Owners:
         broadcast_from_owners(self.by_owner(rest.values(), rest.values()), self._rank, group)
 
     def release(self) -> None:
-        """Give each parameter memory of its own again."""
         for bucket in self._buckets:
             bucket.release()
         self._buckets.clear()

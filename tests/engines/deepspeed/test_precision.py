@@ -85,6 +85,26 @@ def test_configuration_and_offload() -> None:
     run(2, options_that_change_nothing)
 
 
+def test_one_process_clips_as_the_configuration_says() -> None:
+    pair = Pair(DeepSpeed(config={"gradient_clipping": 0.05}), momentum)
+    loss_of(pair.model(data(0, 0))).backward()
+    loss_of(pair.plain(data(0, 0))).backward()
+    nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.05)
+    pair.optimizer.step()
+    pair.plain_optimizer.step()
+    pair.check()
+    scaler = torch.amp.GradScaler("cpu")
+    for unscales in (False, True):
+        with contextlib.nullcontext() if unscales else pytest.raises(accel.PrecisionError, match="unscale_"):
+            pair.optimizer.zero_grad()
+            scaler.scale(loss_of(pair.model(data(1, 0)))).backward()
+            if unscales:
+                scaler.unscale_(pair.raw_optimizer)
+            scaler.step(pair.raw_optimizer)
+        scaler.update()
+    accel.teardown()
+
+
 def half(stage: int) -> None:
     """bf16-true is plain torch's bfloat16; with DeepSpeed's 'bf16' the optimizer steps fp32 copies."""
     reference = Net().bfloat16()

@@ -21,6 +21,7 @@ import accel
 from accel.engines.deepspeed import DeepSpeed
 from accel.registry import registry
 from tests.distributed import run
+from tests.models import distance
 
 #: No weight stays whole, however small.
 DIVIDED = DeepSpeed(stage=3, config={"zero_optimization": {"stage3_param_persistence_threshold": 0}})
@@ -338,6 +339,44 @@ def reentrant() -> None:
 
 def test_a_reentrant_checkpoint_leaves_the_weights_of_the_backward_around_it() -> None:
     run(2, reentrant)
+
+
+def strided() -> None:
+    conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+    net = nn.Sequential(conv, nn.Flatten(), nn.Linear(3 * 9, 4))
+    net[2].weight = nn.Parameter(torch.randn(27, 4).t())  # type: ignore[union-attr]
+    plain = copy.deepcopy(net)
+    model, optimizer, _ = accel.setup(net, sgd(net), backend=DIVIDED)
+    for one, its in ((plain, sgd(plain)), (model, optimizer)):
+        for step in range(2):
+            its.zero_grad()
+            one(torch.randn(4, 2, 5, 5, generator=torch.Generator().manual_seed(step))).pow(2).mean().backward()
+            its.step()
+    accel.teardown(model)
+    assert distance(net.state_dict(), plain.state_dict()) < 1e-6
+
+
+def test_weights_whose_memory_is_in_another_order_are_divided() -> None:
+    run(2, strided)
+
+
+def inferred() -> None:
+    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+    plain = copy.deepcopy(net)
+    model, optimizer, _ = accel.setup(net, sgd(net), backend=DIVIDED)
+    for one, its in ((plain, sgd(plain)), (model, optimizer)):
+        for step in range(3):
+            its.zero_grad()
+            one(data(step)).pow(2).mean().backward()
+            its.step()
+            with torch.inference_mode():
+                one(data(step))
+    accel.teardown(model)
+    assert distance(net.state_dict(), plain.state_dict()) < 1e-6
+
+
+def test_training_goes_on_after_a_forward_in_inference_mode() -> None:
+    run(2, inferred)
 
 
 def shown(stage: int) -> None:

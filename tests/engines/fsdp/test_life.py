@@ -35,6 +35,7 @@ REFUSED = {
     "regularised_by_parameters": "mixed torch.Tensor and DTensor",
     "gradients_assigned": "not have been used in the graph",
     "gradient_penalty": "create_graph",
+    "functional_call": "functional_call",
     "lbfgs": "LBFGS",
 }
 
@@ -56,6 +57,16 @@ def patterns(option: str) -> dict[str, Any]:
         else:
             found[name] = test_loop.compare(name, WRAPS[option])
     return found
+
+
+def chosen_elsewhere() -> None:
+    choices = [eval("lambda m: isinstance(m, nn.Sequential)") for _ in range(2)]
+    accel.setup(nn.Sequential(nn.Sequential(nn.Linear(2, 2))), backend=accel.FSDP(wrap=choices[accel.rank()]))
+    accel.teardown()
+
+
+def test_a_function_that_chooses_may_lie_elsewhere_on_each_rank() -> None:
+    run(2, chosen_elsewhere)
 
 
 @pytest.mark.parametrize("option", WRAPS)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel
-from accel.engines.fsdp.wrap import blocks
+from accel.engines.fsdp.plan import blocks
 from tests import models
 from tests.distributed import refusals, run
 from tests.engines.fsdp.training import Block, Net, build, local_loss, train

@@ -100,6 +100,9 @@ def refused_forwards() -> None:
     with pytest.raises(accel.BackendError, match="not its parameters"):
         optimizer.step()
     optimizer.zero_grad()
+    penalised = x.clone().requires_grad_()
+    with pytest.raises(accel.BackendError, match="gradient penalties"):
+        torch.autograd.grad(model(penalised).sum(), penalised, create_graph=True)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(x).mean()).backward()
     with pytest.raises(accel.PrecisionError, match="GradScaler"):

@@ -1,17 +1,23 @@
-"""Failures: what a message says of one, and steps of all ranks, of which one's failure is everyone's."""
+"""Steps of all ranks, of which one's failure is everyone's; what a message says of a failure, and a person sees of progress."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
-from collections.abc import Callable, Iterator
+import sys
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pickle import PickleError
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from ..errors import AccelError, CheckpointError
-from ..process import running
+from ..process import rank, running
 from ..process.control import agree, raise_together
+
+logger = logging.getLogger("accel")
 
 T = TypeVar("T")
 M = TypeVar("M")
@@ -50,16 +56,37 @@ def on_every_rank(what: str, act: Callable[[], T]) -> T:
     return exchange(what, lambda: (act(), None))[0]
 
 
-def on_running_ranks(what: str, act: Callable[[int, int], T]) -> T:
-    """Run ``act``, given rank and world size, on every rank if accel runs over several, else here, without a process group."""
+def on_running_ranks(what: str, look: Callable[[], Hashable], act: Callable[[int, int], T]) -> T:
+    """Run ``look``, then ``act`` on every rank if accel runs over several, else here, without a process group.
+
+    ``act`` is given this rank's number among those for which ``look`` gave the same, and how many they are.
+    """
     process = running()
-    rank, world = (0, 1) if process is None else (process.place.rank, process.place.world_size)
-    if world > 1:
-        return on_every_rank(what, lambda: act(rank, world))
+    if process is not None and process.place.world_size > 1:
+        mine, told = exchange(f"{what} (the beginning)", lambda: (look(),) * 2)
+        alike = [number for number, theirs in enumerate(told) if theirs == mine]
+        return on_every_rank(what, lambda: act(alike.index(process.place.rank), len(alike)))
     try:
-        return act(rank, world)
+        look()
+        return act(0, 1)
     except OSError as error:
         raise CheckpointError(f"{what}: {explain(error)}") from error
+
+
+def check_flags(**flags: object) -> None:
+    """Refuse options that are to be True or False, and are neither: a text would count as True."""
+    for name, value in flags.items():
+        if type(value) is not bool:
+            raise CheckpointError(f"{name}={value!r}: expected True or False")
+
+
+def check_options(what: str, names: str, told: Sequence[object]) -> None:
+    """Refuse that the ranks give ``what`` other options, ``names``."""
+    for number, options in enumerate(told):
+        if options != told[0]:
+            raise CheckpointError(
+                f"{what}: {names} are {told[0]} on rank 0, and {options} on rank {number}; give every rank the same"
+            )
 
 
 def explain(error: BaseException) -> str:
@@ -112,3 +139,36 @@ def parsing(what: str) -> Iterator[None]:
         yield
     except MALFORMED as error:
         raise CheckpointError(f"{what} ({type(error).__name__}: {error})") from error
+
+
+# -- What a person sees: a bar while long work goes on, on a terminal or in a notebook, and a line in the log at its end -
+
+#: Hears how many more bytes are done.
+Progress = Callable[[int], Any]
+_DELAY: Final = 2.0  # seconds; what is done by then has no bar
+
+
+@contextlib.contextmanager
+def progress_bar(what: str, total: int | None = None, *, shown: bool = True) -> Iterator[Progress]:
+    """Context: shows how many of ``total`` bytes rank 0 has done, where somebody may watch and tqdm is installed."""
+    watched = hasattr(sys, "ps1") or (sys.stderr is not None and sys.stderr.isatty())  # ps1: as in a notebook
+    if not (shown and watched and rank() == 0 and os.environ.get("ACCEL_QUIET", "") in ("", "0")):
+        yield lambda nbytes: None
+        return
+    try:
+        with warnings.catch_warnings():  # of a notebook without widgets, where the bar is one of text
+            warnings.simplefilter("ignore")
+            from tqdm.auto import tqdm
+    except ImportError:
+        yield lambda nbytes: None
+        return
+    with tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False, delay=_DELAY) as bar:
+        yield bar.update
+
+
+def log_end(directory: str, done: str, nbytes: int, begin: float) -> None:
+    """Say what was done to a checkpoint since ``begin``, by ``time.monotonic``; on rank 0."""
+    if rank() == 0:
+        seconds = time.monotonic() - begin
+        rate = nbytes / max(seconds, 1e-9) / 1e6
+        logger.info("%s: %s, %.1f MB in %.2f s (%.0f MB/s)", directory, done, nbytes / 1e6, seconds, rate)

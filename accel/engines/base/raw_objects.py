@@ -1,0 +1,286 @@
+"""The user's raw objects while an engine works on them.
+
+What stands in a module's places for a while; what the methods of an object refuse of which this rank holds a part; and what a
+library put on a module, to be taken away again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ...errors import AccelError, BackendError, OptimizerError
+from ...gradients.log import remove_hooks
+from .absent import Absent, attributes, name_of
+
+if TYPE_CHECKING:
+    from .holdings import Holdings
+
+
+@contextlib.contextmanager
+def in_place_of(
+    module: nn.Module, others: Mapping[int, torch.Tensor], before_hooks: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """Inside, other tensors are in the places of a module's own, by the identity of these.
+
+    Hooks that run after a module was loaded find its own tensors again; ``before_hooks`` fills them. FSDP2's do not run: they
+    look for tensors that were replaced, and none is.
+    """
+    places: dict[int, list[tuple[Any, str, Any, Any]]] = {}
+    hooks: list[tuple[dict[str, Any], Any]] = []
+
+    def put_back(child: nn.Module) -> None:
+        for part in child.modules():
+            for container, name, other, own in places.pop(id(part), ()):
+                if container.get(name) is other:
+                    dict.__setitem__(container, name, own)
+
+    def loaded(child: nn.Module, *_: Any) -> None:
+        assert before_hooks is not None
+        put_back(child)
+        before_hooks()
+
+    try:
+        for part in module.modules():
+            places[id(part)] = [
+                (container, name, others[id(own)], own)
+                for container in (part._parameters, part._buffers)
+                for name, own in container.items()
+                if id(own) in others
+            ]
+            for container, name, other, _ in places[id(part)]:
+                dict.__setitem__(container, name, other)  # past a container's own ways, which may gather
+            own_hooks = part._load_state_dict_post_hooks
+            theirs = {k: h for k, h in own_hooks.items() if not str(h.__module__).startswith("torch.distributed.")}
+            if before_hooks is not None and own_hooks:
+                hooks.append((vars(part), own_hooks))
+                vars(part)["_load_state_dict_post_hooks"] = OrderedDict({-1: loaded, **theirs} if theirs else {})
+        yield
+    finally:
+        put_back(module)
+        for attributes, own_hooks in hooks:
+            attributes["_load_state_dict_post_hooks"] = own_hooks
+
+
+@contextlib.contextmanager
+def copied_to() -> Iterator[None]:
+    """Inside, a state is loaded by copies to a module's tensors, also where torch would put others in their places."""
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+
+@final
+class Target(Absent, torch.Tensor):
+    """Stands in a module for a tensor while a whole state is loaded, and notes what is copied to it."""
+
+    plain = frozenset(attributes("requires_grad", "__get__"))
+    given: torch.Tensor | None
+
+    @staticmethod
+    def of(tensor: torch.Tensor, shape: torch.Size | None) -> Target:
+        """A stand-in with the whole shape, in one element's memory."""
+        blank = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+        made = blank.expand(tensor.shape if shape is None else shape).as_subclass(Target)
+        made.given = None
+        return made
+
+    def fetch(self, function: Any) -> None:
+        raise BackendError(
+            f"{name_of(function)} of a parameter while a state is loaded, of which this rank may hold a part: a hook that comes "
+            "before a load, or an own _load_from_state_dict, finds no values there; change the state dict instead"
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and isinstance(args[0], Target):
+            if isinstance(args[1], Target) and args[1] is not args[0]:
+                args[1].fetch(func)
+            if args[1] is not args[0]:  # else it is filled with itself
+                args[0].given = args[1]
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+# -- A state dict, a copy or a pickle of one would look whole -----------------------------------------------------------
+
+#: How ``copy`` and ``pickle`` ask an object for what they take; of the instance, since the class is the user's.
+_COPIES: Final = ("__deepcopy__", "__getstate__")
+_STATE_DICT: Final = "state_dict"
+
+
+@final
+class Guard:
+    """Refuses ``load_state_dict()``, copies and pickles of raw modules and optimizers, unless opened; ``state_dict()`` is whole.
+
+    Of a module in the model ``state_dict()`` is refused too, and where the engine is gone, which an optimizer does not keep.
+    """
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = weakref.ref(holdings)
+        self._open = False
+        self._watched: dict[int, tuple[weakref.ref[Any], list[RemovableHandle]]] = {}
+
+    @property
+    def watching(self) -> bool:
+        return bool(self._watched)
+
+    def watch(self, raw: nn.Module | Optimizer, load: Callable[..., Any] | None = None) -> None:
+        """Refuse from now on; ``load`` is called instead before a raw optimizer loads a state, and may give another one."""
+        self.release(raw)
+        before_load = functools.partial(self._check, "load_state_dict()")
+        hooks = [
+            raw.register_state_dict_pre_hook(functools.partial(self._check, "state_dict()")),
+            raw.register_load_state_dict_pre_hook(load or before_load),
+        ]
+        self._watched[id(raw)] = weakref.ref(raw), hooks
+        holdings = self._holdings()
+        if isinstance(raw, Optimizer) or (holdings is not None and raw is holdings.module):
+            found = vars(raw).get(_STATE_DICT)  # of the user's own
+            vars(raw)[_STATE_DICT] = functools.partial(self._give, weakref.ref(raw), found)
+        refused = _refusal(
+            raw, f"a copy or pickle of this {type(raw).__name__}", "a copy or pickle would miss the rest"
+        )
+        for name in _COPIES:
+            vars(raw)[name] = functools.partial(refuse_call, *refused)
+
+    def watch_modules(self, module: nn.Module, holds_part: Callable[[nn.Module], bool]) -> None:
+        """Refuse it of a module and of those in it of which this rank holds a part."""
+        for child in filter(holds_part, module.modules()):
+            self.watch(child)
+
+    def release_modules(self) -> None:
+        """The end of ``watch_modules``, also for those that were taken out of the module since."""
+        for reference, _ in list(self._watched.values()):
+            if isinstance(raw := reference(), nn.Module):
+                self.release(raw)
+
+    def release(self, raw: nn.Module | Optimizer) -> None:
+        _, hooks = self._watched.pop(id(raw), (None, []))
+        remove_hooks(hooks)
+        for name in _COPIES:
+            if getattr(vars(raw).get(name), "func", None) is refuse_call:
+                del vars(raw)[name]
+        given: Any = vars(raw).get(_STATE_DICT)
+        if getattr(given, "func", None) == self._give:
+            del vars(raw)[_STATE_DICT]
+            vars(raw).update({_STATE_DICT: given.args[1]} if given.args[1] else {})
+
+    def _give(self, reference: weakref.ref[Any], found: Any, *args: Any, **kwargs: Any) -> Any:
+        """In the place of ``state_dict`` of a raw object; ``found`` was there before."""
+        raw: Any = reference()
+        holdings = self._holdings()
+        optimizer = raw if isinstance(raw, Optimizer) else None
+        if holdings is None or self._open or not (holdings.partial(optimizer) or holdings.apart()):
+            return (found or functools.partial(type(raw).state_dict, raw))(*args, **kwargs)
+        return holdings.state_dict(optimizer, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Let state dicts through inside."""
+        before, self._open = self._open, True
+        try:
+            yield
+        finally:
+            self._open = before
+
+    def _check(self, what: str, raw: nn.Module | Optimizer, *_: object) -> None:
+        if not self._open:
+            loading = "every rank loads a whole one by load_state_dict(full) of the handle, or by accel.load"
+            lead = loading if what.startswith("load") else "it would miss the rest"
+            refuse_call(*_refusal(raw, f"{what} of this {type(raw).__name__}", lead))
+
+
+def _refusal(raw: nn.Module | Optimizer, what: str, why: str) -> tuple[type[AccelError], str]:
+    """The error, which says what to do instead; that works on every backend."""
+    kind, error = ("model", BackendError) if isinstance(raw, nn.Module) else ("optimizer", OptimizerError)
+    ended = "returns it whole" if kind == "model" else "gives it back with its whole state"
+    return error, (
+        f"{what}: this rank holds only its own part of it, and {why}; use what accel.full_state_dict({kind}) returns, which "
+        f"every rank calls; accel.teardown(model) {ended}; accel.save writes a checkpoint"
+    )
+
+
+def refuse_call(error: type[AccelError], text: str, *_: object) -> NoReturn:
+    """Stands, with an error and its text, where a call would go wrong."""
+    raise error(text)
+
+
+# -- What a module was before a library changed it, beside its values --------------------------------------------------
+
+_HOOKS: Final = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+#: An owner, its class, names of attributes and keys of hooks: as they are; or its own class where the library changed that, and
+#: what the library added.
+_Owned = tuple[Any, type[Any] | None, set[str], dict[str, set[int]]]
+
+
+def _owned(owner: Any) -> _Owned:
+    return owner, type(owner), set(vars(owner)), {name: set(getattr(owner, name, None) or ()) for name in _HOOKS}
+
+
+@final
+class Snapshot:
+    """The classes, attributes and hooks of a module, its children and its parameters; holds no tensor's values.
+
+    What the library adds while it runs begins with one of ``later``.
+    """
+
+    def __init__(self, module: nn.Module, later: tuple[str, ...] = ()) -> None:
+        self._module, self._later = module, later
+        self._before = [_owned(owner) for owner in (*module.modules(), *module.parameters())]
+        self._containers = [(m, type(m._parameters)) for m in module.modules()]
+        self._added: list[_Owned] = []
+
+    def changed(self) -> None:
+        """Call it when the library has made its changes: later ones are the user's."""
+        for owner, kind, names, hooks in self._before:
+            _, kind_now, names_now, hooks_now = _owned(owner)
+            changed = None if kind is kind_now else kind
+            self._added.append((owner, changed, names_now - names, {k: hooks_now[k] - hooks[k] for k in hooks}))
+        self._before.clear()
+
+    def hooks(self, name: str) -> list[Any]:
+        """The library's hooks of the root module, which comes first."""
+        keys = self._added[0][3][name]
+        return [hook for key, hook in getattr(self._module, name).items() if key in keys]
+
+    def change_hooks(self, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Let the library's hooks of all modules be others."""
+        for owner, _, _, hooks in self._added:
+            for key in hooks[name]:
+                kept = getattr(owner, name, {})
+                if key in kept:  # one of the library's own may be removed again
+                    kept[key] = change(kept[key])
+
+    def restore(self) -> None:
+        """Undo the library's changes, also where it failed half-way: hooks that it has left would run in the user's model."""
+        self.changed()
+        for module, container in self._containers:
+            if type(module._parameters) is not container:
+                vars(module)["_parameters"] = container(module._parameters.items())
+        for owner, kind, names, hooks in self._added:
+            own: Any = vars(owner)
+            for name in names | {n for n in own if self._later and n.startswith(self._later)}:
+                own.pop(name, None)
+            for name, keys in hooks.items():
+                for key in keys:
+                    getattr(owner, name).pop(key, None)
+            if kind is not None:
+                owner.__class__ = kind
+        self._added.clear()
