@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import os
 import socket
 import time
@@ -18,7 +19,7 @@ from torch import nn
 from .. import shard
 from ..data import LoaderHandle
 from ..deferred import weights_of
-from ..errors import CheckpointError
+from ..errors import CheckpointError, is_url
 from ..process import current
 from ..process.control import locked, raise_together
 from ..shard import Manifest, Shard
@@ -46,7 +47,7 @@ from .steps import (
     progress_bar,
 )
 from .values import Decoder, Json
-from .verify import check_record, verify_needed
+from .verify import check_record, chunks_due
 
 logger = logging.getLogger("accel")
 
@@ -162,21 +163,32 @@ def _load(
     rank = process.place.rank
     with contextlib.ExitStack() as undo:
 
-        def prepare() -> tuple[Loading, tuple[Differences, str, dict[str, str]]]:
+        def prepare() -> tuple[Loading, tuple[Differences, str, dict[str, str], int, int]]:
             loading = Loading(checkpoint, state, undo, rank, stream=check == "stream", convert=convert)
-            return loading, (loading.differences, *loading.objects())
+            size = sum(one.tensor.nbytes for one in loading.needs())
+            return loading, (loading.differences, *loading.objects(), size, sum(1 << at for at in loading.unneeded))
 
         loading, told = exchange("accel.load", prepare)
         loading.reader.progress = more
-        report(checkpoint.directory, [differences for differences, *_ in told], strict, rank)
-        check_objects([objects for _, objects, _ in told])
-        check_engines("accel.load", [engines for *_, engines in told])
+        nowhere = functools.reduce(operator.and_, [places for *_, places in told])
+        unneeded = [name for at, name in loading.unneeded.items() if nowhere >> at & 1]
+        report(checkpoint.directory, [differences for differences, *_ in told], unneeded, strict, rank)
+        check_objects([objects for _, objects, *_ in told])
+        check_engines("accel.load", [engines for _, _, engines, *_ in told])
         host = socket.gethostname()
         try:
             if placed is not None:
                 host = placed.fetch(checkpoint.directory, loading.files())
-            if check != "stream" and checkpoint.headers is None:
-                verify_needed(loading.reader, checkpoint.record, loading.needs(), process.place, host)
+            # Together they read much more than there is: what ranks of a host read of one file, one of them compares.
+            shared = sum(size for *_, size, _ in told) > 1.5 * checkpoint.record.nbytes and not is_url(
+                checkpoint.directory
+            )
+            if checkpoint.headers is None and (check != "stream" or shared):
+                due = chunks_due(loading.reader, checkpoint.record, loading.needs(), process.place, host)
+                if check == "stream":
+                    loading.due = due
+                else:
+                    on_every_rank("accel.load (the checksums)", lambda: loading.reader.verify_all(due))
         except CheckpointError as error:
             if check is not None:
                 raise
@@ -288,9 +300,15 @@ class Loading:
         self._decoder = Decoder(self.path, self._fetch, checkpoint.objects)
         self._wanted: list[Shard] = []
         self._tied: list[tuple[str, str]] = []
+        #: What the checkpoint has of the objects here, and this rank needs nothing of, by its place among all tensors: so that
+        #: very many ranks, each with a part of a model, tell each other a bit for each, and no names.
+        self.unneeded: dict[int, str] = {}
+        self._places = {name: at for at, name in enumerate(self.found.tensors)}
         self._match = Match(State({} if state is None else state), self._decoder, self.found.tensors)
         self.differences = self._match.differences
         self._apply: Apply | None = None
+        #: The chunks that this rank compares while it fills; None: all that it reads.
+        self.due: dict[int, set[int]] | None = None
         if state is None:
             self._match.plain.append(self.found.values)
         else:
@@ -331,7 +349,8 @@ class Loading:
                 saved_as = f"{own}{stored_as.get(name, name)}"
                 self._wanted.append(Shard(saved_as, slot.shape, slot.start, slot.tensor, slot.box))
         if not isinstance(one, TensorObject):
-            self.differences.untouched.update(f"{one.path}, {name}" for name in tensors.keys() - touched)
+            for name in tensors.keys() - touched:
+                self.unneeded[self._places[f"{own}{stored_as.get(name, name)}"]] = f"{one.path}, {name}"
 
     def _untie(self, one: ModuleObject, own: str, tensors: dict[str, Stored]) -> dict[str, str]:
         """Let a tied tensor have its first name in ``tensors`` alone; returns under which it was stored."""
@@ -408,7 +427,7 @@ class Loading:
                 if isinstance(one, StatefulObject):
                     one.fill(node, self._decoder)
             with torch.no_grad():
-                self.reader.fill(self._wanted)
+                self.reader.fill(self._wanted, self.due)
                 # Autograd must see that what it may have saved for a backward has changed.
                 torch.autograd.graph.increment_version([one.tensor for one in self._wanted])
                 for one, node in objects:
@@ -460,7 +479,7 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
     with contextlib.ExitStack() as undo:
         whole = open_checkpoint(directory, state)
         loading = Loading(whole, state, undo, 0, stream=False, convert=True, planned=True)
-        report(directory, [loading.differences], True, 0)
+        report(directory, [loading.differences], loading.unneeded.values(), True, 0)
 
     def fill(handle: nn.Module) -> None:
         load(directory, _state_for(directory, handle), convert=True)

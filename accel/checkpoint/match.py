@@ -66,7 +66,7 @@ class Differences:
     unfit: list[str] = field(default_factory=list)  # with both sides
     untouched: set[str] = field(
         default_factory=set
-    )  # what the checkpoint has of the modules, and this rank does not need
+    )  # extra state that the checkpoint has of modules, and they have not here
 
 
 @final
@@ -242,11 +242,13 @@ def _describe(node: Json) -> str:
 _FIRST: Final = 10  # differences that a message lists
 
 
-def report(directory: str, differences: Sequence[Differences], strict: bool, rank: int) -> None:
-    """Raise, or warn of, what does not fit on any rank."""
+def report(
+    directory: str, differences: Sequence[Differences], unneeded: Iterable[str], strict: bool, rank: int
+) -> None:
+    """Raise, or warn of, what does not fit on any rank; ``unneeded`` are tensors of which none needs anything."""
     lines = []
     missing = dict.fromkeys(name for d in differences for name in d.missing)
-    untouched = set.intersection(*(d.untouched for d in differences))
+    untouched = set.intersection(*(d.untouched for d in differences)).union(unneeded)
     for what, names in (
         ("in the state, not in the checkpoint", list(missing)),
         ("in the checkpoint, not in the state", sorted(untouched)),

@@ -190,6 +190,8 @@ class Reader:
         self._stream = stream and headers is None
         self._headers = dict(enumerate(headers or ()))
         self._threads = ReaderThreads()
+        #: By file the chunks of which this rank is to compare the checksums, where others compare the rest; None: all.
+        self._due: Mapping[int, set[int]] | None = None
         self.progress: Progress = lambda nbytes: None
         self._staging = _Staging()
 
@@ -259,6 +261,12 @@ class Reader:
         """Compare the checksums of chunks of a file; raises for the first that is damaged, with a tensor that is in it."""
         self._read_chunks(file, {chunk: [] for chunk in chunks})
 
+    def verify_all(self, chunks: Mapping[int, Iterable[int]]) -> None:
+        """The same, of several files."""
+        for file in sorted(chunks):
+            if numbers := sorted(chunks[file]):
+                self.verify(file, numbers)
+
     def _read_chunks(self, file: int, chunks: Mapping[int, list[_Piece]]) -> None:
         """Read what is wanted of chunks; one of which nothing is wanted is compared with its checksum."""
         path = self._path(file)
@@ -283,8 +291,11 @@ class Reader:
         for piece in sorted(wanted, key=attrgetter("offset")):
             (twice if piece.offset < at else once).append(piece)
             at = max(at, piece.offset + piece.nbytes)
-        if self._stream or not wanted:
+        due = None if self._due is None else self._due.get(file, set())
+        if not wanted or (self._stream and (due is None or chunk in due)):
             self._compare_chunk(opened, file, chunk, once)
+            if due is not None:
+                due.discard(chunk)
         else:
             ranges: list[tuple[int, list[memoryview]]] = []
             at = -1
@@ -326,8 +337,12 @@ class Reader:
                 f"{', ...' if len(inside) > 3 else ''}; {_ADVICE}"
             )
 
-    def fill(self, wanted: Iterable[Shard]) -> None:
-        """Read parts of tensors into memory of any device, layout and dtype; each chunk once, but of what lies in other boxes."""
+    def fill(self, wanted: Iterable[Shard], due: Mapping[int, set[int]] | None = None) -> None:
+        """Read parts of tensors into memory of any device, layout and dtype; each chunk once, but of what lies in other boxes.
+
+        Where checksums are compared on the way, these are of the chunks that are ``due``, by file; other ranks compare the rest.
+        """
+        self._due = due
         files: dict[int, dict[int, list[_Piece]]] = {}
         rooms: list[tuple[torch.Tensor, ...]] = []
         size = 0
@@ -347,6 +362,8 @@ class Reader:
                 rooms.append((one.tensor, one.tensor, own))
         self._take(files, rooms)
         self._staging.finish()
+        self._due = None
+        self.verify_all(due or {})  # what was not read after all: others rely on it
 
     def _take(self, files: dict[int, dict[int, list[_Piece]]], rooms: Iterable[tuple[torch.Tensor, ...]]) -> None:
         """Read what was planned, and copy what is wanted of the rooms that it went into."""

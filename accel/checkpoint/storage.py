@@ -227,7 +227,7 @@ class Local:
 
 @final
 class _LocalFile(File):
-    step = 512 << 10  # which are in the caches of a core that has read them
+    step = 256 << 10  # which are in the caches of a core that has read them
 
     def __init__(self, path: str, size: int, fd: int) -> None:
         super().__init__(path, size)

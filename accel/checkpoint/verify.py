@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from bisect import bisect_right
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
@@ -20,14 +21,14 @@ from .reader import Reader
 from .record import Record
 from .safetensors import BY_NAME, CHUNK, chunks_of
 from .state import OF_VALUES
-from .steps import Progress, check_flags, exchange, log_end, on_every_rank, on_running_ranks, parsing, progress_bar
+from .steps import Progress, check_flags, exchange, log_end, on_running_ranks, parsing, progress_bar
 from .values import DEPTH, TAG, Decoder, Json
 
 _BATCH: Final = 64  # chunks between two words of progress
 
 
-def verify_needed(reader: Reader, found: Record, needs: Sequence[Shard], place: Place, host: str) -> None:
-    """Compare the checksums of all chunks that some rank needs, each on one rank of each ``host``. Collective."""
+def chunks_due(reader: Reader, found: Record, needs: Sequence[Shard], place: Place, host: str) -> dict[int, set[int]]:
+    """By file the chunks that this rank compares: each that some rank needs falls to one rank of each ``host``. Collective."""
     sizes = torch.tensor([chunks_of(file.size) for file in found.files], dtype=torch.int64, device="cpu")
     bases = (sizes.cumsum(0) - sizes).tolist()
 
@@ -44,14 +45,11 @@ def verify_needed(reader: Reader, found: Record, needs: Sequence[Shard], place: 
     mine, told = exchange("accel.load (the files)", mark)
     neighbours = [rank for rank, (host, *_) in enumerate(told) if host == told[place.rank][0]]
     mine = _share(mine, [told[rank][1:] for rank in neighbours], neighbours.index(place.rank))
-
-    def compare() -> None:
-        for file, base in enumerate(bases):
-            low, high = torch.searchsorted(mine, torch.tensor([base, base + int(sizes[file])], device="cpu")).tolist()
-            if low < high:
-                reader.verify(file, (mine[low:high] - base).tolist())
-
-    on_every_rank("accel.load (the checksums)", compare)
+    due: dict[int, set[int]] = {}
+    for number in mine.tolist():
+        file = bisect_right(bases, number) - 1
+        due.setdefault(file, set()).add(number - bases[file])
+    return due
 
 
 def _share(needed: torch.Tensor, told: Sequence[tuple[list[int], bool]], me: int) -> torch.Tensor:

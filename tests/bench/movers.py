@@ -22,6 +22,7 @@ import accel
 from accel.checkpoint.safetensors import memory
 
 PIECE = 8 << 20
+STEP = 256 << 10  # which is in a core's caches after it was read
 #: Does the work; what it returns is to be waited for afterwards, when the clock has stopped.
 Act = Callable[[], Any]
 
@@ -61,14 +62,14 @@ def sync_files(path: Path) -> None:
         os.close(fd)
 
 
-def _views(tensors: list[torch.Tensor], first: int, last: int) -> Iterator[memoryview]:
+def _views(tensors: list[torch.Tensor], first: int, last: int, step: int = PIECE) -> Iterator[memoryview]:
     """The bytes ``first`` to ``last`` of all tensors, one behind the other."""
     start = 0
     for tensor in tensors:
         view = memory(tensor)
         low, high = max(first - start, 0), min(last - start, len(view))
-        for place in range(low, high, PIECE):
-            yield view[place : min(place + PIECE, high)]
+        for place in range(low, high, step):
+            yield view[place : min(place + step, high)]
         start += len(view)
 
 
@@ -109,13 +110,15 @@ class Movers:
     def acts(self, group: str) -> dict[str, Act]:
         """By title; the first is what the others are compared with."""
         if group == "save":
-            found: dict[str, Act] = {RAW_SAVE: self.raw_save, ACCEL: self.accel_save, "safetensors": self.st_save}
+            found: dict[str, Act] = {RAW_SAVE: self.raw_save, HASHED_SAVE: lambda: self.raw_save(hashed=True)}
+            found |= {ACCEL: self.accel_save, "safetensors": self.st_save}
             found |= {"torch.save": self.torch_save, "DCP": self.dcp_save, "DCP, safetensors": self.hf_save}
             return found | ({"Accelerate": self.accelerate_save} if self.replicated else {})
         if group == "load":
             found = {
                 RAW_LOAD: self.raw_load,
-                CHECKSUM: self.checksum,
+                HASHED_LOAD: lambda: self.raw_load(hashed=True),
+                CHECKED_LOAD: self.checked_load,
                 STREAM: self.accel_stream,
                 ACCEL: self.accel_load,
             }
@@ -128,25 +131,30 @@ class Movers:
 
     # -- by hand --------------------------------------------------------------------------------------------------
 
-    def raw_save(self) -> None:
-        fd = os.open(self.directory / f"raw{self.rank}", os.O_WRONLY | os.O_CREAT)
-        for view in _views(self.tensors, *self.files[self.rank]):
+    def raw_save(self, hashed: bool = False) -> None:
+        fd = os.open(self.directory / f"{'hashed' if hashed else 'raw'}{self.rank}", os.O_WRONLY | os.O_CREAT)
+        state = xxhash.xxh3_64()
+        for view in _views(self.tensors, *self.files[self.rank], STEP if hashed else PIECE):
+            if hashed:
+                state.update(view)
             while view:
                 view = view[os.write(fd, view) :]
         os.fsync(fd)
         os.close(fd)
 
-    def raw_load(self) -> None:
-        """All bytes that this rank needs, from the files in which they lie."""
+    def raw_load(self, hashed: bool = False) -> None:
+        """All bytes that this rank needs, from the files in which they lie; ``hashed``: its share of them on the way."""
         for rank, (first, last) in self.files.items():
             fd = os.open(self.directory / f"raw{rank}", os.O_RDONLY)
-            offset = 0
-            for view in _views(self.tensors, first, last):
+            own, state, offset = hashed and rank == self.rank, xxhash.xxh3_64(), 0
+            for view in _views(self.tensors, first, last, STEP if own else PIECE):
                 offset += os.preadv(fd, [view], offset)
+                if own:
+                    state.update(view)
             os.close(fd)
 
-    def _pieces(self, rank: int) -> Iterator[memoryview]:
-        buffer = memoryview(bytearray(PIECE))
+    def _pieces(self, rank: int, step: int) -> Iterator[memoryview]:
+        buffer = memoryview(bytearray(step))
         fd = os.open(self.directory / f"raw{rank}", os.O_RDONLY)
         offset = 0
         while count := os.preadv(fd, [buffer], offset):
@@ -154,13 +162,15 @@ class Movers:
             yield buffer[:count]
         os.close(fd)
 
-    def checksum(self) -> None:
-        """This rank's share of one pass over the bytes."""
-        for piece in self._pieces(self.rank):
-            xxhash.xxh3_64_intdigest(piece)
+    def checked_load(self) -> None:
+        """One pass over the bytes, of which this rank hashes its share, and then all that it needs."""
+        state = xxhash.xxh3_64()
+        for piece in self._pieces(self.rank, STEP):
+            state.update(piece)
+        self.raw_load()
 
     def raw_read(self) -> None:
-        for _ in self._pieces(self.rank):
+        for _ in self._pieces(self.rank, PIECE):
             pass
 
     def memcpy(self) -> None:
@@ -270,4 +280,6 @@ class Movers:
 ACCEL = "accel"
 STREAM = 'accel, `check="stream"`'
 RAW_SAVE, RAW_LOAD, READ = "raw write and fsync", "raw pread", "raw pread of a share"
-CHECKSUM, MEMCPY, REUSED = "one checksum pass (xxh3)", "memcpy into reused buffers", "DCP, its copy reused"
+HASHED_SAVE, HASHED_LOAD = "raw write and fsync, with xxh3", "raw pread, with xxh3"
+CHECKED_LOAD = "a pass of raw pread and xxh3, then raw pread"
+MEMCPY, REUSED = "memcpy into reused buffers", "DCP, its copy reused"

@@ -58,7 +58,7 @@ def accelerated(backend: str, blocks: int, folder: Path) -> Job:
     mark("setup")
     state = {"model": model, "optimizer": optimizer}
     if last := accel.latest(folder / "saved"):
-        accel.load(last, state)
+        accel.load(last, state, check="stream")  # a new process has nothing to lose
     mark("load")
     return model, optimizer, loader, lambda: accel.save(state, folder / "saved")
 

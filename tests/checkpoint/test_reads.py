@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from accel.__main__ import main
 from accel.checkpoint import reader
 from accel.checkpoint.reader import _put
 from accel.checkpoint.safetensors import CHUNK
+from accel.errors import CheckpointError
 from tests.checkpoint.crafting import shard_of
+from tests.distributed import run
 
 
 class Reads:
@@ -81,6 +84,62 @@ def test_a_load_reads_each_chunk_once(
     spent = reads.of(lambda: accel.load(tmp_path, state, check="stream", convert=True))
     assert spent < 1.01 * sizes(tmp_path) + 2**20
     assert all(torch.equal(state[name], t.to(state[name].dtype)) for name, t in saved.items())
+
+
+@contextlib.contextmanager
+def flipped(path: Path, at: int) -> Iterator[None]:
+    """Context: a bit of a byte of a file is another one. Collective."""
+    for last in (False, True):
+        accel.barrier()
+        if accel.is_main():
+            with path.open("r+b") as file:
+                file.seek(at)
+                (byte,) = file.read(1)
+                file.seek(at)
+                file.write(bytes([byte ^ 1]))
+        accel.barrier()
+        if not last:
+            yield
+
+
+def compared_while_filled(root: str) -> tuple[list[int], list[str]]:
+    """Of what both ranks hold: the chunks that this rank compares, and what is said where one is damaged, for each."""
+    net = nn.Linear(1024, 5 * 1024)
+    model, *_ = accel.setup(net, torch.optim.SGD(net.parameters()))
+    directory, numbers, found = Path(root, "whole"), [], []
+    accel.save({"model": model}, directory)
+    saved = [p.detach().clone() for p in model.parameters()]
+    compare = reader.Reader._compare_chunk
+    reader.Reader._compare_chunk = lambda self, opened, file, chunk, wanted: (
+        numbers.append(100 * file + chunk),
+        compare(self, opened, file, chunk, wanted),
+    )[1]
+    try:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        accel.load(directory, {"model": model}, check="stream")
+    finally:
+        reader.Reader._compare_chunk = compare
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), saved, strict=True))
+    for path in sorted(directory.glob("*.safetensors")):
+        for at in range(path.stat().st_size - 1, 0, -CHUNK):
+            with flipped(path, at):
+                try:
+                    accel.load(directory, {"model": model}, check="stream")
+                    found.append("")
+                except CheckpointError as error:
+                    found.append(str(error))
+    return numbers, found
+
+
+def test_ranks_of_a_host_share_the_comparison_while_they_fill(tmp_path: Path) -> None:
+    """Each chunk is compared on one of them, and damage in any is found on both."""
+    (first, errors), (second, others) = run(2, compared_while_filled, str(tmp_path))
+    assert len({*first, *second}) == len(first) + len(second)
+    assert min(len(first), len(second)) >= 2
+    assert len(errors) >= 5
+    assert all("is damaged between bytes" in error for error in (*errors, *others))
 
 
 class History:
