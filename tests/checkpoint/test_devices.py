@@ -22,6 +22,9 @@ class Devices:
         self.generators = [torch.Generator().manual_seed(7) for _ in range(4)]
         self.current = 0
 
+    def is_available(self) -> bool:
+        return False
+
     def get_rng_state(self, device: torch.device) -> torch.Tensor:
         return self.generators[device.index].get_state()
 

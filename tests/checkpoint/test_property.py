@@ -537,7 +537,7 @@ ARRAYS = st.one_of(
     st.builds(make_array, NUMPY_TYPES, st.sampled_from(SHAPES)),
     st.builds(lambda dtype: make_array(dtype, (4,))[3], NUMPY_TYPES),
     st.sampled_from(
-        [numpy.str_(""), numpy.bytes_(b""), numpy.datetime64("NaT"), numpy.ma.masked_array([1, 2], [0, 1])]
+        [numpy.str_(""), numpy.bytes_(b""), numpy.datetime64("NaT", "s"), numpy.ma.masked_array([1, 2], [0, 1])]
     ),
 )
 ATOMS: st.SearchStrategy[Any] = st.one_of(

@@ -90,7 +90,7 @@ def test_floats_that_json_has_not(value: float) -> None:
     [
         numpy.float32(1.5), numpy.int64(-3), numpy.bool_(True), numpy.float64("nan"), numpy.datetime64("2020-01-01"),
         numpy.arange(6, dtype=numpy.int16).reshape(2, 3), numpy.array(["ab", "c"]), numpy.zeros((0, 3)), numpy.array(5.0),
-        numpy.str_(""), numpy.bytes_(b""), numpy.datetime64("NaT"),
+        numpy.str_(""), numpy.bytes_(b""), numpy.datetime64("NaT", "s"),
         numpy.arange(5000, dtype=numpy.complex64), numpy.asfortranarray(numpy.arange(12.0).reshape(3, 4)),
         numpy.arange(5, dtype=">f8"), numpy.arange(5000, dtype=">i4"), numpy.zeros(2, "<M8[25s]"),
     ],
@@ -254,7 +254,7 @@ CYCLE.append({"a": CYCLE})
         ({"a": Level.LOW}, r'state\["a"\] is a .*Level'),
         ({"a": {math.nan: 1}}, r'the key nan of state\["a"\] would be another one'),
         ({"a": {(1, math.nan): 1}}, r'the key \(1, nan\) of state\["a"\] would be another one'),
-        ({"a": {numpy.datetime64("NaT"): 1}}, r'the key .*NaT.* of state\["a"\] would be another one'),
+        ({"a": {numpy.datetime64("NaT", "s"): 1}}, r'the key .*NaT.* of state\["a"\] would be another one'),
         ({"a": {torch.ones(1): 1}}, r'the key tensor.* of state\["a"\] would be another one'),
         ({math.nan: torch.ones(2)}, r"the key nan of state would be another one"),
         ({"a": {math.nan, 1.0}}, r'the key nan of state\["a"\] would be another one'),
