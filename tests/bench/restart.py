@@ -31,8 +31,8 @@ ABOUT = """A GPT of 114 million parameters with AdamW on 2 ranks over gloo, unde
 (SIGKILL) after a step, and the clock runs until the first step of the job that torchrun starts again has ended, on the slower \
 rank. All contenders run the same program (`tests/bench/restarted.py`): raw torch loads with `torch.load(mmap=True)`, and with \
 torch.distributed.checkpoint under FSDP2; accel's checks all bytes while it fills. *torchrun* is what passes until the new \
-processes are there; *import torch* has Python's own start in it; *model* is the user's: its first values, and the import of torch's \
-compiler that the first optimizer \
+processes are there; *import torch* has Python's own start in it; \
+*model* is the user's: its first values, and the import of torch's compiler that the first optimizer \
 of a process brings. *cpu* is what that rank computed until its first step ended, below by phase, and *touched* the memory \
 that it had from the kernel by then, page by page, which takes several times longer where a virtual machine had not used it \
 before. Bytecode is kept, as Python does unless told otherwise. *bytes* is what both ranks together need to read as many bytes \

@@ -53,8 +53,6 @@ class Holdings(Raw):
         super().__init__(engine.module, {})
         self.engine: Any = engine
         self.guard = Guard(self)
-        if engine.precision.float8:
-            self.packages += (FLOAT8,)
         #: Of each parameter, whole, whatever becomes of it on this rank.
         self.shapes = {name: p.shape for name, p in engine.named.items()}
 
@@ -101,14 +99,20 @@ class Holdings(Raw):
     def kind(self, module: nn.Module) -> type[Any]:
         """The class that its author gave a module. Local."""
         # One that a library derives says that it is its metaclass's, where that is not the usual one.
+        theirs = self.packages + self._eight_bits
         kinds = {kind: (kind, *kind.__bases__) for kind in type(module).__mro__}
-        return next(kind for kind, near in kinds.items() if not any(is_of(one, self.packages) for one in near))
+        return next(kind for kind, near in kinds.items() if not any(is_of(one, theirs) for one in near))
 
     def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
         """The names of attributes of a module or parameter that are there for the engine. Local."""
-        eight = (FLOAT8,) if self.engine.precision.float8 else ()
-        own = vars(owner).items()
-        return {n for n, value in own if is_of(value, self.packages if n in REPLACED else eight)} | about(owner)
+        theirs, eight = self.packages + self._eight_bits, self._eight_bits
+        return {n for n, value in vars(owner).items() if is_of(value, theirs if n in REPLACED else eight)} | about(
+            owner
+        )
+
+    @property
+    def _eight_bits(self) -> tuple[str, ...]:
+        return (FLOAT8,) if self.engine.precision.float8 else ()
 
     @property
     def mesh(self) -> DeviceMesh | None:
