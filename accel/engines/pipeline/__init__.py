@@ -46,7 +46,7 @@ from .stages import (
 # -- what of a model lies on which rank ---------------------------------------------------------------------------------
 
 
-_SET_DATA: Any = torch.Tensor.data.__set__
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Elsewhere(Absent, nn.Parameter):
@@ -68,7 +68,7 @@ class Elsewhere(Absent, nn.Parameter):
     def _like(self, converted: torch.Tensor) -> nn.Parameter:
         made = nn.Parameter(blank(converted.detach()), self.requires_grad)
         vars(made)["place"] = self.place
-        made.__class__ = Elsewhere  # type: ignore[assignment]
+        made.__class__ = Elsewhere
         return made
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
