@@ -46,7 +46,7 @@ _LIKE: Final = frozenset(
     [torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like]
 )
 #: Nothing where the parameter is like that already: ``model.to(device)``.
-_CONVERSIONS: Final = frozenset([_T.to, _T.cuda, _T.cpu, _T.float, _T.double, _T.half, _T.bfloat16, _T.type])
+CONVERSIONS: Final = frozenset([_T.to, _T.cuda, _T.cpu, _T.float, _T.double, _T.half, _T.bfloat16, _T.type])
 
 #: What the tensor in the values' place answers right too, where a parameter keeps a gradient of its own.
 FOR_AUTOGRAD: Final = frozenset(
@@ -109,7 +109,7 @@ class Absent:
             return func(_without_values(args[0]), *args[1:], **kwargs)
         if func in _LIKE and isinstance(args[0], Absent):
             return func(_without_values(args[0]), *args[1:], **{"device": args[0].device, **kwargs})  # type: ignore[attr-defined]
-        if func in _CONVERSIONS:
+        if func in CONVERSIONS:
             made = plainly(func)(*args, **kwargs)
             if made is args[0] or isinstance(made, str):
                 return made

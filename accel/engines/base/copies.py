@@ -46,24 +46,51 @@ def copied(holdings: Holdings, whole: Mapping[int, torch.Tensor], memo: dict[int
         root: what is pickled, to which the model's references to itself lead then.
     """
     module = holdings.module
+    kinds: dict[nn.Module, Any] = {part: holdings.kind(part) for part in module.modules()}
+    own = {part for part, kind in kinds.items() if root is None and _copies_itself(kind)}
     memo |= whole
+    if not own:
+        return _rebuilt(holdings, kinds, own, memo, root, root is not None)
+    # What copies itself may do so by any way into its children: it is given children that are their author's too.
+    memo.update({id(value): value for value in list(memo.values())})
+    places = dict(memo)
+    twin = _rebuilt(holdings, kinds, own, places, None, True)
+    made: nn.Module = copy.deepcopy(twin, memo)
+    memo.update({key: memo[id(value)] for key, value in places.items() if id(value) in memo})
+    return made
+
+
+def _copies_itself(kind: Any) -> bool:
+    """Whether a class says itself how its objects are copied."""
+    reduces = any(getattr(kind, name) is not getattr(object, name) for name in ("__reduce__", "__reduce_ex__"))
+    return reduces or hasattr(kind, "__deepcopy__")
+
+
+def _rebuilt(
+    holdings: Holdings,
+    kinds: Mapping[nn.Module, Any],
+    own: set[nn.Module],
+    memo: dict[int, Any],
+    root: Any,
+    sharing: bool,
+) -> nn.Module:
+    """New modules of these classes; ``own`` ones with the very attributes, the others with what a pickle would hold."""
+    module = holdings.module
     for p in module.parameters():
-        if root is not None and id(p) not in whole:
+        if sharing and id(p) not in memo:
             memo[id(p)] = nn.Parameter(p.detach(), p.requires_grad)
             memo[id(p)].__class__ = type(p)
         if id(p) in memo:
             vars(memo[id(p)]).update(_without(vars(p), holdings.added(p)))
-    kinds: dict[nn.Module, Any] = {part: holdings.kind(part) for part in module.modules()}
-    theirs = {part: kind for part, kind in kinds.items() if root is None and hasattr(kind, "__deepcopy__")}
-    shells = {part: kind.__new__(kind) for part, kind in kinds.items() if part not in theirs}
+    shells = {part: kind.__new__(kind) for part, kind in kinds.items()}
     memo |= {id(part): shell for part, shell in shells.items()}
-    if module in shells:
-        memo[id(module)] = memo[id(holdings.engine.handle)] = shells[module] if root is None else root
-    memo |= {id(part): kind.__deepcopy__(part, memo) for part, kind in theirs.items()}
-    with contextlib.nullcontext() if root is None else _Sharing():
+    memo[id(module)] = memo[id(holdings.engine.handle)] = shells[module] if root is None else root
+    with _Sharing() if sharing else contextlib.nullcontext():
         for part, shell in shells.items():
-            shell.__setstate__(copy.deepcopy(_state(holdings, part, kinds[part].__getstate__(part)), memo))
-    made: nn.Module = shells[module] if module in shells else memo[id(module)]
+            state = vars(part) if part in own else kinds[part].__getstate__(part)
+            state = copy.deepcopy(_state(holdings, part, state), memo)
+            vars(shell).update(state) if part in own else shell.__setstate__(state)
+    made: nn.Module = shells[module]
     return made
 
 

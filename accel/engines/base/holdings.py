@@ -98,8 +98,10 @@ class Holdings(Raw):
 
     def kind(self, module: nn.Module) -> type[Any]:
         """The class that its author gave a module. Local."""
+        # One that a library derives says that it is its metaclass's, where that is not the usual one.
         theirs = self.packages + self._eight_bits
-        return next(kind for kind in type(module).__mro__ if not is_of(kind, theirs))
+        kinds = {kind: (kind, *kind.__bases__) for kind in type(module).__mro__}
+        return next(kind for kind, near in kinds.items() if not any(is_of(one, theirs) for one in near))
 
     def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
         """The names of attributes of a module or parameter that are there for the engine. Local."""

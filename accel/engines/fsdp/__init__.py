@@ -79,6 +79,15 @@ class FSDPHoldings(Holdings):
         if self.engine.parts is not None:
             self.engine.parts.sharded.reshard()
 
+    def _whole_tensors(
+        self, what: str, *, copied: bool = False, keep: bool = True
+    ) -> tuple[dict[int, torch.Tensor], dict[str, Any]]:
+        """A copy has them in the places of what the shards replaced too, which a module may list."""
+        others, extra = super()._whole_tensors(what, copied=copied, keep=keep)
+        parts = self.engine.parts if copied else None
+        replaced = () if parts is None else parts.replaced.values()
+        return others | {id(old): others[id(shard)] for old, shard in replaced}, extra
+
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
         if (parts := self.engine.parts) is None:
             return super().part(name, tensor, key)

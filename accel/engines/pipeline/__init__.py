@@ -17,7 +17,7 @@ from ...precision import convert_module, convert_optimizer
 from ...process import Process
 from ...process.control import agree
 from ...shard import Shard, StateEntry
-from ..base.absent import FOR_AUTOGRAD, Absent, blank, bring_back, name_of, take_away
+from ..base.absent import CONVERSIONS, FOR_AUTOGRAD, Absent, blank, bring_back, name_of, plainly, take_away
 from ..base.engine import Context, Engine, Options, lost_weights
 from ..base.gather import Item
 from ..base.gradients import Gradients
@@ -46,11 +46,30 @@ from .stages import (
 # -- what of a model lies on which rank ---------------------------------------------------------------------------------
 
 
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 class Elsewhere(Absent, nn.Parameter):
     """A parameter of another rank's stage."""
 
     plain = FOR_AUTOGRAD | {torch.Tensor.data_ptr, torch.Tensor.untyped_storage}
     place: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What ``model.to(...)`` does with each parameter, it may do with one that is away too."""
+        if func == _SET_DATA and getattr(args[0], "place", "") == getattr(args[1], "place", None):
+            return plainly(func)(*args)
+        if func in CONVERSIONS and isinstance(args[0], Elsewhere):
+            made = plainly(func)(*args, **kwargs or {})
+            return made if made is args[0] or isinstance(made, str) else args[0]._like(made)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _like(self, converted: torch.Tensor) -> nn.Parameter:
+        made = nn.Parameter(blank(converted.detach()), self.requires_grad)
+        vars(made)["place"] = self.place
+        made.__class__ = Elsewhere
+        return made
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"a parameter of shape {tuple(self.shape)}: {self.place}"

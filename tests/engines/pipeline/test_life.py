@@ -166,3 +166,30 @@ def collected() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_engine_dies_with_its_model(world: int) -> None:
     run(world, collected)
+
+
+def convert() -> None:
+    torch.manual_seed(0)
+    raw = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    plain = copy.deepcopy(raw).double()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend="pipeline")
+    x = torch.ones(2, 4)
+    for kind in (x, "cpu", torch.float32):  # as it is already
+        model.to(kind)
+    first = (raw[0] if accel.rank() else raw[2]).weight
+    model.double()
+    with pytest.raises(accel.BackendError, match="which lies on rank"):
+        first.double() + 1
+    model(x.double()).sum().backward()
+    optimizer.step()
+    assert accel.teardown(model) is raw
+    plain(x.double()).sum().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for p, expected in zip(raw.parameters(), plain.parameters(), strict=True):
+        assert type(p) is nn.Parameter
+        assert torch.allclose(p, expected)
+        assert p.dtype is torch.float64
+
+
+def test_a_model_is_converted_with_what_lies_elsewhere() -> None:
+    run(2, convert)
