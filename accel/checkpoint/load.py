@@ -165,7 +165,9 @@ def _load(
 
         def prepare() -> tuple[Loading, tuple[Differences, str, dict[str, str], int, int]]:
             loading = Loading(checkpoint, state, undo, rank, stream=check == "stream", convert=convert)
-            size = sum(one.tensor.nbytes for one in loading.needs())
+            size = 0 if is_url(checkpoint.directory) else sum(one.tensor.nbytes for one in loading.needs())
+            if placed is None and checkpoint.headers is None:
+                loading.files_of += str(folder.key_of(checkpoint.directory))  # ranks may each have a copy of their own
             return loading, (loading.differences, *loading.objects(), size, sum(1 << at for at in loading.unneeded))
 
         loading, told = exchange("accel.load", prepare)
@@ -175,16 +177,13 @@ def _load(
         report(checkpoint.directory, [differences for differences, *_ in told], unneeded, strict, rank)
         check_objects([objects for _, objects, *_ in told])
         check_engines("accel.load", [engines for _, _, engines, *_ in told])
-        host = socket.gethostname()
         try:
             if placed is not None:
-                host = placed.fetch(checkpoint.directory, loading.files())
-            # Together they read much more than there is: what ranks of a host read of one file, one of them compares.
-            shared = sum(size for *_, size, _ in told) > 1.5 * checkpoint.record.nbytes and not is_url(
-                checkpoint.directory
-            )
+                loading.files_of = placed.fetch(checkpoint.directory, loading.files())
+            # Together they read much more of disks than there is: what ranks of a host read of one file, one of them compares.
+            shared = sum(size for *_, size, _ in told) > 1.5 * checkpoint.record.nbytes
             if checkpoint.headers is None and (check != "stream" or shared):
-                due = chunks_due(loading.reader, checkpoint.record, loading.needs(), process.place, host)
+                due = chunks_due(loading.reader, checkpoint.record, loading.needs(), process.place, loading.files_of)
                 if check == "stream":
                     loading.due = due
                 else:
@@ -309,6 +308,8 @@ class Loading:
         self._apply: Apply | None = None
         #: The chunks that this rank compares while it fills; None: all that it reads.
         self.due: dict[int, set[int]] | None = None
+        #: One text for the ranks that read the same files by the same host.
+        self.files_of = socket.gethostname()
         if state is None:
             self._match.plain.append(self.found.values)
         else:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from ..errors import AccelError
+from ..trees import map_tensors
 
 # -- Bytes of any length in messages of a known one --------------------------------------------------------------------
 
@@ -87,46 +87,59 @@ def bytes_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves dense tensors out, wherever they are: their bytes are in ``parts``."""
+    """Leaves the memory of tensors out, wherever they are: it is in ``parts``, once for all tensors that share it."""
 
-    parts: list[torch.Tensor]
+    parts: dict[int, tuple[int, torch.Tensor]]
 
     def persistent_id(self, found: Any) -> Any:
-        if isinstance(found, torch.storage.TypedStorage | torch.UntypedStorage) and found.device.type != "cpu":
-            raise AccelError(f"a tensor on {found.device} of a class of its own would not arrive on the rank's device")
-        if type(found) is not torch.Tensor or not is_dense(found):
+        typed = isinstance(found, torch.storage.TypedStorage)
+        memory = found._untyped_storage if typed else found
+        if not isinstance(memory, torch.UntypedStorage) or memory.device.type == "meta":
             return None
-        self.parts.append(bytes_of(found, torch.device("cpu")))
-        return found.dtype, found.shape, found.device.type == "cpu"
+        if memory._cdata not in self.parts:
+            whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+            self.parts[memory._cdata] = len(self.parts), whole
+        number, _ = self.parts[memory._cdata]
+        return number, memory.nbytes(), memory.device.type == "cpu", found.dtype if typed else torch.uint8
 
 
 class _Unpickler(pickle.Unpickler):
-    """Takes the tensors from ``rest``, in the order in which they were left out."""
+    """Takes the memory of tensors from ``rest``, in the order in which it was left out."""
 
     rest: torch.Tensor
     device: torch.device
+    parts: list[torch.UntypedStorage]
 
-    def persistent_load(self, kind: Any) -> torch.Tensor:
-        dtype, shape, on_host = kind
-        mine, self.rest = self.rest.tensor_split([shape.numel() * dtype.itemsize])
-        tensor = mine.clone().view(dtype).reshape(shape)
-        return tensor if on_host else tensor.to(self.device)
+    def persistent_load(self, kind: Any) -> torch.storage.TypedStorage:
+        number, size, on_host, dtype = kind
+        if number == len(self.parts):
+            mine, self.rest = self.rest.tensor_split([size])
+            self.parts.append((mine.clone() if on_host else mine.to(self.device, copy=True)).untyped_storage())
+        return torch.storage.TypedStorage(wrap_storage=self.parts[number], dtype=dtype, _internal=True)
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """Without the rest of what it is a part of."""
+    if type(tensor) is not torch.Tensor or not is_dense(tensor):
+        return tensor
+    tensor = tensor.detach()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def packed(value: Any) -> torch.Tensor:
-    """A value as bytes: pickled, and the bytes of its tensors behind that."""
+    """A value as bytes: pickled, and the memory of its tensors behind that. What shares memory inside of an object still does."""
     pickler = _Pickler(content := io.BytesIO(), pickle.HIGHEST_PROTOCOL)
-    pickler.parts = []
-    pickler.dump(value)
+    pickler.parts = {}
+    pickler.dump(map_tensors(_alone, value, others=True))
     head = len(content.getbuffer()).to_bytes(_LENGTH, "little") + content.getvalue()
-    return torch.cat([to_tensor(head), *pickler.parts])
+    return torch.cat([to_tensor(head), *(whole.cpu() for _, whole in pickler.parts.values())])
 
 
 def unpacked(message: torch.Tensor, device: torch.device) -> Any:
     """The value that ``packed`` was given; its tensors that were not on a host are on this device."""
     end = _LENGTH + int.from_bytes(to_bytes(message[:_LENGTH]), "little")
     unpickler = _Unpickler(io.BytesIO(to_bytes(message[_LENGTH:end])))
-    unpickler.rest, unpickler.device = message[end:], device
+    unpickler.rest, unpickler.device, unpickler.parts = message[end:], device, []
     return unpickler.load()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from accel.checkpoint.reader import _put
 from accel.checkpoint.safetensors import CHUNK
 from accel.errors import CheckpointError
 from tests.checkpoint.crafting import shard_of
-from tests.distributed import run
+from tests.distributed import outcomes, run
 
 
 class Reads:
@@ -140,6 +141,23 @@ def test_ranks_of_a_host_share_the_comparison_while_they_fill(tmp_path: Path) ->
     assert min(len(first), len(second)) >= 2
     assert len(errors) >= 5
     assert all("is damaged between bytes" in error for error in (*errors, *others))
+
+
+def load_a_copy(root: str, check: Any) -> None:
+    accel.init()
+    accel.load(Path(root, str(accel.rank())), {"x": torch.zeros(5000)}, check=check)
+
+
+@pytest.mark.parametrize("check", ["first", "stream"])
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_ranks_with_copies_of_their_own_compare_these(check: str, damaged: int, tmp_path: Path) -> None:
+    accel.save({"x": torch.ones(5000)}, tmp_path / "0")
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    accel.teardown()
+    shard = shard_of(tmp_path / str(damaged))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\1")
+    errors = [one.message for one in outcomes(2, load_a_copy, str(tmp_path), check)]
+    assert all(f"{shard} is damaged between bytes" in error for error in errors)
 
 
 class History:

@@ -600,6 +600,37 @@ def test_all_reduce_of_numbers_gives_numbers() -> None:
         assert kinds[3:] == ["float32", "int32", numpy_bool, "float32", "float64", "float64"]
 
 
+class Holder:
+    """An object of the user's."""
+
+    def __init__(self) -> None:
+        self.whole = torch.arange(6.0).view(2, 3).t()
+        self.row, self.same = self.whole[1], self.whole
+        self.learnt = torch.ones(2, requires_grad=True)
+        self.learnt.note = "kept"  # type: ignore[attr-defined]
+        self.short = torch.tensor([1, 2], dtype=torch.uint16)
+
+
+def send_holder() -> list[Any]:
+    found: list[Any] = [
+        broadcast(Holder() if accel.rank() == 0 else None, objects=True),
+        *all_gather([Holder()], objects=True),
+    ]
+    told = []
+    for one in found if accel.rank() else found[1:]:
+        one.row.zero_()
+        told.append([one.whole.tolist(), one.whole.stride(), one.same is one.whole])
+        told.append([one.learnt.requires_grad, one.learnt.note, one.short.tolist(), str(one.short.dtype)])
+    return told
+
+
+def test_tensors_inside_of_objects_stay_as_they_were_to_each_other() -> None:
+    told = run(2, send_holder)
+    whole = [[[0.0, 3.0], [0.0, 0.0], [2.0, 5.0]], (1, 3), True]
+    assert told[0] == 2 * [whole, [True, "kept", [1, 2], "torch.uint16"]]
+    assert told[1] == 3 * [whole, [True, "kept", [1, 2], "torch.uint16"]]
+
+
 def send_objects() -> list[Any]:
     rank = accel.rank()
     part: Any = torch.arange(6.0)[2 * rank : 2 * rank + 2]  # of a larger tensor
