@@ -113,8 +113,6 @@ class Absent:
             made = plainly(func)(*args, **kwargs)
             if made is args[0] or isinstance(made, str):
                 return made
-        if getattr(func, "__name__", "") == "__set__" and args[1] is args[0]:  # its data, by ``model.to(device)``
-            return None
         for parameter in _among((args, kwargs)):
             parameter.fetch(func)
         return func(*args, **kwargs)

@@ -105,10 +105,10 @@ class Holdings(Raw):
 
     def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
         """The names of attributes of a module or parameter that are there for the engine. Local."""
-        theirs, eight = self.packages + self._eight_bits, self._eight_bits
-        return {n for n, value in vars(owner).items() if is_of(value, theirs if n in REPLACED else eight)} | about(
-            owner
-        )
+        eight = self._eight_bits
+        theirs = self.packages + eight
+        found = {n for n, value in vars(owner).items() if is_of(value, theirs if n in REPLACED else eight)}
+        return found | about(owner)
 
     @property
     def _eight_bits(self) -> tuple[str, ...]:

@@ -46,9 +46,6 @@ from .stages import (
 # -- what of a model lies on which rank ---------------------------------------------------------------------------------
 
 
-_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
-
 class Elsewhere(Absent, nn.Parameter):
     """A parameter of another rank's stage."""
 
@@ -58,7 +55,8 @@ class Elsewhere(Absent, nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What ``model.to(...)`` does with each parameter, it may do with one that is away too."""
-        if func == _SET_DATA and getattr(args[0], "place", "") == getattr(args[1], "place", None):
+        setting = getattr(func, "__name__", "") == "__set__"  # of its data, which may be a property of accel's own
+        if setting and getattr(args[0], "place", "") == getattr(args[1], "place", None):
             return plainly(func)(*args)
         if func in CONVERSIONS and isinstance(args[0], Elsewhere):
             made = plainly(func)(*args, **kwargs or {})
