@@ -250,29 +250,32 @@ class Snapshot:
         self._module, self._later = module, later
         self._before = [_owned(owner) for owner in (*module.modules(), *module.parameters())]
         self._containers = [(m, type(m._parameters)) for m in module.modules()]
-        self._added: list[_Owned] = []
+        #: By the identity of owners, which it holds.
+        self._added: dict[int, _Owned] = {}
 
     def changed(self) -> None:
         """Call it when the library has made its changes: later ones are the user's."""
         for owner, kind, names, hooks in self._before:
             _, kind_now, names_now, hooks_now = _owned(owner)
             changed = None if kind is kind_now else kind
-            self._added.append((owner, changed, names_now - names, {k: hooks_now[k] - hooks[k] for k in hooks}))
+            added = {k: hooks_now[k] - hooks[k] for k in hooks}
+            self._added[id(owner)] = owner, changed, names_now - names, added
         self._before.clear()
 
     def added(self, owner: Any) -> set[str]:
         """The names of the attributes that the library has added to a module or parameter."""
-        found: set[str] = next((names for one, _, names, _ in self._added if one is owner), set())
+        known = self._added.get(id(owner))
+        found = set() if known is None else known[2]
         return found | {name for name in vars(owner) if self._later and name.startswith(self._later)}
 
     def hooks(self, name: str) -> list[Any]:
-        """The library's hooks of the root module, which comes first."""
-        keys = self._added[0][3][name]
+        """The library's hooks of the root module."""
+        keys = self._added[id(self._module)][3][name]
         return [hook for key, hook in getattr(self._module, name).items() if key in keys]
 
     def change_hooks(self, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Let the library's hooks of all modules be others."""
-        for owner, _, _, hooks in self._added:
+        for owner, _, _, hooks in self._added.values():
             for key in hooks[name]:
                 kept = getattr(owner, name, {})
                 if key in kept:  # one of the library's own may be removed again
@@ -284,7 +287,7 @@ class Snapshot:
         for module, container in self._containers:
             if type(module._parameters) is not container:
                 vars(module)["_parameters"] = container(module._parameters.items())
-        for owner, kind, names, hooks in self._added:
+        for owner, kind, names, hooks in self._added.values():
             own: Any = vars(owner)
             for name in names | {n for n in own if self._later and n.startswith(self._later)}:
                 own.pop(name, None)
