@@ -18,11 +18,12 @@ import torch
 from ..errors import CheckpointError
 from ..process.control import locked
 from . import folder, record
-from .match import SavedNames, children_of
+from .match import children_of
 from .reader import Reader
 from .record import Record
 from .safetensors import BY_NAME, ITEM_BYTES, METADATA, NAMES, Entry, build_header, memory
 from .source import STEMS, index_file, present, whole_file
+from .state import below, component
 from .steps import Progress, check_flags, log_end, on_running_ranks, progress_bar
 from .storage import Write, storage_of
 from .values import TAG, Decoder, Json
@@ -108,15 +109,13 @@ def _parse_dtype(dtype: str | torch.dtype | None) -> str | None:
     return NAMES[found]
 
 
-def models_in(node: Json, decoder: Decoder, names: SavedNames, name: str = "") -> Iterator[tuple[str, dict[str, Json]]]:
+def models_in(node: Json, decoder: Decoder, name: str = "") -> Iterator[tuple[str, dict[str, Json]]]:
     """The models of a saved state, with their names."""
     if isinstance(node, dict) and node.get(TAG) == "module":
         yield name, node
         return
-    children = children_of(node, decoder) or {}
-    own = names.of(children, name)
-    for key, child in children.items():
-        yield from models_in(child, decoder, names, own[key])
+    for key, child in (children_of(node, decoder) or {}).items():
+        yield from models_in(child, decoder, below(name, component(key)))
 
 
 def choose(directory: str, found: Record, name: str | None) -> tuple[str, dict[str, Json]]:
@@ -126,7 +125,7 @@ def choose(directory: str, found: Record, name: str | None) -> tuple[str, dict[s
         raise CheckpointError(f"{directory}: the key of a dict is the tensor {tensor!r}")
 
     decoder = Decoder(os.path.join(directory, record.NAME), refuse)
-    models = dict(models_in(found.values, decoder, SavedNames(found.tensors)))
+    models = dict(models_in(found.values, decoder))
     known = ", ".join(map(repr, models)) or "none"
     if not models:
         raise CheckpointError(f"{directory} has no model")

@@ -303,7 +303,7 @@ class Loading:
         #: very many ranks, each with a part of a model, tell each other a bit for each, and no names.
         self.unneeded: dict[int, str] = {}
         self._places = {name: at for at, name in enumerate(self.found.tensors)}
-        self._match = Match(State({} if state is None else state), self._decoder, self.found.tensors)
+        self._match = Match(State({} if state is None else state), self._decoder)
         self.differences = self._match.differences
         self._apply: Apply | None = None
         #: The chunks that this rank compares while it fills; None: all that it reads.

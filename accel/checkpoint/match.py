@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import NoneType
 from typing import Any, Final, final
 
 import torch
@@ -17,7 +15,7 @@ from ..shard import Shard, overlaps_itself
 from .objects import StateObject
 from .record import Stored
 from .safetensors import BY_NAME
-from .state import OF_VALUES, State, below, component, former_component, is_object, items_of
+from .state import OF_VALUES, State, below, component, is_object, items_of
 from .steps import parsing
 from .values import TAG, Decoder, Json, items_in, members, place
 
@@ -25,37 +23,6 @@ logger = logging.getLogger("accel")
 
 #: Gives a value of the state its new content, and returns what takes its place.
 Apply = Callable[[], Any]
-
-
-@final
-class SavedNames:
-    """How a checkpoint with these tensors names what its containers hold."""
-
-    def __init__(self, tensors: Iterable[str]) -> None:
-        self._tensors = tensors
-
-    @functools.cached_property
-    def _in_order(self) -> list[str]:
-        return sorted(self._tensors)
-
-    def _holds(self, name: str) -> bool:
-        """Whether a tensor has this name, or is below it."""
-        first = (self._in_order[at : at + 1] for at in (bisect_left(self._in_order, n) for n in (name, f"{name}/")))
-        return any(n == name or n.startswith(f"{name}/") for found in first for n in found)
-
-    def of(self, children: Iterable[Any], name: str) -> dict[Any, str]:
-        """The name of what each key leads to: by the saved key, since 1, True and numpy's 1 are one key with several names."""
-        names = {key: below(name, component(key)) for key in children}
-        former = {key: below(name, former_component(key)) for key in children if not isinstance(key, _SETTLED)}
-        taken = set(names.values()) if former else ()
-        for key, other in former.items():
-            if other not in taken and self._holds(other) and not self._holds(names[key]):
-                names[key] = other
-        return names
-
-
-#: Keys whose names are as they always were.
-_SETTLED: Final = (str, int, float, NoneType)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +40,9 @@ class Differences:
 class Match:
     """What a load will do with a state: its objects with their saved nodes, the nodes of plain values, what does not fit."""
 
-    def __init__(self, state: State, decoder: Decoder, tensors: Iterable[str]) -> None:
+    def __init__(self, state: State, decoder: Decoder) -> None:
         self._state = state
         self._decoder = decoder
-        self._names = SavedNames(tensors)
         self.objects: list[tuple[StateObject, Mapping[str, Json]]] = []
         self.plain: list[Json] = []
         self.differences = Differences()
@@ -113,7 +79,8 @@ class Match:
 
     def _visit_container(self, value: Any, children: Mapping[Any, Json], name: str, path: str) -> Apply:
         applies: dict[Any, Apply] = {}
-        names = self._names.of(children, name)
+        # By the saved key: 1, True and numpy's 1 are one key with several names.
+        names = {key: below(name, component(key)) for key in children}
         for key, item in items_of(value):
             where = place(path, key)
             if key in children:

@@ -32,11 +32,6 @@ def component(key: object) -> str:
     return f"%{ord(text[0]):02X}{text[1:]}" if text[:1] in ("[", OF_VALUES) else text
 
 
-def former_component(key: object) -> str:
-    """Of a key that is no string, as accel 0.1.0 had it: a path, a device or a number of numpy could look as another key."""
-    return f"[{_escaped(str(key))}]"
-
-
 def _escaped(text: str) -> str:
     return text.replace("%", "%25").replace("/", "%2F")
 

@@ -283,8 +283,6 @@ class Decoder:
         kind: Any = numpy.dtype(data["dtype"])
         shape = () if scalar else _shape(data)
         content = b"" if stored is not None else _bytes(data)
-        if kind.itemsize == 0 and content:  # accel 0.1.0 wrote an empty text with the bytes of one character
-            kind = numpy.dtype(f"{data['dtype'][:2]}1")
         if math.prod(shape) * kind.itemsize != (len(content) if stored is None else stored.nbytes):
             raise ValueError("an array whose shape does not fit its bytes")
         if stored is not None:

@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.checkpoint import state as state_names
 from accel.errors import CheckpointError
-from tests.checkpoint.crafting import body_of, rewrite
 from tests.checkpoint.helpers import differences
 from tests.distributed import run
 
@@ -255,39 +253,17 @@ def test_equal_keys_are_one_key(tmp_path: Path) -> None:
             assert state[1].tolist() == [1, 1, 1]
 
 
-def test_names_that_version_0_1_0_gave_to_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It wrote ``str`` of a key, where the name is now made of its ``repr``; its checkpoints are found under both."""
+def test_keys_of_any_type_lead_to_objects(tmp_path: Path) -> None:
     keys = [Path("a/b"), torch.device("cpu"), numpy.float32(0.1), (numpy.int64(3), "q"), (Path("z"), 1), 7, 1.5, "[a]"]
 
     def state(value: float) -> dict[Any, Any]:
         inner = {key: {"t": torch.full((3,), value + i), key: [net(i + int(value))]} for i, key in enumerate(keys)}
         return {"n": inner, Path("t"): torch.full((2,), value)}
 
-    component = state_names.component
-
-    def former(key: object) -> str:
-        return component(key) if isinstance(key, str) else state_names.former_component(key)
-
-    with monkeypatch.context() as before:
-        before.setattr(state_names, "component", former)
-        accel.save(state(1.0), tmp_path / "old")
-        accel.save({Path("gan"): net(3)}, tmp_path / "model")
-    assert "[t]" in body_of(tmp_path / "old")["tensors"]
+    accel.save(state(1.0), tmp_path)
     loaded = state(50.0)
-    accel.load(tmp_path / "old", loaded)
+    accel.load(tmp_path, loaded)
     assert not differences(_flat(state(1.0)), _flat(loaded))
-    accel.export(tmp_path / "model", tmp_path / "out", name="[gan]")
-    other = net(4)
-    accel.load(tmp_path / "out", {"model": other})
-    assert not differences(net(3).state_dict(), other.state_dict())
-    # One tensor of two keys was lost; it is not given to the other.
-    accel.save({1: torch.ones(2)}, tmp_path / "one")
-    rewrite(
-        tmp_path / "one",
-        lambda body: body["values"]["items"].append([{"!": "path", "value": "1"}, body["values"]["items"][0][1]]),
-    )
-    with pytest.raises(CheckpointError, match=r"in the state, not in the checkpoint: state\[PosixPath\('1'\)\]"):
-        accel.load(tmp_path / "one", {1: torch.zeros(2), Path("1"): torch.zeros(2)})
 
 
 def _flat(state: dict[Any, Any]) -> list[Any]:
