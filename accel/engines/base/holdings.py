@@ -22,10 +22,9 @@ from ...process.packing import broadcast_
 from ...shard import Raw, Shard, StateEntry, fill_module_values, named_tensors, state_device
 from ...trees import map_tensors
 from .absent import about
-from .copies import copied, is_of
 from .gather import Item, gather
 from .memory import MemoryUse
-from .raw_objects import FLOAT8, REPLACED, Guard, Target, copied_to, in_place_of
+from .raw_objects import FLOAT8, REPLACED, Guard, Target, copied, copied_to, in_place_of, is_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
