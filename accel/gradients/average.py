@@ -42,46 +42,21 @@ def held_by_any(what: str, told: Iterable[bytes], names: Sequence[str]) -> list[
     return [i for i, code in enumerate(held) if code == _DENSE]
 
 
-def held_anywhere(
-    what: str, parameters: Sequence[nn.Parameter], names: Sequence[str], process: Process, *, announced: bool = False
-) -> list[int]:
-    """The numbers of the parameters that have a gradient on any rank, as in ``held_by_any``. Collective.
-
-    Args:
-        what: is to be done with them, for messages.
-        parameters: the same on every rank.
-        names: of these.
-        process: of this rank.
-        announced: the ranks are known to be at this place, so that a mask on the device will do.
-    """
-    if not parameters:
-        return []
-    mine = held_here(parameters)
-    if not announced:
-        return held_by_any(what, agree(what, mine), names)
-    mask = torch.tensor(list(mine), dtype=torch.uint8, device=process.device)
-    dist.all_reduce(mask, dist.ReduceOp.MAX, group=process.group)
-    return held_by_any(what, [bytes(mask.tolist())], names)
-
-
 def average_gradients_(
     what: str,
     parameters: Sequence[nn.Parameter],
     names: Sequence[str],
     process: Process,
     add: Callable[[torch.Tensor], object] | None = None,
-    *,
-    announced: bool = False,
 ) -> bool:
     """Average the gradients of every parameter that has one on any rank; a rank that has none counts as zero. Collective.
 
     Args:
-        what: as for ``held_anywhere``.
+        what: is to be done with them, for messages.
         parameters: the same on every rank.
         names: of these.
         process: of this rank.
         add: sums a flat tensor over the ranks, in place; None is ``dist.all_reduce``.
-        announced: as for ``held_anywhere``.
 
     Returns:
         Whether there were any.
@@ -89,8 +64,8 @@ def average_gradients_(
     Raises:
         BackendError: a rank has a sparse one; on every rank.
     """
-    gradients = []
-    for number in held_anywhere(what, parameters, names, process, announced=announced):
+    gradients: list[torch.Tensor] = []
+    for number in held_by_any(what, agree(what, held_here(parameters)), names) if parameters else ():
         parameter = parameters[number]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
