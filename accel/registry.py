@@ -338,6 +338,15 @@ class Registry:
         like = gradients[0] if gradients else torch.tensor(0.0, device="cpu")
         return total_norm(mine, norm_type, like.device, reduce).to(like.dtype)
 
+    def having(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The parameters whose gradients these are, where engines measure all of them; else none."""
+        engines = [
+            e for e in self.in_order() if type(e.gradients).norm is not Gradients.norm and not e.gradients.hidden()
+        ]
+        own = {id(p.grad): p for e in engines for p in e.parameters if p.grad is not None}
+        found = [own[id(g)] for g in gradients if id(g) in own]
+        return found if len(found) == len(gradients) else []
+
     def before_local_norm(self, gradients: Sequence[torch.Tensor]) -> None:
         """Refuse to measure gradients of which other ranks have more."""
         own = {id(p.grad) for e in self._spread() for p in e.parameters if p.grad is not None}

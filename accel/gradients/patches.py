@@ -256,6 +256,7 @@ class ClipListener(Protocol):
     def before_clipping(self, gradients: Sequence[torch.Tensor]) -> None: ...
     def behind(self, parameters: Sequence[torch.Tensor]) -> Sequence[Accumulator]: ...
     def before_local_norm(self, gradients: Sequence[torch.Tensor]) -> None: ...
+    def having(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]: ...
     def total_norm(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], norm_type: float
     ) -> torch.Tensor | None: ...
@@ -266,7 +267,12 @@ def clip_patches(listener: ClipListener) -> tuple[Patch, ...]:
     clip = _Clip(listener)
     acts: dict[str, Callable[..., Any]] = {_GROUP: clip.group, _NORM: clip.norm, _MULTIPLY: clip.multiply}
     patches = [around(vars(clip_grad), name, act) for name, act in acts.items()]
-    for function, act in ((clip_grad.clip_grad_value_, clip.value), (getattr(clip_grad, _NORM, None), clip.given)):
+    inside: dict[str, Callable[..., Any]] = {
+        "clip_grad_value_": clip.value,
+        _NORM: clip.given,
+        _MULTIPLY: clip.multiply,
+    }
+    for function, act in ((getattr(clip_grad, name, None), act) for name, act in inside.items()):
         if "func" in (inner := _Cells(function)).names:
             patches.append(around(inner, "func", act))
     return tuple(patches)
@@ -308,18 +314,20 @@ class _Clip:
             self._listener.before_clipping(tensors[0])
         return original(tensors, *args)
 
-    def norm(
+    def norm(self, original: Callable[..., torch.Tensor], tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._total(_clipped(sys._getframe(2)), original, _as_list(tensors), *args, **kwargs)
+
+    def _total(
         self,
+        parameters: Sequence[torch.Tensor],
         original: Callable[..., torch.Tensor],
-        tensors: torch.Tensor | Iterable[torch.Tensor],
+        gradients: list[torch.Tensor],
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        clipped = _clipped(sys._getframe(2))
         with self._called():
-            total = self._listener.total_norm(clipped, gradients, float(norm_type))
+            total = self._listener.total_norm(parameters, gradients, float(norm_type))
             if total is None:
                 return original(gradients, norm_type, error_if_nonfinite, foreach)
         self._norm = total
@@ -329,14 +337,29 @@ class _Clip:
             )
         return total
 
-    def multiply(self, original: Callable[..., None], parameters: Any, *args: Any, **kwargs: Any) -> None:
+    def multiply(
+        self,
+        original: Callable[..., None],
+        parameters: Any,
+        max_norm: float,
+        total_norm: torch.Tensor,
+        foreach: bool | None = None,
+    ) -> None:
+        if self._inside:  # called by the other one of the two that this stands for
+            original(parameters, max_norm, total_norm, foreach)
+            return
         holders = self._holders(parameters)
+        gradients = [p.grad for p in holders if p.grad is not None]
         norm, self._norm = self._norm, None
-        if norm is not None and len(args) > 1 and args[1] is norm:
-            scale_([here(p.grad) for p in holders if p.grad is not None], args[0], here(norm))
+        whole = total_norm is norm
+        if not whole and type(total_norm) is torch.Tensor and self._listener.having(gradients):
+            self._listener.before_clipping(gradients)
+            whole = True
+        if whole:
+            scale_(map(here, gradients), max_norm, here(total_norm))
             return
         with self._called():
-            original(holders, *args, **kwargs)
+            original(holders, max_norm, total_norm, foreach)
 
     def value(self, original: Callable[..., None], parameters: Any, *args: Any, **kwargs: Any) -> None:
         holders = [holder for holder in self._holders(parameters) if holder.grad is not None]
@@ -344,13 +367,18 @@ class _Clip:
             original(holders, *args, **kwargs)
 
     def given(self, original: Callable[..., torch.Tensor], tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if not (gradients or self._inside):  # torch gives 0 by itself
+        gradients = _as_list(tensors)
+        if self._inside:
+            return original(gradients, *args, **kwargs)
+        whose = self._listener.having(gradients)
+        if whose or not gradients:  # torch cannot add up over two meshes, and gives 0 of nothing by itself
             self._listener.before_clipping(gradients)
-        return original(gradients, *args, **kwargs)
+        return (
+            self._total(whose, original, gradients, *args, **kwargs) if whose else original(gradients, *args, **kwargs)
+        )
 
     def _holders(self, parameters: Any) -> list[Accumulator]:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        given = _as_list(parameters)
         return [*given, *self._listener.behind(given)]
 
     @contextlib.contextmanager
@@ -361,6 +389,10 @@ class _Clip:
             yield
         finally:
             self._inside = before
+
+
+def _as_list(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
 def _clipped(caller: FrameType) -> list[torch.Tensor]:

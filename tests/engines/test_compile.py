@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import accel
 from tests.distributed import run
-from tests.models import rows
+from tests.models import distance, rows
 
 
 class Block(nn.Module):
@@ -116,6 +117,28 @@ def test_compiled_before_or_after_setup(backend: str, world: int) -> None:
     if backend in ("sharded", "horovod", "deepspeed"):
         pytest.importorskip({"sharded": "fairscale"}.get(backend, backend))
     run(world, alike, backend)
+
+
+def in_parts() -> None:
+    """Autograd's part of the compiler too, which asks for the classes of the parts."""
+    weights = []
+    for compiled in (False, True):
+        raw = Net()
+        given = torch.compile(raw, backend="aot_eager") if compiled else raw
+        plan = {"first": ColwiseParallel(), "block.inner": RowwiseParallel()}
+        optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
+        model, optimizer, _ = accel.setup(given, optimizer, backend=accel.TensorParallel(plan=plan))
+        for step in range(2):
+            optimizer.zero_grad()
+            model(rows(step, 8, 4)).square().mean().backward()
+            optimizer.step()
+        accel.teardown(model)
+        weights.append(raw)
+    assert distance(*weights) < 1e-6
+
+
+def test_layers_that_are_cut_are_compiled() -> None:
+    run(2, in_parts)
 
 
 def test_a_handle_is_refused_where_it_is_not_called_as_a_whole() -> None:

@@ -405,7 +405,8 @@ def _difference(everyone: Sequence[tuple[Mapping[str, str], Mapping[str, Mapping
         if differing := _differing([parts[rank][place] for rank in (first, *others)]):
             others = [r for r in others if parts[r][place].get(differing[0]) != parts[first][place].get(differing[0])]
             where = f" ({place})" if place else ""
-            return f"{differing[0]}{where} on ranks {others} is not what it is on rank {first}{_more(differing[1:])}; {_WEIGHTS}"
+            then = _GRADIENTS if differing[0].startswith(GRADIENT) else _WEIGHTS
+            return f"{differing[0]}{where} on ranks {others} is not what it is on rank {first}{_more(differing[1:])}; {then}"
     raise AssertionError("summaries differ, and what they are of does not")
 
 
@@ -416,6 +417,13 @@ _VALUES: Final = (
 _WRITES: Final = (
     "with this backend a rank steps its part of the weights only, so that the model is now partly the one, partly the other: "
     "load state and change weights on every rank, never under accel.is_main(), and go on from a checkpoint"
+)
+#: Of one that is compared, where the name of its parameter begins.
+GRADIENT: Final = "the gradient of "
+_GRADIENTS: Final = (
+    "ranks that have parts of one layer compute one loss, of the same labels; a weight that the plan leaves whole, and that a "
+    "rank uses with its part of a layer only, has a part of its gradient there: name its module in the plan too, as "
+    "'replicated_with_grad_allreduce'"
 )
 _WEIGHTS: Final = (
     "load state and change weights on every rank, never under accel.is_main(), and step optimizers with the same values; "

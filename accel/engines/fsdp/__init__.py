@@ -22,6 +22,7 @@ from ...process.control import Waiting, agree
 from ...process.rng import put_torch_states, torch_states
 from ...shard import Shard, StateEntry
 from ..base.activations import Choice
+from ..base.drift import GRADIENT
 from ..base.engine import Context, Engine, Options, SequenceOptions, lost_weights
 from ..base.gradients import Gradients, refuse_sparse
 from ..base.holdings import Holdings
@@ -139,17 +140,23 @@ class FSDPHoldings(Holdings):
         return [(name, p) for name, p in super().replicas() if id(p) not in shards]
 
     def replicated_parts(self) -> Mapping[str, Sequence[tuple[str, torch.Tensor]]]:
-        """The shards that other ranks have too, by their place along the axes that they are divided along."""
+        """The shards that other ranks have too, by their place along the axes that they are divided along.
+
+        With parts of layers, the gradients of what is whole there too: they tell at the first step what its weights tell later.
+        """
         parts, shards, found = self.engine.parts, self._shards(), dict[str, list[tuple[str, torch.Tensor]]]()
         if parts is None:
             return found
         mesh = parts.sharded.mesh
         for name, p in super().replicas():
             copies = mesh.copies(p)
+            place = [mesh.place[axis] for axis in ("shard", "tensor") if axis not in copies]
+            those = found.setdefault(f"part {' of part '.join(map(str, place))}" if place else "whole", [])
             if id(p) in shards and any(mesh.sizes[axis] > 1 for axis in copies):
-                place = [mesh.place[axis] for axis in ("shard", "tensor") if axis not in copies]
-                found.setdefault(f"part {' of part '.join(map(str, place))}", []).append((name, here(p)))
-        return found
+                those.append((name, here(p)))
+            if mesh.parallel and "tensor" in copies and p.grad is not None:
+                those.append((f"{GRADIENT}{name}", here(p.grad)))
+        return {place: those for place, those in found.items() if those}
 
     def _shards(self) -> set[int]:
         parts = self.engine.parts

@@ -158,7 +158,7 @@ class Conversion:
 
     def average_scalars(self) -> None:
         what = f"the reduction of scalars ({self.label})"
-        average_gradients_(what, [*self._scalars.values()], [*self._scalars], self.process)
+        average_gradients_(what, [*self._scalars.values()], [*self._scalars], self.process, self.sharded.mesh.add)
         self.scalar_log.fold()
 
     def drop_pending(self) -> None:

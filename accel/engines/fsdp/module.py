@@ -285,7 +285,7 @@ _REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-de
 class _Freezing:
     """Of a parameter that FSDP2 gathered: freezing it, which the next gathering would undo, freezes the shard too."""
 
-    shard: nn.Parameter
+    shard: nn.Parameter | None = None  # none of what a compiler makes of it
 
     @property
     def requires_grad(self) -> bool:
@@ -296,7 +296,8 @@ class _Freezing:
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        self.shard.requires_grad_(requires_grad)
+        if self.shard is not None:
+            self.shard.requires_grad_(requires_grad)
         torch.Tensor.requires_grad_(self, requires_grad)  # type: ignore[arg-type]
         return self
 
@@ -307,6 +308,12 @@ class Gathered(_Freezing, nn.Parameter):
 
 class GatheredPart(_Freezing, DTensor):
     """One that tensor parallelism has cut before."""
+
+    @staticmethod
+    def __tensor_unflatten__(*args: Any) -> Any:
+        made: Any = DTensor.__tensor_unflatten__(*args)
+        made.__class__ = GatheredPart  # which compiled code expects again where it was traced with one
+        return made
 
 
 def kept_whole(module: nn.Module) -> list[nn.Parameter]:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from ...errors import BackendError
@@ -94,6 +96,12 @@ class Mesh:
         names = tensor.device_mesh.mesh_dim_names if placements else ()
         divided = {name for name, placement in zip(names, placements, strict=True) if not placement.is_replicate()}
         return [axis for axis in AXES if self.names.get(axis) not in divided]
+
+    def add(self, flat: torch.Tensor) -> None:
+        """Sum over all ranks what those with parts of a layer have alike: a mean of theirs would hide that they do not."""
+        for name in (n for role, n in self.names.items() if role != "tensor"):
+            dist.all_reduce(flat, group=self.whole.get_group(name))
+        flat *= self.sizes["tensor"]
 
     @property
     def data(self) -> DeviceMesh:
@@ -188,6 +196,7 @@ _STYLES: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "rowwise_rep": ("RowwiseParallel", ("input_layouts",)),
     "rowwise_split_input": ("RowwiseParallel", ("input_layouts",)),
     "embedding_rowwise": ("RowwiseParallel", ("input_layouts",)),
+    "replicated_with_grad_allreduce": ("SequenceParallel", ()),
 }
 #: By the style's class, whether of a Linear or of an Embedding, the dimension that its weight is cut along.
 _CUT: Final[Mapping[tuple[str, type], int]] = {
@@ -287,8 +296,9 @@ def cut(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
         del chosen[name]
     made: dict[int, nn.Parameter] = {}
     for _, child, style in list(_planned(module, chosen)):
-        were = dict(child._parameters)
+        were, buffers = dict(child._parameters), dict(child._buffers)
         parallelize_module(child, mesh, _style(style), src_data_rank=None)
+        child._buffers.update(buffers)  # of which torch makes DTensors, which no broadcast takes
         for key, parameter in were.items():
             if parameter is not None and child._parameters[key] is not parameter:
                 child._parameters[key] = made.setdefault(id(parameter), child.get_parameter(key))  # tied ones stay tied
@@ -347,6 +357,10 @@ def _style(style: Any) -> ParallelStyle:
         made: ParallelStyle = style
         return made
     name, whole = _STYLES[style]
+    if (
+        name == "SequenceParallel"
+    ):  # a norm looks along the last dimension alone, and any other may be the one that is cut
+        return parallel.SequenceParallel(sequence_dim=0, use_local_output=True)
     made = getattr(parallel, name)(**dict.fromkeys(whole, Replicate()))
     return made  # noqa: RET504
 

@@ -22,7 +22,7 @@ from tests.engines.fsdp.test_life import REFUSED
 from tests.engines.fsdp.test_replicas import patterns
 from tests.engines.matrix import cells_of, check_cells, in_pairs
 from tests.engines.test_contract import check_state
-from tests.models import adamw, mlp
+from tests.models import adamw, distance, mlp, rows
 from tests.test_memory import measure
 
 #: Of the models of the contract's matrix.
@@ -286,6 +286,49 @@ def test_what_several_ranks_have_of_a_weight_is_compared() -> None:
         assert "2.weight (part 1) on ranks [3] is not what it is on rank 2" in message
 
 
+class PerHead(nn.Module):
+    """What a plan leaves whole, between layers that it cuts: used with this rank's heads only."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.up, self.between, self.down = nn.Linear(8, 8), between, nn.Linear(8, 4)
+        self.up.register_buffer("scale", torch.tensor(2.0))  # as Gemma's embedding has one
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.between(self.up(x).unflatten(-1, (-1, 2))).flatten(1))
+
+
+CUT = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def between(plan: Any, kind: Any) -> float:
+    models = []
+    for backend in (None, accel.FSDP(tensor_parallel=2, plan=plan)):
+        torch.manual_seed(0)
+        raw = PerHead(kind())
+        model, optimizer = raw, torch.optim.SGD(raw.parameters(), lr=0.1)
+        if backend is not None:
+            model, optimizer, _ = accel.setup(raw, optimizer, backend=backend)
+        place, places = (0, 1) if backend is None else accel.data_parallel_place(model)
+        for step in range(2):
+            optimizer.zero_grad()
+            model(rows(step, 4, 8).chunk(places)[place]).square().mean().backward()
+            optimizer.step()
+        models.append(accel.teardown(model) if backend is not None else raw)
+    return distance(*models)
+
+
+def test_a_weight_with_a_part_of_its_gradient_is_told_at_once() -> None:
+    """Its style sums the parts up."""
+    layer_norm = functools.partial(nn.LayerNorm, 2)
+    for kind, name in ((Scale, "scale"), (layer_norm, "weight")):
+        for message in refusals(2, between, CUT, kind, error="RankMismatchError", breaks=True):
+            assert re.search(
+                rf"by step 1.*the gradient of between\.{name} .*as 'replicated_with_grad_allreduce'", message
+            )
+    assert max(run(2, between, CUT | {"between": "replicated_with_grad_allreduce"}, layer_norm)) < 1e-5
+
+
 def test_memory_is_that_of_parts() -> None:
     """Half of the planned layers on each rank, and half of these with two shards."""
     whole = run(1, measure, accel.DDP(), "adamw")[0][0]
@@ -368,7 +411,8 @@ def own_mesh() -> None:
     accel.init()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     raw = mlp(8, 8, 4)
-    model, optimizer, _ = accel.setup(raw, adamw(raw), backend=accel.FSDP(mesh=mesh, plan=MLP))
+    plan = {"0": WHOLE_OUT}  # the other layer lies on another mesh
+    model, optimizer, _ = accel.setup(raw, adamw(raw), backend=accel.FSDP(mesh=mesh, plan=plan))
     assert accel.mesh(model) is mesh
     assert accel.data_parallel_place(model) == (mesh.get_local_rank("dp"), 2)
     assert raw[0].weight.device_mesh == mesh  # type: ignore[union-attr]
@@ -377,9 +421,12 @@ def own_mesh() -> None:
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     for _ in range(2):
         model(x.chunk(2)[mesh.get_local_rank("dp")]).square().mean().backward()
+        plain(x).square().mean().backward()
+        for parameters in (list(model.parameters()), list(plain.parameters())):
+            norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            nn.utils.clip_grads_with_norm_(parameters, 0.1, norm)
         optimizer.step()
         optimizer.zero_grad()
-        plain(x).square().mean().backward()
         reference.step()
         reference.zero_grad()
     accel.teardown(model)
