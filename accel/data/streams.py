@@ -248,7 +248,7 @@ class StreamReader(EpochReader):
         self._control.copy_(torch.tensor([start.seed is None, start.epoch, seed, *self._at], device="cpu"))
         self._reader.states, self._reader.settles = start.states or {}, in_place
         self._seeds, self.tag = self._seeding.states(), Tag(0, 0, 0)
-        self.start, self.given, self._closed, self._again = start, 0, False, True
+        self.start, self.given, self._closed, self._again, self.first = start, 0, False, True, None
 
     def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
         if self._dispatcher is None:
@@ -264,6 +264,9 @@ class StreamReader(EpochReader):
         self._again = self._again and self.tag.again
         if self._division.world > 1:
             self._check_again()  # the other ranks may read another stream
+        if self.first is None and self.tag.first is not None and not self._division.ragged:
+            names, numbers = self.tag.first
+            self.first = numbers if names is None else names
         self._at[self.tag.stream] = self.tag.position
         self.kept = kept_of(self._division, self._units, self.tag.samples)
         return batch
