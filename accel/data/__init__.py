@@ -34,6 +34,7 @@ from .readers import describe as describe
 from .sampling import loader_seed as loader_seed
 from .sampling import own_generators
 from .streams import StreamComparisons, fingerprint
+from .streams import first_sample as first_sample
 
 T = TypeVar("T")
 

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch.distributed.distributed_c10d import Store
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from ..errors import LoaderError
 from ..process import Process, end_groups, ended
-from ..process.packing import is_dense
+from ..process.packing import is_dense, packed, to_bytes
 from ..process.rng import Generators, InPlace, Private, global_generators
 from .dispatch import Dispatched
 from .readers import EpochReader, Shape, Start, kept_of
@@ -91,6 +91,17 @@ def _leaves(value: Any, aside: list[torch.Tensor] | None) -> Iterator[tuple[bool
         yield names, f"{value.dtype} {value.shape}".encode() + content
     else:
         yield False, (repr(value) if isinstance(value, float | complex) else type(value).__qualname__).encode()
+
+
+def first_sample(dataset: Any) -> str:
+    """What tells a dataset's first sample, where reading it does nothing else: where the samples lie in memory."""
+    index = 0
+    while type(dataset) is Subset and len(dataset):
+        dataset, index = dataset.dataset, dataset.indices[index]
+    if type(dataset) not in (TensorDataset, list, tuple, torch.Tensor) or not len(dataset):
+        return ""
+    tensors: list[torch.Tensor] = []
+    return f"{fingerprint(dataset[index], tensors)} {zlib.crc32(to_bytes(packed(tensors)))}"
 
 
 # -- One rank's part of a stream ----------------------------------------------------------------------------------------
