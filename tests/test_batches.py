@@ -68,6 +68,8 @@ def split_all() -> None:
     ):
         with pytest.raises(accel.AccelError, match=what) if what else contextlib.nullcontext():
             accel.split(wrong)
+    with pytest.raises(accel.AccelError, match="expected pad to be True or False, found 2"):
+        accel.split([1, 2, 3], 2)  # type: ignore[arg-type]
 
 
 def split_by_place() -> list[int]:

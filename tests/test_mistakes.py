@@ -471,9 +471,9 @@ def trained(batches: Any, backend: Any, **options: Any) -> tuple[list[str], bool
     raw = net()
     logger, records = logging.getLogger("accel"), Records()
     model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=backend)
+    logger.addHandler(records)
     if isinstance(batches, DataLoader):
         _, _, batches = accel.setup(model, optimizer, batches, **options)
-    logger.addHandler(records)
     try:
         for (x,) in batches:
             optimizer.zero_grad()
@@ -497,6 +497,7 @@ def same_inputs(backend: Any) -> list[tuple[list[str], bool]]:
         trained([(x,) for x in mine.split(2)], backend),
         trained([(data[:2],), *((x,) for x in mine.split(2))], backend),  # the same at first, as an environment may be
         trained([(data[:2].to_sparse(),)] * 20, backend),  # has no bits to read
+        trained(DataLoader(TensorDataset(mine), 2), backend),  # each rank's own, and divided once more
     ]
 
 
@@ -510,12 +511,15 @@ SAME = (
 @pytest.mark.parametrize("backend", [accel.DDP(), accel.Sharded()])
 def test_a_loader_that_was_never_set_up_is_told_once(backend: Any) -> None:
     need(backend)
-    for rank, (never, *others) in enumerate(run(2, same_inputs, backend)):
+    for rank, (never, *others, own) in enumerate(run(2, same_inputs, backend)):
         texts, as_before = never
         assert as_before
         assert len(texts) == (rank == 0)
         assert all(re.fullmatch(SAME, text) for text in texts)
         assert others == [([], True)] * 4
+        assert [re.match("dataloader 0 has other data on other ranks", text) is not None for text in own[0]] == [
+            True
+        ] * (rank == 0)
 
 
 # -- the command line --------------------------------------------------------------------------------------------------

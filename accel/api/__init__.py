@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, overload
 
 import torch
 from torch import nn
@@ -386,20 +386,35 @@ def _agree_on(plan: Plan) -> list[int]:
     if any(other != digest for other, *_ in values):
         everyone = agree("accel.setup (comparing the models)", facts)
         raise RankMismatchError(f"accel.setup: the ranks differ: {_difference(everyone)}")
-    _, _, agreed, _, scale, _ = values[0]
+    _, _, loaders, _, scale, _ = values[0]
+    for number, firsts in enumerate(zip(*([first for _, first in theirs] for _, _, theirs, *_ in values), strict=True)):
+        if len(set(firsts)) > 1 and current().place.rank == 0:
+            logger.warning(_OTHER_DATA, number)
     if plan.precision is not None and plan.precision.scaled:
         registry.loss_scale.restore(*scale)
     registry.agree_on_living([living for *_, living in values])
-    return list(agreed)
+    return [seed for seed, _ in loaders]
 
 
-def _seeds(plan: Plan) -> list[int]:
+_OTHER_DATA: Final = (
+    "dataloader %d has other data on other ranks, and each rank reads its part of what it has, so that most is never read: make "
+    "the data alike on all ranks (accel.seed(0) before random data), or, where each rank has its own part, use "
+    "accel.LoaderOptions(shard=False)"
+)
+
+
+def _seeds(plan: Plan) -> list[tuple[int, str]]:
+    """The seed of each dataloader, and for the ranks to compare what a new one has first."""
     place = place_for(plan.engine_type, plan.options, current())
     loaders: list[Any] = []
     map_leaves(lambda loader, path: loaders.append(loader), plan.dataloaders, "dataloaders")
     asked = [options_of(loader, plan.loader_options, place).seed for loader in loaders]
-    raw = map(data.raw_loader, loaders)
-    return [data.loader_seed(loader, seed, i) for i, (loader, seed) in enumerate(zip(raw, asked, strict=True))]
+    several, found = current().place.world_size > 1, []
+    for number, (loader, seed) in enumerate(zip(map(data.raw_loader, loaders), asked, strict=True)):
+        compared = several and options_of(loader, plan.loader_options, place).shard
+        first = data.first_sample(loader.dataset) if compared and loader in plan.new_loaders else ""
+        found.append((data.loader_seed(loader, seed, number), first))
+    return found
 
 
 def _difference(everyone: list[dict[str, str]]) -> str:

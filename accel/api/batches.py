@@ -61,6 +61,8 @@ def split(items: T, pad: bool = False) -> T:
         return leaf
 
     walk(note, items, "items", _has_parts)
+    meant = f"expected pad to be True or False, found {pad!r}; each rank gets its part, there is no number of parts"
+    problems += [] if type(pad) is bool else [meant]
     if len(set(lengths.values())) > 1:
         problems.append(f"expected equal lengths, found {lengths}")
     places = _places()

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import LoaderError, RankMismatchError
 from ..process import rank, world_size
-from ..process.collectives import all_gather, walked
+from ..process.collectives import ORDER, gather, walked
 from ..process.control import agree, locked, raise_together
 from ..process.rng import Generators, from_plain, to_plain
 from ..process.transfer import Prints, Read, other_values
@@ -34,6 +34,7 @@ from .readers import describe as describe
 from .sampling import loader_seed as loader_seed
 from .sampling import own_generators
 from .streams import StreamComparisons, fingerprint
+from .streams import first_sample as first_sample
 
 T = TypeVar("T")
 
@@ -62,7 +63,7 @@ def distribute(
         even = options.even_batches or loader.drop_last
         comparisons = StreamComparisons(place.process, name, type(loader.dataset).__qualname__, even)
     loaded = getattr(loader, "next_iter_state", None)  # what torchdata calls a state that was loaded and not begun
-    state = LoaderState(raw=loader, options=options, place=place, comparisons=comparisons, own=loaded)
+    state = LoaderState(raw=loader, options=options, place=place, name=name, comparisons=comparisons, own=loaded)
     state.begin_anew(seed, in_place)
     states.add(state)
     return LoaderHandle(state)
@@ -353,7 +354,7 @@ def gather_for_metrics(
     replica = latest.replica if loader is None else loader._accel.place[:2]
     if replica is not None and replica[1] < world_size():
         rows = _once(rows, replica[0], objects)
-    gathered: T = all_gather(rows, pad=pad, objects=objects)
+    gathered: T = gather(rows, pad=pad, objects=objects, alike={ORDER: str(kept.order)})
     return gathered
 
 

@@ -48,6 +48,8 @@ class LoaderState:
     raw: DataLoader[Any]
     options: LoaderOptions
     place: LoaderPlace
+    #: That of no other loader of the process, the same on all ranks.
+    name: str = ""
     #: Decides the orders of all epochs, unless they are drawn in place.
     seed: int = 0
     #: Orders are drawn from the program's generators, as in raw PyTorch.
@@ -243,7 +245,8 @@ class Iteration:
         if self._comparison is not None and isinstance(reader, StreamReader):
             self._comparison.gave(reader.given - reader.start.skip, reader.tag.first)
         state.batches = self.last = state.batches + 1
-        state.kept = latest.kept = reader.kept
+        order = None if reader.first is None or not state.options.shard else (state.name, reader.first)
+        state.kept = latest.kept = reader.kept._replace(order=order)
         latest.replica = state.place[:2]
         return batch if self._transfer is None else self._transfer(batch)
 

@@ -72,6 +72,8 @@ class Kept(NamedTuple):
     pads: bool
     rows: int | None
     real: int
+    #: What tells the order that the batch is of, the same on all ranks: its loader's name and how that order began.
+    order: tuple[str, int] | None = None
 
 
 WHOLE = Kept(False, None, 1)
@@ -118,6 +120,8 @@ class EpochReader(ABC):
 
     start: Start
     kept: Kept = WHOLE
+    #: A digest of the first samples of all ranks that this epoch's loop was given; None where that tells nothing.
+    first: int | None = None
     #: The batches that the loop was given, and before them those to leave out.
     given: int = 0
     #: What is left out is not read.
@@ -256,7 +260,7 @@ class SamplerReader(EpochReader):
     def begin(self, start: Start, in_place: bool) -> None:
         """Opens the order, unless it is drawn in place, from the moment when the loader asks."""
         super().begin(start, in_place)
-        self._asked = False
+        self._asked, self.first = False, None
         #: What the loader has asked for and the loop has not been given yet: the items of all ranks, and what this one keeps.
         self._pending: deque[tuple[list[Any], Kept]] = deque()
         self._at, self._checksum = sum(start.at), start.checksum or 0
@@ -310,6 +314,7 @@ class SamplerReader(EpochReader):
         if not self._pending:
             self._refuse()
         items, self.kept = self._pending.popleft()
+        self.first = digest(items) if self.first is None else self.first
         self._at += len(items)
         self._checksum = digest(items, self._checksum)
         return item

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch.distributed.distributed_c10d import Store
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from ..errors import LoaderError
 from ..process import Process, end_groups, ended
-from ..process.packing import is_dense
+from ..process.packing import is_dense, packed, to_bytes
 from ..process.rng import Generators, InPlace, Private, global_generators
 from .dispatch import Dispatched
 from .readers import EpochReader, Shape, Start, kept_of
@@ -91,6 +91,17 @@ def _leaves(value: Any, aside: list[torch.Tensor] | None) -> Iterator[tuple[bool
         yield names, f"{value.dtype} {value.shape}".encode() + content
     else:
         yield False, (repr(value) if isinstance(value, float | complex) else type(value).__qualname__).encode()
+
+
+def first_sample(dataset: Any) -> str:
+    """What tells a dataset's first sample, where reading it does nothing else: where the samples lie in memory."""
+    index = 0
+    while type(dataset) is Subset and len(dataset):
+        dataset, index = dataset.dataset, dataset.indices[index]
+    if type(dataset) not in (TensorDataset, list, tuple, torch.Tensor) or not len(dataset):
+        return ""
+    tensors: list[torch.Tensor] = []
+    return f"{fingerprint(dataset[index], tensors)} {zlib.crc32(to_bytes(packed(tensors)))}"
 
 
 # -- One rank's part of a stream ----------------------------------------------------------------------------------------
@@ -248,7 +259,7 @@ class StreamReader(EpochReader):
         self._control.copy_(torch.tensor([start.seed is None, start.epoch, seed, *self._at], device="cpu"))
         self._reader.states, self._reader.settles = start.states or {}, in_place
         self._seeds, self.tag = self._seeding.states(), Tag(0, 0, 0)
-        self.start, self.given, self._closed, self._again = start, 0, False, True
+        self.start, self.given, self._closed, self._again, self.first = start, 0, False, True, None
 
     def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
         if self._dispatcher is None:
@@ -264,6 +275,9 @@ class StreamReader(EpochReader):
         self._again = self._again and self.tag.again
         if self._division.world > 1:
             self._check_again()  # the other ranks may read another stream
+        if self.first is None and self.tag.first is not None and not self._division.ragged:
+            names, numbers = self.tag.first
+            self.first = numbers if names is None else names
         self._at[self.tag.stream] = self.tag.position
         self.kept = kept_of(self._division, self._units, self.tag.samples)
         return batch

@@ -44,6 +44,8 @@ class _State:
     forked: bool = False
     #: What has ended can be connected anew: nothing lets go of the groups.
     keeps: bool = False
+    #: Accel's own function of atexit has run.
+    over: bool = False
     #: How often they were, also by processes before.
     connected: int = 0
     rendezvous: Rendezvous = field(default_factory=Rendezvous)
@@ -107,6 +109,10 @@ def _begin(backend: str | None, timeout: timedelta | None, devices: object) -> P
     with _state.starting:
         if _state.process is not None:  # another thread was first
             return _state.process
+        if _state.over:  # gloo's threads would outlive what is left of the interpreter
+            raise AccelError(
+                "the program is at its end: register with atexit after accel.setup what is to call accel there"
+            )
         process = _state.process = start(backend, timeout, devices, _state.rendezvous)
     if process.control is not None:
         _detect_hangs(process, process.control)
@@ -389,7 +395,8 @@ def _at_exit() -> None:
             reason = f"{reason}: {missing}"
             logger.error(reason)
         end_groups(reason)
-    shutdown("ended its program without an error, and does not come")
+    shutdown("ended its program, by its end or sys.exit, and does not come")
+    _state.over = True
 
 
 def _duration(timeout: float | timedelta) -> timedelta:

@@ -23,7 +23,7 @@ from typing import Any, Final, ParamSpec, TypeGuard, TypeVar, final
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..errors import AccelError, RankMismatchError, TimeoutError
+from ..errors import AccelError, RankMismatchError, TimeoutError, described
 from . import Process, current, end_groups, ended, local_rank, rank, running
 from . import lost as lost
 from .hangs import missing_ranks
@@ -341,7 +341,7 @@ def any_rank(flag: bool) -> bool:
         AccelError: ``flag`` is no bool; or, as in ``barrier``, a rank did not come, ended, or is at another call.
     """
     if not isinstance(flag, bool):
-        raise AccelError(f"accel.any_rank expects a bool, got a {type(flag).__name__}: any_rank(bool(condition))")
+        raise AccelError(f"accel.any_rank expects a bool, got {described(flag)}: any_rank(bool(condition))")
     return any(agree("any_rank", flag))
 
 

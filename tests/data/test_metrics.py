@@ -190,6 +190,21 @@ def _gather_never() -> None:
     gather_for_metrics(torch.ones(2), loader)
 
 
+def _gather_other_epochs(shuffle: bool) -> None:
+    import accel
+
+    loader = _here(_tensors(8, batch_size=2, shuffle=shuffle))
+    if accel.is_main():
+        next(iter(loader))
+    assert sorted(torch.cat([gather_for_metrics(batch) for batch in loader]).tolist()) == list(range(8))
+
+
+def test_parts_of_different_epochs_are_refused_unless_they_have_one_order() -> None:
+    run(2, _gather_other_epochs, False)
+    messages = refusals(2, _gather_other_epochs, True, error="RankMismatchError")
+    assert all("the order of the loader's samples" in message for message in messages)
+
+
 def test_metrics_whose_padding_is_unknown_are_refused_on_the_first_batch() -> None:
     for fn in (_gather_scalar, _gather_wrong_rows):
         assert all("dim 0" in message for message in refusals(2, fn, error="LoaderError"))

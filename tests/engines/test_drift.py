@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import accel
 from accel.engines import ENGINES
@@ -21,7 +22,7 @@ from accel.engines.base import drift as guard
 from accel.engines.base.drift import digest, sums
 from accel.process.control import agree
 from tests.backends import need
-from tests.distributed import outcomes, run
+from tests.distributed import outcomes, refusals, run
 from tests.programs import by_hand, free_port, scripts
 
 EVERY = 3
@@ -155,6 +156,25 @@ def test_digests_that_a_device_has_ready_later_are_judged_a_step_later() -> None
 @pytest.mark.parametrize("backend", [("ddp", {}), ("sharded", {})], ids=str)
 def test_a_drift_is_found_wherever_in_the_round_it_falls(backend: Any) -> None:
     found(backend, [by_data], range(1, 2 + EVERY))
+
+
+def after_a_look_at_a_batch() -> None:
+    raw, data = build(), list(torch.randn(12, 6))
+    optimizer = torch.optim.SGD(raw.parameters())
+    loaders: Any = [DataLoader(data, batch_size=2, shuffle=shuffle) for shuffle in (False, True)]  # type: ignore[arg-type]
+    model, optimizer, (plain, loader) = accel.setup(raw, optimizer, loaders, backend=accel.DDP(drift_check=1))
+    for handle in (plain, loader):
+        if accel.is_main():
+            next(iter(handle))
+        for x in handle:
+            model(x).square().mean().backward()
+            optimizer.step()
+        assert handle is plain
+
+
+def test_an_epoch_that_one_rank_begins_alone_is_found_where_it_is_of_another_order() -> None:
+    messages = refusals(2, after_a_look_at_a_batch, error="RankMismatchError")
+    assert all("the order of the loader's samples (loader" in message for message in messages)
 
 
 @pytest.mark.parametrize("backend", WATCHED, ids=str)

@@ -451,3 +451,18 @@ def test_a_start_among_the_keys_of_earlier_ones() -> None:
     assert len(names) == 4
     with pytest.raises(dist.DistStoreError):
         meet(store, 1, 3, timedelta(seconds=0.1))
+
+
+AT_EXIT = """
+import atexit, accel
+atexit.register(lambda: accel.all_reduce(2))
+accel.barrier()
+atexit.register(lambda: print(accel.all_reduce(1)))
+"""
+
+
+def test_what_atexit_calls_after_accels_own_end_starts_nothing() -> None:
+    port = free_port()
+    for result in scripts(AT_EXIT, by_hand(0, 2, port), by_hand(1, 2, port)):
+        assert result.stdout == "2\n"
+        assert "register with atexit after accel.setup" in result.stderr

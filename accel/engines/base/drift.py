@@ -21,9 +21,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ...data.iteration import latest
 from ...errors import RankMismatchError
 from ...gradients.log import remove_hooks
 from ...process import current
+from ...process.collectives import ORDER, ORDERS
 from ...process.control import agree, agree_later
 from ...process.transfer import to_host
 from ...trees import walk
@@ -137,6 +139,9 @@ class DriftGuard:
         tensors = {"": [*engine.holdings.replicas(), *_tensors_of_groups(engine.optimizers)], **parts}
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             digests = {place: {name: digest(tensor) for name, tensor in some} for place, some in tensors.items()}
+        if latest.kept is not None and latest.kept.order is not None:
+            loader, first = latest.kept.order
+            digests[f"loader {loader}"] = {ORDER: first}  # one rank alone may have looked at a batch of another
         if self._inputs is not None:
             digests[_INPUTS], self._inputs.digests = {str(n): d for n, d in enumerate(self._inputs.digests)}, []
         snapshot = self.steps, facts, digests
@@ -405,8 +410,8 @@ def _difference(everyone: Sequence[tuple[Mapping[str, str], Mapping[str, Mapping
         if differing := _differing([parts[rank][place] for rank in (first, *others)]):
             others = [r for r in others if parts[r][place].get(differing[0]) != parts[first][place].get(differing[0])]
             where = f" ({place})" if place else ""
-            then = _GRADIENTS if differing[0].startswith(GRADIENT) else _WEIGHTS
-            return f"{differing[0]}{where} on ranks {others} is not what it is on rank {first}{_more(differing[1:])}; {then}"
+            advice = _GRADIENTS if differing[0].startswith(GRADIENT) else ORDERS if differing[0] == ORDER else _WEIGHTS
+            return f"{differing[0]}{where} on ranks {others} is not what it is on rank {first}{_more(differing[1:])}; {advice}"
     raise AssertionError("summaries differ, and what they are of does not")
 
 
