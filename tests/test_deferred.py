@@ -223,7 +223,7 @@ def again_after_a_failure(directory: str, backend: Any) -> str:
     with accel.deferred_init(weights=directory):
         net = Net()
     raw = torch.optim.SGD(net.parameters(), lr=0.1)
-    with pytest.raises(CheckpointError, match="differ, and in the model they are one tensor"):
+    with pytest.raises(CheckpointError, match="differ, and in the state they are one tensor"):
         accel.setup(net, raw, backend=backend)
     with pytest.raises(accel.AccelError) as caught:
         accel.setup(net, raw, backend=backend)
