@@ -236,7 +236,7 @@ def test_no_setup_after_one_that_failed_takes_memory_for_values(tmp_path: Path, 
     weights["head.weight"] += 1
     save_file(weights, tmp_path / "model.safetensors")
     for text in run(2, again_after_a_failure, str(tmp_path), backend):
-        what = "differ, and in the model" if backend == "ddp" else "has failed, and they have none: build it again"
+        what = "differ, and in the state" if backend == "ddp" else "has failed, and they have none: build it again"
         assert what in text
 
 
