@@ -223,7 +223,7 @@ def again_after_a_failure(directory: str, backend: Any) -> str:
     with accel.deferred_init(weights=directory):
         net = Net()
     raw = torch.optim.SGD(net.parameters(), lr=0.1)
-    with pytest.raises(CheckpointError, match="differ, and in the model they are one tensor"):
+    with pytest.raises(CheckpointError, match="differ, and in the state they are one tensor"):
         accel.setup(net, raw, backend=backend)
     with pytest.raises(accel.AccelError) as caught:
         accel.setup(net, raw, backend=backend)
@@ -236,7 +236,7 @@ def test_no_setup_after_one_that_failed_takes_memory_for_values(tmp_path: Path, 
     weights["head.weight"] += 1
     save_file(weights, tmp_path / "model.safetensors")
     for text in run(2, again_after_a_failure, str(tmp_path), backend):
-        what = "differ, and in the model" if backend == "ddp" else "has failed, and they have none: build it again"
+        what = "differ, and in the state" if backend == "ddp" else "has failed, and they have none: build it again"
         assert what in text
 
 

@@ -126,6 +126,8 @@ def teardown(model: Any = None) -> Any:
             "accel.teardown() inside of accel.largest_batch, which ends by itself what a size that does not fit has set up: "
             "end a model by accel.teardown(model), or all after accel.largest_batch"
         )
+    if save := sys.modules.get("accel.checkpoint.background"):
+        save.background.wait()  # it uses the groups
     try:
         end_all()
     finally:

@@ -236,7 +236,9 @@ class Words:
             if self._rank:
                 self._store.set(f"seen/{self._rank}", "")
             elif all(self._wait_for(rank, "seen", min(self._timeout, _LAST_WAIT)) for rank in others):
-                for name in [f"{kind}/{rank}" for kind in ("record", "done", "seen") for rank in range(self._world)]:
+                for name in [
+                    f"{kind}/{rank}" for kind in ("files", "record", "done", "seen") for rank in range(self._world)
+                ]:
                     self._store.delete_key(name)
 
     def _wait_for(self, rank: int, kind: str, timeout: float) -> bool:

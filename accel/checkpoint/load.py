@@ -27,7 +27,18 @@ from . import folder, record
 from .background import background
 from .export import choose
 from .layout import digest
-from .match import Apply, Differences, Match, check_engines, check_objects, plain, report, unfit, value_tensors
+from .match import (
+    Apply,
+    Differences,
+    Match,
+    check_engines,
+    check_objects,
+    left_out,
+    plain,
+    report,
+    unfit,
+    value_tensors,
+)
 from .objects import ModuleObject, RankObject, StatefulObject, StateObject, TensorObject, engines_of
 from .placement import Placed, Sight, find, memory_place
 from .reader import Reader
@@ -142,11 +153,21 @@ def _snapshot(
     own, told = exchange("accel.load (memory)", look)
     if not any(one for _, one in told) or any(asked != told[0][0] for asked, _ in told):
         return None  # where ranks ask for different things, `_open` says so
+    where, sights = "", [one for _, one in told]
     try:
         where = on_every_rank("accel.load (memory)", lambda: str(memory_place(folder.absolute(dir), make=True)))
-        return _placed(where, find(where, own, [one for _, one in told]))
+        return _placed(where, find(where, own, sights))
     except CheckpointError as error:
-        raise _UnusableSnapshot(str(error)) from error
+        raise _unusable(error, where, max(filter(None, sights))[1]) from error
+
+
+def _unusable(error: CheckpointError, where: str, save: str) -> _UnusableSnapshot:
+    """Of a snapshot that cannot be loaded: set aside on all hosts where a rank has found it damaged. Collective."""
+    found = isinstance(error, DamageError)
+    damaged = any(exchange("accel.load (memory)", lambda: (None, found))[1])
+    if damaged:
+        on_every_rank("accel.load (memory)", lambda: folder.set_aside(where, save))
+    return _UnusableSnapshot(str(error), damaged)
 
 
 def _load(
@@ -191,13 +212,7 @@ def _load(
         except CheckpointError as error:
             if check is not None:
                 raise
-            found = isinstance(error, DamageError)
-            damaged = any(exchange("accel.load (memory)", lambda: (None, found))[1])
-            if damaged:
-                on_every_rank(
-                    "accel.load (memory)", lambda: folder.set_aside(checkpoint.directory, checkpoint.record.id)
-                )
-            raise _UnusableSnapshot(str(error), damaged) from error
+            raise _unusable(error, checkpoint.directory, checkpoint.record.id) from error
         on_every_rank("accel.load (the values)", loading.decode)
         undo.pop_all()
         result: dict[Any, Any] = on_every_rank("accel.load", loading.apply)
@@ -316,6 +331,7 @@ class Loading:
             self._apply = self._match.visit(state, self.found.values)
         for one, node in self._match.objects:
             self._find_slots(one, node, undo, convert, planned)
+        self._find_shared()
 
     def _fetch(self, name: str) -> torch.Tensor:
         if name not in self._of_values:
@@ -367,6 +383,16 @@ class Loading:
                 del tensors[name]
         return stored_as
 
+    def _find_shared(self) -> None:
+        """Objects may share a tensor, which can have but one value: a tied weight of two models, or one tensor under two keys."""
+        names: dict[tuple[Any, ...], str] = {}
+        for one in self._wanted:
+            tensor = one.tensor
+            if tensor.numel() and not tensor.is_meta:
+                key = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), one.start, one.box
+                if (name := names.setdefault(key, one.name)) != one.name:
+                    self._tied.append((name, one.name))
+
     def _compare_extra(self, one: ModuleObject, saved: Iterable[str]) -> None:
         """What is no tensor in a module is to be there on both sides, too."""
         mine = shard.extra_modules(one.module).keys()
@@ -378,7 +404,7 @@ class Loading:
             a, b = self.found.tensors[one], self.found.tensors[other]
             if (a.dtype, a.shape) != (b.dtype, b.shape) or (self.rank == 0 and not self.reader.same(one, other)):
                 raise CheckpointError(
-                    f"{self.path}: {one} and {other} differ, and in the model they are one tensor; it is not this model's"
+                    f"{self.path}: {one} and {other} differ, and in the state they are one tensor; it is not this state's"
                 )
 
     def objects(self) -> tuple[str, dict[str, str]]:
@@ -413,12 +439,25 @@ class Loading:
         values = [plain(node, self._decoder) for node in self._match.plain]
         if self._apply is None:
             self._apply = values.pop
+            self._say_what_is_left_out()
         for one, node in self._match.objects:
             for value in one.encoded(node):
                 self._decoder.decode(value)
             if isinstance(one, RankObject):
                 for own in self._own(node):
                     self._decoder.decode(own)
+
+    def _say_what_is_left_out(self) -> None:
+        """An optimizer of torch's takes a state dict without its tensors, and begins anew."""
+        found = list(left_out(self.found.values, self._decoder)) if self.rank == 0 else []
+        if found:
+            logger.warning(
+                "%s: what accel.load gives without a state has no tensors: %d are left out of the containers in it, such as %s; "
+                'give it what they belong to, as in accel.load(dir, {"optimizer": optimizer})',
+                self.path,
+                len(found),
+                found[0],
+            )
 
     def apply(self) -> Any:
         """Change the state; an error says that it came half-way."""

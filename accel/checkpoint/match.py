@@ -198,6 +198,16 @@ def plain(node: Json, decoder: Decoder) -> Any:
     }
 
 
+def left_out(node: Json, decoder: Decoder, path: str = "state") -> Iterator[str]:
+    """The tensors that ``plain`` leaves out of the containers in a state."""
+    for key, child in (children_of(node, decoder) or {}).items():
+        where = place(path, key)
+        if path != "state" and isinstance(child, dict) and child.get(TAG) == "tensor" and _is_saved_object(child):
+            yield where
+        elif decoder.holds_object(child):
+            yield from left_out(child, decoder, where)
+
+
 def _describe(node: Json) -> str:
     if isinstance(node, dict):
         return f"a {node[TAG]}" if TAG in node else f"a dict of {len(node)}"

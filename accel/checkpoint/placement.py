@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -17,7 +18,6 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import reduce
 from operator import or_
 from typing import Final, NamedTuple, final
 
@@ -26,13 +26,13 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError, is_url
 from ..process import current
-from ..process.control import Waiting
+from ..process.control import Waiting, raise_lost
 from . import record
 from .layout import digest
 from .record import Record
 from .safetensors import memory
 from .shards import Written
-from .steps import exchange, explain, on_every_rank
+from .steps import DamageError, exchange, explain, on_every_rank
 from .storage import MEMORY, Write, storage_of
 
 logger = logging.getLogger("accel")
@@ -163,7 +163,9 @@ def _say_what_is_left() -> None:
     for where, directory in seen_in_memory.items():
         if directory:
             logger.warning(
-                "the newest checkpoint of %s stays in memory, in %s, until it is saved to disk", directory, where
+                "the newest checkpoint of %s stays in memory, in %s, until it is saved to disk or you remove that",
+                directory,
+                where,
             )
 
 
@@ -219,7 +221,7 @@ class Placed:
     @property
     def absent(self) -> list[int]:
         """The files that nobody has."""
-        found = reduce(or_, self.wholes)
+        found = functools.reduce(or_, self.wholes)
         return [number for number in range(len(self.record.files)) if not found >> number & 1]
 
     def fetch(self, directory: str, wanted: Collection[int]) -> str:
@@ -257,21 +259,23 @@ def find(directory: str, own: Record | None, told: Sequence[Sight | None]) -> Pl
     """The newest save in a directory that is whole: a job that dies in a commit leaves the new record on some hosts. Collective.
 
     Raises:
-        CheckpointError: each lacks files; names those of the newest, and the hosts that wrote them.
+        CheckpointError: each lacks files; names those of the newest, and the hosts that wrote them. A DamageError where that was
+            one host, which has its record: then it has lost them.
     """
-    problem = ""
+    problem: CheckpointError | None = None
     everyone = [{} if one is None else {directory: one} for one in told]
     for _, placed in _newest_first({} if own is None else {directory: own}, everyone):
         found = placed.record
         if not (absent := placed.absent):
             return placed
         hosts = sorted({name for number in absent for name in found.hosts_of(number)})
-        problem = problem or (
-            f"{directory}: {len(absent)} of {len(found.files)} files, such as {found.files[absent[0]].name}, are on none of "
-            f"these hosts, but were left on {', '.join(hosts)}: bring these back, or load another checkpoint (accel.latest(root, "
-            "placement='host')); accel.save(..., replicas=1) keeps a copy on another host"
+        problem = problem or (DamageError if len(found.hosts) == 1 else CheckpointError)(
+            f"{directory}: {len(absent)} of {len(found.files)} files, such as {found.files[absent[0]].name}, are whole "
+            f"on none of these hosts, but were left on {', '.join(hosts)}: bring these back, or load another checkpoint "
+            "(accel.latest(root, placement='host')); accel.save(..., replicas=1) keeps a copy on another host"
         )
-    raise CheckpointError(problem)
+    assert problem is not None
+    raise problem
 
 
 # -- From one host to another ------------------------------------------------------------------------------------------
@@ -296,21 +300,38 @@ def broadcast(content: bytes, source: int) -> bytes:
 
 def move(what: str, directory: str, save: str, transfers: Sequence[FileTransfer]) -> None:
     """Do all of them, those of different ranks at once: what comes is there whole and durable, or not at all. Collective."""
-    rank = current().place.rank
-
-    def act() -> None:
-        # In one order on all ranks, sending and receiving apart: the first that is not done can always go on.
-        with ThreadPoolExecutor(1, "accel.send") as thread:
-            sent = [thread.submit(_send, directory, one) for one in transfers if one.source == rank]
-            problems = [_receive(directory, save, one) for one in transfers if one.target == rank]
-            for future in sent:
-                future.result()
-        for problem in filter(None, problems):
-            raise problem
-        storage_of(directory).sync(directory)
-
+    waiting = functools.partial(Waiting, current())
     if transfers:
-        on_every_rank(what, act)
+        on_every_rank(what, lambda: move_alone(directory, save, transfers, waiting))
+
+
+@contextlib.contextmanager
+def _in_the_background(what: str) -> Iterator[None]:
+    """As ``Waiting`` in a thread that does not train: where the loop is, is not what this waits for."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise_lost(what, error)
+        raise
+
+
+_Waiting = Callable[[str], contextlib.AbstractContextManager[None]]
+
+
+def move_alone(
+    directory: str, save: str, transfers: Sequence[FileTransfer], waiting: _Waiting = _in_the_background
+) -> None:
+    """This rank's part of ``move``, while the others do theirs."""
+    rank = current().place.rank
+    # In one order on all ranks, sending and receiving apart: the first that is not done can always go on.
+    with ThreadPoolExecutor(1, "accel.send") as thread:
+        sent = [thread.submit(_send, directory, one) for one in transfers if one.source == rank]
+        problems = [_receive(directory, save, one, waiting) for one in transfers if one.target == rank]
+        for future in sent:
+            future.result()
+    for problem in filter(None, problems):
+        raise problem
+    storage_of(directory).sync(directory)
 
 
 def _messages(size: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -335,9 +356,9 @@ def _send(directory: str, one: FileTransfer) -> None:
         raise
 
 
-def _receive(directory: str, save: str, one: FileTransfer) -> Exception | None:
+def _receive(directory: str, save: str, one: FileTransfer, waiting: _Waiting) -> Exception | None:
     """What goes wrong here is told once all has come."""
-    storage, parts = storage_of(directory), _received(one)
+    storage, parts = storage_of(directory), _received(one, waiting)
     passing = os.path.join(directory, f".accel-{save}-{one.source:05d}.record.tmp")
 
     def content(write: Write) -> bytes:
@@ -358,10 +379,10 @@ def _receive(directory: str, save: str, one: FileTransfer) -> Exception | None:
     return None
 
 
-def _received(one: FileTransfer) -> Iterator[memoryview]:
+def _received(one: FileTransfer, waiting: _Waiting) -> Iterator[memoryview]:
     process, whole = current(), True
     for _, message in _messages(one.size):
-        with Waiting(process, f"a file of a checkpoint that comes from rank {one.source}"):
+        with waiting(f"a file of a checkpoint that comes from rank {one.source}"):
             dist.recv(message, one.source, process.control, _TAG)
         whole = whole and bool(message[0])
         yield memory(message)[1:]

@@ -25,7 +25,7 @@ from .background import Pace, Words, background
 from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, unpack, write_items
 from .match import check_engines
 from .objects import KINDS, LocalRange, RankObject, StateObject, engines_of
-from .placement import Disks, broadcast, find_disks, memory_place, move, seen_in_memory
+from .placement import Disks, broadcast, find_disks, memory_place, move, move_alone, seen_in_memory
 from .record import Record, Stored, encode
 from .shards import Item, Written, earlier_files
 from .state import State, local_ranges, value_range
@@ -96,7 +96,7 @@ def save(
             _finish(writer, disks, replicas, progress)
             return None
         words = Words(process, writer.save, contents.directory)
-        return background.start(functools.partial(writer.finish_alone, words, disks), resources.pop_all())
+        return background.start(functools.partial(writer.finish_alone, words, disks, replicas), resources.pop_all())
 
 
 @functools.cache
@@ -155,10 +155,6 @@ def _check_values(
     if type(replicas) is not int or replicas < 0 or (replicas and placement == "shared" and not in_memory):
         raise CheckpointError(
             f"replicas={replicas!r}: expected a number of hosts, with placement='host' or in_memory=True"
-        )
-    if replicas and not wait:
-        raise CheckpointError(
-            f"replicas={replicas} with wait=False: the ranks send copies to other hosts together, which no thread may do; wait"
         )
 
 
@@ -505,19 +501,20 @@ class Writer:
 
     # -- in the background: without collectives ---------------------------------------------------------------------
 
-    def finish_alone(self, words: Words, disks: Disks | None, pace: Pace) -> None:
+    def finish_alone(self, words: Words, disks: Disks | None, replicas: int, pace: Pace) -> None:
         """Write, and commit once all ranks have written; all know how it ended, and raise any rank's failure. In a thread."""
         if disks is None:
             self._round(words, "done", lambda: self.write(pace), self.commit)
         else:
-            content = self._round(words, "record", lambda: self.write(pace), functools.partial(self._named, disks))
+            told = self._round(words, "files", lambda: self.write(pace), lambda written: list(map(_told, written)))
+            written = list(map(_written, told))
+            transfers, hosts = disks.copies(written, replicas)
+            copy = functools.partial(move_alone, self.directory, self.save, transfers)
+            content = self._round(words, "record", copy, lambda _: encode(self.record(written, hosts)).decode())
             self._placed = True
             self._round(words, "done", lambda: self.put(content.encode()), lambda _: None)
             self.committed(record.parse(content.encode(), self.directory)[0])
         self.ended()
-
-    def _named(self, disks: Disks, written: Sequence[Files]) -> str:
-        return encode(self.record(written, disks.copies(written, 0)[1])).decode()
 
     def _round(
         self, words: Words, name: str, act: Callable[[], Files | None], conclude: Callable[[list[Files]], Any]
@@ -529,14 +526,13 @@ class Writer:
         try:
             files = act() or files
             if self._rank == 0:
-                found = conclude([files, *(_written(words.read(rank, name)) for rank in range(1, self._world))])
+                found = conclude([files, *(_heard(words.read(rank, name)) for rank in range(1, self._world))])
         except Exception as error:
             failure = error
             if self._rank == 0 and not self._placed:
                 self._clean()
         if self._world > 1:
-            told = [None if file is None else [file.name, file.size, file.header] for file in files]
-            end = self._tell(words, name, {"files": told, "found": found}, failure)
+            end = self._tell(words, name, {"files": _told(files), "found": found}, failure)
             if end["error"] and self._rank:
                 # What went wrong here may follow from the end of the save, which removes files.
                 if not end.get("stands", True):
@@ -563,7 +559,16 @@ class Writer:
         return end
 
 
-def _written(status: Mapping[str, Any]) -> Files:
+def _told(files: Files) -> list[Any]:
+    """As JSON."""
+    return [None if file is None else [file.name, file.size, file.header] for file in files]
+
+
+def _written(told: Sequence[Any]) -> Files:
+    return tuple(None if one is None else Written(one[0], one[1], tuple(one[2])) for one in told)
+
+
+def _heard(status: Mapping[str, Any]) -> Files:
     if status["error"]:
         raise CheckpointError(status["error"])
-    return tuple(None if f is None else Written(f[0], f[1], tuple(f[2])) for f in status["files"])
+    return _written(status["files"])

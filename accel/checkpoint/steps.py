@@ -100,7 +100,10 @@ def explain(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-_SHARED_MEMORY: Final = "save to disk, or give shared memory room for two checkpoints (docker: --shm-size)"
+_SHARED_MEMORY: Final = (
+    "save to disk, or give shared memory room for two checkpoints (docker: --shm-size); what runs left there whose directory was "
+    f"removed is in /dev/shm/accel-{os.geteuid()}, until you remove it"
+)
 _ADVICE: Final = {
     errno.ENOSPC: "free space on that file system, or choose a directory on another one",
     errno.EDQUOT: "this user's quota there is used up: remove files, or choose a directory on another file system",

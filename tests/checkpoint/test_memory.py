@@ -189,6 +189,17 @@ def damaged_series(root: str) -> None:
         ):
             read(f"{root}/run/step-3")
         assert read(f"{root}/run/step-3") == 3.0
+        # What one host has lost of it, nobody can bring back.
+        for spoil in (lambda path: os.truncate(path, 100), Path.unlink):
+            accel.save(plain(3.0), f"{root}/run/step-3", in_memory=True)
+            if rank == 0:
+                spoil(next(Path(f"{root}/memory").rglob("*-00001.safetensors")))
+            accel.barrier()
+            with pytest.raises(CheckpointError, match="does not exist.*1 of 2 files.*set aside in .*start again, and"):
+                read(f"{root}/run/step-3")
+            with pytest.raises(CheckpointError, match="does not exist; expected[^;]*$"):
+                read(f"{root}/run/step-3")
+            assert accel.latest(f"{root}/run") == f"{root}/run/step-1"
         # The last of a series leaves nothing in memory but this user's own folder.
         accel.save(plain(4.0), f"{root}/run/step-4")
         accel.barrier()
@@ -229,6 +240,8 @@ def on_two_hosts(root: str) -> None:
         assert loaded("run/step-3", "ddp") == 3.0
         pending = accel.save(state(4.0), "run/step-4", in_memory=True, wait=False)
         assert pending is not None
+        accel.teardown()  # waits for it
+        assert pending.done()
         pending.result()
         accel.barrier()
         assert accel.latest("run", placement="host") == "run/step-4"

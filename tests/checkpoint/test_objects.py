@@ -219,6 +219,32 @@ def test_containers_are_walked_and_values_replaced(tmp_path: Path) -> None:
         accel.load(tmp_path, {"extra": three})
 
 
+def test_a_load_without_a_state_says_which_tensors_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch's optimizers take a state dict without its tensors."""
+    model, optimizer = trained(1)
+    accel.save({"m": [model], "o": optimizer, "t": torch.ones(2), "n": {"a": 1}}, tmp_path)
+    assert accel.load(tmp_path)["n"] == {"a": 1}
+    assert not caplog.text
+    accel.save({"o": optimizer.state_dict()}, tmp_path)
+    assert accel.load(tmp_path)["o"]["state"][0] == {}
+    assert '12 are left out of the containers in it, such as state["o"]["state"][0]["step"]; give it' in caplog.text
+
+
+def test_one_tensor_in_two_objects(tmp_path: Path) -> None:
+    accel.save({"a": net(1), "b": net(2), "x": torch.ones(2)}, tmp_path / "two")
+    a, b = net(3), net(4)
+    b[0].weight = a[0].weight
+    with pytest.raises(CheckpointError, match="a/0.weight and b/0.weight differ, and in the state they are one tensor"):
+        accel.load(tmp_path / "two", {"a": a, "b": b})
+    accel.save({"a": a, "b": b, "w": a[0].weight}, tmp_path / "one")
+    before = a[0].weight.clone()
+    nn.init.zeros_(a[0].weight)
+    accel.load(tmp_path / "one", {"a": a, "b": b, "w": a[0].weight})
+    assert torch.equal(b[0].weight, before)
+
+
 def test_names_that_look_alike(tmp_path: Path) -> None:
     """Keys with slashes, brackets and tildes lead to tensors of their own."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from torch import nn
 
 import accel
 from accel.__main__ import main
-from accel.checkpoint import record
+from accel.checkpoint import placement, record, storage
 from accel.checkpoint.save import Writer
 from accel.errors import CheckpointError
 from tests.distributed import run
@@ -129,8 +131,44 @@ def survives(root: str) -> None:
         }
 
 
+def full(path: str) -> None:
+    if path.endswith(".record.tmp"):  # what a file is called while it comes
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+
+
+def survives_in_the_background(root: str) -> None:
+    """The copies go from host to host while the ranks train; the end of accel in a process waits for them."""
+    rank = accel.rank()
+    with At(root, f"host{rank}") as home, pytest.MonkeyPatch.context() as patch:
+        send, trained = placement._send, threading.Event()
+        patch.setattr(placement, "_send", lambda *args: (trained.wait(20), send(*args)))
+        pending = accel.save(state(6.0), "back", placement="host", replicas=1, wait=False)
+        assert pending is not None
+        assert [sum(accel.all_gather([torch.ones(9)])[0].tolist()) for _ in range(50)] == [9.0 * 3] * 50
+        assert not pending.done()
+        trained.set()
+        assert [sum(accel.all_gather([torch.ones(9)])[0].tolist()) for _ in range(50)] == [9.0 * 3] * 50
+        pending.result()
+        assert len(files(home, "back")) == 2
+        accel.barrier()
+        if rank == 1:
+            shutil.rmtree("back")
+        accel.barrier()
+        accel.load("back", other := state(0.0))
+        assert values(other) == {6.0}
+        # A copy for which there is no room is an error on every rank, and what was there stays.
+        if rank == 2:
+            create = storage.Local.create
+            patch.setattr(storage.Local, "create", lambda *args: full(args[1]) or create(*args))
+        pending = accel.save(state(7.0), "back", placement="host", replicas=1, wait=False)
+        assert pending is not None
+        with pytest.raises(CheckpointError, match="No space left"):
+            pending.result(20)
+
+
 def test_a_lost_host_is_found_on_its_neighbour(tmp_path: Path) -> None:
     run(3, survives, str(tmp_path))
+    run(3, survives_in_the_background, str(tmp_path))
 
 
 def fewer(root: str, hosts: list[str], expected: float) -> None:
@@ -183,8 +221,6 @@ def commits_by_half(root: str) -> None:
             accel.save(broken, "ckpt", placement="host")
         accel.load("ckpt", other)
         assert values(other) == {3.0}
-        with pytest.raises(CheckpointError, match="replicas=1 with wait=False"):
-            accel.save(other, "ckpt", placement="host", replicas=1, wait=False)
         with pytest.raises(CheckpointError, match="replicas=1"):
             accel.save(other, "ckpt", replicas=1)
 
