@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import operator
 import weakref
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,7 @@ from .handles import UNPACK, Handles, HiddenAttribute, LoaderHandle, ModelHandle
 from .precision import Accumulator, LossScale, all_finite, here
 from .process.control import agree
 
+logger = logging.getLogger("accel")
 _SERIAL: Final = operator.attrgetter("serial")
 
 
@@ -55,6 +57,8 @@ class Registry:
         #: Serials of the engines over several ranks with '16-mixed' that lived anywhere at the last setup, or were made since.
         self.scaled: set[int] = set()
         self._owners: Any = WeakIdKeyDictionary()
+        #: Optimizers that setup never saw, and that have stepped beside an engine.
+        self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         #: What hears of backwards, in the engines' order.
         self._listeners: list[weakref.ref[BackwardListener]] = []
         self._hooks: list[RemovableHandle] = []
@@ -233,6 +237,7 @@ class Registry:
         slot = optimizer.__dict__.get(HiddenAttribute.KEY)  # every step comes here: no call
         if slot is not None and slot.owner_id == id(optimizer):
             return
+        self._tell_of_loose(optimizer)
         for engine in [e for e in self.in_order() if e.gradients.watched and _concerned(e)]:
             if not any(id(p) in engine.known for g in optimizer.param_groups for p in g["params"]):
                 continue
@@ -246,6 +251,19 @@ class Registry:
             raise PrecisionError(
                 f"the scaled loss overflowed into parameters of a {type(optimizer).__name__} that accel does not know, so "
                 "that it cannot skip this step: skip it where a gradient is not finite"
+            )
+
+    def _tell_of_loose(self, optimizer: Optimizer) -> None:
+        """Warn, once, of an optimizer beside others whose parameters are in no model: each rank may train its own. Local."""
+        if optimizer in self._told or not any(engine.distributed and engine.optimizers for engine in self.engines):
+            return
+        self._told.add(optimizer)
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        if given and not any(type(p) is not nn.Parameter or id(p) in e.known for p in given for e in self.engines):
+            logger.warning(
+                "%s steps %d parameters that are in no model of accel.setup, the first of shape %s: each rank trains its own. "
+                "Give their module and this optimizer to accel.setup, unless the ranks are meant to differ",
+                *(type(optimizer).__name__, len(given), tuple(given[0].shape)),
             )
 
     def before_clipping(self, gradients: Sequence[torch.Tensor]) -> None:

@@ -188,6 +188,18 @@ def gradient_penalty(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     (F.mse_loss(out, y) + gradient.square().sum(1).mean()).backward()
 
 
+def transformed(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
+    gradient = torch.func.grad(lambda t: s.model(t).square().sum())(x)
+    (F.mse_loss(torch.vmap(s.model)(x), y) + gradient.square().mean()).backward()
+
+
+def gradients_with_graphs(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
+    F.mse_loss(s.model(-x), y).backward()
+    F.mse_loss(s.model(x), y).backward(create_graph=True)
+    parameters = list(s.model.parameters())
+    torch.autograd.grad([p.grad for p in parameters], parameters, [torch.ones_like(p) for p in parameters])
+
+
 def functional_call(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     scaled = {name: 1.1 * p for name, p in s.model.named_parameters()}
     F.mse_loss(torch.func.functional_call(s.model, scaled, (x,)), y).backward()
@@ -373,6 +385,8 @@ PATTERNS: dict[str, Pattern] = {
             evaluation_in_between,
             regularised_by_parameters,
             gradient_penalty,
+            transformed,
+            gradients_with_graphs,
             functional_call,
             gradients_assigned,
             raw_clip_by_norm,
@@ -453,11 +467,12 @@ def test_patterns(option: str, world: int) -> None:
 
 
 def double_backward_with_a_static_graph() -> None:
-    net, optimizer = start()
-    model, handle, _ = accel.setup(net, optimizer, backend=accel.DDP(static_graph=True))
-    setting = Setting(model, net, handle, lambda t: t.chunk(2)[accel.rank()].clone(), True)
-    with pytest.raises(accel.BackendError, match="static_graph"):
-        PATTERNS["gradient_penalty"](setting)
+    for name in ("gradient_penalty", "gradients_with_graphs"):
+        net, optimizer = start()
+        model, handle, _ = accel.setup(net, optimizer, backend=accel.DDP(static_graph=True))
+        setting = Setting(model, net, handle, lambda t: t.chunk(2)[accel.rank()].clone(), True)
+        with pytest.raises(accel.BackendError, match="static_graph"):
+            PATTERNS[name](setting)
 
 
 def test_what_a_static_graph_cannot_reduce_is_refused() -> None:

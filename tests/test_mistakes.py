@@ -522,6 +522,30 @@ def test_a_loader_that_was_never_set_up_is_told_once(backend: Any) -> None:
         ] * (rank == 0)
 
 
+def beside(backend: Any) -> list[str]:
+    """A criterion with parameters and an optimizer of its own, which were not given to setup; and an image that is trained."""
+    torch.manual_seed(0)
+    raw, criterion, image = net(), nn.Linear(2, 1), torch.zeros(2, 2, requires_grad=True)
+    logger, records = logging.getLogger("accel"), Records()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=backend)
+    every = [optimizer, *(torch.optim.Adam(given) for given in (criterion.parameters(), [image], model.parameters()))]
+    logger.addHandler(records)
+    for _ in range(2):
+        criterion(model(image + accel.rank())).sum().backward()
+        for each in every:
+            each.step()
+    logger.removeHandler(records)
+    return records.texts
+
+
+def test_parameters_that_are_in_no_model_are_told_once() -> None:
+    for texts in run(2, beside, "ddp"):
+        assert texts == [
+            "Adam steps 2 parameters that are in no model of accel.setup, the first of shape (1, 2): each rank trains its own. "
+            "Give their module and this optimizer to accel.setup, unless the ranks are meant to differ"
+        ]
+
+
 # -- the command line --------------------------------------------------------------------------------------------------
 
 

@@ -69,7 +69,7 @@ def average_gradients_(
         parameter = parameters[number]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        gradients.append(parameter.grad)
+        gradients.append(parameter.grad.detach())  # of create_graph=True it has a graph
     average_(gradients, process.place.world_size, add or (lambda flat: dist.all_reduce(flat, group=process.group)))
     return bool(gradients)
 

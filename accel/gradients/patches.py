@@ -188,10 +188,21 @@ def leaf_patch(leaf: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
 # replaced in both modules that have it: torch's tracer puts the one that it finds in the second into the first.
 
 
+_CREATE_GRAPH: Final = 3  # its place among the arguments
+
+
+@final
+class Run:
+    """One backward."""
+
+    __slots__ = ("create_graph",)
+    create_graph: bool
+
+
 class BackwardListener(Protocol):
     """What hears of all backwards, those inside of others too; ``run`` is the same object when one begins and has ended."""
 
-    def begin(self, run: object) -> None: ...
+    def begin(self, run: Run) -> None: ...
     def end(self, run: object) -> None: ...
 
 
@@ -204,7 +215,8 @@ def run_patches(listeners: Sequence[weakref.ref[BackwardListener]]) -> tuple[Pat
             # torch.autograd.grad leaves no gradients; where something listens, it is needed.
             if not kwargs.get("accumulate_grad", True) or not (listeners or needed()):
                 return found(*args, **kwargs)
-            run, heard = object(), list(listeners)  # an engine that is collected meanwhile would leave the list
+            run, heard = Run(), list(listeners)  # an engine that is collected meanwhile would leave the list
+            run.create_graph = args[_CREATE_GRAPH]
             try:
                 for reference in heard:
                     if (listener := reference()) is not None:
@@ -444,7 +456,7 @@ def _plain(tensor: object) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
-# -- One number read, or a row cut, from a divided tensor --------------------------------------------------------------
+# -- One number read, a row cut from, or random numbers drawn for, a divided tensor ------------------------------------
 # DTensor would give this rank's part, or a copy, and say nothing. It asks a table by operator before it does its own.
 
 _NUMBER: Final = torch.ops.aten._local_scalar_dense.default
@@ -456,14 +468,23 @@ _CUTS: Final[Mapping[Any, Mapping[int, int]]] = {
     torch.ops.aten.split_with_sizes.default: {2: 0},
     torch.ops.aten.diagonal.default: {2: 0, 3: 1},
 }
+#: What fills a tensor, or makes one like it, with random numbers.
+_RANDOM: Final = (
+    torch.ops.aten.normal_.default,
+    torch.ops.aten.uniform_.default,
+    torch.ops.aten.bernoulli_.float,
+    torch.ops.aten.rand_like.default,
+    torch.ops.aten.randn_like.default,
+)
 
 
 def divided_patches(backend: Callable[[DTensor], str]) -> tuple[Patch, ...]:
     """``item()``, ``float()`` and the like, and cuts that could be written to, raise for a tensor that ``backend`` divides.
 
+    Random numbers for it are drawn as in one process: by itself each rank of a CPU would draw the same for its part.
     ``backend`` gives the name of the one that divides a tensor, or "".
     """
-    from torch.distributed.tensor import DTensor  # takes its time
+    from torch.distributed.tensor import DTensor, distribute_tensor  # takes its time
 
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
 
@@ -498,7 +519,19 @@ def divided_patches(backend: Callable[[DTensor], str]) -> tuple[Patch, ...]:
         finally:
             handlers[op] = own
 
-    acts = {_NUMBER: number, **dict.fromkeys(_CUTS, cut)}
+    def draw(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        tensor = args[0]
+        if not backend(tensor):
+            return original(op, args, kwargs)
+        local = tensor._local_tensor
+        whole = op(torch.empty(tensor.shape, dtype=tensor.dtype, device=local.device), *args[1:], **kwargs)
+        part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        if not op._schema.is_mutable:
+            return part
+        local.copy_(part._local_tensor)
+        return tensor
+
+    acts = {_NUMBER: number, **dict.fromkeys(_CUTS, cut), **dict.fromkeys(_RANDOM, draw)}
     return tuple(around(handlers, op, act, by_dtensor) for op, act in acts.items())
 
 

@@ -324,6 +324,9 @@ class Engine(ABC):
         if self._watching_mask and function is self.entry and torch.is_grad_enabled() and self.mask.changed():
             self.refresh()
         run = offloaded(self.module, self.run) if self.offloads else self.run
+        transform = torch._C._functorch.peek_interpreter_stack()
+        if transform is not None:
+            function = self._transformed(function, transform)
         try:
             if self.precision.plain:
                 return run(function, args, kwargs)
@@ -331,7 +334,24 @@ class Engine(ABC):
         except RuntimeError as error:
             name = "a forward" if function is self.entry else f"the method {getattr(function, '__name__', function)}"
             raise_lost(f"{name} ({self.label})", error)
+            if transform is not None and self.holdings.partial(None):
+                raise self._not_in_transforms() from error
             raise
+
+    def _transformed(self, function: Callable[..., Any], transform: Any) -> Callable[..., Any]:
+        """What to call inside of a transform of torch.func, whose tensors have no memory that a reducer could look at."""
+        if not self.holdings.partial(None):
+            return self.entry.__call__ if function is self.entry else function  # as a method, around the reducer
+        if transform.key() != torch._C._functorch.TransformType.Vmap:
+            raise self._not_in_transforms()
+        return function
+
+    def _not_in_transforms(self) -> BackendError:
+        return BackendError(
+            f"a transform of torch.func (grad, vmap, jvp, ...) around a forward of {self.label}, whose weights backend "
+            f"{self.name!r} divides over the ranks: it would transform their communication too; use a backend that keeps "
+            "parameters whole"
+        )
 
     @final
     @contextlib.contextmanager

@@ -350,3 +350,12 @@ class Interruption:
                 "an exception ended a backward, or a forward after one, so that gradients are incomplete: call zero_grad(), "
                 "then forward and backward again"
             )
+
+
+def refuse_inside_backward() -> None:
+    """BackendError where a backward runs: what reduces its gradients has not come to its end."""
+    if torch._C._current_graph_task_id() != -1:
+        raise BackendError(
+            "an optimizer steps inside a backward, before its gradients are reduced: call step() after backward(), or run the "
+            "forward under accel.no_sync"
+        )

@@ -33,6 +33,7 @@ _COMMON: Final[Names] = (
     ("torch.autograd:Variable.", "_execution_engine.queue_callback", "the end of a backward"),
     ("torch.autograd:", "_engine_run_backward graph._engine_run_backward", "the begin and the end of each backward"),
     ("torch._C:", "_current_graph_task_id", "whether a backward runs, and which"),
+    ("torch._C:", "_functorch.peek_interpreter_stack", "transforms of torch.func around a forward"),
     ("torch._C:", "DisableTorchFunctionSubclass", "parameters whose class looks at their uses"),
     ("torch._C:TensorBase.", "_version", "writes in place"),
     (
@@ -57,6 +58,7 @@ _REDUCER: Final[Names] = (
         "_check_reducer_finalized",
         "whether a reduction came to its end, and what it waits for",
     ),
+    ("torch.distributed:Reducer.", "_reset_state", "gradients that have graphs themselves"),
     ("torch.nn.parallel:DistributedDataParallel.", "_get_ddp_logging_data", "the memory of its buckets"),
 )
 _STATE: Final = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState."

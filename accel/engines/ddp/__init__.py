@@ -21,7 +21,7 @@ from ...precision import Replaced, convert_batchnorms, restore_batchnorms
 from ...process import Process
 from ...process.control import agree
 from ..base.engine import Context, Engine, SequenceOptions
-from ..base.gradients import Gradients
+from ..base.gradients import Gradients, refuse_inside_backward
 from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse, ParameterSize, whole
 from .periodic import PeriodicGradients, PeriodicHoldings
@@ -114,7 +114,7 @@ class DDPGradients(Gradients):
         # Where the parameters of a step are not known beforehand, the last bucket's reduction is noted.
         options = self.engine.options
         noted = options.find_unused_parameters or options.static_graph or options.comm_hook is not None
-        self.listener = self.reduction = Reduction(parameters, self.log, noted, self._end_without)
+        self.listener = self.reduction = Reduction(parameters, self.log, noted, self._end_without, self._leave_out)
 
     def build(self, core: nn.Module) -> None:
         """A new reducer of the parameters that are trainable now, around what a forward calls."""
@@ -171,6 +171,15 @@ class DDPGradients(Gradients):
         self._refuse_changed()
         self.reduction.end_without(missing)
 
+    def _leave_out(self) -> None:
+        """Let a backward with ``create_graph=True`` pass the reducer, which cannot copy its gradients: they stay local."""
+        if self.engine.options.static_graph:
+            raise BackendError(
+                "backward(create_graph=True) cannot be used with static_graph=True: the graph would change"
+            )
+        assert self.ddp is not None
+        self.ddp.reducer._reset_state()
+
     def settle(self, optimizer: Optimizer | None = None) -> None:
         """A look at the log, where the reducer saw all; else average once more, on all ranks. Then rank 0's buffers."""
         if not self.engine.distributed:
@@ -181,11 +190,8 @@ class DDPGradients(Gradients):
             reduction.look()
         came = bool(self.log.entries)
         if not came or reduction.armed or reduction.local or reduction.changed or reduction.awaited:
-            if reduction.armed and torch._C._current_graph_task_id() != -1:
-                raise BackendError(
-                    "an optimizer steps inside a backward, before its gradients are reduced: call step() after backward(), or "
-                    "run the forward under accel.no_sync"
-                )
+            if reduction.armed:
+                refuse_inside_backward()
             if optimizer is not None and self.log.repeats(optimizer):
                 reduction.settled = False
             self._refuse_broken()

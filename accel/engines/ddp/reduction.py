@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...gradients.log import GradientLog, TrainableMask
+from ...gradients.patches import Run
 
 _dtype = operator.attrgetter("dtype")
 #: Parameters and their gradients, with the numbers of writes to these.
@@ -35,15 +36,22 @@ class Reduction:
         log: gets an entry for each backward that brought something.
         noted: parameters may go without a gradient, so that the end of a reduction is noted in ``marks``.
         late: is given the parameters that a reduction waits for when another backward begins, and ends it without them.
+        leave_out: keeps the reducer out of a backward that makes gradients with graphs of their own.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], log: GradientLog, noted: bool, late: Callable[[list[int]], None]
+        self,
+        parameters: Sequence[nn.Parameter],
+        log: GradientLog,
+        noted: bool,
+        late: Callable[[list[int]], None],
+        leave_out: Callable[[], None],
     ) -> None:
         self._parameters = parameters
         self.log = log
         self.noted = noted
         self._late = late
+        self._leave_out = leave_out
         self.marks: list[None] = []
         #: All existing gradients are known to be final; some came that no reduction since has covered.
         self.settled = self.local = False
@@ -96,9 +104,12 @@ class Reduction:
 
     # -- backwards ------------------------------------------------------------------------------------------------
 
-    def begin(self, run: object) -> None:
+    def begin(self, run: Run) -> None:
         """A backward begins, maybe inside of another one."""
         running = self.running
+        if run.create_graph and self.armed and not self.unfinished:
+            self._leave_out()
+            self.armed = False
         if not running:
             if self.unfinished and (missing := self.missing()):
                 self._late(missing)

@@ -22,7 +22,7 @@ from ...process.environments import available
 from .._averaging import AveragedGradients
 from ..base.absent import plainly
 from ..base.engine import Context, Engine, SequenceOptions, lost_weights
-from ..base.gradients import refuse_sparse
+from ..base.gradients import refuse_inside_backward, refuse_sparse
 from ..base.memory import Footprint, MemoryUse
 from .config import Configuration, refuse_parameters
 from .files import new_state, store_state
@@ -157,6 +157,8 @@ class ZeROGradients(AveragedGradients):
         if (zero := self.engine.zero) is None:
             super().settle(optimizer)
         else:
+            if optimizer is not None and zero.eager and not zero.local:
+                refuse_inside_backward()
             zero.interruption.notice()
             zero.interruption.refuse()
             if zero.interruption.cut:

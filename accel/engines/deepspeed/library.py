@@ -41,12 +41,18 @@ def _compile(original: Callable[..., Any], model: Any = None, **options: Any) ->
 
 def _linear(plain: Callable[..., Any], input: Any, weight: Any, bias: Any = None) -> Any:
     """The library's, which does not keep a gathered weight until backward, for weights that it divides."""
-    divided = hasattr(weight, "ds_id")
+    divided = hasattr(weight, "ds_id") and not input.is_nested  # which the library's cannot compute with
     return (library("deepspeed.runtime.zero.linear").zero3_linear_wrap if divided else plain)(input, weight, bias)
 
 
 #: The library alone would replace it in every model, for good.
 _efficient: Final = around(vars(nn.functional), "linear", _linear)
+
+
+def end(engine: Any) -> None:
+    """Let go of the library's engine, for whose objects a garbage collection must come."""
+    engine.destroy()
+    _efficient.drop(engine)
 
 
 @functools.cache

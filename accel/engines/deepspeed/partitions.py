@@ -28,7 +28,7 @@ from ..base.absent import plainly
 from ..base.gradients import Interruption
 from ..base.raw_objects import Snapshot
 from .files import stored
-from .library import accelerator, initialise, library
+from .library import accelerator, end, initialise, library
 
 if TYPE_CHECKING:
     from . import DeepSpeedEngine
@@ -309,7 +309,7 @@ class Partitions(ABC):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self.library.destroy()
+        end(self.library)
         self.snapshot.restore()
         for parameter, values in zip(self.parameters, full, strict=True):
             parameter.data = values

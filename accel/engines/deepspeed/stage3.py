@@ -46,18 +46,19 @@ def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(module: Any, *values: Any) -> Any:
-        tree, found = values[-1], []
+        tree = values[-1]
         single = type(tree) is tuple and len(tree) == 1
         leaf = tree[0] if single else tree
         if isinstance(leaf, torch.Tensor):  # as most modules have it
             changed = hook(module, *values[:-1], [leaf])
             return changed and (tuple(changed) if single else changed[0])
-        _exchange(lambda tensor: found.append(tensor) or tensor, tree)  # type: ignore[func-returns-value]
-        changed = hook(module, *values[:-1], found)
+        found: dict[int, torch.Tensor] = {}
+        _exchange(lambda tensor: found.setdefault(id(tensor), tensor), tree)
+        changed = hook(module, *values[:-1], list(found.values()))
         if changed is None:
             return None
-        made = iter(changed)
-        return _exchange(lambda _: next(made), tree)
+        made = dict(zip(found, changed, strict=True))  # attention(x, x, x) computes otherwise with three tensors
+        return _exchange(lambda tensor: made.get(id(tensor), tensor), tree)
 
     return call
 

@@ -17,7 +17,7 @@ from accel.engines.deepspeed import DeepSpeed
 from accel.engines.deepspeed.config import Configuration
 from accel.engines.deepspeed.library import library
 from tests.distributed import refusals, run
-from tests.engines.deepspeed.training import STAGES, Net, Pair, adamw, data, whole, zero
+from tests.engines.deepspeed.training import STAGES, Net, Pair, adamw, data, momentum, whole, zero
 
 
 def look_through_the_library(pair: Pair) -> None:
@@ -76,6 +76,40 @@ def edited_in_place() -> None:
 
 def test_an_edit_of_divided_weights_is_refused() -> None:
     run(2, edited_in_place)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x, src_key_padding_mask=padding)
+
+
+def what_torch_does_in_evaluation() -> None:
+    """Its encoder makes nested tensors, and looks whether query, key and value are one; ``torch.jit`` wants its own functions."""
+    torch.manual_seed(0)
+    raw, x, padding = Encoder().eval(), torch.randn(2, 3, 4), torch.tensor([[False, False, True]] * 2)
+    linear = nn.functional.linear
+    with torch.no_grad():
+        expected = raw(x, padding)
+    model, optimizer, _ = accel.setup(raw, momentum(raw), backend=zero(3))
+    with torch.no_grad():
+        assert torch.allclose(model(x, padding), expected, atol=1e-6)
+    with pytest.raises(accel.BackendError, match="divides over the ranks: it would transform"):
+        torch.func.grad(lambda t: model(t, padding).sum())(x)
+    model.encoder.layers[0].linear1.weight.register_hook(lambda _: optimizer.step())
+    with pytest.raises(accel.BackendError, match="an optimizer steps inside a backward"):
+        model.train()(x, padding).sum().backward()
+    optimizer.zero_grad()
+    accel.teardown(model)
+    assert nn.functional.linear is linear
+
+
+def test_what_hooks_of_stage_3_must_not_change() -> None:
+    run(2, what_torch_does_in_evaluation)
 
 
 def assigned_by_hand(stage: int) -> None:
