@@ -37,7 +37,7 @@ demo: $(VENV)/demo  ## train the examples on 1 and on 2 processes with the same 
 
 # Types and documentation beside the tests, which wait much; what is wrong with the form, at once.
 test: lint  ## lint, types, documentation and all tests
-	$(MAKE) --jobs 2 checks unit
+	$(MAKE) --jobs 2 unit checks
 
 checks: types docs
 

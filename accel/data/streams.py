@@ -357,7 +357,7 @@ def _if_reached(
     """
 
     @wraps(compare)
-    def call(self: StreamComparison, *args: P.args, **kwargs: P.kwargs) -> None:
+    def call(self: StreamComparison, /, *args: P.args, **kwargs: P.kwargs) -> None:
         if reason := ended():
             raise LoaderError(f"the process groups were ended: {reason}; call accel.teardown() to start again")
         if not self.silent:
