@@ -369,8 +369,8 @@ def go_slowly(backend: str, folder: Path) -> tuple[int, list[str]]:
         for act in (sleep, compute):
             on_main(act)  # loading data, say
             loop.train(2)
-            on_main(act)
-            accel.barrier()
+        on_main(sleep)
+        accel.barrier()
         with accel.main_first():
             on_main(sleep)
         accel.save({"model": loop.model, "slow": Slow(sleep)}, folder / "slow")
