@@ -16,7 +16,7 @@ VENV_MPICH ?= .venv-mpich
 HOROVOD ?= build/horovod-0.28.1
 PIP_HERE = $(@D)/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint types unit docs mutants test-gpu test-horovod test-xla test-ray test-mpi bench clean
+.PHONY: demo test checks lint types unit docs mutants test-gpu test-horovod test-xla test-ray test-mpi bench clean
 
 $(VENV)/python $(VENV_HOROVOD)/python $(VENV_XLA)/python $(VENV_RAY)/python $(VENV_OPENMPI)/python $(VENV_MPICH)/python:
 	$(PYTHON) -m venv $(@D) && touch $@
@@ -35,7 +35,11 @@ demo: $(VENV)/demo  ## train the examples on 1 and on 2 processes with the same 
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train.py
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/gpt.py
 
-test: lint types docs unit  ## lint, types, documentation and all tests
+# Types and documentation beside the tests, which wait much; what is wrong with the form, at once.
+test: lint  ## lint, types, documentation and all tests
+	$(MAKE) --jobs 2 unit checks
+
+checks: types docs
 
 lint: $(VENV)/test
 	$(PY) -m ruff check .

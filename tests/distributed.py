@@ -96,6 +96,7 @@ def _serve(rank: int, world: int, rendezvous: str, connection: Connection) -> No
     stacks = os.open(f"{rendezvous}.{rank}", os.O_CREAT | os.O_WRONLY)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     _initialise(rank, world, rendezvous)
+    connection.send_bytes(b"ready")
     while True:
         try:
             fn, args, clean, plan, test = pickle.loads(connection.recv_bytes())
@@ -113,6 +114,14 @@ class Pool:
     """``world`` worker processes in one gloo group."""
 
     def __init__(self, world: int) -> None:
+        for _ in range(3):
+            self._start(world)
+            if self._is_up():
+                return
+            self.close()
+        raise AssertionError(f"{world} ranks did not come up")
+
+    def _start(self, world: int) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="accel-test-")
         self._rendezvous = rendezvous = os.path.join(self._directory.name, "store")
         self.workers = []
@@ -122,6 +131,12 @@ class Pool:
             process.start()
             theirs.close()
             self.workers.append((process, ours))
+
+    def _is_up(self) -> bool:
+        """Whether all ranks have found each other: on a busy machine gloo may lose a connection while it makes it."""
+        with contextlib.suppress(EOFError, ConnectionError):
+            return all(connection.poll(GUARD) and connection.recv_bytes() for _, connection in self.workers)
+        return False
 
     def call(
         self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, clean: bool, plan: faults.Plan

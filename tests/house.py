@@ -7,6 +7,7 @@ python -m tests.house --calls   instead, runs: the calls that a save, a load and
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 import tempfile
@@ -27,7 +28,12 @@ def module_of(path: Path) -> str:
 
 
 FILES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """What is in the files."""
+    return {module: ast.parse(path.read_text()) for module, path in FILES.items()}
 
 
 def room_of(module: str) -> str:
@@ -39,8 +45,8 @@ def room_of(module: str) -> str:
 def imports(module: str, *, lazy: bool) -> set[str]:
     """The modules of accel that one imports: at its start, and with ``lazy`` also in functions and for types."""
     found: set[str] = set()
-    top = [n for n in TREES[module].body if isinstance(n, ast.Import | ast.ImportFrom)]
-    for node in ast.walk(TREES[module]) if lazy else top:
+    top = [n for n in trees()[module].body if isinstance(n, ast.Import | ast.ImportFrom)]
+    for node in ast.walk(trees()[module]) if lazy else top:
         if isinstance(node, ast.Import):
             found |= {a.name for a in node.names if a.name in FILES}
         elif isinstance(node, ast.ImportFrom):
@@ -105,7 +111,7 @@ def floors(arrows: Mapping[str, Iterable[str]]) -> int:
 
 def classes_defined_again() -> dict[str, int]:
     """Names of classes at the top of more than one file."""
-    names = Counter(n.name for tree in TREES.values() for n in tree.body if isinstance(n, ast.ClassDef))
+    names = Counter(n.name for tree in trees().values() for n in tree.body if isinstance(n, ast.ClassDef))
     return {name: count for name, count in sorted(names.items()) if count > 1}
 
 

@@ -6,7 +6,6 @@ its copy of the dataset; what a batch is made of travels with the batch.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -14,9 +13,9 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from itertools import islice
-from typing import Any, NamedTuple, final
+from typing import Any, Concatenate, NamedTuple, ParamSpec, final
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -341,6 +340,8 @@ class StreamReader(EpochReader):
 _PATIENCE = 2.0  # seconds that the first batch of a loader waits for the other ranks' first ones
 _PAUSE = 0.005
 
+P = ParamSpec("P")
+
 
 @final
 class StreamComparisons:
@@ -361,6 +362,27 @@ class StreamComparisons:
         return StreamComparison(self, f"{place} {self._begun[place]}", _PATIENCE if self._begun.total() == 1 else 0.0)
 
 
+def _if_reached(
+    compare: Callable[Concatenate[StreamComparison, P], None],
+) -> Callable[Concatenate[StreamComparison, P], None]:
+    """A comparison, which needs the store; without it, as when rank 0 has ended, the ranks compare nothing more.
+
+    LoaderError where the process groups were ended, as by a rank that has found the streams to differ.
+    """
+
+    @wraps(compare)
+    def call(self: StreamComparison, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if reason := ended():
+            raise LoaderError(f"the process groups were ended: {reason}; call accel.teardown() to start again")
+        if not self.silent:
+            try:
+                compare(self, *args, **kwargs)
+            except (RuntimeError, ValueError):
+                self.silent = True
+
+    return call
+
+
 @final
 class StreamComparison:
     """What the ranks read in one iteration."""
@@ -372,25 +394,26 @@ class StreamComparison:
         self._unknown = list(self._others)
         self._name = name
         self._started = time.monotonic()
-        self._silent = False
+        self.silent = False
 
     @cached_property
     def _store(self) -> Store:
         return self._stream.process.store("loader", self._stream.name, self._name)
 
+    @_if_reached
     def gave(self, given: int, first: Fingerprint | None) -> None:
         """The loop gets its batch ``given`` now; ``first`` is of the first items of the whole stream.
 
         LoaderError where another rank read other items first.
         """
-        with self._if_reached():
-            if self._stream.even:
-                self._store.set(f"given {self._rank}", str(given))
-            if given == 1:
-                self._mine = first
-                self._store.set(f"first {self._rank}", json.dumps(first))
-            self._ask(self._unknown, self._agrees, self._patience if given == 1 else 0.0)
+        if self._stream.even:
+            self._store.set(f"given {self._rank}", str(given))
+        if given == 1:
+            self._mine = first
+            self._store.set(f"first {self._rank}", json.dumps(first))
+        self._ask(self._unknown, self._agrees, self._patience if given == 1 else 0.0)
 
+    @_if_reached
     def end(self, given: int) -> None:
         """This rank's iterator has ended after ``given`` batches.
 
@@ -399,22 +422,11 @@ class StreamComparison:
         """
         if not self._stream.even:
             return
-        with self._if_reached():
-            self._store.set(f"end {self._rank}", str(given))
-            per_batch = (time.monotonic() - self._started) / max(1, given)
-            reading = [rank for rank in self._others if self._store.check([f"first {rank}"])]
-            # A rank that is slower than this, or has left its loop, is no error.
-            self._ask(reading, lambda rank: self._ended_alike(rank, given), 5.0 + 3 * per_batch)
-
-    @contextlib.contextmanager
-    def _if_reached(self) -> Iterator[None]:
-        """What needs the store; without it, as when rank 0 has ended, the ranks compare nothing more."""
-        if self._silent or ended():
-            return
-        try:
-            yield
-        except (RuntimeError, ValueError):
-            self._silent = True
+        self._store.set(f"end {self._rank}", str(given))
+        per_batch = (time.monotonic() - self._started) / max(1, given)
+        reading = [rank for rank in self._others if self._store.check([f"first {rank}"])]
+        # A rank that is slower than this, or has left its loop, is no error.
+        self._ask(reading, lambda rank: self._ended_alike(rank, given), 5.0 + 3 * per_batch)
 
     def _ask(self, ranks: list[int], is_known: Callable[[int], bool], patience: float) -> None:
         """Asks after each of ``ranks`` until it is known, but not for longer than ``patience`` seconds."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -300,7 +301,8 @@ def test_where_ranks_have_other_values_those_of_rank_0_are_saved(tmp_path: Path)
 
 
 def save_alone(directory: str, failed: Path) -> None:
-    accel.init(timeout=2)
+    accel.init()
+    accel.process.current().timeout = timedelta(seconds=2)  # of what follows: to come up together may take longer
     if not accel.is_main():
         wait_for(failed.exists)
         return

@@ -485,12 +485,12 @@ def test_programs_on_two_ranks(pool: str, tmp_path: Path) -> None:
     tally: Counter[str] = Counter()
 
     @given(st.lists(POOLS[pool], min_size=6, max_size=6))
-    @examples(12)
+    @examples(8)
     def check(batch: list[Case]) -> None:
         tally.update(run(2, check_batch, batch, str(tmp_path / "c"))[0])
 
     check()
-    assert tally.total() >= 6 * (EXAMPLES or 12), tally
+    assert tally.total() >= 6 * (EXAMPLES or 8), tally
     assert tally["loaded"] >= 0.75 * tally.total(), tally
 
 

@@ -20,7 +20,7 @@ import accel
 from accel.data import LoaderOptions
 from accel.data.streams import fingerprint
 from tests.data.loaders import Counting, Divided, Noisy, by_step, everyone, flat, make, samples
-from tests.distributed import outcomes, refusals, run
+from tests.distributed import outcomes, refusals, run, wait_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
@@ -115,6 +115,16 @@ class Shorter(IterableDataset[int]):
         return iter(range(64 - 16 * accel.rank()))
 
 
+class Slower(Shorter):
+    """The longer stream ends when that rank has heard of the end of the other one."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(56 if accel.is_main() else 48)
+        if accel.is_main():
+            wait_for(accel.process.ended)
+            yield from range(56, 64)
+
+
 class Augmented(IterableDataset[Any]):
     """The same items on each rank, with noise of its own."""
 
@@ -150,9 +160,10 @@ def test_a_dataset_that_divides_itself_is_refused_on_every_rank(train: bool) -> 
 
 
 def test_ranks_whose_streams_end_at_different_places_end_with_an_error() -> None:
-    for text in refusals(2, _train, Shorter(), False, error="LoaderError", breaks=True):
-        assert "6" in text
-        assert "8" in text or "at least 7" in text  # where the longer stream has not ended yet
+    for dataset in (Shorter(), Slower()):
+        for text in refusals(2, _train, dataset, False, error="LoaderError", breaks=True):
+            assert "6" in text
+            assert "8" in text or "at least 7" in text  # where the longer stream has not ended yet
     ends = outcomes(2, _train, Shorter(), True, breaks=True)
     assert all(end.error for end in ends)
     assert "LoaderError" in ends[1].error

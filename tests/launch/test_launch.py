@@ -265,10 +265,6 @@ def fail(how: str, path: str, model: nn.Module) -> None:
     if accel.rank() == 1:
         if how == "raise":
             raise ValueError("boom")
-        if how == "odd":
-            raise OddError(code=3)
-        if how == "exit":
-            os._exit(3)
         os.kill(os.getpid(), getattr(signal, how))
     accel.barrier()
     time.sleep(GUARD)
@@ -276,9 +272,12 @@ def fail(how: str, path: str, model: nn.Module) -> None:
 
 FAILURES = {
     "raise": r"rank 1 of 2 in accel.launch\(fail\) raised; its traceback:(?s:.*)in fail(?s:.*)ValueError: boom",
-    "odd": r"rank 1 of 2 (?s:.*)OddError: code 3",
-    "exit": r"rank 1 of 2 in accel.launch\(fail\) ended with exit status 3",
     "SIGKILL": r"rank 1 of 2 in accel.launch\(fail\) was ended by SIGKILL, .* out of memory, perhaps",
+}
+#: These end the others as those do.
+ALONE = {
+    "odd": r"rank 0 of 1 (?s:.*)OddError: code 3",
+    "exit": r"rank 0 of 1 in accel.launch\(fail_alone\) ended with exit status 3",
 }
 
 
@@ -294,6 +293,18 @@ def test_a_failure_ends_all_and_says_why(how: str, tmp_path: Path, nothing_stays
     pids = [pid for rank in (0, 1) for pid in json.loads((tmp_path / str(rank)).read_text())]
     assert len(pids) == 4
     wait_for(lambda: not alive(pids))
+
+
+def fail_alone(how: str) -> None:
+    if how == "odd":
+        raise OddError(code=3)
+    os._exit(3)
+
+
+@pytest.mark.parametrize("how", ALONE)
+def test_what_is_told_of_a_failure(how: str) -> None:
+    with pytest.raises(accel.LaunchError, match=ALONE[how]):
+        accel.launch(fail_alone, how, num_processes=1)
 
 
 def end_after_a_failure() -> None:

@@ -88,8 +88,11 @@ def one_rank_elsewhere(done: Path) -> None:
     process.current()
     if process.rank() == 1:
         dist.all_reduce(torch.ones(2))  # a training collective that no other rank comes to
+    if process.rank() == 0:
+        (done / "begins").touch()
     if process.rank() == 2:
-        time.sleep(1)  # late, but not missing
+        wait_for((done / "begins").exists)
+        time.sleep(0.5)  # late, but not missing
     start = time.monotonic()
     try:
         agree("refresh", None, timeout=timedelta(seconds=3))

@@ -8,7 +8,6 @@ import os
 import random
 import socket
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -23,6 +22,7 @@ from accel.errors import AccelError, DeviceError, LaunchError
 from accel.process import rng
 from accel.process.startup import meet
 from tests.distributed import GUARD, outcomes, run, wait_for
+from tests.interpreters import executable
 from tests.programs import LAUNCHERS, by_hand, clean_environ, free_port, scripts
 
 # -- one process ------------------------------------------------------------------------------------------------------
@@ -402,8 +402,9 @@ def test_openmpi_on_one_host_needs_no_master() -> None:
 def test_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(STARTING.format(world=2, rounds=2))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    result = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, timeout=GUARD)
+    command = [executable(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environ = clean_environ() | {"PYTHON_EXEC": executable()}
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=GUARD)
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.split("\n")) == ["", *["[rank 0] torchrun 2 6"] * 2, *["[rank 1] torchrun 2 6"] * 2]
 

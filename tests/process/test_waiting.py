@@ -294,21 +294,23 @@ def test_a_rank_that_is_killed_is_named() -> None:
 
 
 BEHIND_A_KERNEL = """
-import time, torch, accel
+import torch, accel
 from tests import faults
+from tests.distributed import wait_for
 from tests.models import mlp, sgd
 
 faults.begin()
 raw = mlp(4, 8, 2)
 model, optimizer, _ = accel.setup(raw, sgd(raw), backend="ddp")
 model(torch.ones(4, 4)).sum().backward()
-faults.reach("end")
 process = accel.process.current()
 process.detector._deaf = {deaf}  # as with nccl
+if accel.is_main():
+    open({ready!r}, "w").close()
+faults.reach("end")
 weights = [p.clone() for p in raw.parameters()]
-limit = time.monotonic() + {wait}
-while not process.ended and time.monotonic() < limit:  # as item() waits for its device, and hears of no connection
-    time.sleep(0.1)
+heard = (lambda: process.ended) if {deaf} else (lambda: process.detector.left)
+wait_for(heard)  # as item() waits for its device, and hears of no connection
 try:
     optimizer.step()
 except accel.AccelError as error:
@@ -318,11 +320,11 @@ print("changed", any(not torch.equal(p, q) for p, q in zip(raw.parameters(), wei
 
 
 @pytest.mark.parametrize("deaf", [True, False])
-def test_a_killed_rank_ends_a_wait_for_a_device(deaf: bool) -> None:
+def test_a_killed_rank_ends_a_wait_for_a_device(deaf: bool, tmp_path: Path) -> None:
     """The step after it is refused; with gloo, whose sums are there when a backward returns, it is as good as any."""
-    port = free_port()
-    code = BEHIND_A_KERNEL.format(deaf=deaf, wait=60 if deaf else 3)
-    end = Fault("SIGKILL", at="end", rank=1)
+    port, ready = free_port(), str(tmp_path / "ready")
+    code = BEHIND_A_KERNEL.format(deaf=deaf, ready=ready)
+    end = Fault("SIGKILL", at="end", rank=1, when=ready)
     first, _ = scripts(code, by_hand(0, 2, port), by_hand(1, 2, port), check=False, fails=[end])
     named = re.search(r"AccelError .*were ended: rank 1 is gone without a word", first.stdout)
     assert bool(named) == deaf, first.stdout
@@ -367,8 +369,8 @@ def go_slowly(backend: str, folder: Path) -> tuple[int, list[str]]:
         for act in (sleep, compute):
             on_main(act)  # loading data, say
             loop.train(2)
-            on_main(act)
-            accel.barrier()
+        on_main(sleep)
+        accel.barrier()
         with accel.main_first():
             on_main(sleep)
         accel.save({"model": loop.model, "slow": Slow(sleep)}, folder / "slow")

@@ -164,12 +164,12 @@ def flips() -> tuple[float, list[int]]:
     model, handle, net, _ = start()
     reference, ref_optimizer = build()
     sizes = []
-    for step in range(200):
+    for step in range(100):
         for module in (net, reference):
             module.blocks[step % 3].requires_grad_(step % 2 == 0)
         train(model, handle, range(step, step + 1))
         train(reference, ref_optimizer, range(step, step + 1), mean_loss)
-        if step in (20, 110, 194):
+        if step in (20, 56, 92):
             sizes.append(live_tensors())
     return distance(accel.full_state_dict(model), reference.state_dict()), sizes
 
