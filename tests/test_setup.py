@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import accel
 from accel.engines import ENGINES
+from accel.engines.base import holdings
 from accel.handles import OptimizerHandle
 from accel.registry import registry
 from tests.distributed import outcomes, refusals, run
@@ -373,3 +375,25 @@ def same_everywhere() -> None:
 
 def test_what_is_the_same_on_all_ranks_is_accepted() -> None:
     run(2, same_everywhere)
+
+
+def first_weights(shift: int, zero: float) -> tuple[int, list[float], bool]:
+    """How often they are sent, and what comes of them; on the other rank with other numbers, or another sign of a zero."""
+    raw = normalised()
+    next(raw.parameters()).data.add_(shift * accel.rank())
+    raw.register_buffer("sign", torch.tensor([0.0, zero][accel.rank()]))
+    with mock.patch.object(holdings, "broadcast_", wraps=holdings.broadcast_) as sent:
+        accel.setup(raw)
+    return sent.call_count, [p.sum().item() for p in raw.parameters()], bool(raw.sign.signbit())
+
+
+def all_first_weights() -> list[tuple[int, list[float], bool]]:
+    return list(map(first_weights, (0, 0, 1), (0.0, -0.0, 0.0)))
+
+
+def test_only_weights_that_differ_are_sent() -> None:
+    """Bit for bit."""
+    one, other = run(2, all_first_weights)
+    assert one == other
+    assert [times for times, *_ in one] == [0, 1, 1]
+    assert not any(negative for *_, negative in one)

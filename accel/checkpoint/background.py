@@ -165,13 +165,14 @@ class _Room:
     def copies(self, item: WriteItem) -> Iterator[torch.Tensor]:
         """Copies of the elements, which may have only begun."""
         for piece in item.pieces():
-            while len(piece):
-                count = min(len(piece), (_BLOCK - self._at) // piece.itemsize)
+            done, numel = 0, piece.numel()  # len(), which is a function of Python, takes longer than a small copy
+            while done < numel:
+                count = min(numel - done, (_BLOCK - self._at) // piece.itemsize)
                 if count:
-                    nbytes = count * piece.itemsize
-                    copy = self._blocks[self._number][self._at : self._at + nbytes].view(piece.dtype)
-                    yield copy.copy_(piece[:count], non_blocking=is_remote(piece))
-                    piece, self._at = piece[count:], self._at + -(-nbytes // _ALIGN) * _ALIGN
+                    end = self._at + count * piece.itemsize
+                    copy = self._blocks[self._number][self._at : end].view(piece.dtype)
+                    yield copy.copy_(piece[done : done + count], non_blocking=is_remote(piece))
+                    done, self._at = done + count, -(-end // _ALIGN) * _ALIGN
                 else:
                     self._number, self._at = self._number + 1, 0
                     if self._number == len(self._blocks):

@@ -120,12 +120,12 @@ class Local:
     ``fetched``    the same file or directory on this machine; in ``folder`` where it was not
     ``identity``   is another one if a file is written again, or another is put in its place
     ``link``       makes ``new`` a file like ``old``, each of which can go by itself; their bytes do not come through this process
-    ``make``       a directory and what is above it, durably
+    ``make``       a directory and what is above it, durable once it is synced: that takes as long as a disk does
     ``open``       a file for reading; a CheckpointError where it is missing, a link, something else, or not of ``size``
     ``real``       the path without links
     ``remove``     a file, if it is there; ``remove_directory`` an empty one
     ``rename``     gives a file another name, in place of one that has it: each is there whole at any moment
-    ``sync``       makes the names in a directory durable
+    ``sync``       makes the names in a directory durable, and its own where it was made
     ``workplace``  a directory of this machine for what is to come into ``directory`` later
     """
 
@@ -156,8 +156,7 @@ class Local:
             os.makedirs(directory, exist_ok=True)
         except FileNotFoundError:  # one above was empty, and another job has removed it just then
             os.makedirs(directory, exist_ok=True)
-        for made in missing:
-            self.sync(os.path.dirname(made))
+        _made.update(missing)
 
     def sync(self, directory: str) -> None:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -166,6 +165,9 @@ class Local:
                 os.fsync(fd)
         finally:
             os.close(fd)
+        if (path := os.path.abspath(directory)) in _made:
+            self.sync(os.path.dirname(path))
+            _made.discard(path)
 
     def claim(self, directory: str) -> Claim:
         return Lock(directory)
@@ -384,6 +386,7 @@ class Lock:
 
 
 _local: Final = Local()
+_made: Final[set[str]] = set()  # directories whose names are not durable yet
 _open: Final[weakref.WeakSet[Lock]] = weakref.WeakSet()
 
 

@@ -50,26 +50,34 @@ def test_what_is_saved_is_what_was_there(world: int, tmp_path: Path) -> None:
 
 
 def test_it_returns_before_the_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a second save waits for the first."""
-    gate = threading.Event()
-    write = shards.write
+    """Nor waits for the disk, whatever it has made; what makes that durable comes later. A second save waits for the first."""
+    gate, directory = threading.Event(), tmp_path / "run" / "step-1"
+    synced: set[str] = set()
+    write, fsync = shards.write, os.fsync
 
     def slow(*args: Any) -> Any:
         assert gate.wait(60)
         return write(*args)
 
+    def noted(fd: int) -> None:
+        synced.add(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
     monkeypatch.setattr(shards, "write", slow)
-    first = accel.save(large(1.0), tmp_path, wait=False)
+    monkeypatch.setattr(os, "fsync", noted)
+    first = accel.save(large(1.0), directory, wait=False)
     assert first is not None
     assert not first.done()
     assert not first.cancel()  # it has begun
-    assert not (tmp_path / "accel.json").exists()
+    assert not (directory / "accel.json").exists()
+    assert not synced
     threading.Timer(0.2, gate.set).start()
-    second = accel.save(large(2.0), tmp_path, wait=False)
+    second = accel.save(large(2.0), directory, wait=False)
     assert first.done()
+    assert synced >= {str(tmp_path), str(tmp_path / "run"), str(directory)}
     assert second is not None
     second.result(30)
-    assert accel.load(tmp_path)["n"] == 2.0
+    assert accel.load(directory)["n"] == 2.0
 
 
 @pytest.mark.parametrize("needed", [True, False])
