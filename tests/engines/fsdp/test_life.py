@@ -35,6 +35,8 @@ REFUSED = {
     "regularised_by_parameters": "mixed torch.Tensor and DTensor",
     "gradients_assigned": "not have been used in the graph",
     "gradient_penalty": "create_graph",
+    "transformed": "transform of torch.func",
+    "gradients_with_graphs": "create_graph",
     "functional_call": "functional_call",
     "lbfgs": "LBFGS",
 }
