@@ -31,6 +31,7 @@ from ..base.raw_objects import Snapshot
 from .plan import Mesh, cut
 
 _GRAD: Final = operator.attrgetter("grad")
+_VERSION: Final = operator.attrgetter("_version")
 
 
 def _owner(tensor: object) -> ShardedModule | None:
@@ -65,6 +66,12 @@ _patches: Final = (*divided_patches(lambda tensor: "fsdp" if _owner(tensor) else
 
 # -- What FSDP2 gathers and reduces, announced before it does so -------------------------------------------------------
 
+_LOST: Final = (
+    "where weights are gathered, so that the change would be lost: write in the loop, on every rank, in place to "
+    "model.parameters() or by load_state_dict(full) of the model's handle, or before accel.setup; or use a backend that keeps "
+    "parameters whole"
+)
+
 
 def watch(process: Process, group: Any, name: str, label: str) -> None:
     """Announce what one group of FSDP2's parameters gathers and reduces; ``name`` is its module's."""
@@ -92,6 +99,35 @@ def watch(process: Process, group: Any, name: str, label: str) -> None:
             return post_backward(*args)
 
     group.unshard, group.post_backward = gather, reduce
+
+
+def refuse_writes(group: Any, label: str) -> None:
+    """Refuse what a forward writes to one group's gathered parameters: it would be lost when they are freed."""
+    pre_forward, post_forward = group.pre_forward, group.post_forward
+    wholes: list[Any] = [p._unsharded_param for p in group.fsdp_params]
+    versions: list[int] = []
+    aliases: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for whole in wholes:
+        whole.aliases = aliases
+
+    def enter(*args: Any) -> Any:
+        entered = pre_forward(*args)
+        versions[:] = map(_VERSION, wholes)
+        aliases.clear()
+        return entered
+
+    def leave(*args: Any) -> Any:
+        changed = [whole for whole, alias in aliases if alias._version]
+        aliases.clear()
+        if changed or list(map(_VERSION, wholes)) != versions:
+            changed += [whole for whole, before in zip(wholes, versions, strict=True) if whole._version != before]
+            group._to_sharded()
+            written = [p for p in group.fsdp_params if any(p._unsharded_param is whole for whole in changed)]
+            names = ", ".join(p._param_fqn or p._module_info.param_name for p in written[:5])
+            raise BackendError(f"{names} of {label} changed in a forward or method of the model, {_LOST}")
+        return post_forward(*args)
+
+    group.pre_forward, group.post_forward = enter, leave
 
 
 def has_gradient(param: Any) -> bool:
@@ -186,6 +222,7 @@ class ShardedModule:
         names = {id(m): n or "the parameters outside of all blocks" for n, m in self.module.named_modules()}
         for group in self.groups:
             watch(self.process, group, names[id(group.modules[0])], label)
+            refuse_writes(group, label)
         for state in self.context.all_states:
             _tell(state, self.context, before, after)
         for child in self.module.modules():
@@ -282,10 +319,28 @@ class ShardedModule:
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
-class _Freezing:
-    """Of a parameter that FSDP2 gathered: freezing it, which the next gathering would undo, freezes the shard too."""
+class _OfShard:
+    """Of a parameter that FSDP2 gathered: freezing it, which the next gathering would undo, freezes the shard too.
+
+    ``p.data`` is noted, since a write through it moves no version but its own.
+    """
 
     shard: nn.Parameter | None = None  # none of what a compiler makes of it
+    #: What reading ``p.data`` gave in a forward, of all parameters that are gathered with this one.
+    aliases: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+
+    @property
+    def data(self) -> torch.Tensor:
+        alias: torch.Tensor = super().data  # type: ignore[misc]
+        if self.aliases is not None and not alias.is_inference():
+            self.aliases.append((self, alias))  # type: ignore[arg-type]
+        return alias
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        mine: torch.Tensor = super().data  # type: ignore[misc]
+        if isinstance(value, DTensor) or value.data_ptr() != mine.data_ptr():
+            raise BackendError(f"p.data = ... of a parameter of shape {tuple(mine.shape)}, {_LOST}")
 
     @property
     def requires_grad(self) -> bool:
@@ -302,11 +357,11 @@ class _Freezing:
         return self
 
 
-class Gathered(_Freezing, nn.Parameter):
+class Gathered(_OfShard, nn.Parameter):
     """One that every rank has whole then."""
 
 
-class GatheredPart(_Freezing, DTensor):
+class GatheredPart(_OfShard, DTensor):
     """One that tensor parallelism has cut before."""
 
     @staticmethod

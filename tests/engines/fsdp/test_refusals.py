@@ -343,3 +343,40 @@ def fit() -> None:
 def test_a_method_that_goes_on_after_a_backward_is_named() -> None:
     for message in refusals(2, fit, error="BackendError"):
         assert "the method fit uses weights" in message
+
+
+class Writing(nn.Linear):
+    how = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how:
+            self.write()
+        return super().forward(x) + self.weight.data.norm()
+
+    def write(self) -> None:
+        if self.how == "in place":
+            nn.init.ones_(self.weight)
+        elif self.how == "data":
+            self.weight.data.fill_(1)
+        else:
+            self.weight.data = torch.ones(4, 4)
+
+
+def writes() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Sequential(Writing(4, 4)), Writing(4, 4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, optimizer, _ = accel.setup(net, optimizer, backend=accel.FSDP(wrap=(nn.Sequential,)))
+    before = accel.full_state_dict(model)
+    for name, layer in (("0.0", net[0][0]), ("1", net[1])):
+        for layer.how, said in (("in place", f"{name}.weight"), ("data", f"{name}.weight"), ("set", "p.data = ")):
+            with pytest.raises(accel.BackendError, match=f"{said}.*would be lost"):
+                model(torch.ones(2, 4))
+        layer.how = ""
+    model(torch.ones(2, 4)).sum().backward()
+    assert models.distance(accel.full_state_dict(model), before) == 0
+    optimizer.step()
+
+
+def test_what_a_forward_writes_to_a_weight_is_refused_and_changes_nothing() -> None:
+    run(2, writes)
