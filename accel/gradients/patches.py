@@ -468,13 +468,20 @@ _CUTS: Final[Mapping[Any, Mapping[int, int]]] = {
     torch.ops.aten.split_with_sizes.default: {2: 0},
     torch.ops.aten.diagonal.default: {2: 0, 3: 1},
 }
+_OF_CHANCES: Final = torch.ops.aten.bernoulli.default
 #: What fills a tensor, or makes one like it, with random numbers.
 _RANDOM: Final = (
     torch.ops.aten.normal_.default,
     torch.ops.aten.uniform_.default,
     torch.ops.aten.bernoulli_.float,
+    torch.ops.aten.exponential_.default,
+    torch.ops.aten.geometric_.default,
+    torch.ops.aten.log_normal_.default,
     torch.ops.aten.rand_like.default,
     torch.ops.aten.randn_like.default,
+    torch.ops.aten.randint_like.default,
+    torch.ops.aten.randint_like.low_dtype,
+    _OF_CHANCES,
 )
 
 
@@ -524,7 +531,8 @@ def divided_patches(backend: Callable[[DTensor], str]) -> tuple[Patch, ...]:
         if not backend(tensor):
             return original(op, args, kwargs)
         local = tensor._local_tensor
-        whole = op(torch.empty(tensor.shape, dtype=tensor.dtype, device=local.device), *args[1:], **kwargs)
+        like = torch.empty(tensor.shape, dtype=tensor.dtype, device=local.device)
+        whole = op(tensor.detach().full_tensor() if op is _OF_CHANCES else like, *args[1:], **kwargs)
         part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
         if not op._schema.is_mutable:
             return part

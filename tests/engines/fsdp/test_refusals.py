@@ -169,7 +169,9 @@ def random_numbers(sharded: bool) -> list[torch.Tensor]:
     with torch.no_grad():
         for p in net.parameters():
             p.add_(torch.randn_like(p) * torch.rand_like(p))
-            p.mul_(torch.empty_like(p).bernoulli_(0.9))
+            p.mul_(torch.empty_like(p).bernoulli_(0.9)).mul_(torch.bernoulli(torch.full_like(p, 0.9)))
+            p.add_(torch.randint_like(p, 4) + torch.randint_like(p, 2, 4) + torch.empty_like(p).exponential_(2.0))
+            p.add_(torch.empty_like(p).log_normal_() + torch.empty_like(p).geometric_(0.5))
         nn.init.normal_(net[1].weight)
     return [p.detach().full_tensor() if sharded else p.detach() for p in net.parameters()]
 
