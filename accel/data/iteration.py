@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, final
 
 import torch
@@ -164,6 +165,8 @@ class Latest:
 
     kept: Kept | None = None
     replica: tuple[int, int] | None = None
+    #: The thread that asked for it: one that reads ahead of the loop may be in its next epoch on some ranks.
+    thread: int | None = None
 
 
 latest = Latest()
@@ -247,7 +250,7 @@ class Iteration:
         state.batches = self.last = state.batches + 1
         order = None if reader.first is None or not state.options.shard else (state.name, reader.first)
         state.kept = latest.kept = reader.kept._replace(order=order)
-        latest.replica = state.place[:2]
+        latest.replica, latest.thread = state.place[:2], get_ident()
         return batch if self._transfer is None else self._transfer(batch)
 
     def _read(self) -> Any:

@@ -120,7 +120,8 @@ class EpochReader(ABC):
 
     start: Start
     kept: Kept = WHOLE
-    #: A digest of the first samples of all ranks that this epoch's loop was given; None where that tells nothing.
+    #: A digest of the first samples of all ranks that this epoch's loop was given; None where that tells nothing, as
+    #: where ranks may get different numbers of batches and begin an epoch at different steps.
     first: int | None = None
     #: The batches that the loop was given, and before them those to leave out.
     given: int = 0
@@ -314,7 +315,8 @@ class SamplerReader(EpochReader):
         if not self._pending:
             self._refuse()
         items, self.kept = self._pending.popleft()
-        self.first = digest(items) if self.first is None else self.first
+        if self.first is None and not self._division.ragged:
+            self.first = digest(items)
         self._at += len(items)
         self._checksum = digest(items, self._checksum)
         return item

@@ -94,13 +94,15 @@ def _leaves(value: Any, aside: list[torch.Tensor] | None) -> Iterator[tuple[bool
 
 def first_sample(dataset: Any) -> str:
     """What tells a dataset's first sample, where reading it does nothing else: where the samples lie in memory."""
-    index = 0
-    while type(dataset) is Subset and len(dataset):
-        dataset, index = dataset.dataset, dataset.indices[index]
-    if type(dataset) not in (TensorDataset, list, tuple, torch.Tensor) or not len(dataset):
+    index, tensors = 0, list[torch.Tensor]()
+    try:
+        while type(dataset) is Subset and len(dataset):
+            dataset, index = dataset.dataset, dataset.indices[index]
+        if type(dataset) not in (TensorDataset, list, tuple, torch.Tensor) or not len(dataset):
+            return ""
+        return f"{fingerprint(dataset[index], tensors)} {zlib.crc32(to_bytes(packed(tensors)))}"
+    except Exception:  # the loop is told of a sample that cannot be read, once it asks
         return ""
-    tensors: list[torch.Tensor] = []
-    return f"{fingerprint(dataset[index], tensors)} {zlib.crc32(to_bytes(packed(tensors)))}"
 
 
 # -- One rank's part of a stream ----------------------------------------------------------------------------------------

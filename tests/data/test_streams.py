@@ -13,12 +13,13 @@ from torch import nn
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
+    Subset,
     get_worker_info,
 )
 
 import accel
 from accel.data import LoaderOptions
-from accel.data.streams import fingerprint
+from accel.data.streams import fingerprint, first_sample
 from tests.data.loaders import Counting, Divided, Noisy, by_step, everyone, flat, make, samples
 from tests.distributed import outcomes, refusals, run, wait_for
 
@@ -191,3 +192,7 @@ def test_objects_without_a_text_of_their_own_do_not_tell_items_apart() -> None:
     assert not one.differs(other)
     one, other = (fingerprint([np.array([object(), name], dtype=object)]) for name in ("one", "other"))
     assert one.differs(other)
+
+
+def test_a_first_sample_that_cannot_be_read_tells_nothing() -> None:
+    assert not first_sample(Subset([1], [7]))  # type: ignore[arg-type]

@@ -9,6 +9,8 @@ import pickle
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice, repeat
 from typing import Any
 
 import pytest
@@ -175,6 +177,25 @@ def after_a_look_at_a_batch() -> None:
 def test_an_epoch_that_one_rank_begins_alone_is_found_where_it_is_of_another_order() -> None:
     messages = refusals(2, after_a_look_at_a_batch, error="RankMismatchError")
     assert all("the order of the loader's samples (loader" in message for message in messages)
+
+
+def in_epochs_of_their_own() -> None:
+    raw, data = build(), list(torch.randn(9, 6))
+    loader: Any = DataLoader(data, batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    options = accel.LoaderOptions(even_batches=False)  # three batches of each epoch for rank 0, two for rank 1
+    optimizer = torch.optim.SGD(raw.parameters())
+    backend = accel.DDP(drift_check=1)
+    model, optimizer, uneven = accel.setup(raw, optimizer, loader, backend=backend, loader_options=options)
+    even: Any = accel.setup(None, dataloaders=copy.copy(loader)).dataloaders
+    with ThreadPoolExecutor(1) as ahead:  # which reads for the loop, and is an epoch further on rank 1
+        read = [ahead.submit(next, iter(even)).result() for _ in range(1 + accel.rank())]
+        for x in chain(read[:1], islice(chain.from_iterable(repeat(uneven)), 6)):
+            model(x).square().mean().backward()
+            optimizer.step()
+
+
+def test_epochs_that_ranks_begin_at_different_steps_are_not_compared() -> None:
+    run(2, in_epochs_of_their_own)
 
 
 @pytest.mark.parametrize("backend", WATCHED, ids=str)

@@ -14,6 +14,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
@@ -139,8 +140,9 @@ class DriftGuard:
         tensors = {"": [*engine.holdings.replicas(), *_tensors_of_groups(engine.optimizers)], **parts}
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             digests = {place: {name: digest(tensor) for name, tensor in some} for place, some in tensors.items()}
-        if latest.kept is not None and latest.kept.order is not None:
-            loader, first = latest.kept.order
+        order = None if latest.kept is None or latest.thread != get_ident() else latest.kept.order
+        if order is not None:
+            loader, first = order
             digests[f"loader {loader}"] = {ORDER: first}  # one rank alone may have looked at a batch of another
         if self._inputs is not None:
             digests[_INPUTS], self._inputs.digests = {str(n): d for n, d in enumerate(self._inputs.digests)}, []
