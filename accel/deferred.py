@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -130,11 +130,16 @@ def materialize(module: nn.Module, device: torch.device, undo: contextlib.ExitSt
     if not (replaced := [p for p in module.parameters() if p.is_meta]):
         return
     weights, borrowed = weights_of(module), borrowing(module)
+    recurrent = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
+    undo.callback(_refer, recurrent)
+    _forget(recurrent)
     for parameter in replaced:
         made = without_values(parameter, device) if weights is None else torch.empty_like(parameter, device=device)
         real = nn.Parameter(made, requires_grad=parameter.requires_grad)
         swap(parameter, real)
         undo.callback(_take_away, parameter, real)
+    _refer(recurrent)
+    undo.callback(_forget, recurrent)
     if weights is not None:
         return
     waiting = {id(p) for p in replaced}
@@ -142,6 +147,17 @@ def materialize(module: nn.Module, device: torch.device, undo: contextlib.ExitSt
         if any(id(p) in waiting for p in child.parameters()):
             reset_own(child, reset, borrowed[id(child)])
     refuse_without_values((name, p) for name, p in module.named_parameters() if id(p) in waiting)
+
+
+def _forget(recurrent: Sequence[nn.RNNBase]) -> None:
+    """Torch exchanges no tensors that weak references lead to, as those that an RNN has to its weights."""
+    for child in recurrent:
+        child._flat_weight_refs = []
+
+
+def _refer(recurrent: Sequence[nn.RNNBase]) -> None:
+    for child in recurrent:
+        child._init_flat_weights()
 
 
 def _take_away(parameter: nn.Parameter, real: nn.Parameter) -> None:

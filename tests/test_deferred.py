@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -19,6 +20,7 @@ import accel
 from accel.checkpoint import storage
 from accel.errors import CheckpointError
 from tests.distributed import refusals, run
+from tests.models import distance
 
 
 class Net(nn.Module):
@@ -238,6 +240,32 @@ def test_no_setup_after_one_that_failed_takes_memory_for_values(tmp_path: Path, 
     for text in run(2, again_after_a_failure, str(tmp_path), backend):
         what = "differ, and in the state" if backend == "ddp" else "has failed, and they have none: build it again"
         assert what in text
+
+
+def recurrent(backend: Any) -> list[dict[str, torch.Tensor]]:
+    """A model set up and trained for a step, after a setup that failed; the last one on one rank without accel."""
+    found = []
+    for deferred in (True, False):
+        torch.manual_seed(0)
+        with accel.deferred_init() if deferred else contextlib.nullcontext():
+            net = nn.GRU(4, 8)
+        raw = torch.optim.SGD(net.parameters(), lr=0.1)
+        model: Any = net
+        if deferred:
+            with pytest.raises(accel.AccelError):
+                accel.setup(net, torch.optim.SGD(nn.Linear(1, 1).parameters()), backend=backend)
+            torch.manual_seed(0)
+            model, raw, _ = accel.setup(net, raw, backend=backend)
+        model(torch.ones(2, 3, 4))[0].square().sum().backward()
+        raw.step()
+        found.append(accel.full_state_dict(model) if deferred else net.state_dict())
+    return found
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_an_rnn_gets_its_values(backend: str) -> None:
+    for ours, plain in run(2, recurrent, backend):
+        assert distance(ours, plain) < 1e-6
 
 
 def two_places(directory: str) -> None:
