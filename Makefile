@@ -35,9 +35,10 @@ demo: $(VENV)/demo  ## train the examples on 1 and on 2 processes with the same 
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train.py
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/gpt.py
 
-# Types and documentation beside the tests, which wait much; what is wrong with the form, at once.
+# Types and documentation beside the tests, which wait much; what is wrong with the form, at once. Where one fails, the others
+# still run: the line with "Error" that names the failed target may stand above the tests' last one.
 test: lint  ## lint, types, documentation and all tests
-	$(MAKE) --jobs 2 unit checks
+	$(MAKE) --jobs 2 --keep-going unit checks
 
 checks: types docs
 
