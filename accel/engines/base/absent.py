@@ -46,7 +46,7 @@ _LIKE: Final = frozenset(
     [torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like]
 )
 #: Nothing where the parameter is like that already: ``model.to(device)``.
-CONVERSIONS: Final = frozenset([_T.to, _T.cuda, _T.cpu, _T.float, _T.double, _T.half, _T.bfloat16, _T.type])
+_CONVERSIONS: Final = frozenset([_T.to, _T.cuda, _T.cpu, _T.float, _T.double, _T.half, _T.bfloat16, _T.type])
 
 #: What the tensor in the values' place answers right too, where a parameter keeps a gradient of its own.
 FOR_AUTOGRAD: Final = frozenset(
@@ -99,6 +99,10 @@ class Absent:
         """Let the values be here for a function; BackendError, which names the parameter, where they cannot."""
         raise NotImplementedError
 
+    def converted(self, made: torch.Tensor) -> torch.Tensor | None:
+        """What a conversion to the dtype and device of ``made`` gives; None where it needs the values."""
+        return None
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -109,10 +113,12 @@ class Absent:
             return func(_without_values(args[0]), *args[1:], **kwargs)
         if func in _LIKE and isinstance(args[0], Absent):
             return func(_without_values(args[0]), *args[1:], **{"device": args[0].device, **kwargs})  # type: ignore[attr-defined]
-        if func in CONVERSIONS:
+        if func in _CONVERSIONS:
             made = plainly(func)(*args, **kwargs)
             if made is args[0] or isinstance(made, str):
                 return made
+            if isinstance(args[0], Absent) and (like := args[0].converted(made)) is not None:
+                return like
         for parameter in _among((args, kwargs)):
             parameter.fetch(func)
         return func(*args, **kwargs)

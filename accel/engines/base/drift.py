@@ -168,9 +168,9 @@ class DriftGuard:
 
     def _send(self, snapshot: _Snapshot, costs: tuple[float, float]) -> None:
         _, facts, digests = snapshot
-        inputs = _of_bytes(repr(given).encode()) if (given := digests.pop(_INPUTS, None)) else 0
+        inputs = digest_bytes(repr(given).encode()) if (given := digests.pop(_INPUTS, None)) else 0
         compared = {place: list(some.values()) for place, some in digests.items()} | {"facts": sorted(facts.items())}
-        summary = tuple((place, _of_bytes(repr(values).encode())) for place, values in compared.items())
+        summary = tuple((place, digest_bytes(repr(values).encode())) for place, values in compared.items())
         answers = agree_later(f"the drift guard of {self._kind}", (summary, inputs, *costs))
         self._todo = functools.partial(self._judge, snapshot, answers)
 
@@ -460,13 +460,13 @@ def digest(tensor: torch.Tensor) -> int | torch.Tensor:
             if hasattr(tensor, "full_tensor")
             else [digest(getattr(tensor, n)) for n in tensor.__tensor_flatten__()[0]]
         )
-        return _of_bytes(repr([int(d) for d in inner]).encode())
+        return digest_bytes(repr([int(d) for d in inner]).encode())
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if dense.is_complex():
         dense = torch.view_as_real(dense)
     if dense.device.type != "cpu":
         return sums(dense)
-    return _of_bytes((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr())) if dense.nbytes else 0
+    return digest_bytes((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr())) if dense.nbytes else 0
 
 
 def _digest_now(tensor: torch.Tensor) -> int:
@@ -474,7 +474,8 @@ def _digest_now(tensor: torch.Tensor) -> int:
         return int(digest(tensor))
 
 
-def _of_bytes(data: Any) -> int:
+def digest_bytes(data: Any) -> int:
+    """64 bits that differ where the bytes do."""
     import xxhash  # when the first guard needs it
 
     return xxhash.xxh3_64_intdigest(data)

@@ -6,7 +6,6 @@ fill, ``state_dict``, ``full_state_dict``, ``load_state_dict``, the gathering at
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
@@ -23,7 +22,7 @@ from ...process.packing import broadcast_
 from ...shard import Raw, Shard, StateEntry, fill_module_values, named_tensors, state_device
 from ...trees import map_tensors
 from .absent import about
-from .drift import digest
+from .drift import digest, digest_bytes
 from .gather import Item, gather
 from .memory import MemoryUse
 from .raw_objects import FLOAT8, REPLACED, Guard, Target, copied, copied_to, in_place_of, is_of
@@ -468,11 +467,11 @@ class Holdings(Raw):
         return MemoryUse(**sizes)
 
 
-def _digest(tensors: Sequence[torch.Tensor]) -> str | None:
+def _digest(tensors: Sequence[torch.Tensor]) -> int | None:
     """Equal where all values are, bit for bit; None where it takes no less time than to send them, as on accelerators."""
     if any(type(t) is not torch.Tensor or t.layout is not torch.strided or t.device.type != "cpu" for t in tensors):
         return None
-    return hashlib.blake2b(repr([digest(t) for t in tensors]).encode(), digest_size=16).hexdigest()
+    return digest_bytes(repr([digest(t) for t in tensors]).encode())
 
 
 def _read_only(tensor: torch.Tensor) -> torch.Tensor:

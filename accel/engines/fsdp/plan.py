@@ -357,9 +357,8 @@ def _style(style: Any) -> ParallelStyle:
         made: ParallelStyle = style
         return made
     name, whole = _STYLES[style]
-    if (
-        name == "SequenceParallel"
-    ):  # a norm looks along the last dimension alone, and any other may be the one that is cut
+    if name == "SequenceParallel":
+        # A norm looks along the last dimension alone, and any other may be the one that is cut.
         return parallel.SequenceParallel(sequence_dim=0, use_local_output=True)
     made = getattr(parallel, name)(**dict.fromkeys(whole, Replicate()))
     return made  # noqa: RET504

@@ -17,7 +17,7 @@ from ...precision import convert_module, convert_optimizer
 from ...process import Process
 from ...process.control import agree
 from ...shard import Shard, StateEntry
-from ..base.absent import CONVERSIONS, FOR_AUTOGRAD, Absent, blank, bring_back, name_of, plainly, take_away
+from ..base.absent import FOR_AUTOGRAD, Absent, blank, bring_back, name_of, plainly, take_away
 from ..base.engine import Context, Engine, Options, lost_weights
 from ..base.gather import Item
 from ..base.gradients import Gradients
@@ -58,16 +58,13 @@ class Elsewhere(Absent, nn.Parameter):
         setting = getattr(func, "__name__", "") == "__set__"  # of its data, which may be a property of accel's own
         if setting and getattr(args[0], "place", "") == getattr(args[1], "place", None):
             return plainly(func)(*args)
-        if func in CONVERSIONS and isinstance(args[0], Elsewhere):
-            made = plainly(func)(*args, **kwargs or {})
-            return made if made is args[0] or isinstance(made, str) else args[0]._like(made)
         return super().__torch_function__(func, types, args, kwargs)
 
-    def _like(self, converted: torch.Tensor) -> nn.Parameter:
-        made = nn.Parameter(blank(converted.detach()), self.requires_grad)
-        vars(made)["place"] = self.place
-        made.__class__ = Elsewhere
-        return made
+    def converted(self, made: torch.Tensor) -> nn.Parameter:
+        there = nn.Parameter(blank(made.detach()), self.requires_grad)
+        vars(there)["place"] = self.place
+        there.__class__ = Elsewhere
+        return there
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"a parameter of shape {tuple(self.shape)}: {self.place}"
