@@ -36,10 +36,10 @@ from .errors import PrecisionError as PrecisionError
 from .errors import RankMismatchError as RankMismatchError
 from .errors import SharedParametersError as SharedParametersError
 from .errors import TimeoutError as TimeoutError
-from .gradients.average import mean_loss as mean_loss
+from .gradients.totals import mean_loss as mean_loss
 from .handles import Handles as Handles
+from .launch import check_picklable as check_picklable
 from .launch import launch as launch
-from .launch.pickling import check_picklable as check_picklable
 from .memory import memory_report as memory_report
 from .memory import summary as summary
 from .process import device as device
@@ -62,10 +62,10 @@ if TYPE_CHECKING:
     from .checkpoint import import_checkpoint as import_checkpoint
     from .checkpoint import latest as latest
     from .checkpoint import link as link
-    from .checkpoint.export import export as export
     from .checkpoint.load import load as load
     from .checkpoint.save import save as save
     from .checkpoint.verify import verify as verify
+    from .checkpoint.weights import export as export
     from .engines._option_classes import *  # noqa: F403
 
 __version__ = "0.1.0"

@@ -29,9 +29,9 @@ from .engines import FOREIGN, Engine, Holdings, foreign_part
 from .engines.base.gradients import Gradients
 from .engines.base.step import prepare
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError, described
-from .gradients.clip import total_norm
 from .gradients.log import remove_hooks
 from .gradients.patches import BackwardListener, Patch, clip_patches, compile_patch, data_patch, leaf_patch, run_patches
+from .gradients.totals import total_norm
 from .handles import UNPACK, Handles, HiddenAttribute, LoaderHandle, ModelHandle, OptimizerHandle, raw
 from .precision import Accumulator, LossScale, all_finite, here
 from .process.control import agree

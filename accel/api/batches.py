@@ -15,8 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from .. import data, process
-from ..data.sampling import Division
-from ..data.streams import fingerprint
+from ..data.sampling import Division, fingerprint
 from ..engines.base.step import Stepper
 from ..errors import AccelError, RankMismatchError, text_of_error
 from ..handles import HiddenAttribute

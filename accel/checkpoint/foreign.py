@@ -27,10 +27,10 @@ from .background import background
 from .objects import LocalRange, StateObject
 from .safetensors import check_tensor
 from .save import save_alone
-from .source import is_weights_alone
 from .steps import Progress, check_flags, naming, on_running_ranks, parsing, progress_bar
 from .storage import reserve, storage_of
 from .values import DEPTH, TAG, Encoder, Json, place
+from .weights import is_weights_alone
 
 logger = logging.getLogger("accel")
 

@@ -25,7 +25,6 @@ from ..process.control import locked, raise_together
 from ..shard import Manifest, Shard
 from . import folder, record
 from .background import background
-from .export import choose
 from .layout import digest
 from .match import (
     Apply,
@@ -44,7 +43,6 @@ from .placement import Placed, Sight, find, memory_place
 from .reader import Reader
 from .record import Record, Stored
 from .safetensors import BY_NAME
-from .source import Checkpoint, is_weights_alone, open_checkpoint
 from .state import OF_VALUES, State
 from .steps import (
     DamageError,
@@ -59,6 +57,7 @@ from .steps import (
 )
 from .values import Decoder, Json
 from .verify import check_record, chunks_due
+from .weights import Checkpoint, choose, is_weights_alone, open_checkpoint
 
 logger = logging.getLogger("accel")
 

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, NamedTuple, final
 import torch
 
 from ..errors import CheckpointError, is_url
-from ..gradients.average import average_ranks_
+from ..gradients.totals import average_ranks_
 from ..process import current
 from ..process.control import Waiting, locked
 from . import folder, record, shards

@@ -18,8 +18,8 @@ from ..checkpoint import folder
 from ..checkpoint.reader import Reader
 from ..checkpoint.record import Record, Stored, read
 from ..checkpoint.safetensors import BY_NAME, ITEM_BYTES
-from ..checkpoint.source import STEMS
 from ..checkpoint.values import TAG
+from ..checkpoint.weights import STEMS
 from ..engines.base.memory import human
 from ..errors import CheckpointError
 from ..memory import COLOURS, Panel, save_panels, scale

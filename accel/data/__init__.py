@@ -1,7 +1,7 @@
 """Dataloaders: each rank gets its part of every epoch, on its device, and the position can be saved.
 
-__init__ (the handle) > iteration (one epoch, and groups of its batches) > streams > dispatch (by rank 0) > readers (what
-stands in the loader, and which loaders there can be) > sampling (who gets what, in which order)
+__init__ (the handle) > iteration (one epoch, and groups of its batches) > streams (also by rank 0) > readers (what stands in the
+loader, and which loaders there can be) > sampling (who gets what, in which order)
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from .readers import LoaderPlace as LoaderPlace
 from .readers import check as check
 from .readers import check_options as check_options
 from .readers import describe as describe
+from .sampling import fingerprint, own_generators
+from .sampling import first_sample as first_sample
 from .sampling import loader_seed as loader_seed
-from .sampling import own_generators
-from .streams import StreamComparisons, fingerprint
-from .streams import first_sample as first_sample
+from .streams import StreamComparisons
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""What each rank reads of an epoch: pure arithmetic, and the order drawn from the user's sampler.
+"""What each rank reads of an epoch: pure arithmetic, the order drawn from the user's sampler, and what tells items apart.
 
 The arithmetic knows neither samplers nor loaders. An order is drawn as it is read: in one process from the program's
 generators, as raw PyTorch does, and else from private ones that (seed, epoch) alone decide, the same on every rank.
@@ -6,6 +6,7 @@ generators, as raw PyTorch does, and else from private ones that (seed, epoch) a
 
 from __future__ import annotations
 
+import os
 import zlib
 from array import array
 from collections import deque
@@ -18,8 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils.data as torch_data
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler, Subset, TensorDataset
 
+from ..process.packing import is_dense, packed, to_bytes
 from ..process.rng import InPlace, Private, global_generators, is_generator, seed_of
 
 
@@ -245,3 +247,79 @@ def _bytes(item: Any) -> bytes:
             if numbers:
                 return array("q", numbers).tobytes()
     return repr(item).encode()
+
+
+# -- What items are, in a few bytes that are the same in every process -------------------------------------------------
+
+
+class Fingerprint(NamedTuple):
+    """Checksums of what names an item (integers, text), and of its other numbers; None where there are none.
+
+    Two readers of one sample have the same names, also where each adds noise of its own to the other numbers.
+    """
+
+    names: int | None
+    numbers: int | None
+
+    def differs(self, other: Fingerprint) -> bool:
+        """Whether these are other items, as far as that can be told."""
+        if self.names is None and other.names is None:
+            return self.numbers != other.numbers
+        return self.names != other.names
+
+
+def fingerprint(items: Any, aside: list[torch.Tensor] | None = None) -> Fingerprint:
+    """The fingerprint of items of any kind; what is neither a tensor, an array nor plain counts by its type.
+
+    Where there is an ``aside``, tensors count by their types and shapes, and those that have values go there.
+    """
+    crcs: dict[bool, int] = {}
+    for is_name, content in _leaves(items, aside):
+        crcs[is_name] = zlib.crc32(content, crcs.get(is_name, 0))
+    return Fingerprint(crcs.get(True), crcs.get(False))
+
+
+_NAMES: Any = int | str | bytes | os.PathLike
+
+
+def _leaves(value: Any, aside: list[torch.Tensor] | None) -> Iterator[tuple[bool, bytes]]:
+    """The leaves of a nested value: whether each names the item, and its content."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(key if isinstance(key, str) else None, aside)
+            yield from _leaves(item, aside)
+    elif isinstance(value, list | tuple) and not (value and all(isinstance(item, _NAMES) for item in value)):
+        for item in value:
+            yield from _leaves(item, aside)
+    elif isinstance(value, _NAMES | list | tuple | range):
+        yield True, repr(value).encode()
+    elif isinstance(value, torch.Tensor):
+        # Numbers of these types are labels or tokens; bytes are most often pixels.
+        names = not value.dtype.is_floating_point and not value.dtype.is_complex and value.dtype.itemsize > 1
+        if aside is not None:
+            aside += [value] if is_dense(value) else []
+            yield True, f"{value.dtype} {value.layout} {tuple(value.shape)}".encode()
+        else:
+            yield names, repr((tuple(value.shape), value.tolist() if is_dense(value) else None)).encode()
+    elif hasattr(value, "dtype") and hasattr(value, "tolist"):
+        if value.dtype.kind == "O":
+            yield from _leaves(value.tolist(), aside)
+            return
+        content = value.tobytes() if hasattr(value, "tobytes") else repr(value.tolist()).encode()
+        names = value.dtype.kind in "iuSU" and value.dtype.itemsize > 1
+        yield names, f"{value.dtype} {value.shape}".encode() + content
+    else:
+        yield False, (repr(value) if isinstance(value, float | complex) else type(value).__qualname__).encode()
+
+
+def first_sample(dataset: Any) -> str:
+    """What tells a dataset's first sample, where reading it does nothing else: where the samples lie in memory."""
+    index, tensors = 0, list[torch.Tensor]()
+    try:
+        while type(dataset) is Subset and len(dataset):
+            dataset, index = dataset.dataset, dataset.indices[index]
+        if type(dataset) not in (TensorDataset, list, tuple, torch.Tensor) or not len(dataset):
+            return ""
+        return f"{fingerprint(dataset[index], tensors)} {zlib.crc32(to_bytes(packed(tensors)))}"
+    except Exception:  # the loop is told of a sample that cannot be read, once it asks
+        return ""

@@ -1,4 +1,4 @@
-"""What one copy of a loader reads of an iterable dataset, and whether all ranks read the same.
+"""What one copy of a loader reads of an iterable dataset, by each rank or by rank 0 for all, and whether all read the same.
 
 Every rank reads the whole stream in chunks of a global step and keeps its part. That works inside worker processes, each with
 its copy of the dataset; what a batch is made of travels with the batch.
@@ -7,103 +7,26 @@ its copy of the dataset; what a batch is made of travels with the batch.
 from __future__ import annotations
 
 import json
-import os
 import time
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial, wraps
 from itertools import islice
-from typing import Any, Concatenate, NamedTuple, ParamSpec, final
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, final
 
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
-from ..errors import LoaderError
+from ..errors import LoaderError, text_of_error
 from ..process import Process, end_groups, ended
-from ..process.packing import is_dense, packed, to_bytes
+from ..process.control import Waiting, agree, raise_together
+from ..process.packing import packed, unpacked
 from ..process.rng import Generators, InPlace, Private, global_generators
-from .dispatch import Dispatched
 from .readers import EpochReader, Shape, Start, kept_of
-from .sampling import Division, divide, mix, notify, portion
-
-# -- What the first items of a stream are, in a few bytes that are the same in every process ---------------------------
-
-
-class Fingerprint(NamedTuple):
-    """Checksums of what names an item (integers, text), and of its other numbers; None where there are none.
-
-    Two readers of one sample have the same names, also where each adds noise of its own to the other numbers.
-    """
-
-    names: int | None
-    numbers: int | None
-
-    def differs(self, other: Fingerprint) -> bool:
-        """Whether these are other items, as far as that can be told."""
-        if self.names is None and other.names is None:
-            return self.numbers != other.numbers
-        return self.names != other.names
-
-
-def fingerprint(items: Any, aside: list[torch.Tensor] | None = None) -> Fingerprint:
-    """The fingerprint of items of any kind; what is neither a tensor, an array nor plain counts by its type.
-
-    Where there is an ``aside``, tensors count by their types and shapes, and those that have values go there.
-    """
-    crcs: dict[bool, int] = {}
-    for is_name, content in _leaves(items, aside):
-        crcs[is_name] = zlib.crc32(content, crcs.get(is_name, 0))
-    return Fingerprint(crcs.get(True), crcs.get(False))
-
-
-_NAMES: Any = int | str | bytes | os.PathLike
-
-
-def _leaves(value: Any, aside: list[torch.Tensor] | None) -> Iterator[tuple[bool, bytes]]:
-    """The leaves of a nested value: whether each names the item, and its content."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(key if isinstance(key, str) else None, aside)
-            yield from _leaves(item, aside)
-    elif isinstance(value, list | tuple) and not (value and all(isinstance(item, _NAMES) for item in value)):
-        for item in value:
-            yield from _leaves(item, aside)
-    elif isinstance(value, _NAMES | list | tuple | range):
-        yield True, repr(value).encode()
-    elif isinstance(value, torch.Tensor):
-        # Numbers of these types are labels or tokens; bytes are most often pixels.
-        names = not value.dtype.is_floating_point and not value.dtype.is_complex and value.dtype.itemsize > 1
-        if aside is not None:
-            aside += [value] if is_dense(value) else []
-            yield True, f"{value.dtype} {value.layout} {tuple(value.shape)}".encode()
-        else:
-            yield names, repr((tuple(value.shape), value.tolist() if is_dense(value) else None)).encode()
-    elif hasattr(value, "dtype") and hasattr(value, "tolist"):
-        if value.dtype.kind == "O":
-            yield from _leaves(value.tolist(), aside)
-            return
-        content = value.tobytes() if hasattr(value, "tobytes") else repr(value.tolist()).encode()
-        names = value.dtype.kind in "iuSU" and value.dtype.itemsize > 1
-        yield names, f"{value.dtype} {value.shape}".encode() + content
-    else:
-        yield False, (repr(value) if isinstance(value, float | complex) else type(value).__qualname__).encode()
-
-
-def first_sample(dataset: Any) -> str:
-    """What tells a dataset's first sample, where reading it does nothing else: where the samples lie in memory."""
-    index, tensors = 0, list[torch.Tensor]()
-    try:
-        while type(dataset) is Subset and len(dataset):
-            dataset, index = dataset.dataset, dataset.indices[index]
-        if type(dataset) not in (TensorDataset, list, tuple, torch.Tensor) or not len(dataset):
-            return ""
-        return f"{fingerprint(dataset[index], tensors)} {zlib.crc32(to_bytes(packed(tensors)))}"
-    except Exception:  # the loop is told of a sample that cannot be read, once it asks
-        return ""
-
+from .sampling import Division, Fingerprint, divide, fingerprint, mix, notify, portion
 
 # -- One rank's part of a stream ----------------------------------------------------------------------------------------
 
@@ -464,3 +387,55 @@ class StreamComparison:
             end_groups(message)
             raise LoaderError(message)
         return over
+
+
+# -- Batches that rank 0 reads for all ranks ----------------------------------------------------------------------------
+
+_WHAT: Final = "a batch that rank 0 reads"
+
+
+@final
+class Dispatched:
+    """Each rank's items of what rank 0 reads, where ``loader`` gives (tag, a batch for each place); every step is collective.
+
+    Rank 0 reads one step ahead, so that each step tells whether another one follows.
+    """
+
+    def __init__(self, process: Process, place: int, loader: Iterable[Any]) -> None:
+        self._process, self._place, self._loader = process, place, loader
+        self._items: Iterator[Any] | None = None
+        self._error: Exception | None = None
+        self._next = self._read() if process.place.rank == 0 else None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def _read(self) -> Any:
+        """Rank 0's next step; None at the end, and where it fails, which is told in its turn."""
+        try:
+            self._items = iter(self._loader) if self._items is None else self._items
+            return next(self._items, None)
+        except Exception as error:
+            self._error = error
+            return None
+
+    def __next__(self) -> Any:
+        """This rank's (tag, batch); where rank 0 cannot read, its error there and LoaderError on the others."""
+        step, error, messages = self._next, self._error, []
+        if step is not None:
+            try:
+                self._next = self._read()
+                tag = step[0]._replace(more=self._next is not None or self._error is not None)
+                messages = [packed((tag, batch)) for batch in step[1]]
+            except Exception as problem:
+                error = problem
+        told = agree(_WHAT, (self._place, text_of_error(error), list(map(len, messages))))
+        raise_together(_WHAT, error, [text for _, text, _ in told], LoaderError)
+        if not (sizes := told[0][2]):
+            raise StopIteration
+        received = torch.empty(max(sizes), dtype=torch.uint8, device="cpu")
+        padded = [torch.nn.functional.pad(message, (0, max(sizes) - len(message))) for message in messages]
+        with Waiting(self._process, _WHAT):
+            sent = [padded[place] for place, *_ in told] if padded else None
+            dist.scatter(received, sent, group=self._process.control, group_src=0)
+        return unpacked(received[: sizes[self._place]], received.device)

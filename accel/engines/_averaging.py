@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ..gradients.average import average_gradients_
+from ..gradients.totals import average_gradients_
 from .base.engine import Engine, LayerOptions
 from .base.gradients import Gradients
 

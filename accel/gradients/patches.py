@@ -24,7 +24,7 @@ from torch.utils import checkpoint
 from ..errors import BackendError
 from ..precision import Accumulator, here
 from ..process.control import raise_lost
-from .clip import scale_
+from .totals import scale_
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -317,7 +317,7 @@ def test_export_comparison_and_inspection(tmp_path: Path, capsys: pytest.Capture
     boxes = {"w": itertools.product(split(70, [41]), split(60, [7])), "v": [((0, 3), (0, 4), s) for s in split(5, [2])]}
     ranks = [[part_of(name, whole[name], box)] for name in whole for box in boxes[name]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["accel.checkpoint.export"], "_PIECE", 1000)
+        patch.setattr(sys.modules["accel.checkpoint.weights"], "_PIECE", 1000)
         save_as_ranks(ranks, str(tmp_path / "a"))
         accel.export(tmp_path / "a", tmp_path / "out")
     found = nn.ParameterDict({name: torch.zeros_like(t) for name, t in whole.items()})

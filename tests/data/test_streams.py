@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 import accel
 from accel.data import LoaderOptions
-from accel.data.streams import fingerprint, first_sample
+from accel.data.sampling import fingerprint, first_sample
 from tests.data.loaders import Counting, Divided, Noisy, by_step, everyone, flat, make, samples
 from tests.distributed import outcomes, refusals, run, wait_for
 

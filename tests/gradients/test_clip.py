@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
-from accel.gradients.clip import scale_, total_norm
+from accel.gradients.totals import scale_, total_norm
 from tests.distributed import run
 
 DIVIDED = ["sharded", "fsdp", "pipeline", accel.DeepSpeed(stage=2), accel.DeepSpeed(stage=3)]

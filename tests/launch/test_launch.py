@@ -25,8 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.launch import Memory
-from accel.launch.pickling import stateful
+from accel.launch import Memory, stateful
 from tests.distributed import GUARD, wait_for
 from tests.interpreters import executable
 from tests.programs import ROOT

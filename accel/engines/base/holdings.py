@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import BackendError, OptimizerError
-from ...gradients.average import average_ranks_
 from ...gradients.log import remove_hooks
+from ...gradients.totals import average_ranks_
 from ...process.control import Waiting, agree
 from ...process.packing import broadcast_
 from ...shard import Raw, Shard, StateEntry, fill_module_values, named_tensors, state_device

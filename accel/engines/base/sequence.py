@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...errors import BackendError
-from ...gradients.average import mean_over
 from ...gradients.patches import sequence_patches
+from ...gradients.totals import mean_over
 from ...handles import HiddenAttribute
 from ...process import Process
 from ...process.control import Waiting, agree

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ...errors import BackendError
-from ...gradients.average import average_gradients_
 from ...gradients.log import at_end_of_backward
+from ...gradients.totals import average_gradients_
 from ...precision import Replaced, convert_batchnorms, restore_batchnorms
 from ...process import Process
 from ...process.control import agree

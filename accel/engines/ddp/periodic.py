@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from ...errors import AccelError, OptimizerError
-from ...gradients.average import average_gradients_, average_ranks_
+from ...gradients.totals import average_gradients_, average_ranks_
 from ..base.gradients import Gradients
 from ..base.holdings import Holdings
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import BackendError, OptimizerError, PrecisionError
-from ...gradients.clip import clip_, norm_over_ranks
+from ...gradients.totals import clip_, norm_over_ranks
 from ...precision import Accumulator
 from ...process import Process
 from ...process.control import Waiting
@@ -25,9 +25,8 @@ from ..base.engine import Context, Engine, SequenceOptions, lost_weights
 from ..base.gradients import refuse_inside_backward, refuse_sparse
 from ..base.memory import Footprint, MemoryUse
 from .config import Configuration, refuse_parameters
-from .files import new_state, store_state
 from .library import probe, release_groups
-from .optimizers import choose_adam, describe_adam, level_steps, refuse_optimizer
+from .offload import choose_adam, describe_adam, level_steps, new_state, refuse_optimizer, store_state
 from .partitions import Flat, Partitions
 from .stage3 import Stage3
 from .state import DeepSpeedHoldings

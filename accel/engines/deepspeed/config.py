@@ -14,7 +14,7 @@ from torch import nn
 from ...errors import BackendError, PrecisionError
 from ..base import memory
 from ..base.memory import Footprint, MemoryUse
-from . import files
+from .offload import check_folder
 
 #: Keys that are handed on as they are.
 _PASSED: Final = frozenset(
@@ -152,7 +152,7 @@ class Configuration:
             raise _contradiction("bf16", self._given["bf16"], expected)
         self._check_divided(world_size)
         for folder in filter(None, (self.state_folder, self.weights_folder)):
-            files.check(folder)
+            check_folder(folder)
 
     def _check_zero(self, world_size: int) -> None:
         for key, reason in _REFUSED.items():

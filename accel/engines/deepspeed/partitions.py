@@ -21,14 +21,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import BackendError
-from ...gradients.average import held_by_any, held_here
 from ...gradients.log import at_end_of_backward
+from ...gradients.totals import held_by_any, held_here
 from ...process.control import Waiting, announce
 from ..base.absent import plainly
 from ..base.gradients import Interruption
 from ..base.raw_objects import Snapshot
-from .files import stored
 from .library import accelerator, end, initialise, library
+from .offload import stored
 
 if TYPE_CHECKING:
     from . import DeepSpeedEngine

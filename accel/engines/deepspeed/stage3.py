@@ -20,8 +20,8 @@ from ...process import Process
 from ...process.control import Waiting, announce, is_lost
 from ...trees import walk
 from ..base.absent import plainly, recorded, refuse_other_tensor
-from .files import stored
 from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
+from .offload import stored
 from .partitions import Fragment, Partitions
 from .weights import Method, Stage3Weights, promise, set_grad, take_back
 

@@ -23,8 +23,8 @@ from ..base.gather import Item
 from ..base.holdings import Holdings
 from ..base.step import refuse_steps
 from .config import Configuration
-from .files import room
 from .library import without_groups
+from .offload import room
 from .partitions import Fragment, Partitions
 
 # -- checkpoints that DeepSpeed wrote ----------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import AccelError, BackendError, OptimizerError, PrecisionError
-from ...gradients.clip import clip_, norm_over_ranks
 from ...gradients.patches import muon_patch
+from ...gradients.totals import clip_, norm_over_ranks
 from ...precision import Accumulator, here
 from ...process import Process, reason_of
 from ...process.control import Waiting, agree

@@ -23,9 +23,8 @@ from ..base.gather import Item
 from ..base.gradients import Gradients
 from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse
-from ..base.methods import only
 from ..base.raw_objects import refuse_call
-from ..base.step import refuse_steps
+from ..base.step import only, refuse_steps
 from .passes import SAME_BATCH, Channel, Pass, crc, meet
 from .stages import (
     Named,

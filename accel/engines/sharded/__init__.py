@@ -19,8 +19,8 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import BackendError, RankMismatchError
-from ...gradients.clip import clip_
 from ...gradients.log import remove_hooks
+from ...gradients.totals import clip_
 from ...handles import HiddenAttribute
 from ...process.control import agree
 from ...process.packing import average_, reduce_to_owners
@@ -31,9 +31,8 @@ from ..base.engine import Engine, SequenceOptions
 from ..base.gradients import Gradients
 from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse
-from ..base.methods import only
 from ..base.private import require
-from ..base.step import refuse_steps
+from ..base.step import only, refuse_steps
 
 logger = logging.getLogger("accel")
 

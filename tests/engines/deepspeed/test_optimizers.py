@@ -16,7 +16,7 @@ from torch import nn
 
 import accel
 from accel.engines.deepspeed import DeepSpeed
-from accel.engines.deepspeed import optimizers as choice
+from accel.engines.deepspeed import offload as choice
 from accel.engines.deepspeed.config import Configuration
 from accel.engines.deepspeed.library import library
 from tests.distributed import run
