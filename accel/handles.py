@@ -325,10 +325,8 @@ class HiddenAttribute:
 
     @staticmethod
     def put(owner: object, value: object) -> None:
-        """Give ``owner`` the value."""
         owner.__dict__[HiddenAttribute.KEY] = HiddenAttribute(owner, value)
 
     @staticmethod
     def clear(owner: object) -> None:
-        """Take ``owner``'s value away."""
         owner.__dict__.pop(HiddenAttribute.KEY, None)

@@ -296,8 +296,7 @@ class Panel:
 def save_panels(panels: Sequence[Panel], path: str | os.PathLike[str]) -> Path:
     """Draw panels below each other; the form of the file is by its suffix, and its directory is made.
 
-    Raises:
-        AccelError: matplotlib is missing; or the file cannot be written there, or in such a form.
+    AccelError where matplotlib is missing, or the file cannot be written there, or in such a form.
     """
     try:
         from matplotlib.figure import Figure

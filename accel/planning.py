@@ -23,6 +23,7 @@ from .handles import Handles, HiddenAttribute, OptimizerHandle, engine_behind, r
 from .precision import Precision
 from .process import Process, current, running, use_devices
 from .registry import registry, resolve_module
+from .shard import parameters_of
 from .trees import map_leaves
 
 # -- learning rates ----------------------------------------------------------------------------------------------------
@@ -119,14 +120,9 @@ def known_handles(
         return None
 
 
-def handle_of(optimizer: Any) -> OptimizerHandle | None:
-    """The live handle of a raw optimizer, or itself."""
-    return optimizer if type(optimizer) is OptimizerHandle else registry.optimizer_handle(optimizer)
-
-
 def known_optimizer(optimizer: Any, engine: Engine, scale_lr: bool = False) -> OptimizerHandle:
     """The handle of an optimizer of ``engine``; LookupError without one, or with other learning rates than are asked for."""
-    handle = handle_of(optimizer)
+    handle = registry.optimizer_handle(optimizer)
     if handle is None or engine_behind(handle) is not engine or (scale_lr and not are_scaled(handle)):
         raise LookupError
     return handle
@@ -294,11 +290,11 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
         raise OptimizerError(
             f"{path} is {described(optimizer)}; expected a torch.optim.Optimizer: {_instead_of_optimizer(optimizer)}"
         )
-    if (handle := handle_of(optimizer)) is not None:
+    if (handle := registry.optimizer_handle(optimizer)) is not None:
         _check_known(plan, handle, path)
         return
     names = plan.engine.known if plan.engine is not None else {id(p) for p in plan.module.parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    held = parameters_of(optimizer)
     if not any(id(p) in names for p in held):
         shapes = ", ".join(str(tuple(p.shape)) for p in held[:3]) + (", ..." if len(held) > 3 else "")
         raise OptimizerError(

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .errors import PrecisionError
-from .shard import state_device
+from .shard import parameters_of, state_device
 from .trees import map_tensors
 
 
@@ -193,7 +193,7 @@ def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """The gradients that ``optimizer`` would step with."""
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
 
 
 def all_finite(optimizer: Optimizer) -> bool:

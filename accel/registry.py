@@ -35,6 +35,7 @@ from .gradients.totals import total_norm
 from .handles import UNPACK, Handles, HiddenAttribute, LoaderHandle, ModelHandle, OptimizerHandle, raw
 from .precision import Accumulator, LossScale, all_finite, here
 from .process.control import agree
+from .shard import parameters_of
 
 logger = logging.getLogger("accel")
 _SERIAL: Final = operator.attrgetter("serial")
@@ -182,6 +183,9 @@ class Registry:
 
     @staticmethod
     def optimizer_handle(optimizer: Optimizer) -> OptimizerHandle | None:
+        """The handle of a raw optimizer, if it has one, or itself."""
+        if type(optimizer) is OptimizerHandle:
+            return optimizer
         reference: weakref.ref[OptimizerHandle] | None = HiddenAttribute.get(optimizer)
         return None if reference is None else reference()
 
@@ -241,7 +245,7 @@ class Registry:
             return
         self._tell_of_loose(optimizer)
         for engine in [e for e in self.in_order() if e.gradients.watched and _concerned(e)]:
-            if not any(id(p) in engine.known for g in optimizer.param_groups for p in g["params"]):
+            if not any(id(p) in engine.known for p in parameters_of(optimizer)):
                 continue
             if engine.precision.scaled or engine.gradients.hidden():
                 kind = f"'{engine.precision.name}' model with backend {engine.name!r}"
@@ -260,7 +264,7 @@ class Registry:
         if optimizer in self._told or not any(engine.distributed and engine.optimizers for engine in self.engines):
             return
         self._told.add(optimizer)
-        given = [p for group in optimizer.param_groups for p in group["params"]]
+        given = parameters_of(optimizer)
         if given and not any(type(p) is not nn.Parameter or id(p) in e.known for p in given for e in self.engines):
             found = (type(optimizer).__name__, len(given), tuple(given[0].shape))
             if found in self._warnings:

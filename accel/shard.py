@@ -107,6 +107,11 @@ class Grid:
                 at += part.numel()
 
 
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """All in its groups, in order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 # -- what lies on this rank --------------------------------------------------------------------------------------------
 
 
@@ -115,21 +120,14 @@ class Shard:
     """A contiguous range of the elements of a tensor, or of a box in it, in row-major order: in the memory that holds it here.
 
     The boxes of one tensor are a grid: each dimension is cut at the same places everywhere. Several ranks may have one of them,
-    or ranges of it.
-
-    Args:
-        name: of the tensor; an optimizer's state of a parameter is ``"<parameter>/<key>"``.
-        shape: of the whole tensor.
-        start: the first element of the range, in the box.
-        tensor: the range, of any shape; writing to it changes the state itself.
-        box: (begin, end) in each dimension, () for all of the tensor. Where its elements are a range of the tensor, as the rows
-            of a matrix are, it becomes that: ``start`` moves, and ``box`` is ().
+    or ranges of it. Where the elements of a box are a range of the tensor, as the rows of a matrix are, it becomes that:
+    ``start`` moves, and ``box`` is ().
     """
 
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    tensor: torch.Tensor
+    name: str  # of the tensor; an optimizer's state of a parameter is ``"<parameter>/<key>"``
+    shape: tuple[int, ...]  # of the whole tensor
+    start: int  # the first element of the range, in the box
+    tensor: torch.Tensor  # the range, of any shape; writing to it changes the state itself
     box: Box = ()
 
     def __post_init__(self) -> None:
@@ -256,9 +254,7 @@ def state_device(key: object, device: torch.device, group: Mapping[str, Any]) ->
 class Raw:
     """What lies on this rank of a module and its optimizers, and their values: everything. ``optimizer=None`` is the module.
 
-    Args:
-        module: the raw one; None where nothing is asked of it.
-        parameter_names: of what the optimizers' groups hold, by ``id``; empty where nothing is asked of optimizers.
+    ``parameter_names`` are of what the optimizers' groups hold, by ``id``. Either may be left out where nothing is asked of it.
     """
 
     def __init__(self, module: nn.Module | None, parameter_names: Mapping[int, str]) -> None:
@@ -278,9 +274,8 @@ class Raw:
 
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
         """The state that this rank keeps. Local."""
-        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
         names, state = self.parameter_names, optimizer.state
-        return [StateEntry(names[id(p)], tuple(p.shape), p, state.get(p, {})) for p in held]
+        return [StateEntry(names[id(p)], tuple(p.shape), p, state.get(p, {})) for p in parameters_of(optimizer)]
 
     def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory for what this rank keeps of a tensor of this shape in the state of a parameter. Local."""
@@ -370,8 +365,7 @@ class Raw:
 
 def _check_keys(optimizer: Optimizer, names: Mapping[int, str], held: Sequence[StateEntry]) -> None:
     kind = type(optimizer).__name__
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    known |= {id(entry.parameter) for entry in held}
+    known = {*map(id, parameters_of(optimizer)), *(id(entry.parameter) for entry in held)}
     keys: Iterable[object] = optimizer.state
     for owner in keys:
         if not isinstance(owner, torch.Tensor):

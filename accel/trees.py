@@ -43,10 +43,10 @@ def map_leaves(fn: Callable[[Any, str], Any], tree: Any, path: str) -> Any:
 class TensorPlace:
     """Stands in a tree for a tensor that was taken out of it."""
 
-    number: int
+    number: Any  # or another name of it
 
 
-def put_back(tree: Any, tensors: Sequence[Any]) -> Any:
+def put_back(tree: Any, tensors: Sequence[Any] | Mapping[Any, Any]) -> Any:
     """The tree with tensors, by their numbers, in the places."""
 
     def is_place(leaf: Any) -> bool:

@@ -29,6 +29,7 @@ from ..precision import convert_linears, convert_module, convert_optimizer
 from ..process import Process, current, ended, running
 from ..process.control import Waiting, agree, locked, raise_together
 from ..registry import registry, resolve_module
+from ..shard import parameters_of
 from ..trees import map_leaves
 
 if TYPE_CHECKING:
@@ -314,7 +315,7 @@ def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dic
     """
     keep = not rank0_only or process.is_main()
     if isinstance(model_or_optimizer, Optimizer):
-        handle = planning.handle_of(model_or_optimizer)
+        handle = registry.optimizer_handle(model_or_optimizer)
         engine = None if handle is None else engine_behind(handle)
         if handle is None or engine is None:
             kind = type(model_or_optimizer).__name__
@@ -354,7 +355,7 @@ def describe(plan: Plan) -> dict[str, str]:
             facts |= {f"{key} of {place}": _plain(value) for key, value in group.items() if key != "params"}
             facts |= {f"params[{n}] of {place}": names.get(id(p), "?") for n, p in enumerate(group["params"])}
         # In the groups' order: that in which state came may differ, where each rank stepped some of the parameters.
-        for p in (p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state):
+        for p in [p for p in parameters_of(optimizer) if p in optimizer.state]:
             entries = sorted(optimizer.state[p].items(), key=lambda entry: str(entry[0]))
             place = f"the state of {names.get(id(p), '?')} in optimizer {i}"
             facts |= {f"{key} of {place}": _plain(value) for key, value in entries}

@@ -67,21 +67,12 @@ def vector(numbers: Sequence[int]) -> torch.Tensor:
 def assign(
     world: int, sizes: Sizes, held: Ranges, *, replicated: bool = False, like: torch.Tensor | None = None
 ) -> Ranges:
-    """Decide who writes what.
+    """Decide who writes what of these tensors, of which ``held`` lies on the ranks.
 
-    Args:
-        world: the number of ranks.
-        sizes: the tensors.
-        held: what lies on the ranks.
-        replicated: ``held`` is one rank's, and every rank has the same.
-        like: the first tensor of those that lie alike, for each tensor; ``held`` then has the first ones only.
-
-    Returns:
-        Ranges that cover each tensor exactly once, in the tensors' order; ``rank`` writes them. Each is in one range of ``held``.
-        Where no rank has what another one has, those of the first tensors of ``like`` stand for all.
-
-    Raises:
-        CheckpointError: a range of a tensor lies on no rank.
+    ``replicated``: ``held`` is one rank's, and every rank has the same. ``like`` gives for each tensor the first of those that
+    lie as it does; ``held`` then has these alone. Returns ranges that cover each tensor exactly once, in the tensors' order, each
+    in one range of ``held``, which ``rank`` writes; where no rank has what another one has, the first of ``like``
+    stand for all. CheckpointError where a range of a tensor lies on no rank.
     """
     tensors = torch.arange(len(sizes.numels), device="cpu")
     like = tensors if like is None else like

@@ -282,16 +282,10 @@ def _placed(directory: str, placed: Placed) -> tuple[Checkpoint, Placed]:
 
 @final
 class Loading:
-    """One rank's part of a load: what is to be filled, and from where.
+    """One rank's part of a load: what is to be filled, and from where; ``state`` is None where only plain values are asked for.
 
-    Args:
-        checkpoint: what is read.
-        state: what is filled; None where plain values are all that is asked for.
-        undo: takes what brings back how optimizers were, once they have state to be filled.
-        rank: this one.
-        stream: compare checksums while filling.
-        convert: tensors of another dtype are none of the differences.
-        planned: nothing will be filled yet, so that what is filled needs no memory.
+    ``undo`` takes what brings back how optimizers were, once they have state to be filled. ``stream``: compare checksums while
+    filling; ``convert``: tensors of another dtype are none of the differences; ``planned``: nothing will be filled yet.
     """
 
     def __init__(
@@ -506,9 +500,7 @@ def _order(one: StateObject) -> bool:
 def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
     """What fills the handle of a deferred module, once it has memory; None where there is nothing to read. Local.
 
-    Raises:
-        CheckpointError: what ``deferred_init(weights=...)`` names is not there, or does not fit the module; lists both sides.
-        BackendError: the module's parameters are to come from several places.
+    CheckpointError where what ``deferred_init(weights=...)`` names is not there, or does not fit, of which it lists both sides.
     """
     source = weights_of(module)
     if source is None:

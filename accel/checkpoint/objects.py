@@ -21,19 +21,12 @@ from .values import TAG, Decoder, Encoder, Json, items_in, place
 
 @dataclass(frozen=True, slots=True)
 class LocalRange:
-    """A range that lies on this rank.
+    """A range that lies on this rank."""
 
-    Args:
-        shard: the range, under its name in the checkpoint.
-        equal: the ranks that have it have the same values; else this is compared, and the lowest rank's are saved.
-        kind: of the rank's file that it goes into, one of ``KINDS``.
-    """
-
-    shard: Shard
-    equal: bool
-    kind: str = ""
-    #: The shard is a copy, of which the mean over the ranks is saved.
-    mean: bool = False
+    shard: Shard  # under its name in the checkpoint
+    equal: bool  # the ranks that have it have the same values; else this is compared, and the lowest rank's are saved
+    kind: str = ""  # of the rank's file that it goes into, one of ``KINDS``
+    mean: bool = False  # the shard is a copy, of which the mean over the ranks is saved
 
 
 #: The files of a rank, by the ends of their names. One that holds just what an earlier file holds is linked, so that what may
@@ -43,12 +36,7 @@ KINDS: Final = ("", "-still", "-apart")
 
 
 class StateObject:
-    """One object of a state.
-
-    Args:
-        name: what the names of its tensors begin with.
-        path: where it is in the state, for errors.
-    """
+    """One object of a state: the names of its tensors begin with ``name``, and ``path`` is where it is in the state."""
 
     kind: ClassVar[str]
     #: What a saved node must have, with its type.
@@ -106,7 +94,6 @@ class StateObject:
 
     def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
         """Take over what is no tensor; the slots are filled."""
-        return
 
     def undo(self) -> Callable[[], None]:
         """What brings back how it is now, after ``slots`` have created state."""
@@ -176,7 +163,6 @@ class RankObject(StateObject):
         self._object = value
 
     def own(self, encoder: Encoder) -> Json:
-        """This rank's value."""
         return encoder.encode(self._object.state_dict(), self.path)
 
     def fill_own(self, values: Sequence[Json], decoder: Decoder, rank: int) -> None:
@@ -284,7 +270,7 @@ class OptimizerObject(StateObject):
         self.optimizer = optimizer
         self.engine = engine
         self._named = names is not None
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        held = shard.parameters_of(optimizer)
         self._names = {id(p): str(i) for i, p in enumerate(held)} if names is None else names
         strangers = [tuple(p.shape) for p in held if id(p) not in self._names]
         if strangers:

@@ -119,11 +119,7 @@ seen_in_memory: Final[dict[str, str]] = {}
 
 
 def memory_place(directory: str, *, make: bool = False) -> str | None:
-    """Where the snapshot of a directory lies on this host, if there is one; None: nowhere.
-
-    Raises:
-        CheckpointError: one is to be made, and cannot be.
-    """
+    """Where the snapshot of a directory lies on this host; None: nowhere. CheckpointError where it cannot ``make`` a place."""
     parent, name = os.path.split(directory)
     if not NUMBER.search(name):
         return _folder(directory, make)
@@ -258,9 +254,8 @@ class Placed:
 def find(directory: str, own: Record | None, told: Sequence[Sight | None]) -> Placed:
     """The newest save in a directory that is whole: a job that dies in a commit leaves the new record on some hosts. Collective.
 
-    Raises:
-        CheckpointError: each lacks files; names those of the newest, and the hosts that wrote them. A DamageError where that was
-            one host, which has its record: then it has lost them.
+    CheckpointError where each lacks files: it names those of the newest, and the hosts that wrote them; a DamageError where that
+    was one host, which has its record: then it has lost them.
     """
     problem: CheckpointError | None = None
     everyone = [{} if one is None else {directory: one} for one in told]

@@ -48,8 +48,7 @@ class ReaderThreads:
     def each(self, act: Callable[[T], object], items: Sequence[T], threads: int = 0) -> None:
         """Do ``act`` for all items; ``threads`` at a time, or as many as this rank's share of the cores.
 
-        Raises:
-            Exception: that of the first item, in their order, that failed; what had not begun is not done.
+        Raises what the first item, in their order, did that failed; what had not begun is not done.
         """
         threads = threads or share()
         if threads == 1 or len(items) < 2:
@@ -82,23 +81,16 @@ _ADVICE: Final = "load another checkpoint (accel.latest), or copy this one again
 
 @dataclass(slots=True)
 class _Piece:
-    """Bytes that are wanted of one chunk.
+    """Bytes that are wanted of one chunk."""
 
-    Args:
-        offset: of the first of them in the file.
-        nbytes: how many.
-        view: where they belong; None where ``tensor`` is no plain memory of ``dtype``, until there is room for them on the way.
-        tensor: what they are elements of.
-        first: the first of these elements.
-        dtype: of the elements in the file.
-    """
-
-    offset: int
+    offset: int  # of the first of them in the file
     nbytes: int
-    view: memoryview | None
-    tensor: torch.Tensor
-    first: int
-    dtype: torch.dtype
+    view: (
+        memoryview | None
+    )  # where they belong; None where ``tensor`` is no plain memory of ``dtype``, until there is room
+    tensor: torch.Tensor  # what they are elements of
+    first: int  # the first of these elements
+    dtype: torch.dtype  # in the file
 
 
 #: Elements of a tensor's line, the first and how many; how what is wanted lies among them (None: it is all), where it belongs.
@@ -173,13 +165,10 @@ def _put(tensor: torch.Tensor, first: int, values: torch.Tensor) -> None:
 
 @final
 class Reader:
-    """The files of one checkpoint.
+    """The files of one checkpoint, with what its record says of them.
 
-    Args:
-        directory: of the checkpoint.
-        record: what it holds.
-        stream: compare the checksums of all chunks that are read.
-        headers: of the files, where another library wrote them, without checksums.
+    ``stream``: compare the checksums of all chunks that are read. ``headers`` are the files', where another library wrote them,
+    without checksums.
     """
 
     def __init__(
@@ -380,10 +369,9 @@ class Reader:
         return {one.name: one.tensor.view(one.shape) for one in flat}
 
     def in_turn(self, ranges: Iterable[tuple[str, int, int, torch.dtype]]) -> Iterator[torch.Tensor]:
-        """Elements of tensors, each a new flat tensor of a dtype on the CPU; small ones are read together.
+        """Elements of tensors, each a new flat tensor on the CPU; small ones are read together.
 
-        Args:
-            ranges: name, first element, number of elements, and dtype.
+        ``ranges``: name, first element, number of elements, and dtype.
         """
         batch: list[Shard] = []
         size = 0

@@ -113,7 +113,6 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """The size of the data."""
         return self.count * ITEM_BYTES[self.dtype]
 
     def described(self, offset: int) -> tuple[str, dict[str, Any]]:
@@ -186,11 +185,7 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_header(content: bytes, file_size: int) -> Header:
-    """Read the first bytes of a file of accel's, whose entries follow one another and fill it.
-
-    Raises:
-        steps.MALFORMED: it is not so.
-    """
+    """Read the first bytes of a file of accel's, whose entries follow one another and fill it; MALFORMED where it is not so."""
     table = json.loads(content[8:], object_pairs_hook=no_duplicates)
     metadata = table.pop(METADATA, {})
     size, at = len(content), 0

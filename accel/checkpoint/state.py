@@ -13,7 +13,7 @@ from .. import shard
 from ..data import LoaderHandle
 from ..engines import Engine
 from ..errors import AccelError, CheckpointError
-from ..handles import ModelHandle, OptimizerHandle, engine_behind, raw
+from ..handles import ModelHandle, engine_behind, raw
 from ..process.rng import RngState
 from ..registry import Registry, registry, resolve_module
 from .objects import LocalRange, ModuleObject, OptimizerObject, RankObject, StatefulObject, StateObject, TensorObject
@@ -136,18 +136,13 @@ class State:
         return StatefulObject(name, path, value)
 
     def _optimizer_object(self, optimizer: Optimizer, name: str, path: str) -> StateObject:
-        engine: Engine | None
-        if type(optimizer) is OptimizerHandle:
-            engine = engine_behind(optimizer)
-            optimizer = object.__getattribute__(optimizer, "_accel_raw")
-            if engine is None:
-                raise CheckpointError(f"{path}: this handle's engine was torn down; give the raw optimizer")
-        else:
-            handle = Registry.optimizer_handle(optimizer)
-            engine = None if handle is None else engine_behind(handle)
-        if engine is not None:
-            return OptimizerObject(name, path, optimizer, engine, engine.holdings.parameter_names)
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        handle = Registry.optimizer_handle(optimizer)
+        engine: Engine | None = None if handle is None else engine_behind(handle)
+        if engine is None and handle is optimizer:
+            raise CheckpointError(f"{path}: this handle's engine was torn down; give the raw optimizer")
+        if handle is not None and engine is not None:
+            return OptimizerObject(name, path, raw(handle), engine, engine.holdings.parameter_names)
+        held = set(map(id, shard.parameters_of(optimizer)))
         candidates = [*self._raw_modules, *(e.module for e in registry.in_order())]
         for module in candidates:
             named = {id(p): n for n, p in module.named_parameters()}

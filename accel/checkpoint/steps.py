@@ -24,17 +24,10 @@ M = TypeVar("M")
 
 
 def exchange(what: str, act: Callable[[], tuple[T, M]]) -> tuple[T, list[M]]:
-    """Run ``act`` on every rank, and go on only if it succeeded on all, with what each tells. Collective.
+    """Run ``act``, a local step that ``what`` names, on every rank, and go on only if it succeeded on all. Collective.
 
-    Args:
-        what: names the step, the same on every rank.
-        act: local; returns what this rank keeps, and what it tells the others.
-
-    Returns:
-        What this rank keeps, and what every rank told.
-
-    Raises:
-        CheckpointError: it failed here, or on another rank, which is named.
+    ``act`` returns what this rank keeps, and what it tells the others; returned are the one, and what every rank told.
+    CheckpointError where it failed here, or on another rank, which is named.
     """
     problem: AccelError | None = None
     answer: tuple[T, M] | None = None

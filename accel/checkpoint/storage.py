@@ -59,7 +59,6 @@ class File(ABC):
         """Fill memory with what follows each offset, these in order; raises where the file ends before."""
 
     def read(self, offset: int, count: int) -> bytearray:
-        """So many bytes."""
         content = bytearray(count)
         self.fill([(offset, [memoryview(content)])])
         return content

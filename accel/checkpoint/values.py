@@ -48,11 +48,7 @@ def _text(data: bytes) -> str:
 
 
 class Encoder:
-    """Turns values into JSON.
-
-    Args:
-        store: takes tensors of more than ``INLINE_BYTES``; None leaves all of them in the JSON.
-    """
+    """Turns values into JSON; ``store`` takes tensors of more than ``INLINE_BYTES``, or none where it is None."""
 
     def __init__(self, store: Store | None) -> None:
         self._store = store
@@ -207,13 +203,11 @@ _CONTAINERS: Final = frozenset({set, frozenset, collections.deque, *_MAPPINGS, *
 
 
 class Decoder:
-    """Turns JSON of ``Encoder`` into values.
+    """Turns JSON of ``Encoder`` into values; ``source`` is the file, for errors.
 
-    Args:
-        source: the file, for errors.
-        fetch: gives a stored tensor by its name. One on the meta device is only compared with what the JSON says of it, so
-            that what is decoded is worth nothing, and costs no memory of that size.
-        objects: the ids of the nodes that are objects of the state, or hold some; they are not decoded as a whole.
+    ``fetch`` gives a stored tensor by its name. One on the meta device is only compared with what the JSON says of it, so that
+    what is decoded is worth nothing, and costs no memory of that size. ``objects``: the ids of the nodes that are objects of the
+    state, or hold some; they are not decoded as a whole.
     """
 
     def __init__(self, source: str, fetch: Callable[[str], torch.Tensor], objects: Container[int] = ()) -> None:

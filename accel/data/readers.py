@@ -409,12 +409,8 @@ class LoaderPlace(NamedTuple):
 
 
 def check(loader: Any, options: Any, world_size: int) -> None:
-    """Refuses (LoaderError) what is no ``DataLoader``, is distributed already, or reads in a way that cannot be shared."""
-    if not isinstance(loader, DataLoader):
-        raise LoaderError(f"expected a torch.utils.data.DataLoader, found a {type(loader).__qualname__}")
+    """Refuses (LoaderError) a ``DataLoader`` that is distributed already, or reads in a way that cannot be shared."""
     check_options(options)
-    if world_size < 1:
-        raise LoaderError(f"expected a world size of at least 1, found {world_size}")
     if options.dispatch and not (options.shard and isinstance(loader.dataset, IterableDataset)):
         raise LoaderError(
             "LoaderOptions(dispatch=True) is for iterable datasets, which rank 0 reads for all ranks: each rank reads its own "

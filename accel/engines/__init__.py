@@ -93,9 +93,7 @@ def engine_of(options: Options) -> type[Engine]:
 def resolve(backend: object) -> tuple[type[Engine], Any]:
     """The engine class and options that a ``backend=`` value asks for: options, or a text such as ``"fsdp:replicas=2"``.
 
-    Raises:
-        BackendError: no such backend (lists the known ones) or option, or a package that it needs is missing (says what to
-            install).
+    BackendError where there is no such backend (it lists the known ones) or option, or a package is missing (what to install).
     """
     if isinstance(backend, Options):
         engine, options = engine_of(backend), backend

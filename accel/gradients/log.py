@@ -17,12 +17,10 @@ class GradientLog:
     """Notes each gradient as autograd accumulates it: the parameter's index, or ``~index`` where the parameter is not as it was.
 
     Numbers, not parameters: a parameter whose hook reaches a list that holds it would never be freed.
-
-    Attributes:
-        entries: what was noted since the last ``fold``; an engine may add None for a backward.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        #: What was noted since the last ``fold``; an engine may add None for a backward.
         self.entries: list[int | None] = []
         self._plain = False
         self._accepted = 0
@@ -78,9 +76,7 @@ def remove_hooks(hooks: list[RemovableHandle]) -> None:
 class BackwardEnd:
     """Calls a method at the end of each backward that leaves a gradient in one of some parameters.
 
-    Args:
-        parameters: these.
-        method: is held weakly, since what a parameter's hook reaches is never freed.
+    The method is held weakly, since what a parameter's hook reaches is never freed.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], method: Callable[[], None]) -> None:

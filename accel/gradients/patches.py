@@ -40,11 +40,8 @@ Table: TypeAlias = Any
 class Patch:
     """Something of another library's that ours stands in for, while an object lives that needs it; or inside of a ``with``.
 
-    Args:
-        table: where it is.
-        name: under what.
-        make: returns what to put there, from what it finds (or ``_ABSENT``) and a function that says whether the patch is needed
-            now: another library may have built what was made into its own, and keep it.
+    ``make`` returns what to put there, from what it finds (or ``_ABSENT``) and a function that says whether the patch is needed
+    now: another library may have built what was made into its own, and keep it.
     """
 
     def __init__(self, table: Table, name: Any, make: Callable[[Any, Callable[[], bool]], Any]) -> None:

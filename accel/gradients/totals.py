@@ -26,15 +26,9 @@ def held_here(parameters: Iterable[nn.Parameter]) -> bytes:
 
 
 def held_by_any(what: str, told: Iterable[bytes], names: Sequence[str]) -> list[int]:
-    """The numbers of the parameters that have a gradient on any of the ranks, which have told what ``held_here`` says there.
+    """The numbers of the parameters that have a gradient on any rank, all of which have ``told`` what ``held_here`` says there.
 
-    Args:
-        what: is to be done with them, for messages.
-        told: by all ranks.
-        names: of the parameters.
-
-    Raises:
-        BackendError: a rank has a sparse one; on every rank.
+    BackendError, which names ``what`` is to be done with them, where a rank has a sparse one; on every rank.
     """
     held = list(map(max, zip(*told, strict=True)))
     if _SPARSE in held:
@@ -55,18 +49,8 @@ def average_gradients_(
 ) -> bool:
     """Average the gradients of every parameter that has one on any rank; a rank that has none counts as zero. Collective.
 
-    Args:
-        what: is to be done with them, for messages.
-        parameters: the same on every rank.
-        names: of these.
-        process: of this rank.
-        add: sums a flat tensor over the ranks, in place; None is ``dist.all_reduce``.
-
-    Returns:
-        Whether there were any.
-
-    Raises:
-        BackendError: a rank has a sparse one; on every rank.
+    ``what`` is to be done with them, for messages. ``add`` sums a flat tensor over the ranks, in place; None is
+    ``dist.all_reduce``. Returns whether there were any; BackendError where a rank has a sparse one, on every rank.
     """
     gradients: list[torch.Tensor] = []
     for number in held_by_any(what, agree(what, held_here(parameters)), names) if parameters else ():
@@ -139,14 +123,8 @@ Reduce: TypeAlias = Callable[[torch.Tensor, dist.ReduceOp.RedOpType], object]
 def total_norm(mine: Iterable[torch.Tensor], norm_type: float, device: torch.device, reduce: Reduce) -> torch.Tensor:
     """The norm of all ranks' gradients together, a 0-dim float64 tensor on ``device``. Collective.
 
-    Args:
-        mine: what this rank counts; what is the same on all ranks is counted by one of them.
-        norm_type: above 0; infinity is the largest absolute value.
-        device: where it is computed.
-        reduce: over the ranks.
-
-    Raises:
-        BackendError: a norm of another order does not add up over the ranks.
+    ``mine`` is what this rank counts; what is the same on all ranks is counted by one of them. BackendError for an order that is
+    not above 0, of which a norm does not add up over the ranks; infinity is the largest absolute value.
     """
     order = float(norm_type)
     if not order > 0:

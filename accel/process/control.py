@@ -106,12 +106,9 @@ def locked(function: Callable[P, T]) -> Callable[P, T]:
 def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list[Any]:
     """Every rank's value, by rank: small ones, pickled, on accel's own group. Collective; other threads wait.
 
-    ``what`` names the place in the program, the same on every rank; ``timeout`` is the process's if None.
-
-    Raises:
-        RankMismatchError: another rank is elsewhere, or here in another thread; or threads of one name, which the ranks cannot
-            tell apart, come at once; on every rank.
-        TimeoutError: a rank did not come. AccelError: one ended. The process groups are ended, so that no rank hangs.
+    ``what`` names the place in the program, the same on every rank; ``timeout`` is the process's if None. RankMismatchError on
+    every rank where another one is elsewhere, or here in another thread, or where threads of one name, which the ranks cannot
+    tell apart, come at once. TimeoutError where a rank did not come, AccelError where one ended: no rank hangs, the groups end.
     """
     process = current()
     if process.control is None:

@@ -60,9 +60,7 @@ _Snapshot: TypeAlias = tuple[int, dict[str, str], dict[str, dict[str, Any]]]
 class DriftGuard:
     """Counts one engine's steps, and every so many compares what its ranks must have alike.
 
-    Args:
-        engine: held weakly.
-        every: steps from one comparison to the next; None chooses them by what they cost, 0 means never.
+    ``every``: steps from one comparison to the next; None chooses them by what they cost, 0 means never.
     """
 
     def __init__(self, engine: Engine, every: int | None) -> None:
@@ -88,8 +86,7 @@ class DriftGuard:
     def judge(self) -> None:
         """End the comparison that is under way; comes before a step that is due.
 
-        Raises:
-            RankMismatchError: the ranks differ; on every rank, which says in what.
+        RankMismatchError where the ranks differ; on every rank, which says in what.
         """
         start = time.thread_time()
         engine = self._engine()
@@ -311,7 +308,6 @@ class FirstInputs:
         return leaf
 
     def close(self) -> None:
-        """Give the engine its own ``run`` again."""
         if (engine := self._engine()) is not None:
             vars(engine).pop("run", None)
 

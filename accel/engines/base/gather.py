@@ -13,7 +13,7 @@ from ...process import Process
 from ...process.control import agree
 from ...process.packing import broadcast_
 from ...shard import Box, Grid, Shard
-from ...trees import map_tensors, walk
+from ...trees import TensorPlace, map_tensors, put_back
 
 #: Of what is put together in one go.
 _BATCH_BYTES: Final = 64 << 20
@@ -31,21 +31,14 @@ def gather(
     device: torch.device | None,
     keep: bool = True,
 ) -> dict[tuple[str, Any], Any]:
-    """The values of all ranks, whole, on every rank; by name and key. Collective.
+    """The values of all ranks, whole, on every rank; by name and key; ``title`` is for messages. Collective.
 
     A value may hold tensors in nested containers. What several ranks have is the first one's; what is no tensor stays this
-    rank's own where it has it. Who has what is found from the shards themselves.
+    rank's own where it has it. Who has what is found from the shards themselves, which ``part`` makes of a tensor that is here.
+    AccelError where no rank has some of the elements, or as in ``agree``.
 
-    Args:
-        title: for messages, the same on all ranks.
-        held: what this rank has.
-        part: what of a tensor lies here.
-        process: of this rank.
-        device: where whole tensors lie; None: where their parts do, as single numbers do but on the host.
-        keep: put them together on this rank too; else it only gives its parts, and gets nothing.
-
-    Raises:
-        AccelError: no rank has some of the elements; or, as in ``agree``, a rank did not come, or is at another call.
+    ``device`` is where whole tensors lie; None: where their parts do, as single numbers do but on the host. Without ``keep`` this
+    rank only gives its parts, and gets nothing.
     """
     mine = _Given(part)
     for item in held:
@@ -71,11 +64,7 @@ def gather(
     tensors = _assemble([rows for rows, _ in told], mine.shards, process, keep)
     if not keep:
         return {}
-    whole = {key: mine.forms.get(key, forms.get(key, _Reference(key))) for key in holders}
-    return {
-        key: walk(lambda _, leaf: tensors[leaf.key] if type(leaf) is _Reference else leaf, form, "")
-        for key, form in whole.items()
-    }
+    return {key: put_back(mine.forms.get(key, forms.get(key, TensorPlace(key))), tensors) for key in holders}
 
 
 def _moved(value: Any, device: torch.device | str) -> Any:
@@ -83,24 +72,14 @@ def _moved(value: Any, device: torch.device | str) -> Any:
 
 
 @final
-class _Reference:
-    """Stands in a value for a tensor, by name and key."""
-
-    __slots__ = ("key",)
-
-    def __init__(self, key: Any) -> None:
-        self.key = key
-
-
-@final
 class _Given:
-    """What this rank gives: values with references in the places of their tensors, and what it has of these tensors."""
+    """What this rank gives: values without their tensors, whose places are by name and key; and what it has of these."""
 
     def __init__(self, part: Callable[[str, torch.Tensor, Any], Shard | None]) -> None:
         self._part = part
         self.forms: dict[tuple[str, Any], Any] = {}
         self.shards: dict[Any, Shard] = {}
-        self._seen: dict[int, tuple[torch.Tensor, _Reference]] = {}
+        self._seen: dict[int, tuple[torch.Tensor, TensorPlace]] = {}
 
     def add(self, name: str, key: Any, value: Any) -> None:
         """Take a value apart; a tensor that was met before is that one again. Sparse tensors stay values."""
@@ -110,10 +89,10 @@ class _Given:
             if tensor.layout is not torch.strided:
                 return tensor
             if id(tensor) not in self._seen:
-                reference = _Reference(own if tensor is value else (*own, next(numbers)))
-                self._seen[id(tensor)] = tensor, reference
+                place = TensorPlace(own if tensor is value else (*own, next(numbers)))
+                self._seen[id(tensor)] = tensor, place
                 if (mine := self._part(name, tensor, key)) is not None:
-                    self.shards[reference.key] = mine
+                    self.shards[place.number] = mine
             return self._seen[id(tensor)][1]
 
         self.forms[own] = map_tensors(visit, value, others=True)
@@ -121,7 +100,7 @@ class _Given:
     def is_tensor(self, key: Any) -> bool:
         """Whether a value is a tensor of its own."""
         form = self.forms[key]
-        return type(form) is _Reference and form.key == key
+        return type(form) is TensorPlace and form.number == key
 
     def rows(self, own: torch.device, device: torch.device | None) -> list[tuple[Any, ...]]:
         """Where the parts lie, and whether the whole is to lie on the process's ``own`` device, rather than on the host."""
@@ -214,11 +193,7 @@ def _batches(kinds: Mapping[Any, tuple[tuple[int, ...], torch.dtype, bool]]) -> 
 
 
 def _cover(key: Any, held: list[tuple[int, int, int, Box]], grid: Grid) -> Iterator[tuple[int, int, int]]:
-    """Which rank gives what: (rank, first element, after the last), each element of the line once, in order.
-
-    Raises:
-        AccelError: no rank has some of them.
-    """
+    """Which rank gives what: (rank, first element, after the last), each element of the line once, in order; or AccelError."""
     at, numel = 0, torch.Size(grid.shape).numel()
     for start, holder, length in sorted((grid.first(box) + start, *rest) for start, *rest, box in held):
         if start > at:

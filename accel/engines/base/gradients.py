@@ -17,6 +17,7 @@ from ...precision import Accumulator, all_finite, here
 from ...process import Process
 from ...process.control import agree, announce
 from ...process.packing import broadcast_
+from ...shard import parameters_of
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -26,9 +27,6 @@ class Gradients:
     """As written here it serves engines whose backward leaves whole and final gradients in ``p.grad``.
 
     *Local* methods run no collective; *collective* ones are called on every rank.
-
-    Args:
-        engine: whose gradients these are.
     """
 
     #: Each rank has a part of the gradients, or of what is stepped, so that nothing is said of all without the others.
@@ -82,7 +80,6 @@ class Gradients:
 
     @final
     def close(self) -> None:
-        """Let go of the parameters."""
         self.log.close()
         self._backward_end.close()
 
@@ -129,14 +126,12 @@ class Gradients:
 
         Only for engines that override it; in the others these are final by themselves.
         """
-        return
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
         """Make gradients final. Collective where there is something to reduce.
 
-        Args:
-            optimizer: is about to step: only its gradients, and each rank needs those only that it steps. None: all of them,
-                for code that looks at ``p.grad`` on this rank.
+        ``optimizer`` is about to step: only its gradients, and each rank needs those only that it steps. None: all of them, for
+        code that looks at ``p.grad`` on this rank.
         """
         if self.log.entries:
             self.log.fold(stepping=optimizer)
@@ -174,7 +169,6 @@ class Gradients:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Hear that ``optimizer`` is about to step."""
-        return
 
     def stepped_as(self, optimizer: Optimizer) -> Optimizer:
         """What torch's own step is called with in the place of ``optimizer``. Local."""
@@ -182,15 +176,12 @@ class Gradients:
 
     def before_closure(self, optimizer: Optimizer) -> None:
         """Hear that the closure in a step of ``optimizer`` is about to run, with weights that the step may have moved."""
-        return
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Hear that ``optimizer`` has stepped."""
-        return
 
     def break_step(self) -> None:
         """Hear that an optimizer's step ended with an exception. Local."""
-        return
 
     def steps_part(self, optimizer: Optimizer) -> bool:
         """Whether each rank steps other parameters, or other parts of them. Local."""
@@ -205,7 +196,7 @@ class Gradients:
     def find_unoptimized(self) -> None:
         """See which parameters are in no optimizer's groups. Local."""
         engine = self.engine
-        held = {id(p) for optimizer in engine.optimizers for group in optimizer.param_groups for p in group["params"]}
+        held = {id(p) for optimizer in engine.optimizers for p in parameters_of(optimizer)}
         self.unoptimized = [i for i, p in enumerate(engine.parameters) if id(p) not in held]
         self._backward_end.close()
         if engine.distributed and type(self).end_backward is not Gradients.end_backward:
@@ -238,11 +229,7 @@ class Gradients:
 
     @final
     def refuse_plain(self, *, zeros: bool) -> None:
-        """Refuse gradients of an unscaled loss where accel scales it; ``zeros`` refuses zero gradients too.
-
-        Raises:
-            PrecisionError: says what to call instead.
-        """
+        """Refuse (PrecisionError) gradients of an unscaled loss where accel scales it; ``zeros`` refuses zero gradients too."""
         if self.log.plain and self.exist(zeros=zeros):
             raise PrecisionError(
                 f"gradients of this '16-mixed' {type(self.engine.module).__name__} came from a plain loss.backward(), so that "
@@ -251,12 +238,9 @@ class Gradients:
 
 
 class Buffers:
-    """A module's buffers, which all ranks take from rank 0 once a step, where forwards may have changed them.
+    """A module's buffers, which all ranks take from rank 0 once a step, where forwards may have changed them, if ``asked`` to.
 
-    Args:
-        module: their module. They are found anew each time: a forward may put another tensor in a buffer's place.
-        process: of this rank.
-        asked: whether the options ask for it.
+    They are found anew each time: a forward may put another tensor in a buffer's place.
     """
 
     def __init__(self, module: nn.Module, process: Process, asked: bool) -> None:
@@ -283,11 +267,7 @@ class Buffers:
 
 
 def check_parameters(optimizer: Optimizer, known: Any, module: nn.Module, path: str) -> None:
-    """Refuse an optimizer's parameters whose identity is not among ``known``.
-
-    Raises:
-        OptimizerError: names them.
-    """
+    """Refuse (OptimizerError) an optimizer's parameters whose identity is not among ``known``, by name."""
     strangers = [
         f"param_groups[{g}]['params'][{i}] of shape {tuple(p.shape)}"
         for g, group in enumerate(optimizer.param_groups)
@@ -302,11 +282,7 @@ def check_parameters(optimizer: Optimizer, known: Any, module: nn.Module, path: 
 
 
 def refuse_sparse(module: nn.Module, backend: str) -> None:
-    """Refuse embeddings with sparse gradients, for an engine that cuts gradients into parts.
-
-    Raises:
-        BackendError: names them.
-    """
+    """Refuse (BackendError) embeddings with sparse gradients, for an engine that cuts gradients into parts, by name."""
     names = [n for n, m in module.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     if names:
         raise BackendError(
@@ -340,11 +316,7 @@ class Interruption:
         return self.stale
 
     def refuse(self) -> None:
-        """Refuse gradients that are incomplete.
-
-        Raises:
-            BackendError: says what to do.
-        """
+        """Refuse (BackendError) gradients that are incomplete."""
         if self.incomplete:
             raise BackendError(
                 "an exception ended a backward, or a forward after one, so that gradients are incomplete: call zero_grad(), "

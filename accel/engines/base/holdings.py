@@ -19,7 +19,7 @@ from ...gradients.log import remove_hooks
 from ...gradients.totals import average_ranks_
 from ...process.control import Waiting, agree
 from ...process.packing import broadcast_
-from ...shard import Raw, Shard, StateEntry, fill_module_values, named_tensors, state_device
+from ...shard import Raw, Shard, StateEntry, fill_module_values, named_tensors, parameters_of, state_device
 from ...trees import map_tensors
 from .absent import about
 from .drift import digest, digest_bytes
@@ -64,11 +64,9 @@ class Holdings(Raw):
 
     def prepare(self, *, writing: bool) -> None:
         """Make what lies here as its shards say it, to be read or to be written. Local."""
-        return
 
     def filled(self) -> None:
         """Hear that shards were filled: derive what depends on them (half-precision copies, say). Collective."""
-        return
 
     def gradients(self) -> Iterator[Item]:
         """The final gradients that this rank keeps. Local."""
@@ -253,7 +251,7 @@ class Holdings(Raw):
         if not keep:
             return {}
         kept = {id(entry.parameter) for entry in entries}
-        state: Any = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+        state: Any = {names[id(p)]: p for p in parameters_of(optimizer)}
         state = {parameter: whole[name] for name, parameter in state.items() if name in whole}
         state |= {key: value for key, value in optimizer.state.items() if id(key) not in kept}
         own, optimizer.state = optimizer.state, defaultdict(dict, state)
@@ -323,7 +321,7 @@ class Holdings(Raw):
             """After the user's own hooks: the raw optimizer checks the groups, and loads these."""
             numbers = [number for group in full["param_groups"] for number in group["params"]]
             names = self.parameter_names
-            held = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+            held = [names[id(p)] for p in parameters_of(optimizer)]
             known = dict(zip(numbers, held, strict=False))
             taken.update({known[n]: state for n, state in full["state"].items() if n in known})
             return {**full, "state": {n: state for n, state in full["state"].items() if n not in known}}
@@ -394,7 +392,7 @@ class Holdings(Raw):
     ) -> dict[str, dict[Any, Any]]:
         """By the names of its parameters, in one order on all ranks. Collective."""
         names = self.parameter_names
-        held_names = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        held_names = (names[id(p)] for p in parameters_of(optimizer))
         order = {name: i for i, name in enumerate(dict.fromkeys([*held_names, *names.values()]))}
         whole: dict[str, dict[Any, Any]] = {}
         held = [(entry.name, key, value) for entry in entries for key, value in entry.state.items()]
@@ -406,8 +404,7 @@ class Holdings(Raw):
     def give_back(self, what: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
         """Make a raw optimizer's state whole on every rank, also that of parameters in no group. Collective."""
         entries, names = self.entries(optimizer), self.parameter_names
-        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        known |= {id(entry.parameter) for entry in entries}
+        known = {*map(id, parameters_of(optimizer)), *(id(entry.parameter) for entry in entries)}
         entries += [
             StateEntry(names[id(key)], tuple(key.shape), key, state)
             for key, state in optimizer.state.items()

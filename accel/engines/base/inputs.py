@@ -33,13 +33,9 @@ _SEEDS: Final = (
 
 @final
 class SameInputs:
-    """Compares the inputs and the random numbers of forwards over the ranks that compute each together.
+    """Compares the inputs and the random numbers of forwards over the ranks that compute each together, which have one ``place``.
 
-    Args:
-        label: of the model.
-        place: the same on ranks that compute together, and another one elsewhere.
-        group: of the ranks that compute together, where others may make other numbers of forwards; None: all ranks make as many.
-        process: of this rank.
+    ``group`` is of these, where others may make other numbers of forwards; None: all ranks make as many.
     """
 
     def __init__(

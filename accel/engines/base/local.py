@@ -59,8 +59,7 @@ def _by_torch(function: Any) -> bool:
 class LocalSteps(dict[torch.Tensor, Any]):
     """The steps of one optimizer: by part the state, which is kept for the next step and looked at anew in each.
 
-    Args:
-        stepping: hears which divided parameters are about to be written to.
+    ``stepping`` hears which divided parameters are about to be written to.
     """
 
     def __init__(self, stepping: Callable[[Sequence[torch.Tensor]], None]) -> None:
@@ -91,7 +90,6 @@ class LocalSteps(dict[torch.Tensor, Any]):
         return [_Group(group, self._parts) for group in self._attributes["param_groups"]]
 
     def end(self) -> None:
-        """Let go of the gradients."""
         for part in self._stepped:
             part.grad = None
         self._stepped.clear()

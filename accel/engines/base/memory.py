@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import OptimizerError
+from ...shard import parameters_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,21 +72,13 @@ class ParameterSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """A model with its optimizers: what they need room for, without needing that room, for predictions of memory.
+    """A model with its optimizers: what they need room for, without needing that room, for predictions of memory."""
 
-    Args:
-        parameters: in the model's order.
-        buffers: bytes of the module's buffers.
-        optimizers: for each optimizer the indices of its parameters, in the order of its groups.
-        layers: of a plain ``nn.Sequential`` the children: the name, and bytes of buffers; of another module none.
-        plan: the model's own for tensor parallelism.
-    """
-
-    parameters: tuple[ParameterSize, ...]
-    buffers: int = 0
-    optimizers: tuple[tuple[int, ...], ...] = ()
-    layers: tuple[tuple[str, int], ...] = ()
-    plan: Mapping[str, str] = field(default_factory=dict)
+    parameters: tuple[ParameterSize, ...]  # in the model's order
+    buffers: int = 0  # bytes
+    optimizers: tuple[tuple[int, ...], ...] = ()  # for each the indices of its parameters, in the order of its groups
+    layers: tuple[tuple[str, int], ...] = ()  # of a plain ``nn.Sequential``: each child's name, and bytes of buffers
+    plan: Mapping[str, str] = field(default_factory=dict)  # the model's own for tensor parallelism
 
     @property
     def trainable(self) -> tuple[ParameterSize, ...]:
@@ -136,7 +129,7 @@ def take(
     state_bytes: Counter[str] = Counter()
     held = []
     for optimizer in optimizers:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         strangers = [tuple(p.shape) for p in parameters if id(p) not in names]
         if strangers:
             raise OptimizerError(
@@ -220,8 +213,7 @@ def _stand_in(optimizer: Optimizer, shapes: Sequence[Sequence[int]]) -> tuple[Op
     """A copy of the optimizer over meta parameters with gradients, and these parameters; it shares nothing with the original."""
     memo: dict[int, Any] = {}
     parameters = []
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter, shape in zip(held, shapes, strict=True):
+    for parameter, shape in zip(parameters_of(optimizer), shapes, strict=True):
         other = nn.Parameter(torch.empty(tuple(shape), dtype=parameter.dtype, device="meta"), requires_grad=False)
         if parameter.requires_grad:
             other.requires_grad_()

@@ -19,37 +19,29 @@ from ...errors import BackendError
 #: Where names are (``module:`` or ``module:Class.``), which, and what for.
 Names = Sequence[tuple[str, str, str]]
 
+_GROUPS: Final = "torch.distributed:ProcessGroup."
+_CLIP: Final = "torch.nn.utils.clip_grad:"
+_TABLES: Final = "_parameters _modules _buffers _non_persistent_buffers_set"
 #: What every backend uses on several ranks.
 _COMMON: Final[Names] = (
     ("torch.distributed.distributed_c10d:", "_world.pg_map", "closing every group where a rank is gone"),
     ("torch.distributed.distributed_c10d:", "_get_default_store", "what ranks tell each other outside of collectives"),
-    ("torch.distributed:ProcessGroup.", "_get_backend _device_types", "which rank is behind"),
+    (_GROUPS, "_get_backend _device_types", "which rank is behind"),
     ("torch._C._distributed_c10d:Backend.", "_get_sequence_number_for_group", "which rank is behind"),
-    (
-        "torch.distributed:ProcessGroup.",
-        "_register_backend _set_group_name _set_group_desc",
-        "groups that are connected anew where memory ran out",
-    ),
+    (_GROUPS, "_register_backend _set_group_name _set_group_desc", "groups connected anew where memory ran out"),
     ("torch.autograd:Variable.", "_execution_engine.queue_callback", "the end of a backward"),
     ("torch.autograd:", "_engine_run_backward graph._engine_run_backward", "the begin and the end of each backward"),
     ("torch._C:", "_current_graph_task_id", "whether a backward runs, and which"),
     ("torch._C:", "_functorch.peek_interpreter_stack", "transforms of torch.func around a forward"),
     ("torch._C:", "DisableTorchFunctionSubclass", "parameters whose class looks at their uses"),
     ("torch._C:TensorBase.", "_version", "writes in place"),
-    (
-        "torch.nn.utils.clip_grad:",
-        "_group_tensors_by_device_and_dtype _get_total_norm _clip_grads_with_norm_",
-        "final gradients and a norm over all ranks in torch's clipping",
-    ),
+    (_CLIP, "_group_tensors_by_device_and_dtype", "final gradients in torch's clipping"),
+    (_CLIP, "_get_total_norm _clip_grads_with_norm_", "a norm over all ranks in torch's clipping"),
     ("torch:", "_foreach_norm _foreach_mul_ _foreach_add_ _foreach_copy_", "many gradients at once"),
     ("torch.nn.modules.module:", "_WrappedHook", "whose hook of a module it is"),
     ("torch.utils.checkpoint:", "_checkpoint_without_reentrant_generator", "attention computed again in backward"),
     ("torch:", "_has_compatible_shallow_copy_type", "whether a conversion keeps the parameter object"),
-    (
-        "torch.nn:Module.",
-        "_parameters _modules _buffers _non_persistent_buffers_set",
-        "tensors where a module holds them",
-    ),
+    ("torch.nn:Module.", _TABLES, "tensors where a module holds them"),
 )
 _REDUCER: Final[Names] = (
     ("torch.distributed:Reducer.", "_autograd_hook", "parameters that get no gradient"),
@@ -81,11 +73,8 @@ _FSDP2: Final[Names] = (
     (_GROUP, "mesh_info post_forward_mesh_info", "letting go of process groups"),
     (_PARAM, "sharded_param sharded_state reset_sharded_param", "the shard of a parameter"),
     (_PARAM, "_unsharded_param unsharded_accumulated_grad", "gathered parameters and their gradients"),
-    (
-        _PARAM,
-        "all_gather_inputs init_all_gather_outputs init_unsharded_param free_unsharded_param",
-        "a first forward in inference mode",
-    ),
+    (_PARAM, "all_gather_inputs init_all_gather_outputs", "a first forward in inference mode"),
+    (_PARAM, "init_unsharded_param free_unsharded_param", "a first forward in inference mode"),
     ("torch.distributed.fsdp._fully_shard._fsdp_param:", "ShardedState.SHARDED", "whether a parameter is gathered"),
     ("torch.distributed.fsdp._fully_shard._fsdp_common:", "TrainingState.IDLE", "whether a forward or backward runs"),
     ("torch.distributed._composable_state:", "_module_state_mapping", "teardown"),
@@ -128,16 +117,9 @@ def check_torch(backend: str) -> None:
 
 
 def require(user: str, package: str, names: Names, ran: tuple[str, ...]) -> None:
-    """Refuse a package without some of its private names, or older than what was run: that may have them, and differ.
+    """Refuse (BackendError) a package without some of its private names, on which ``user`` relies, or older than what was run.
 
-    Args:
-        user: what relies on them.
-        package: as it is installed.
-        names: where they are, and what for.
-        ran: the versions that are known to work, the oldest first.
-
-    Raises:
-        BackendError: says which are missing, the installed version and those.
+    That may have them, and differ. ``ran`` are the versions that are known to work, the oldest first.
     """
     version, problem = _version(package), ""
     if missing := [

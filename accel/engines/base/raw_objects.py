@@ -323,11 +323,8 @@ class _Sharing(TorchFunctionMode):
 def copied(holdings: Holdings, whole: Mapping[int, torch.Tensor], memo: dict[int, Any], root: Any = None) -> nn.Module:
     """A copy of the model; one to be pickled has its very tensors, as far as these are whole.
 
-    Args:
-        holdings: say what of the model is its author's.
-        whole: tensors for the places of others, by the identity of these.
-        memo: as of ``copy.deepcopy``.
-        root: what is pickled, to which the model's references to itself lead then.
+    ``whole``: tensors for the places of others, by the identity of these. ``memo`` is as of ``copy.deepcopy``, ``root`` what is
+    pickled, to which the model's references to itself lead then.
     """
     module = holdings.module
     kinds: dict[nn.Module, Any] = {part: holdings.kind(part) for part in module.modules()}

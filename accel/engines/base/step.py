@@ -20,6 +20,7 @@ from ...gradients.log import remove_hooks
 from ...precision import gradients_of, here
 from ...process import current
 from ...process.control import Waiting, agree, raise_lost
+from ...shard import parameters_of
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -28,12 +29,7 @@ _PROTOCOL: Final = "_step_supports_amp_scaling"
 
 
 def refuse_changes(engine: Engine) -> None:
-    """Refuse to go on with ended groups, or with other parameters than ``setup`` found. Local.
-
-    Raises:
-        AccelError: the groups were ended.
-        BackendError: names the parameters that were added or replaced.
-    """
+    """Refuse to go on with ended groups (AccelError), or with other parameters than ``setup`` found (BackendError). Local."""
     if engine.ended:
         raise AccelError(f"the process groups were ended, this engine cannot go on: {engine.ended}")
     found = {n: id(engine.gradients.canonical(p)) for n, p in engine.module.named_parameters()}
@@ -260,11 +256,10 @@ class Stepper:
     def _hide_gradients(self) -> None:
         """Let the overflowed step find no gradient: optimizers then skip the parameter, its state included."""
         self._finish_steps()
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._hidden.append((parameter, parameter.grad))
-                    parameter.grad = None
+        for parameter in parameters_of(self.optimizer):
+            if parameter.grad is not None:
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
 
     def _global(self, engine: Engine, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure as it would be in one process: final gradients, and the ranks' mean loss."""

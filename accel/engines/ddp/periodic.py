@@ -17,6 +17,7 @@ from torch.optim import SGD, Optimizer
 
 from ...errors import AccelError, OptimizerError
 from ...gradients.totals import average_gradients_, average_ranks_
+from ...shard import parameters_of
 from ..base.gradients import Gradients
 from ..base.holdings import Holdings
 
@@ -70,14 +71,13 @@ class PeriodicGradients(Gradients):
         """That of one of the engine's optimizers; one without steps begins now."""
         interval = self._intervals.setdefault(optimizer, Interval())
         if not interval.steps:
-            interval.begin(weights_of(optimizer), self.engine.options.outer)
+            interval.begin(parameters_of(optimizer), self.engine.options.outer)
         return interval
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse a weight that would be in two intervals."""
         super().check(optimizer)
-        held, others = set(weights_of(optimizer)), [o for o in self.engine.optimizers if o is not optimizer]
-        if any(not held.isdisjoint(weights_of(other)) for other in others):
+        held, others = set(parameters_of(optimizer)), [o for o in self.engine.optimizers if o is not optimizer]
+        if any(not held.isdisjoint(parameters_of(other)) for other in others):
             raise OptimizerError(
                 "sync_every: two optimizers have the same parameters, which are averaged after so many steps of one: call "
                 "accel.teardown(model) before another optimizer takes them over"
@@ -95,7 +95,6 @@ class PeriodicGradients(Gradients):
         average_gradients_(f"gradients of parameters in no optimizer ({engine.label})", parameters, names, self.process)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Begin an interval."""
         stepper = self.engine.steppers.get(id(optimizer))
         if stepper is None or stepper.awaits_closure:
             what = "steps, and was not given to accel.setup" if stepper is None else "steps with a closure"
@@ -105,7 +104,6 @@ class PeriodicGradients(Gradients):
         self.interval(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Count it; average after the last."""
         interval = self._intervals[optimizer]
         interval.steps += 1
         if interval.steps >= self.engine.options.sync_every:
@@ -129,9 +127,9 @@ class PeriodicGradients(Gradients):
         """Those in whose intervals there were steps."""
         return [o for o in optimizers if o in self._intervals and self._intervals[o].steps]
 
-    def _average(self, optimizer: Optimizer, interval: Interval) -> list[torch.Tensor]:
+    def _average(self, optimizer: Optimizer, interval: Interval) -> Sequence[torch.Tensor]:
         """Make the weights that a step of any rank may have changed the means of all; returns them."""
-        weights = weights_of(optimizer)
+        weights = parameters_of(optimizer)
         mine = [i for i, p in enumerate(weights) if p.requires_grad or p._version != interval.writes.get(p)]
         if self.engine.distributed:
             what = f"the average after {interval.steps} steps of {type(optimizer).__name__}"
@@ -158,7 +156,7 @@ class PeriodicHoldings(Holdings):
         engine = self.engine
         under_way = engine.gradients.under_way(engine.optimizers) if engine.distributed else ()
         names = self.parameter_names if under_way else {}
-        return {names[id(p)]: p for optimizer in under_way for p in weights_of(optimizer)}
+        return {names[id(p)]: p for optimizer in under_way for p in parameters_of(optimizer)}
 
     def outer(self, optimizer: Optimizer) -> tuple[Optimizer, Mapping[int, str]] | None:
         """What steps the weights between intervals."""
@@ -174,10 +172,5 @@ class PeriodicHoldings(Holdings):
         """Those of outer optimizers too."""
         yield from super().storages()
         for outer, _ in filter(None, map(self.outer, self.engine.optimizers)):
-            yield from (("optimizer_state", before) for before in weights_of(outer))
+            yield from (("optimizer_state", before) for before in parameters_of(outer))
             yield from (("optimizer_state", v) for state in outer.state.values() for v in state.values())
-
-
-def weights_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """All in its groups, in order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -39,20 +39,17 @@ if TYPE_CHECKING:
 class Fragment:
     """The part of one parameter that this rank owns.
 
-    Args:
-        start: its first element.
-        home: the part in the model's own memory.
-        weights: what an optimizer steps: ``home`` itself, or a copy of higher precision or on another device.
-        grad: the mean gradient of this part, or None as in ``p.grad``. One that came from a single reduction is of the
-            dtype that it came in, which loses nothing; a sum is of the dtype of ``weights``.
-        pinned: ``weights`` is host memory that a device reads and writes while the host goes on.
+    ``grad`` is its mean gradient, or None as in ``p.grad``. One that came from a single reduction is of the dtype that it came
+    in, which loses nothing; a sum is of the dtype of ``weights``.
     """
 
-    start: int
-    home: torch.Tensor
-    weights: torch.Tensor
+    start: int  # its first element
+    home: torch.Tensor  # the part in the model's own memory
+    weights: (
+        torch.Tensor
+    )  # what an optimizer steps: ``home`` itself, or a copy of higher precision or on another device
     grad: torch.Tensor | None = None
-    pinned: bool = False
+    pinned: bool = False  # ``weights`` is host memory that a device reads and writes while the host goes on
 
     @torch.no_grad()
     def accumulate(self, part: torch.Tensor) -> None:

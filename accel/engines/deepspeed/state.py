@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from .config import Configuration
 from .library import without_groups
 from .offload import room
 from .partitions import Fragment, Partitions
+
+if TYPE_CHECKING:
+    from . import DeepSpeedEngine
 
 # -- checkpoints that DeepSpeed wrote ----------------------------------------------------------------------------------
 # Checkpoints that DeepSpeed's own ``save_checkpoint`` wrote: whole tensors out of the ranks' partitions, under their names.
@@ -234,12 +237,12 @@ logger = logging.getLogger("accel")
 class DeepSpeedHoldings(Holdings):
     """Fragments of what is divided; while the engine's ``zero`` is None, everything is whole."""
 
+    engine: DeepSpeedEngine
     offloads = True
     packages = ("accel.", "deepspeed.runtime.zero.parameter_offload.")
 
     def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
-        """The library's too."""
-        zero: Partitions | None = self.engine.zero
+        zero = self.engine.zero
         return super().added(owner) | (set() if zero is None else zero.snapshot.added(owner))
 
     @classmethod
@@ -248,7 +251,7 @@ class DeepSpeedHoldings(Holdings):
 
     def partial(self, optimizer: Optimizer | None) -> bool:
         """The optimizers' state always; the model where it does not hold what they step."""
-        zero: Partitions | None = self.engine.zero
+        zero = self.engine.zero
         return zero is not None and (optimizer is not None or zero.divides_weights or zero.masters)
 
     def prepare(self, *, writing: bool) -> None:
@@ -262,8 +265,7 @@ class DeepSpeedHoldings(Holdings):
 
     def _fragment(self, name: str) -> tuple[bool, Fragment | None]:
         """Whether a parameter is divided, and this rank's part of it."""
-        zero: Partitions | None = self.engine.zero
-        if zero is None or name not in zero.by_name:
+        if (zero := self.engine.zero) is None or name not in zero.by_name:
             return False, None
         return True, zero.fragments.get(zero.by_name[name])
 
@@ -281,8 +283,7 @@ class DeepSpeedHoldings(Holdings):
         return Shard(f"{name}/{key}", shape, fragment.start, tensor)
 
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
-        zero: Partitions | None = self.engine.zero
-        if zero is None:
+        if (zero := self.engine.zero) is None:
             return super().entries(optimizer)
         found = []
         for index in self.engine.indices(optimizer):
@@ -302,6 +303,7 @@ class DeepSpeedHoldings(Holdings):
         return read(path, load, new)
 
     def gradients(self) -> Iterator[Item]:
+        assert self.engine.zero is not None  # it is called by `restore`
         for index, fragment in self.engine.zero.fragments.items():
             if fragment.grad is not None:
                 yield self.engine.names[index], "grad", fragment.grad
@@ -348,7 +350,7 @@ class DeepSpeedHoldings(Holdings):
 
     def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The module's, and the fragments'; weights that only the optimizer has count as its state."""
-        zero: Partitions | None = self.engine.zero
+        zero = self.engine.zero
         fragments = [] if zero is None else list(zero.fragments.values())
         again = (getattr(p, "ds_secondary_tensor", None) for p in self.engine.parameters)
         yield from (("parameters", part) for part in (*(f.home for f in fragments), *again) if part is not None)

@@ -143,15 +143,14 @@ class Conversion:
 
     def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
         """What autograd knows of a parameter object."""
-        shard = self.known.get(id(parameter), parameter)
-        return next((whole for whole, s in self.sharded.gathered() if s is shard), parameter)
+        return self._gathered.get(id(self.known.get(id(parameter), parameter)), parameter)
 
     def begin(self, names: dict[int, str], log: GradientLog | None) -> None:
         """Take over, once every parameter has its values. As in ``Backwards``."""
         self.backwards = Backwards(self, names, log)
         self.sharded.begin(self.label, self.backwards.begin, self.backwards.end)
-        self.known.update((id(whole), shard) for whole, shard in self.sharded.gathered())
         self._gathered = {id(shard): whole for whole, shard in self.sharded.gathered()}
+        self.known.update((id(whole), shard) for whole, shard in self.sharded.gathered())
         mesh = self.sharded.mesh
         shards = [*self.known_shards()]
         self._first = {id(p) for p in shards if not any(mesh.place[axis] for axis in mesh.copies(p))}
@@ -303,12 +302,7 @@ class Backwards:
 
     FSDP2 keeps what it did not reduce on the gathered parameter. A loop, an optimizer or a module that drops gradients
     knows only the shard's. So each shard gets a marker there, full of nan, so that dropping or zeroing it is seen; what was
-    reduced before is kept aside until the marker goes.
-
-    Args:
-        parts: the module's shards.
-        names: of the shards, by identity.
-        log: told of every backward where the loss must be scaled, else None.
+    reduced before is kept aside until the marker goes. ``log`` is told of every backward where the loss must be scaled.
     """
 
     def __init__(self, parts: Conversion, names: dict[int, str], log: GradientLog | None) -> None:
@@ -333,7 +327,6 @@ class Backwards:
         self.interruption.incomplete = False
 
     def end(self) -> None:
-        """Hear that it ended."""
         self.interruption.running.clear()
         for param in (pending := self._parts.sharded.pending()):
             shard = param.sharded_param

@@ -114,7 +114,6 @@ class Channel:
         self._sent.clear()
 
     def receive(self, source: int) -> Message:
-        """The next message of a neighbour."""
         process = self._process
 
         def piece(count: int) -> bytearray:

@@ -25,7 +25,7 @@ from ...handles import HiddenAttribute
 from ...process.control import agree
 from ...process.packing import average_, reduce_to_owners
 from ...process.startup import unseen_group
-from ...shard import StateEntry
+from ...shard import StateEntry, parameters_of
 from ..base import memory
 from ..base.engine import Engine, SequenceOptions
 from ..base.gradients import Gradients
@@ -108,11 +108,6 @@ def spread_before_accumulation(parameter: nn.Parameter, world: int) -> Removable
 
 
 # -- optimizer state --------------------------------------------------------------------------------------------------
-
-
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """All parameters of its groups, in order."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 @final
