@@ -126,10 +126,6 @@ class Horovod(AveragingOptions):
 
     compression: Literal["fp16"] | None = None
 
-    def check_values(self) -> None:
-        if self.compression not in (None, "fp16"):
-            raise BackendError(f"Horovod(compression={self.compression!r}): expected 'fp16' or None")
-
 
 @final
 class HorovodEngine(AveragingEngine):

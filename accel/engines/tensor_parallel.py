@@ -12,7 +12,7 @@ from ..errors import BackendError
 from .base.activations import Choice
 from .base.engine import LayerOptions
 from .fsdp import FSDPEngine
-from .fsdp.plan import Plan, Planned, check_parallel, text_of
+from .fsdp.plan import Plan, Planned, check_plan, text_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -42,7 +42,11 @@ class TensorParallel(Planned, LayerOptions):
     reduce_dtype: ClassVar[torch.dtype | None] = None
 
     def check_values(self) -> None:
-        check_parallel("TensorParallel", "size", 1 if self.size is None else self.size, self.plan)
+        if self.size is not None and (type(self.size) is not int or self.size < 1):
+            raise BackendError(
+                f"TensorParallel(size={self.size!r}): expected a number of ranks, or None for all of them"
+            )
+        check_plan(self.plan)
 
     def axes(self, world_size: int) -> dict[str, int]:
         size = world_size if self.size is None else self.size

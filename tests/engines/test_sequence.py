@@ -418,7 +418,7 @@ def test_what_cannot_work_is_refused() -> None:
     for value in (0, 2.0, True):
         refused(
             lambda value=value: accel.DDP(sequence_parallel=value),
-            "expected a number of ranks that have parts of a sequence",
+            "expected a whole number of at least 1",
         )
     refused(lambda: accel.Pipeline(sequence_parallel=2), "there is no such option")
 

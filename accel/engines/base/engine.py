@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import importlib
 import logging
+import re
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -66,28 +67,33 @@ class Options:
 
     @final
     def __post_init__(self) -> None:
-        """Refuse (BackendError) what is no value of an option, and what ``check_values`` refuses."""
+        """Refuse (BackendError) what is no value of an option by its type, and what ``check_values`` refuses."""
+        for option in dataclasses.fields(self):
+            value, kind = getattr(self, option.name), getattr(option.type, "__name__", option.type)
+            if expected := _expected(kind, value):
+                raise BackendError(f"{type(self).__name__}({option.name}={value!r}): expected {expected}")
         every = self.drift_check
         if every is not None and (type(every) is not int or every < 0):
             raise BackendError(f"{type(self).__name__}(drift_check={every!r}): expected a number of steps, 0 or None")
-        size = getattr(self, "sequence_parallel", 1)
-        if type(size) is not int or size < 1:
-            raise BackendError(
-                f"{type(self).__name__}(sequence_parallel={size!r}): expected a number of ranks that have parts of a sequence"
-            )
-        again = getattr(self, "activation_checkpointing", False)
-        if type(again) is not bool and not (type(again) is tuple and all(isinstance(c, type) for c in again)):
-            raise BackendError(
-                f"{type(self).__name__}(activation_checkpointing={again!r}): expected True, False or a tuple of module classes"
-            )
-        for option in dataclasses.fields(self):
-            value = getattr(self, option.name)
-            if option.type in (bool, "bool") and type(value) is not bool:
-                raise BackendError(f"{type(self).__name__}({option.name}={value!r}): expected True or False")
         self.check_values()
 
     def check_values(self) -> None:
         """Refuse (BackendError) other values that these options cannot have."""
+
+
+def _expected(kind: Any, value: object) -> str:
+    """What was expected of an option, by its type as the class declares it; empty where the value is one, or nothing is known."""
+    if kind == "bool":
+        return "" if type(value) is bool else "True or False"
+    if kind == "int":
+        return "" if type(value) is int and value > 0 else "a whole number of at least 1"
+    if kind.startswith("Literal["):
+        known: list[object] = [*re.findall(r"['\"](\w+)['\"]", kind), *([None] if kind.endswith("| None") else [])]
+        return "" if value in known else f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
+    if kind.startswith("bool | tuple[type"):
+        classes = type(value) is tuple and all(isinstance(c, type) for c in value)
+        return "" if type(value) is bool or classes else "True, False or a tuple of module classes"
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,15 +66,9 @@ class DDP(SequenceOptions):
     outer: Mapping[str, Any] | None = None
 
     def check_values(self) -> None:
-        """Refuse an unknown hook, and sizes that are none."""
-        name = type(self).__name__
-        if self.comm_hook not in (None, "fp16", "bf16", "powersgd"):
-            raise BackendError(f"{name}(comm_hook={self.comm_hook!r}): expected 'fp16', 'bf16', 'powersgd' or None")
-        size = self.bucket_cap_mb
+        name, size = type(self).__name__, self.bucket_cap_mb
         if size is not None and (type(size) not in (int, float) or not size > 0):
             raise BackendError(f"{name}(bucket_cap_mb={self.bucket_cap_mb!r}): expected a positive number of MiB")
-        if type(self.powersgd_rank) is not int or self.powersgd_rank < 1:
-            raise BackendError(f"{name}(powersgd_rank={self.powersgd_rank!r}): expected at least 1")
         if self.sync_every is not None or self.outer is not None:
             self._check_periodic(name)
 

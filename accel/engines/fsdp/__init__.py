@@ -20,7 +20,7 @@ from ...precision import Accumulator, here
 from ...process import Process, reason_of
 from ...process.control import Waiting, agree
 from ...process.rng import put_torch_states, torch_states
-from ...shard import Shard, StateEntry
+from ...shard import Shard, StateEntry, parameters_of
 from ..base.activations import Choice
 from ..base.drift import GRADIENT
 from ..base.engine import Context, Engine, Options, SequenceOptions, lost_weights
@@ -40,7 +40,7 @@ from .plan import (
     check_cut,
     check_mesh,
     check_module,
-    check_parallel,
+    check_plan,
     data_place,
     shrunk,
     text_of,
@@ -63,40 +63,31 @@ class FSDPHoldings(Holdings):
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        parts = self.engine.parts
-        return None if parts is None else parts.sharded.mesh.whole
+        return self.engine.parts.sharded.mesh.whole
 
     def partial(self, optimizer: Optimizer | None) -> bool:
-        return self.engine.parts is not None
+        return self.engine.divided
 
     def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
         """FSDP2's own too; all of a shard's."""
-        if (parts := self.engine.parts) is None:
-            return super().added(owner)
-        theirs = parts.sharded.snapshot.added(owner) if isinstance(owner, nn.Module) else set(vars(owner))
-        return super().added(owner) | theirs
+        snapshot = self.engine.parts.sharded.snapshot
+        return super().added(owner) | (snapshot.added(owner) if isinstance(owner, nn.Module) else set(vars(owner)))
 
     def prepare(self, *, writing: bool) -> None:
-        if self.engine.parts is not None:
-            self.engine.parts.sharded.reshard()
+        self.engine.parts.sharded.reshard()
 
     def _whole_tensors(
         self, what: str, *, copied: bool = False, keep: bool = True
     ) -> tuple[dict[int, torch.Tensor], dict[str, Any]]:
         """A copy has them in the places of what the shards replaced too, which a module may list."""
         others, extra = super()._whole_tensors(what, copied=copied, keep=keep)
-        parts = self.engine.parts if copied else None
-        replaced = () if parts is None else parts.replaced.values()
+        replaced = self.engine.parts.replaced.values() if copied else ()
         return others | {id(old): others[id(shard)] for old, shard in replaced}, extra
 
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
-        if (parts := self.engine.parts) is None:
-            return super().part(name, tensor, key)
-        return parts.part(f"{name}/{key}" if key else name, tensor)
+        return self.engine.parts.part(f"{name}/{key}" if key else name, tensor)
 
     def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if self.engine.parts is None:
-            return super().new_state(entry, key, shape, dtype)
         return self.engine.parts.new(entry.parameter, shape, dtype)
 
     def whole(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -144,10 +135,11 @@ class FSDPHoldings(Holdings):
 
         With parts of layers, the gradients of what is whole there too: they tell at the first step what its weights tell later.
         """
-        parts, shards, found = self.engine.parts, self._shards(), dict[str, list[tuple[str, torch.Tensor]]]()
-        if parts is None:
-            return found
-        mesh = parts.sharded.mesh
+        mesh, shards, found = (
+            self.engine.parts.sharded.mesh,
+            self._shards(),
+            dict[str, list[tuple[str, torch.Tensor]]](),
+        )
         for name, p in super().replicas():
             copies = mesh.copies(p)
             place = [mesh.place[axis] for axis in ("shard", "tensor") if axis not in copies]
@@ -159,12 +151,10 @@ class FSDPHoldings(Holdings):
         return {place: those for place, those in found.items() if those}
 
     def _shards(self) -> set[int]:
-        parts = self.engine.parts
-        return set() if parts is None else {id(p.sharded_param) for p in parts.sharded.params}
+        return {id(p.sharded_param) for p in self.engine.parts.sharded.params}
 
     def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
-        parts = self.engine.parts
-        return parts is not None and parts.sharded.set_data(parameter, value)
+        return self.engine.parts.sharded.set_data(parameter, value)
 
 
 #: Optimizers of torch that do not compute with shards, or not what they would with whole tensors.
@@ -214,9 +204,7 @@ class FSDP(Planned, SequenceOptions):
             raise BackendError(
                 f"FSDP(wrap={self.wrap!r}): expected a tuple of module classes, or a function of a module"
             )
-        if type(self.replicas) is not int or self.replicas < 1:
-            raise BackendError(f"FSDP(replicas={self.replicas!r}): expected a number of copies of the model")
-        check_parallel("FSDP", "tensor_parallel", self.tensor_parallel, self.plan)
+        check_plan(self.plan)
         check_mesh(self)
         if self.plan is not None and self.tensor_parallel == 1 and self.mesh is None:
             raise BackendError(
@@ -261,45 +249,36 @@ class FSDPGradients(Gradients):
         self.local_steps: weakref.WeakKeyDictionary[Optimizer, LocalSteps] = weakref.WeakKeyDictionary()
 
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
-        parts = self.engine.parts
-        return parameter if parts is None else parts.canonical(parameter)
+        return self.engine.parts.canonical(parameter) if self.engine.divided else parameter
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse strangers; replaced parameters become their shards."""
         super().check(optimizer)
-        if self.engine.parts is not None:
+        if self.engine.divided:
             self.engine.holdings.rebind(optimizer, self.engine.parts)
 
     def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
-        parts = self.engine.parts
-        return parameter if parts is None else parts.leaf(parameter)
+        return self.engine.parts.leaf(parameter)
 
     def accumulate(self, accumulating: bool) -> None:
         super().accumulate(accumulating)
-        if self.engine.parts is not None:
-            self.engine.parts.sharded.module.set_requires_gradient_sync(not accumulating)
+        self.engine.parts.sharded.module.set_requires_gradient_sync(not accumulating)
 
     def holders(self) -> Sequence[Accumulator]:
         parts = self.engine.parts
-        if parts is None:
-            return self.engine.parameters
         parts.backwards.take_markers()
         wholes = (whole for whole, _ in parts.sharded.gathered())
         return [*self.engine.parameters, *wholes, *parts.backwards.unreduced()]
 
     def uncovered(self) -> contextlib.AbstractContextManager[None]:
-        parts = self.engine.parts
-        return super().uncovered() if parts is None else parts.backwards.uncovered()
+        return self.engine.parts.backwards.uncovered()
 
     def pending(self) -> bool:
-        parts = self.engine.parts
-        return parts is not None and (bool(parts.sharded.pending()) or bool(parts.scalar_log.entries))
+        engine = self.engine
+        return engine.divided and (bool(engine.parts.sharded.pending()) or bool(engine.parts.scalar_log.entries))
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
         engine, parts = self.engine, self.engine.parts
-        if parts is None:
-            super().settle()
-            return
         parts.backwards.notice_exception()
         parts.backwards.interruption.refuse()
         parts.backwards.take_markers()
@@ -321,19 +300,16 @@ class FSDPGradients(Gradients):
             self.log.fold(stepping=optimizer)
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        parts = self.engine.parts
-        if parts is None:
-            return super().clip(max_norm, norm_type)
         self.announce("accel.clip_grad_norm_")
         self.settle()
         with Waiting(self.process, "accel.clip_grad_norm_"):
-            mine, copies = parts.gradients(self.engine.parameters)
+            mine, copies = self.engine.parts.gradients(self.engine.parameters)
             return clip_(mine, max_norm, norm_type, self.process, copies)
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
         """As a DTensor, as torch gives it; all ranks have all of it."""
         parts, what = self.engine.parts, "torch.nn.utils.clip_grad_norm_"
-        if parts is None or not norm_type > 0:
+        if not norm_type > 0:
             return None
         self.announce(what)
         self.settle()
@@ -349,17 +325,15 @@ class FSDPGradients(Gradients):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Make a backward from an earlier forward an error, as a step in place does in one process."""
-        if self.engine.parts is not None:
-            self.announce_step(optimizer)
-            if elementwise(optimizer) is None:
-                self.engine.parts.age(p for g in optimizer.param_groups for p in g["params"] if p.grad is not None)
+        self.announce_step(optimizer)
+        if elementwise(optimizer) is None:
+            self.engine.parts.age(p for p in parameters_of(optimizer) if p.grad is not None)
 
     def stepped_as(self, optimizer: Optimizer) -> Optimizer:
         """Elementwise ones compute with this rank's rows."""
-        parts, kind = self.engine.parts, elementwise(optimizer)
-        if parts is None or kind is None:
+        if (kind := elementwise(optimizer)) is None:
             return optimizer
-        return self.local_steps.setdefault(optimizer, LocalSteps(parts.stepping)).view(optimizer, kind)
+        return self.local_steps.setdefault(optimizer, LocalSteps(self.engine.parts.stepping)).view(optimizer, kind)
 
     def after_step(self, optimizer: Optimizer) -> None:
         if optimizer in self.local_steps:
@@ -367,8 +341,7 @@ class FSDPGradients(Gradients):
 
     def outside_step(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
         """What was gathered before is old then."""
-        if self.engine.parts is not None:
-            self.engine.parts.sharded.reshard()
+        self.engine.parts.sharded.reshard()
         return super().outside_step(optimizer)
 
 
@@ -377,15 +350,19 @@ class FSDPEngine(Engine):
 
     name = "fsdp"
     options_type: ClassVar[type[Options]] = FSDP
-    gradients_type = FSDPGradients
+    gradients_type: Any = FSDPGradients
     gradients: FSDPGradients
-    holdings_type = FSDPHoldings
+    holdings_type: Any = FSDPHoldings
     holdings: FSDPHoldings
     options: Any
+    #: From ``start`` to ``unwrap``, over several ranks: then there are ``parts``.
+    divided = False
+    parts: Conversion
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
+        if context.process.place.world_size == 1:  # everything is whole
+            self.gradients_type, self.holdings_type = Gradients, Holdings
         super().__init__(module, entry, context)
-        self.parts: Conversion | None = None
         #: Of tensor parallelism.
         self._alike: SameInputs | None = None
 
@@ -446,22 +423,23 @@ class FSDPEngine(Engine):
         self.holdings.guard.watch(optimizer)
 
     def detach(self, optimizer: Optimizer) -> None:
-        if self.distributed and isinstance(optimizer, _WHOLE_MATRICES):
-            muon_patch().drop(optimizer)
-        self.gradients.local_steps.pop(optimizer, None)
+        if self.distributed:
+            if isinstance(optimizer, _WHOLE_MATRICES):
+                muon_patch().drop(optimizer)
+            self.gradients.local_steps.pop(optimizer, None)
         super().detach(optimizer)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Rank 0's weights, then shards in their place; the optimizers are rebound in place."""
         if not self.distributed:
             return
-        if self.parts is None:
+        if not self.divided:
             from .conversion import Conversion  # heavy, as torch's own code for it is
 
             self.holdings.synchronize()
             names = [name for name, _ in blocks(self.module, self.options.wrap)]
             self.compare("the choice of FSDP(wrap=...)", names)
-            self.parts = Conversion(self)
+            self.parts, self.divided = Conversion(self), True
             self.parts.shard(names, self.holdings.whole)
             self.holdings.guard.watch_modules(self.module, lambda m: any(True for _ in m.parameters()))
             self._read_parameters()
@@ -483,7 +461,7 @@ class FSDPEngine(Engine):
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it; FSDP2 gathers and frees in its hooks, and what methods use of the root is gathered for them."""
-        if self.parts is None:
+        if not self.divided:
             return function(*args, **kwargs)
         sharded, grad = self.parts.sharded, torch.is_grad_enabled()
         self.parts.backwards.notice_exception()
@@ -512,22 +490,23 @@ class FSDPEngine(Engine):
 
     def rebuild(self) -> None:
         """FSDP2 follows ``requires_grad`` by itself; only its dtypes are of those that were trainable first."""
-        if self.parts is not None:
+        if self.divided:
             for group in self.parts.sharded.groups:
                 group._init_mp_dtypes()
 
     def abandon(self, reason: str) -> None:
         super().abandon(reason)
-        if self.parts is not None:
+        if self.divided:
             self.parts.sharded.let_go()
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         self.holdings.guard.release_modules()
-        if self.parts is not None:
+        if self.divided:
             self.gradients.local_steps.clear()
             self.holdings.restore(self.parts, optimizers)
             lost = self.ended and self.parts.replaced
-            self.parts = None
+            self.divided = False
+            del self.parts
             self._read_parameters()
             self.gradients.close()
             if lost:

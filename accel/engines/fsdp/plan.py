@@ -207,14 +207,8 @@ _CUT: Final[Mapping[tuple[str, type], int]] = {
 }
 
 
-def check_parallel(name: str, option: str, size: object, plan: Any) -> None:
-    """Refuse (BackendError) what is no number of ranks, or no plan."""
-    if type(size) is not int or size < 1:
-        raise BackendError(f"{name}({option}={size!r}): expected a number of ranks that have parts of each layer")
-    _check_plan(plan)
-
-
-def _check_plan(plan: Any) -> None:
+def check_plan(plan: Any) -> None:
+    """Refuse (BackendError) what is no plan."""
     if plan is None:
         return
     if not isinstance(plan, Mapping) or not plan or not all(isinstance(name, str) for name in plan):
@@ -259,7 +253,7 @@ def check_cut(module: nn.Module, plan: Plan, size: int) -> None:
             f"tensor parallelism needs a plan, and this {type(module).__name__} has none of its own (tp_plan): pass plan={{...}} "
             "with styles of torch.distributed.tensor.parallel by the names of modules"
         )
-    _check_plan(chosen)
+    check_plan(chosen)
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(getattr(module, "config", None), key, None)
         if isinstance(heads, int) and heads % size:

@@ -207,10 +207,6 @@ class Pipeline(Options):
         elif balance not in ("size", "time"):
             raise BackendError(f"Pipeline(balance={balance!r}): expected a list of ints, 'size' or 'time'")
         object.__setattr__(self, "balance", balance)
-        if type(self.chunks) is not int or self.chunks < 1:
-            raise BackendError(f"Pipeline(chunks={self.chunks!r}): expected at least 1")
-        if self.checkpoint not in ("always", "except_last", "never"):
-            raise BackendError(f"Pipeline(checkpoint={self.checkpoint!r}): expected 'always', 'except_last' or 'never'")
 
 
 @final

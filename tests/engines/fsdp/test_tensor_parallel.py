@@ -375,7 +375,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
     copies = "2 processes do not divide into 1 copies of the model, each of 3 ranks or a multiple"
     run(2, refuse, 3, {copies: (functools.partial(mlp, 8, 8, 4), MLP)})
     for wrong, message in (
-        ({"tensor_parallel": 0}, "expected a number of ranks"),
+        ({"tensor_parallel": 0}, "expected a whole number of at least 1"),
         ({"tensor_parallel": 2, "plan": {"0": "diagonal"}}, r"plan\['0'\] is 'diagonal': expected a style"),
         ({"plan": MLP}, "cuts nothing with tensor_parallel=1"),
         ({"tensor_parallel": 2, "plan": []}, "expected styles"),
