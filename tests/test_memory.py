@@ -213,6 +213,8 @@ def test_blocks_are_what_repeats() -> None:
     two = nn.ModuleDict({"a": nn.ModuleList(nn.ModuleList([block(), block()]) for _ in range(2)), "b": block()})
     found = {name: len(ps) for name, ps in take(two).blocks.items()}
     assert found == {"a.0.0": 6, "a.0.1": 6, "a.1.0": 6, "a.1.1": 6, "": 6}
+    net[1][0].append(nn.Linear(4, 4))  # type: ignore[index, union-attr, operator]  # the first of T5's blocks has more, too
+    assert {name: len(ps) for name, ps in take(net).blocks.items()} == {"": 3, "1.0": 8, "1.1": 6}
 
 
 # -- predicted and measured -------------------------------------------------------------------------------------------

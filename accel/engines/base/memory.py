@@ -88,18 +88,24 @@ class Footprint:
     def blocks(self) -> dict[str, list[ParameterSize]]:
         """The parameters by the repeated part of the model that they lie in, as ``layers.3``; "" is outside of any.
 
-        A part that has submodules of its own and a sibling with the same names is repeated; the innermost one counts.
+        A part that has submodules of its own and a sibling with the same names, or some of them, is repeated; the innermost one
+        counts.
         """
-        inside: dict[str, list[str]] = {}
+        inside: dict[str, set[str]] = {}
         for parameter in self.parameters:
             for prefix, rest in _numbered(parameter.name):
-                inside.setdefault(prefix, []).append(rest)
-        alike = Counter((prefix.rpartition(".")[0], tuple(names)) for prefix, names in inside.items())
+                inside.setdefault(prefix, set()).add(rest)
+        beside: dict[str, list[set[str]]] = {}
+        for prefix, names in inside.items():
+            beside.setdefault(prefix.rpartition(".")[0], []).append(names)
+        repeated: set[str] = set()
+        for prefix, names in inside.items():
+            alike = sum(names <= other or other <= names for other in beside[prefix.rpartition(".")[0]])
+            repeated.update([prefix] if alike > 1 and any("." in name for name in names) else ())
         blocks: dict[str, list[ParameterSize]] = {}
         for parameter in self.parameters:
-            around = [prefix for prefix, _ in _numbered(parameter.name) if any("." in n for n in inside[prefix])]
-            repeated = [prefix for prefix in around if alike[prefix.rpartition(".")[0], tuple(inside[prefix])] > 1]
-            blocks.setdefault(repeated[-1] if repeated else "", []).append(parameter)
+            around = [prefix for prefix, _ in _numbered(parameter.name) if prefix in repeated]
+            blocks.setdefault(around[-1] if around else "", []).append(parameter)
         return blocks
 
 
