@@ -130,18 +130,14 @@ def _noting(entries: list[int | None], index: int, dtype: torch.dtype) -> Callab
 _requires_grad = operator.attrgetter("requires_grad")
 
 
-_dtype = operator.attrgetter("dtype")
-
-
 class TrainableMask:
-    """Compares ``requires_grad`` and dtype of every parameter with those that the engine was built for.
+    """Compares ``requires_grad`` of every parameter with what the engine was built for.
 
     The idea of a mask comparison before each forward, on by default, is fairscale's (its pull request 369).
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._dtypes = list(map(_dtype, parameters))
         self.known = self.now()
 
     def now(self) -> list[bool]:
@@ -152,8 +148,7 @@ class TrainableMask:
     def changed(self) -> bool:
         """Whether they differ."""
         with torch._C.DisableTorchFunctionSubclass():  # without calling `now`: each forward comes here
-            some = self._parameters
-            return list(map(_requires_grad, some)) != self.known or list(map(_dtype, some)) != self._dtypes
+            return list(map(_requires_grad, self._parameters)) != self.known
 
 
 def explain(masks: Sequence[Sequence[bool]], names: Sequence[str]) -> str:

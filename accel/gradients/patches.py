@@ -188,18 +188,10 @@ def leaf_patch(leaf: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
 _CREATE_GRAPH: Final = 3  # its place among the arguments
 
 
-@final
-class Run:
-    """One backward."""
-
-    __slots__ = ("create_graph",)
-    create_graph: bool
-
-
 class BackwardListener(Protocol):
     """What hears of all backwards, those inside of others too; ``run`` is the same object when one begins and has ended."""
 
-    def begin(self, run: Run) -> None: ...
+    def begin(self, run: object, create_graph: bool) -> None: ...
     def end(self, run: object) -> None: ...
 
 
@@ -212,12 +204,11 @@ def run_patches(listeners: Sequence[weakref.ref[BackwardListener]]) -> tuple[Pat
             # torch.autograd.grad leaves no gradients; where something listens, it is needed.
             if not kwargs.get("accumulate_grad", True) or not (listeners or needed()):
                 return found(*args, **kwargs)
-            run, heard = Run(), list(listeners)  # an engine that is collected meanwhile would leave the list
-            run.create_graph = args[_CREATE_GRAPH]
+            run, heard = object(), listeners[:]  # an engine that is collected meanwhile would leave the list
             try:
                 for reference in heard:
                     if (listener := reference()) is not None:
-                        listener.begin(run)
+                        listener.begin(run, args[_CREATE_GRAPH])
                 return found(*args, **kwargs)
             except RuntimeError as error:
                 raise_lost("a backward", error)

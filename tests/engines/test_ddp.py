@@ -283,6 +283,48 @@ def test_an_exception_leaves_the_engine_usable() -> None:
     run(2, exceptions)
 
 
+class Watching(nn.Linear):
+    """Notes which reducer's buckets ``torch.compile`` would cut a graph by."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        vars(self)["seen"] = DistributedDataParallel._get_active_ddp_module()
+        return super().forward(x * (1 // int(x.isfinite().all())))
+
+
+def beside_the_wrapper() -> None:
+    raw = Watching(4, 4)
+    twin = DistributedDataParallel(copy.deepcopy(raw))
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        theirs.zero_grad()
+        for forward, no_sync in ((model, accel.no_sync(model)), (twin, twin.no_sync())):
+            if step == 3:
+                with pytest.raises(ZeroDivisionError):
+                    forward(torch.full((2, 4), torch.nan))
+            with no_sync if step == 4 else contextlib.nullcontext():
+                forward(data(step, accel.rank())).square().mean().backward()
+            with torch.no_grad():
+                forward(data(step, accel.rank()))
+            if step == 4:
+                forward(data(step, accel.rank())).square().mean().backward()
+        assert type(raw.seen) is DistributedDataParallel
+        assert raw.seen is not twin
+        assert DistributedDataParallel._get_active_ddp_module() is None
+        optimizer.step()
+        theirs.step()
+        assert torch.equal(raw.weight, twin.module.weight)
+    wrapper: Any = raw.seen
+    ours, known = wrapper._get_ddp_logging_data(), twin._get_ddp_logging_data()
+    for name in ("iteration", "has_rebuilt_buckets", "rebuilt_bucket_sizes"):
+        assert ours[name] == known[name], name
+
+
+def test_a_forward_beside_the_wrapper_is_as_through_it() -> None:
+    run(2, beside_the_wrapper)
+
+
 def uneven(bn: bool, first: int) -> None:
     raw = net(bn)
     model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters(), lr=0.01))

@@ -189,7 +189,7 @@ def test_every_listener_hears_of_a_backward_while_others_go() -> None:
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def begin(self, run: object) -> None:
+        def begin(self, run: object, create_graph: bool) -> None:
             heard.append(f"begin {self.name}")
             listeners[:] = [one for one in listeners if one is not gone]
 

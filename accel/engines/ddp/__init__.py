@@ -96,6 +96,8 @@ class DDPGradients(Gradients):
 
     ddp: DistributedDataParallel | None = None
     hook_state: Any = None
+    #: Forwards tell the reducer themselves what its DistributedDataParallel would, which has run once.
+    direct = False
     #: Inside ``join``; in how many forwards this rank took part there.
     joining = False
     num_joined = 0
@@ -113,7 +115,7 @@ class DDPGradients(Gradients):
     def build(self, core: nn.Module) -> None:
         """A new reducer of the parameters that are trainable now, around what a forward calls."""
         self.let_go()
-        self._incomplete = False
+        self._incomplete = self.direct = False
         every = [i for i, p in enumerate(self.engine.parameters) if p.requires_grad]
         # What torch leaves to the program is averaged like everything that comes without the reducer.
         names = getattr(core, "_ddp_params_and_buffers_to_ignore", ())
@@ -390,16 +392,39 @@ class DDPEngine(Engine):
         if reduction.unfinished or reduction.changed:
             gradients.recover()
         ddp = gradients.ddp
+        armed = grad and sync and ddp is not None
         if ddp is None:
             out = self._core(*args, **kwargs)
+        elif gradients.direct:
+            out = self._direct(ddp, armed, args, kwargs)
         else:
             if ddp.require_backward_grad_sync is not sync:  # nn.Module is slow to assign to
                 ddp.require_backward_grad_sync = sync
             gradients.num_joined += 1
             out = ddp(*args, **kwargs)
-        reduction.forward(grad, grad and sync and ddp is not None)
+            # After a join each forward of torch's goes on telling the other ranks that there is one.
+            gradients.direct = not (reduction.noted or ddp._use_python_reducer or ddp._join_config.enable)
+        reduction.forward(grad, armed)
         if grad:  # forwards without a graph may be one rank's alone: their changes wait for the next step
             buffers.stale = buffers.wanted
+        return out
+
+    def _direct(self, ddp: DistributedDataParallel, armed: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a forward of ``ddp`` comes to; its own calls around that take as long as two layers of a small model."""
+        reducer: Any = ddp.reducer
+        if armed:
+            ddp.logger.set_runtime_stats_and_log()  # type: ignore[union-attr]
+            reducer.prepare_for_forward()
+            reducer._rebuild_buckets()
+        # By its buckets torch.compile cuts graphs, so that reductions begin early.
+        kind: Any = DistributedDataParallel
+        outer, kind._active_ddp_module = kind._active_ddp_module, ddp
+        try:
+            out = self._core(*args, **kwargs)
+        finally:
+            kind._active_ddp_module = outer
+        if armed:
+            reducer.prepare_for_backward([])
         return out
 
     @contextlib.contextmanager
@@ -413,7 +438,7 @@ class DDPEngine(Engine):
         if gradients.ddp is None:
             yield
             return
-        gradients.joining, gradients.num_joined = True, 0
+        gradients.joining, gradients.num_joined, gradients.direct = True, 0, False
         self.drift.pause()
         try:
             with gradients.ddp.join():

@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...gradients.log import GradientLog, TrainableMask
-from ...gradients.patches import Run
 
 _dtype = operator.attrgetter("dtype")
 #: Parameters and their gradients, with the numbers of writes to these.
@@ -104,10 +103,10 @@ class Reduction:
 
     # -- backwards ------------------------------------------------------------------------------------------------
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: object, create_graph: bool) -> None:
         """A backward begins, maybe inside of another one."""
         running = self.running
-        if run.create_graph and self.armed and not self.unfinished:
+        if create_graph and self.armed and not self.unfinished:
             self._leave_out()
             self.armed = False
         if not running:
@@ -140,7 +139,7 @@ class Reduction:
         grad, (before, writes) = self._trained[0].grad, self._first
         if grad is None or (grad is before and grad._version == writes) or not self.armed or self._complaint():
             return False
-        return self._mask.now() == self._mask.known and self._trained[0].dtype is self._dtypes[0]
+        return not self._mask.changed() and self._trained[0].dtype is self._dtypes[0]
 
     def look(self) -> None:
         """Take in what the backward that runs has brought by now."""
@@ -156,7 +155,7 @@ class Reduction:
             self.unfinished = bool(self._complaint()) or (bool(came) and self.noted and not self.marks)
             if came and not self.unfinished:
                 self.armed, self.local = False, not self._whole
-            if self._mask.now() != self._mask.known or self._trained[0].dtype is not self._dtypes[0]:
+            if self._mask.changed() or self._trained[0].dtype is not self._dtypes[0]:
                 self._look_for_changes(bool(came) or self.unfinished)
         elif came:
             self.local = True
