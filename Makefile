@@ -53,9 +53,10 @@ types: $(VENV)/test
 docs: $(VENV)/test
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --config-file docs/mkdocs.yml --site-dir ../build/site
 
-# Ranks wait for each other, and for timeouts: several tests at once share the cores.
+# Ranks wait for each other, and for timeouts: several tests at once share the cores. The many processes of the tests compile
+# the package and the tests once, where the variable would have each of them do it.
 unit: $(VENV)/test
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 mutants: $(VENV)/test  ## which changes of the package no test sees; takes hours
 	$(PY) -m tests.mutants

@@ -28,8 +28,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.interpreters import STARTER
-
 VARIABLE = "ACCEL_TEST_FAULTS"
 
 
@@ -142,7 +140,7 @@ def _happen(how: str) -> None:
     if kind == "exit":
         os._exit(int(status))
     if kind == "host":
-        os.kill(int(os.environ.get(STARTER, os.getppid())), signal.SIGKILL)
+        os.kill(os.getppid(), signal.SIGKILL)
         kind = "SIGKILL"
     os.kill(os.getpid(), signal.Signals[kind])
 

@@ -1,8 +1,9 @@
 """What ``python`` is for the programs of the tests: an interpreter that has imported torch when it begins.
 
 To import torch takes most of the time that a short program runs for. ``executable()`` is a command with the arguments,
-signals and statuses of ``python``; the program runs in a process that is forked from one which has torch, but none of accel
-and of the libraries of its backends. What is of the start of an interpreter itself is tested with ``sys.executable``.
+signals, statuses, parent and open files of ``python``; in the variable ``PYTHON_EXEC`` it is also what programs start others
+with. A program runs in a process that is forked from one which has torch, but none of accel and of the libraries of its
+backends. What is of the start of an interpreter itself is tested with ``sys.executable``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import functools
 import importlib
 import json
@@ -24,8 +26,7 @@ import types
 from multiprocessing import forkserver
 from typing import Any
 
-#: Names the process that started a program, whose parent is another.
-STARTER = "ACCEL_TEST_STARTER"
+_MOST = 64  # descriptors that a program is given
 _CLIENT = """#!{python} -IS
 import json, os, resource, signal, socket, sys, time
 server = socket.socket(socket.AF_UNIX)
@@ -34,8 +35,15 @@ while server.connect_ex({address!r}):  # it may be importing
     if time.monotonic() > begin + 60:
         sys.exit("no server of tests/interpreters.py")
     time.sleep(0.02)
-message = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ) | {{{starter!r}: str(os.getppid())}}]).encode()
-socket.send_fds(server, [len(message).to_bytes(4, "little")], [0, 1, 2])
+def passed(number):
+    try:
+        return os.get_inheritable(number)
+    except OSError:  # of the folder that is listed
+        return False
+numbers = sorted(filter(passed, map(int, os.listdir("/proc/self/fd"))))
+leads = os.getsid(0) == os.getpid()
+message = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ), os.getppid(), numbers, leads]).encode()
+socket.send_fds(server, [len(message).to_bytes(4, "little")], numbers)
 server.sendall(message)
 answers = server.makefile()
 program = int(answers.readline())
@@ -66,7 +74,7 @@ def executable() -> str:
     atexit.register(folder.cleanup)
     path = os.path.join(folder.name, "python")
     with open(path, "w") as file:
-        file.write(_CLIENT.format(python=sys.executable, address=_address(os.getpid()), starter=STARTER))
+        file.write(_CLIENT.format(python=sys.executable, address=_address(os.getpid())))
     os.chmod(path, 0o755)
     return path
 
@@ -97,18 +105,24 @@ def serve() -> None:
 
 def _attend(connection: socket.socket) -> None:
     """Run one program, and tell how it ends; it ends with its client."""
-    size, descriptors, _, _ = socket.recv_fds(connection, 4, 3)
+    size, descriptors, _, _ = socket.recv_fds(connection, 4, _MOST)
     with connection.makefile("rb") as file:
-        arguments, folder, environ = json.loads(file.read(int.from_bytes(size, "little")))
+        arguments, folder, environ, starter, numbers, leads = json.loads(file.read(int.from_bytes(size, "little")))
     program = os.fork()
     if program == 0:
         connection.close()
-        for target, descriptor in enumerate(descriptors):
+        if leads:
+            os.setsid()
+        above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1) for descriptor in descriptors]
+        for target, descriptor in zip(numbers, above, strict=True):
             os.dup2(descriptor, target)
+            os.close(descriptor)
+        for descriptor in {*descriptors}.difference(numbers):
             os.close(descriptor)
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environ)
+        _has_parent(starter)
         _interpret(arguments)
     for descriptor in descriptors:
         os.close(descriptor)
@@ -116,9 +130,17 @@ def _attend(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.sendall(f"{program}\n".encode())
         if end not in select.select([end, connection.fileno()], [], [])[0]:
-            os.kill(program, signal.SIGKILL)
+            (os.killpg if leads else os.kill)(program, signal.SIGKILL)
         connection.sendall(f"{os.waitpid(program, 0)[1]}\n".encode())
     os._exit(0)
+
+
+def _has_parent(starter: int) -> None:
+    """Let this process alone take the one that started it for its parent, as long as that lives."""
+    me, ours = os.getpid(), os.getppid
+    with contextlib.suppress(ProcessLookupError):
+        end = os.pidfd_open(starter)
+        os.getppid = lambda: starter if os.getpid() == me and not select.select([end], [], [], 0)[0] else ours()
 
 
 def _interpret(arguments: list[str]) -> None:
@@ -139,6 +161,7 @@ def _interpret(arguments: list[str]) -> None:
 
 def _run(arguments: list[str]) -> None:
     unbuffered = arguments[0] == "-u"
+    sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)  # torchrun's variable
     sys.stdout.reconfigure(write_through=unbuffered or "PYTHONUNBUFFERED" in os.environ)  # type: ignore[union-attr]
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = paths + [path for path in sys.path if path not in ("", *paths)]

@@ -94,14 +94,23 @@ class _Writer:
 _writer: _Writer | None = None
 
 
+class _Start:
+    """Begins to trace where the package is about to be imported: what is before has none of its lines, and goes faster."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "accel" and _writer is not None:
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            threading.settrace(_writer.call)
+            sys.settrace(_writer.call)
+
+
 def begin() -> None:
     """Trace this process and those that it forks."""
     global _writer
     if FOLDER in os.environ:
         _writer = _Writer(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.environ[FOLDER])
         atexit.register(_writer.write)
-        threading.settrace(_writer.call)
-        sys.settrace(_writer.call)
+        sys.meta_path.insert(0, _Start())  # type: ignore[arg-type]
 
 
 def pytest_runtest_setup() -> None:

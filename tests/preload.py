@@ -23,7 +23,8 @@ _import("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.launcher.a
 gc.collect()
 gc.freeze()
 interpreters.serve()
-_import("accel", "fairscale", "deepspeed", "safetensors.torch")
+_import("fairscale", "deepspeed", "safetensors.torch", "xxhash")
+_import("accel.checkpoint.load", "accel.checkpoint.save", "accel.engines.fsdp.module")
 _import(
     "pytest.__main__", "hypothesis", "tests.backends", "tests.distributed"
 )  # __main__: a worker imports its parent's

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel
-from accel import api
+from accel import api, process
 from accel.registry import registry
 from tests.backends import BACKENDS, engine_of, need
 from tests.distributed import outcomes, refusals, run, wait_for
@@ -400,6 +401,34 @@ def test_no_thread_of_gloo_outlives_the_process_groups() -> None:
     environs = [by_hand(rank, 2, port) | {"LOCAL_RANK": str(rank)} for rank in range(2)]
     for result in scripts(PROGRAM, *environs):
         assert "left: 0" in result.stdout, result.stdout + result.stderr
+
+
+class Stuck:
+    """An exchange of which gloo does not tell that the connection broke."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def end_with_a_stuck_exchange() -> list[int]:
+    """How many threads of gloo are left by an end, and by one during such an exchange."""
+    left = []
+    for stuck in ([], [Stuck()]):
+        accel.init()
+        process.current().begun_exchanges += stuck
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(process, "_MOMENT", 0.1)
+            accel.teardown()
+        names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+        left.append(sum("gloo_runloop" in name for name in names))
+    return left
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
+def test_no_end_waits_for_a_thread_of_gloo_that_nothing_wakes() -> None:
+    for result in outcomes(2, end_with_a_stuck_exchange, breaks=True):
+        before, after = result.value or (0, 0)
+        assert after > before, result
 
 
 def end_alone_later(ended: str) -> None:

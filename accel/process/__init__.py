@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -30,6 +31,8 @@ logger = logging.getLogger("accel")
 
 #: Seconds without a word of a rank that is in ``keeping_groups``, after which it is taken to be gone.
 _SILENT = 20.0
+#: Seconds for which this rank waits at its end for exchanges that others may come to, and then for what breaks them off.
+_MOMENT = 2.0
 
 
 @dataclass
@@ -240,9 +243,12 @@ def shutdown(how: str = "called accel.teardown(), and does not come") -> None:
     if process is not None:
         if process.detector is not None:
             if not _state.ended:
+                process.exchanges_over(_MOMENT)  # of this rank's part of them others may not have heard
                 process.detector.tell_leave(how)
             process.detector.stop()
             process.detector = None
+        # gloo does not wake a thread that sends where the connection has just broken: it waits for as long as the group may.
+        stuck = not process.exchanges_over(_MOMENT)
         if _state.ended:
             _finish_end()
         else:
@@ -252,7 +258,10 @@ def shutdown(how: str = "called accel.teardown(), and does not come") -> None:
                 destroy_groups(process)
         if process.control is not None:
             gc.collect()  # of what held the groups some sits in cycles
+        if stuck:  # the end of a group waits for its threads
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(process.control))
         # The last references, so that gloo's threads end here and not at exit, where one that frees a tensor aborts.
+        process.begun_exchanges.clear()
         process.group = process.control = None
         process.meshes.clear()
         process.subgroups.clear()

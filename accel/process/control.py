@@ -27,7 +27,7 @@ from ..errors import AccelError, RankMismatchError, TimeoutError, described
 from . import Process, current, end_groups, ended, local_rank, rank, running
 from . import lost as lost
 from .hangs import missing_ranks
-from .packing import begin_gather, bytes_left, content_of, framed, gather_framed, to_bytes
+from .packing import bytes_left, content_of, framed, gather_framed, to_bytes
 
 #: What gloo and nccl say where another rank is gone.
 _LOST: Final = ("gloo/transport", "closed by peer", "reset by peer", "Timed out waiting", "timeout caused pair", "NCCL")
@@ -125,10 +125,9 @@ def agree_later(what: str, value: object) -> Callable[[], list[Any]]:
     """
     process, (message, *rest) = current(), framed(_content(what, value))
     assert not rest, "longer than one round"
-    assert process.control is not None
     process.rounds += 1
     try:
-        work, theirs = begin_gather(message, process.control)
+        work, theirs = process.begin_exchange(message)
     except RuntimeError:
         return list
 
@@ -174,13 +173,12 @@ def _values(what: str, contents: list[bytearray]) -> list[Any]:
 
 def _gather(process: Process, what: str, message: bytes, limit: timedelta) -> list[bytearray]:
     """Every rank's message, which are equally long."""
-    assert process.control is not None
     process.rounds += 1
     arrivals, patience = process.store(str(process.rounds)), min(timedelta(seconds=1), limit / 4)
     before = process.doing
     process.doing = before or repr(what)
     try:
-        work, theirs = begin_gather(message, process.control)
+        work, theirs = process.begin_exchange(message)
         # To say who is missing, the ranks must say that they came; only those that wait for long do.
         late = not _done(work, patience)
         if late:

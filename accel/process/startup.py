@@ -122,6 +122,8 @@ class Process:
     #: rank had begun on the other groups then, where messages between two ranks are counted too.
     rounds: int = 0
     common: tuple[int, Mapping[str, int]] = field(default_factory=lambda: (0, {}))
+    #: Of these exchanges, those that were not over when the last one began, and that one.
+    begun_exchanges: list[Any] = field(default_factory=list)
     #: What of accel's the thread that trains is in that needs the other ranks; for the detector.
     doing: str = ""
     #: The collectives of the engines, one after the other.
@@ -144,6 +146,20 @@ class Process:
         """Where what travels between the ranks lies."""
         through_cpu = "cpu" in self.backends and self.backends.get(self.device.type) in (None, "gloo")
         return torch.device("cpu") if through_cpu else self.device
+
+    def begin_exchange(self, message: bytes) -> tuple[Any, list[torch.Tensor]]:
+        """Give every rank the messages of all, which are equally long: what waits for it, and where they come."""
+        assert self.control is not None
+        work, theirs = begin_gather(message, self.control)
+        self.begun_exchanges = [*(one for one in self.begun_exchanges if not one.is_completed()), work]
+        return work, theirs
+
+    def exchanges_over(self, seconds: float) -> bool:
+        """Whether all exchanges are over, well or not, after so many seconds at most."""
+        limit = time.monotonic() + seconds
+        while not (over := all(one.is_completed() for one in self.begun_exchanges)) and time.monotonic() < limit:
+            time.sleep(0.001)
+        return over
 
     def note_common_point(self) -> None:
         self.common = self.rounds, counts(self.control, self.place.world_size)

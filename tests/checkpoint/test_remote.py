@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from accel.errors import CheckpointError
 from tests.checkpoint import stores
 from tests.checkpoint.stores import BUCKET, BUSY, DENIED, EXPIRED, FAILS, Fault
 from tests.distributed import run
+from tests.interpreters import executable
 
 pytest.importorskip("fsspec")
 numbers = itertools.count()
@@ -257,7 +257,7 @@ for value in range(begin, begin + 1000):
 
 def killed(url: str, begin: int, how: str, after: float) -> int:
     """The last value that a job of its own process has surely saved, when it is killed some time after its first."""
-    job = subprocess.Popen([sys.executable, "-c", SCRIPT, url, str(begin), how], stdout=subprocess.PIPE, text=True)
+    job = subprocess.Popen([executable(), "-c", SCRIPT, url, str(begin), how], stdout=subprocess.PIPE, text=True)
     assert job.stdout is not None
     try:
         sure = int(job.stdout.readline())

@@ -61,7 +61,7 @@ def uninterrupted(world: int, backend: Any) -> tuple[str, dict[str, Any]]:
 def test_any_to_any(after: int, other: Any) -> None:
     """A checkpoint of each world size and backend continues in all others, to what was never interrupted.
 
-    On one and two ranks in each of them; on more, each backend takes its turn.
+    On one rank from each of them, on two from each of one and two ranks; otherwise each backend takes its turn.
     """
     need(other)
     places = [place for place in PLACES if place[0] != 3]
@@ -70,6 +70,10 @@ def test_any_to_any(after: int, other: Any) -> None:
         own = [place for place in PLACES if place[0] == after]
         turns = len(own) if after == 3 else 3
         places = places[own.index((after, other)) % turns :: turns]
+    elif after == 2:
+        wide = [place for place in places if place[0] == 4]
+        own = [place for place in PLACES if place[0] == after]
+        places = [place for place in places if place[0] < 4] + wide[own.index((after, other)) % 3 :: 3]
     befores = [uninterrupted(*place) for place in places]
     for rank, found in enumerate(
         run(after, resume, other, [directory for directory, _ in befores], "first", timeout=240)

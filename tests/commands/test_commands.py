@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,10 @@ from tests.interpreters import executable
 from tests.programs import ROOT, free_port
 
 
-def accel_command(
-    *arguments: str, cwd: Path, python: str = sys.executable, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def accel_command(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     kept = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    environment = {**kept, "PYTHONPATH": str(ROOT), "PYTHON_EXEC": python, **variables}
-    command = [python, "-m", "accel", *arguments]
+    environment = {**kept, "PYTHONPATH": str(ROOT), "PYTHON_EXEC": executable(), **variables}
+    command = [executable(), "-m", "accel", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, cwd=cwd)
 
 
@@ -55,9 +52,7 @@ def test_run(tmp_path: Path) -> None:
 
 def test_run_of_a_module_that_fails(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    out = accel_command(
-        "run", "-n", "2", "-m", "train", "--fail", cwd=tmp_path, python=executable(), OMP_NUM_THREADS="3"
-    )
+    out = accel_command("run", "-n", "2", "-m", "train", "--fail", cwd=tmp_path, OMP_NUM_THREADS="3")
     assert out.returncode == 1
     assert "accel run: rank 1 ended with exit status 1; its own error is above" in out.stderr
     assert "ValueError: boom" in out.stderr

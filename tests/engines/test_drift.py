@@ -8,6 +8,7 @@ import gc
 import pickle
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice, repeat
@@ -22,7 +23,7 @@ import accel
 from accel.engines import ENGINES
 from accel.engines.base import drift as guard
 from accel.engines.base.drift import digest, sums
-from accel.process.control import agree
+from accel.process.control import agree, agree_later
 from tests.backends import need
 from tests.distributed import outcomes, refusals, run
 from tests.programs import by_hand, free_port, scripts
@@ -556,6 +557,31 @@ def dropped_at_other_moments() -> None:
 
 def test_an_engine_may_die_with_a_message_on_its_way() -> None:
     run(2, dropped_at_other_moments)
+
+
+def late_with_its_message() -> int:
+    """Rank 0 sends its part of a comparison when the others have ended; how many ranks' answers it gets."""
+    raw = build()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=accel.DDP(drift_check=1))
+    answers: list[Callable[[], list[Any]]] = []
+
+    def late(what: str, value: object) -> Callable[[], list[Any]]:
+        if accel.is_main():
+            time.sleep(0.5)
+        answers.append(agree_later(what, value))
+        return answers[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard, "agree_later", late)
+        step(model, optimizer, 0)
+    if not accel.is_main():
+        accel.teardown()
+        return 0
+    return len(answers[0]())
+
+
+def test_a_rank_that_ends_waits_for_a_message_on_its_way() -> None:
+    assert run(3, late_with_its_message)[0] == 3
 
 
 def copies() -> None:

@@ -44,6 +44,13 @@ def here() -> tuple[set[psutil.Process], int, int, set[str]]:
 
 
 @pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers have torch when they begin."""
+    monkeypatch.setattr(sys, "executable", executable())
+    subprocess.run([executable(), "-c", ""], check=True)  # what they are forked from is there when children are counted
+
+
+@pytest.fixture
 def nothing_stays() -> Iterator[None]:
     """Nothing is there that was not there before."""
     # The first store opens files that all later ones use.
@@ -179,7 +186,9 @@ def place() -> tuple[Any, ...]:
     return accel.rank(), accel.all_gather(torch.tensor([[accel.rank(), os.getpid()]])), os.environ["OMP_NUM_THREADS"]
 
 
-def test_rank_0_gives_the_result_and_nothing_stays(nothing_stays: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_gives_the_result_and_nothing_stays(
+    quick: None, nothing_stays: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     rank, gathered, threads = accel.launch(place, num_processes=2)
     assert rank == 0
@@ -197,7 +206,7 @@ def train_on(net: nn.Module, optimizer: torch.optim.Optimizer, backend: str) -> 
 
 
 @pytest.mark.parametrize(("backend", "name"), [("auto", "ddp"), ("fsdp", "fsdp")])
-def test_a_model_that_is_set_up_in_the_caller_goes_as_its_raw_self(backend: str, name: str) -> None:
+def test_a_model_that_is_set_up_in_the_caller_goes_as_its_raw_self(backend: str, name: str, quick: None) -> None:
     """As in a notebook where an earlier cell trained in the kernel: its handle sees the new weights, whole ones."""
     raw = nn.Linear(2, 1, bias=False)
     raw_optimizer = torch.optim.SGD(raw.parameters(), lr=0.5, momentum=0.9)
@@ -232,7 +241,7 @@ def handle_and_growth(case: str, model: nn.Module) -> object:
         ("grown", r"this Linear came back with other tensors than it was sent with: more; nothing was filled"),
     ],
 )
-def test_what_cannot_come_back(case: str, message: str, nothing_stays: None) -> None:
+def test_what_cannot_come_back(case: str, message: str, quick: None, nothing_stays: None) -> None:
     model = nn.Linear(2, 2)
     before = model.weight.detach().clone()
     with pytest.raises(accel.LaunchError, match=message):
@@ -301,7 +310,7 @@ def fail_alone(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ALONE)
-def test_what_is_told_of_a_failure(how: str) -> None:
+def test_what_is_told_of_a_failure(how: str, quick: None) -> None:
     with pytest.raises(accel.LaunchError, match=ALONE[how]):
         accel.launch(fail_alone, how, num_processes=1)
 
@@ -312,7 +321,7 @@ def end_after_a_failure() -> None:
     time.sleep(1)
 
 
-def test_a_rank_that_ends_well_after_a_failure_is_none_of_it() -> None:
+def test_a_rank_that_ends_well_after_a_failure_is_none_of_it(quick: None) -> None:
     with pytest.raises(accel.LaunchError, match=r"rank 1 of 2 in accel.launch\(end_after_a_failure\) raised"):
         accel.launch(end_after_a_failure, num_processes=2)
 

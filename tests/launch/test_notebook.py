@@ -26,6 +26,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     # With pytest's variable the kernel would not read what its child processes print.
     kept = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     environment = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "IPYTHONDIR": f"{path}/ipython"}
+    environment["PYTHON_EXEC"] = executable()
     client = nbclient.NotebookClient(
         notebook, timeout=240, startup_timeout=240, kernel_name="python3", resources={"metadata": {"path": path}}
     )
