@@ -286,7 +286,7 @@ def _from_environment(variable: str, asked: Any, default: Any = None) -> Iterato
 
 
 def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
-    if not isinstance(optimizer, Optimizer):
+    if not (isinstance(optimizer, Optimizer) and hasattr(optimizer, _HOOKS)):
         raise OptimizerError(
             f"{path} is {described(optimizer)}; expected a torch.optim.Optimizer: {_instead_of_optimizer(optimizer)}"
         )
@@ -356,7 +356,13 @@ def _plan_loader(plan: Plan, loader: Any, path: str, process: Process) -> None:
 _ORDER: Final = "the order is accel.setup(model, optimizers, dataloaders)"
 
 
+#: What every step of an optimizer calls, so that its gradients are final before it.
+_HOOKS: Final = "_optimizer_step_pre_hooks"
+
+
 def _instead_of_optimizer(other: object) -> str:
+    if isinstance(other, Optimizer):
+        return "give the one that this wraps, or call super().__init__(): without that of torch its steps call no hooks"
     if isinstance(other, type) and issubclass(other, Optimizer):
         return f"make one, {other.__name__}(model.parameters(), ...)"
     if isinstance(other, functools.partial):
@@ -367,9 +373,8 @@ def _instead_of_optimizer(other: object) -> str:
         )
     if isinstance(other, Iterator | Tensor):
         return "give what steps them, as torch.optim.AdamW(model.parameters())"
-    if isinstance(other, nn.Module):
-        return "a loss stays as it is in the loop, and each model has a call of accel.setup"
-    return _ORDER
+    loss = "a loss stays as it is in the loop, and each model has a call of accel.setup"
+    return loss if isinstance(other, nn.Module) else _ORDER
 
 
 def _instead_of_loader(other: object) -> str:

@@ -71,6 +71,20 @@ def move(tree: Any, to: Callable[[Any], Any]) -> Any:
     return walk(visit, tree, "data", movable)
 
 
+def exchange(give: Callable[[Tensor], Tensor], tree: Any, give_inside: Callable[[Tensor], Tensor] | None = None) -> Any:
+    """The tree with another tensor for each; in an object of another kind they are exchanged in place, by ``give_inside``."""
+
+    def visit(_: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return give(leaf)
+        if hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
+            own = vars(leaf)
+            own.update({name: (give_inside or give)(v) for name, v in own.items() if isinstance(v, Tensor)})
+        return leaf
+
+    return walk(visit, tree, "")
+
+
 def walk(
     visit: Callable[[str, Any], Any], tree: T, path: str, is_leaf: Callable[[Any], bool] = lambda tree: False
 ) -> T:

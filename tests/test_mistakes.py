@@ -40,6 +40,16 @@ def step(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
 
+class Wrapper(torch.optim.Optimizer):
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+
+
+def wrapped() -> object:
+    raw = net()
+    return accel.setup(raw, Wrapper(torch.optim.SGD(raw.parameters(), lr=0.1)))
+
+
 def given(act: Callable[[accel.Handles[Any, Any, Any]], object]) -> Callable[[], object]:
     """Does it with what ``setup`` returned."""
 
@@ -78,6 +88,12 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         accel.OptimizerError,
         f"optimizers is a torch.optim.lr_scheduler.StepLR{OPTIMIZER}give the optimizer that this StepLR schedules; the "
         "scheduler stays as it is in the loop",
+    ),
+    "a wrapper of an optimizer that torch did not make": (
+        wrapped,
+        accel.OptimizerError,
+        f"optimizers is a tests.test_mistakes.Wrapper{OPTIMIZER}give the one that this wraps, or call super().__init__(): "
+        "without that of torch its steps call no hooks",
     ),
     "a scheduler among optimizers": (
         lambda: ANY.setup(net(), {"all": step(sgd())}),

@@ -186,6 +186,27 @@ def leaf_patch(leaf: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
 
 
 _CREATE_GRAPH: Final = 3  # its place among the arguments
+#: What torch says by itself where a backward cannot go on, and what is meant.
+_MEANT: Final = {
+    re.compile("mark a variable ready only once|undefined, but still allreduced"): (
+        "torch's reducer met a parameter a second time in one backward, or after it had taken it for unused: a layer runs in "
+        "several checkpoint(..., use_reentrant=True), or, with find_unused_parameters=True, a loss does not come from what the "
+        "forward returned in tensors, lists and dicts, or comes in two backwards. Change that, or run this forward and backward "
+        "inside of accel.no_sync(model): optimizer.step() then averages all gradients"
+    ),
+    re.compile(r"storage of size 0|size of tensor a \(0\) must match|mat2 must be a matrix"): (
+        "this backward needs divided weights that are not gathered any more: it is a second one of one forward (add the losses "
+        "up and call backward() once), or differentiates a gradient, or what the forward returned has tensors where they are not "
+        "found, in a set, a closure or an object inside of another: return them in lists, dicts or dataclasses; or use a backend "
+        "that keeps weights whole"
+    ),
+}
+
+
+def _raise_meant(error: RuntimeError) -> None:
+    for pattern, meant in _MEANT.items():
+        if pattern.search(str(error)) and not isinstance(error, BackendError):
+            raise BackendError(meant) from error
 
 
 class BackwardListener(Protocol):
@@ -212,6 +233,7 @@ def run_patches(listeners: Sequence[weakref.ref[BackwardListener]]) -> tuple[Pat
                 return found(*args, **kwargs)
             except RuntimeError as error:
                 raise_lost("a backward", error)
+                _raise_meant(error)
                 raise
             finally:
                 for reference in heard:
@@ -315,7 +337,10 @@ class _Clip:
         return original(tensors, *args)
 
     def norm(self, original: Callable[..., torch.Tensor], tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._total(_clipped(sys._getframe(2)), original, _as_list(tensors), *args, **kwargs)
+        parameters, gradients = _clipped(sys._getframe(2)), _as_list(tensors)
+        if not (parameters or gradients):  # maybe all that have a p.grad, where an engine keeps the gradients elsewhere
+            self._listener.before_clipping(())
+        return self._total(parameters, original, gradients, *args, **kwargs)
 
     def _total(
         self,
@@ -362,7 +387,10 @@ class _Clip:
             original(holders, max_norm, total_norm, foreach)
 
     def value(self, original: Callable[..., None], parameters: Any, *args: Any, **kwargs: Any) -> None:
-        holders = [holder for holder in self._holders(parameters) if holder.grad is not None]
+        given = _as_list(parameters)
+        if not given:
+            self._listener.before_clipping(())
+        holders = [holder for holder in self._holders(given) if holder.grad is not None]
         if holders:  # torch cannot clip nothing, which may be all that this rank has
             original(holders, *args, **kwargs)
 

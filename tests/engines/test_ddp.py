@@ -127,6 +127,9 @@ def refused_options() -> None:
             accel.DDP(**options)
     with pytest.raises(accel.BackendError, match="accelerator"):
         accel.setup(net(bn=True), backend=accel.DDP(sync_batchnorm=True))
+    synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(net(bn=True))
+    with pytest.raises(accel.BackendError, match="1 is a SyncBatchNorm, which torch does not run on CPU"):
+        accel.setup(synchronized, torch.optim.SGD(synchronized.parameters(), lr=0.1), backend="ddp")
     model = accel.setup(net(), backend=accel.DDP(static_graph=True)).model
     with pytest.raises(accel.BackendError, match="static_graph"), accel.no_sync(model):
         pass

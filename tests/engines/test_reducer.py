@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import backward as bound_early
+from torch.utils.checkpoint import checkpoint
 
 import accel
 from tests.distributed import outcomes, refusals, run
@@ -479,3 +480,41 @@ def two_backwards_of_a_static_graph() -> None:
 def test_two_backwards_of_a_static_graph_are_refused() -> None:
     for message in refusals(2, two_backwards_of_a_static_graph, error="BackendError"):
         assert "add the losses up" in message
+
+
+# -- met twice ---------------------------------------------------------------------------------------------------------
+
+
+class Again(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.layer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+def met_twice() -> float:
+    raw, reference = Again(), Again()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend="ddp")
+    with pytest.raises(accel.BackendError, match="met a parameter a second time.*accel.no_sync"):
+        model(data(0, accel.rank()).requires_grad_()).square().mean().backward()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        with accel.no_sync(model):
+            model(data(step, accel.rank()).requires_grad_()).square().mean().backward()
+        for rank in range(accel.world_size()):
+            (reference(data(step, rank).requires_grad_()).square().mean() / accel.world_size()).backward()
+        optimizer.step()
+        plain.step()
+    return distance(raw, reference)
+
+
+def test_a_layer_in_two_reentrant_checkpoints_is_told_and_right_where_the_step_averages() -> None:
+    assert max(run(2, met_twice)) < 1e-6

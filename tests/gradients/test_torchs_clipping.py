@@ -61,6 +61,11 @@ def clipped(backend: Any) -> Iterator[tuple[str, Any]]:
     one(torch.ones(2, 4)).sum().backward()
     with pytest.raises(accel.BackendError, match="accel.clip_grad_norm_"):
         get_total_norm([p.grad for p in one.parameters() if p.grad is not None])
+    having: list[Any] = [p for p in one.parameters() if p.grad is not None]
+    for clip_ in [] if having else [clip_grad_norm_, clip_grad_value_]:
+        with pytest.raises(accel.BackendError, match="accel.clip_grad_norm_"):
+            clip_(having, 0.1)
+    assert not having or backend == "pipeline"
 
 
 def by_a_norm(model: Any) -> torch.Tensor:

@@ -113,7 +113,7 @@ class Absent:
             return func(_without_values(args[0]), *args[1:], **kwargs)
         if func in _LIKE and isinstance(args[0], Absent):
             return func(_without_values(args[0]), *args[1:], **{"device": args[0].device, **kwargs})  # type: ignore[attr-defined]
-        if func in _CONVERSIONS:
+        if func in _CONVERSIONS and "memory_format" not in kwargs:
             made = plainly(func)(*args, **kwargs)
             if made is args[0] or isinstance(made, str):
                 return made

@@ -325,6 +325,9 @@ class DDPEngine(Engine):
             raise BackendError(
                 f"{type(options).__name__}(sync_batchnorm=True) needs an accelerator: torch's SyncBatchNorm does not run on CPU"
             )
+        synchronized = [name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)]
+        if synchronized and process.device.type == "cpu" and process.place.world_size > 1:
+            raise BackendError(f"{synchronized[0]} is a SyncBatchNorm, which torch does not run on CPU: use BatchNorm")
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:

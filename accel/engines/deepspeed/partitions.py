@@ -114,6 +114,8 @@ class Partitions(ABC):
         self._pinned = engine.configuration.pins and engine.process.device.type != "cpu"
         self._folders = engine.configuration.state_folder, engine.configuration.weights_folder
         self._hooks: list[RemovableHandle] = []
+        #: Whose gradients are taken at the end of the backward: hooks of the program may change them first.
+        self._hooked: list[int] = []
         self.interruption = Interruption()
         #: What backwards left in ``p.grad``.
         self.waiting: dict[int, torch.Tensor] = {}
@@ -177,7 +179,11 @@ class Partitions(ABC):
         else:
             self.waiting.pop(index, None)
             self.enter_backward()
-            self.take(index)
+            hooks: Any = self.parameters[index]._post_accumulate_grad_hooks  # by a number that counts up
+            if next(reversed(hooks)) > self._hooks[-1].id:
+                self._hooked.append(index)
+            else:
+                self.take(index)
 
     def enter_backward(self) -> None:
         """Note the backward that runs, whose end reduces what is left. Reentrant checkpoints run others inside of it."""
@@ -188,6 +194,9 @@ class Partitions(ABC):
             at_end_of_backward(lambda: self._end_of_backward(task))
 
     def _end_of_backward(self, task: int) -> None:
+        hooked, self._hooked = self._hooked, []
+        for index in hooked:
+            self.take(index)
         self.finish()
         self.interruption.running.discard(task)
 
@@ -270,6 +279,7 @@ class Partitions(ABC):
         """Clear what a backward or forward left half-way. Collective."""
         self.interruption.stale = self.interruption.cut = False
         self.waiting.clear()
+        self._hooked.clear()
         for parameter in self.parameters:
             if (grad := parameter.grad) is not None and bool(grad.any()):  # zeros are dropped gradients too
                 self.interruption.incomplete = True
@@ -404,7 +414,10 @@ class Flat(Partitions):
 
     def finish(self) -> None:
         zero = self.zero
-        zero.reduce_ipg_grads()
+        if any(
+            bucket.params for bucket in zero.ipg_buckets.values()
+        ):  # else a backward inside of this one has freed their memory
+            zero.reduce_ipg_grads()
         self._wait_for_reductions()
         zero._clear_previous_reduced_grads()
         for parameter in self.divided.values():

@@ -14,11 +14,10 @@ from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ...process import Process
 from ...process.control import Waiting, announce, is_lost
-from ...trees import walk
+from ...trees import exchange
 from ..base.absent import plainly, recorded, refuse_other_tensor
 from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
 from .offload import stored
@@ -64,17 +63,8 @@ def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _exchange(give: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """The tree with another tensor for each; in an object of another kind they are exchanged in place."""
-
-    def visit(_: str, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return give(leaf)
-        if hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
-            own = vars(leaf)
-            own.update({n: give(v) for n, v in own.items() if isinstance(v, torch.Tensor) and v.grad_fn is not None})
-        return leaf
-
-    return walk(visit, tree, "")
+    """The tree with another tensor for each, but for leaves in objects, which are somebody's own."""
+    return exchange(give, tree, lambda tensor: tensor if tensor.grad_fn is None else give(tensor))
 
 
 def _lister() -> Callable[[Any], tuple[list[Any], list[Any]]]:

@@ -26,6 +26,7 @@ from ...gradients.patches import around, divided_patches
 from ...process import Process
 from ...process.control import Waiting, announce
 from ...shard import Box
+from ...trees import exchange
 from ..base.absent import refuse_other_tensor
 from ..base.raw_objects import Snapshot
 from .plan import Mesh, cut
@@ -78,12 +79,18 @@ def watch(process: Process, group: Any, name: str, label: str) -> None:
     unshard, post_backward = group.unshard, group.post_backward
     gathering, reducing = (f"the {verb} of {name} ({label})" for verb in ("gathering", "reduction"))
     in_gather, in_reduce = Waiting(process, gathering), Waiting(process, reducing)
-    places = [(p._module_info.module._parameters, p._module_info.param_name, p) for p in group.fsdp_params]
+    infos = [(p, p._module_info) for p in group.fsdp_params]
+    places = [(i.module._parameters, i.param_name, p, p.sharded_param.dtype) for p, i in infos]
 
     def gather(*args: Any, **kwargs: Any) -> Any:
-        for table, key, p in places:
+        for table, key, p, dtype in places:
             if (found := table.get(key)) is not p.sharded_param and found is not p._unsharded_param:
                 refuse_other_tensor(p._param_fqn or key, "FSDP2")
+            if p.sharded_param.dtype is not dtype:
+                raise BackendError(
+                    f"{p._param_fqn or key} of {label} is {p.sharded_param.dtype} and was {dtype} in accel.setup: call "
+                    "raw = accel.teardown(model), convert it, and set it up again"
+                )
         if group._all_gather_result is not None or group.is_unsharded:
             return unshard(*args, **kwargs)
         announce(process, gathering)
@@ -101,8 +108,10 @@ def watch(process: Process, group: Any, name: str, label: str) -> None:
     group.unshard, group.post_backward = gather, reduce
 
 
-def refuse_writes(group: Any, label: str) -> None:
-    """Refuse what a forward writes to one group's gathered parameters: it would be lost when they are freed."""
+def watch_forward(state: Any, group: Any, label: str) -> None:
+    """Refuse what a forward writes to one group's gathered parameters, which would be lost when they are freed, and let what it
+    returns outlive that: weights are copied, and the backward gathers them again from wherever it comes.
+    """
     pre_forward, post_forward = group.pre_forward, group.post_forward
     wholes: list[Any] = [p._unsharded_param for p in group.fsdp_params]
     versions: list[int] = []
@@ -110,13 +119,28 @@ def refuse_writes(group: Any, label: str) -> None:
     for whole in wholes:
         whole.aliases = aliases
 
+    given: list[Any] = []  # to the forward that runs
+    reached: list[torch.Tensor] = []
+
     def enter(*args: Any) -> Any:
-        entered = pre_forward(*args)
+        given[:] = entered = pre_forward(*args)
         versions[:] = map(_VERSION, wholes)
         aliases.clear()
         return entered
 
-    def leave(*args: Any) -> Any:
+    def outlive(tensor: torch.Tensor) -> torch.Tensor:
+        base = tensor if tensor._base is None else tensor._base
+        if any(base is whole for whole in wholes):
+            return tensor.clone()
+        if base is not tensor and not _among(base, given):  # where a write to the view would come in between
+            reached.append(base)
+        return tensor
+
+    def outlive_inside(tensor: torch.Tensor) -> torch.Tensor:
+        reached.append(outlive(tensor))  # FSDP2 looks into containers alone
+        return reached[-1]
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> Any:
         changed = [whole for whole, alias in aliases if alias._version]
         aliases.clear()
         if changed or list(map(_VERSION, wholes)) != versions:
@@ -125,9 +149,20 @@ def refuse_writes(group: Any, label: str) -> None:
             written = [p for p in group.fsdp_params if any(p._unsharded_param is whole for whole in changed)]
             names = ", ".join(p._param_fqn or p._module_info.param_name for p in written[:5])
             raise BackendError(f"{names} of {label} changed in a forward or method of the model, {_LOST}")
-        return post_forward(*args)
+        output = exchange(outlive, output, outlive_inside)
+        state._register_pre_backward_hook(reached)
+        given.clear()
+        reached.clear()
+        return post_forward(module, inputs, output)
 
     group.pre_forward, group.post_forward = enter, leave
+
+
+def _among(base: torch.Tensor, values: Any) -> bool:
+    """Whether it is one of the tensors in nested values, or one of them is a view of it."""
+    found: list[torch.Tensor] = []
+    exchange(lambda tensor: found.append(tensor) or tensor, values)  # type: ignore[func-returns-value]
+    return any(base is tensor or base is tensor._base for tensor in found)
 
 
 def has_gradient(param: Any) -> bool:
@@ -222,8 +257,9 @@ class ShardedModule:
         names = {id(m): n or "the parameters outside of all blocks" for n, m in self.module.named_modules()}
         for group in self.groups:
             watch(self.process, group, names[id(group.modules[0])], label)
-            refuse_writes(group, label)
         for state in self.context.all_states:
+            for group in state._fsdp_param_groups:
+                watch_forward(state, group, label)
             _tell(state, self.context, before, after)
         for child in self.module.modules():
             own = id(child) not in self._inside and child is not self.module

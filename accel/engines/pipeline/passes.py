@@ -82,6 +82,18 @@ class Message(NamedTuple):
         return [t.contiguous().view(-1).view(torch.uint8) for t in full]
 
 
+def _sendable(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
+    """``flatten``; BackendError too of containers whose class another process would not find."""
+    tensors, form = flatten(value, name)
+    try:
+        pickle.dumps(form)
+    except Exception as error:
+        raise BackendError(
+            f"{name} goes to other processes, and cannot be sent: {error}; define its classes at the top level of a module"
+        ) from error
+    return tensors, form
+
+
 @final
 class Channel:
     """This rank's connection with the other stages.
@@ -241,7 +253,7 @@ class Pass:
         with torch.set_grad_enabled(self.grad):
             tensors = [_alias(t) if t is not None and t.requires_grad else t for t in given.tensors]
             out = self.stage.run(put_back(given.form, tensors), keep)
-            results, form = flatten(out, f"the output of {self.stage.names[-1]}")
+            results, form = _sendable(out, f"the output of {self.stage.names[-1]}")
         if self.grad:
             leaves = [t for t in given.tensors if t is not None]
             self._kept.append(_Kept(leaves, [get_gradient_edge(t) if t.requires_grad else None for t in results]))
@@ -253,7 +265,7 @@ class Pass:
         form = None
         if self._failure is None:
             with self._noting(), torch.set_grad_enabled(self.grad):  # so that it is seen which parts have a gradient
-                tensors, form = flatten(put_together(outputs, self.where), "output")
+                tensors, form = _sendable(put_together(outputs, self.where), "output")
         return Message([*tensors], form, self._failure)
 
     def backward(self, grads: Sequence[torch.Tensor | None], retain: bool, twice: bool) -> list[torch.Tensor | None]:

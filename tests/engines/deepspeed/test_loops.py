@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import accel
 from tests.distributed import run
@@ -183,6 +184,29 @@ def assigned_between(stage: int) -> None:
     pair.check()
 
 
+def hooks_of_the_program(stage: int) -> None:
+    """What they leave in ``p.grad`` is what counts, and blocks in reentrant checkpoints have their own backwards."""
+    pair = Pair(zero(stage), momentum)
+
+    def halve(p: torch.Tensor) -> None:
+        assert p.grad is not None
+        p.grad = p.grad / 2
+
+    def out(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"out": model.right(checkpoint(model.body, x.requires_grad_(), use_reentrant=True))}  # type: ignore[operator]
+
+    for p in (*pair.raw.right.parameters(), *pair.plain.right.parameters()):
+        p.register_post_accumulate_grad_hook(halve)
+    for step in range(3):
+        pair.optimizer.zero_grad()
+        pair.plain_optimizer.zero_grad()
+        loss_of(out(pair.model, data(step, accel.rank()))).backward()
+        mean_loss(pair.plain, out, step).backward()
+        pair.optimizer.step()
+        pair.plain_optimizer.step()
+    pair.check()
+
+
 LOOPS = [
     *(
         several_backwards,
@@ -195,6 +219,7 @@ LOOPS = [
         no_sync,
     ),
     assigned_between,
+    hooks_of_the_program,
 ]
 
 

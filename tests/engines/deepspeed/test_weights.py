@@ -113,6 +113,7 @@ EDITS: list[Use] = [
     lambda m, w: w.data.clamp_(-0.1, 0.1),
     lambda m, w: setattr(w, "data", torch.zeros(5, 7)),
     lambda m, w: m.double(),
+    lambda m, w: w.to(memory_format=torch.channels_last),
     lambda m, w: dist.all_reduce(w),
     lambda m, w: torch.nn.utils.vector_to_parameters(torch.zeros(200), m.parameters()),
 ]

@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 import accel
 from accel.registry import registry
 from tests.device_reads import DeviceReads
 from tests.distributed import refusals, run
 from tests.engines.fsdp.training import build, distance, local_loss, mean_loss, start, train
-from tests.models import FailingBackward
+from tests.models import FailingBackward, rows
 
 # -- gradients --------------------------------------------------------------------------------------------------------
 
@@ -258,3 +259,89 @@ def plain_backward(unsynchronised: bool) -> None:
 def test_an_unscaled_loss_is_refused(unsynchronised: bool) -> None:
     for message in refusals(2, plain_backward, unsynchronised, error="PrecisionError"):
         assert "accel.backward(loss)" in message
+
+
+# -- what a forward returns --------------------------------------------------------------------------------------------
+
+
+class Held:
+    """No container that torch looks into."""
+
+    def __init__(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        self.x, self.weight = x, weight
+
+
+class Returning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Held]:
+        left, right = self.up(x).chunk(2, dim=1)
+        return self.down(left).view(-1, 6), Held(right.tanh(), self.up.weight)
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Returning() for _ in range(3))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[Held, torch.Tensor]:
+        penalty = torch.zeros(())
+        for block in self.blocks:
+            y, held = block(x)
+            y += x  # in place, on a view that the block returned
+            x = held.x * y
+            penalty = penalty + held.weight.square().sum()
+        return Held(self.head(x)[:, :2], self.head.weight.t()[:2]), penalty
+
+    def heads(self) -> torch.Tensor:
+        return self.head.weight
+
+
+def returned(reshard: bool) -> float:
+    raw, reference = Whole(), Whole()
+    backend = accel.FSDP(reshard_after_forward=reshard)
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=backend)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+
+    def loss(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        held, penalty = module(x)
+        held.x *= 2
+        own: torch.Tensor = held.weight.abs().sum() + module.heads().square().sum()  # type: ignore[operator]
+        return held.x.square().mean() + 0.01 * (penalty + own)
+
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=step == 1)
+        plain.zero_grad()
+        for number in range(2):
+            x = rows(step * 2 + number, 4, 6)
+            loss(model, x.chunk(2)[accel.rank()]).backward()
+            loss(reference, x).backward()
+        optimizer.step()
+        plain.step()
+    with torch.no_grad():
+        assert torch.allclose(model(x)[0].weight, reference.head.weight.t()[:2])
+        assert torch.allclose(model.heads(), reference.head.weight)
+    return distance(accel.full_state_dict(model), reference.state_dict())
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_what_a_forward_returns_may_be_objects_weights_and_views_that_are_written_to(reshard: bool) -> None:
+    assert max(run(2, returned, reshard)) < 1e-5
+
+
+def converted() -> None:
+    model, optimizer, _, _ = start(optimizer="sgd")
+    model.double()
+    with pytest.raises(accel.BackendError, match="is torch.float64 and was torch.float32 in accel.setup"):
+        local_loss(model, 1)
+    model.float()
+    local_loss(model, 1).backward()
+    optimizer.step()
+
+
+def test_a_dtype_that_changed_since_setup_is_refused() -> None:
+    run(2, converted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import namedtuple
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -68,6 +69,25 @@ def test_what_cannot_be_a_pipeline_is_refused_before_anything_changes() -> None:
 class Total(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.sum(0)
+
+
+class Pairs(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return namedtuple("Here", "x")(x)  # of a class that no other process finds
+
+
+def unsendable() -> None:
+    for layers in ([nn.Linear(6, 6), Pairs(), nn.Linear(6, 6)], [nn.Linear(6, 6), nn.Linear(6, 6), Pairs()]):
+        model = accel.setup(nn.Sequential(*layers), backend=accel.Pipeline(balance=[2, 1])).model
+        with pytest.raises(
+            accel.AccelError, match="output of . goes to other processes, and cannot be sent.*Here|output goes to"
+        ):
+            model(batch(0)[0])
+        accel.teardown(model)
+
+
+def test_a_class_that_another_process_does_not_find_is_named_on_every_rank() -> None:
+    run(2, unsendable)
 
 
 def refused_forwards() -> None:
