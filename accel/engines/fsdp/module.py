@@ -22,14 +22,21 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ...errors import BackendError
 from ...gradients.log import remove_hooks
-from ...gradients.patches import around, divided_patches
+from ...gradients.patches import around, divided_patches, ignored
 from ...process import Process
 from ...process.control import Waiting, announce
 from ...shard import Box
+from ...trees import map_tensors
 from ..base.absent import refuse_other_tensor
 from ..base.raw_objects import Snapshot
 from .plan import Mesh, cut
 
+#: What of FSDP2's states is ours meanwhile.
+_REPLACED: Final = (
+    "_register_pre_backward_hook",
+    "_register_root_post_backward_final_callback",
+    "_root_post_backward_final_callback",
+)
 _GRAD: Final = operator.attrgetter("grad")
 _VERSION: Final = operator.attrgetter("_version")
 
@@ -62,7 +69,13 @@ _overflows: Final = around(
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default,
     _overflow,
 )
-_patches: Final = (*divided_patches(lambda tensor: "fsdp" if _owner(tensor) else ""), _overflows)
+
+
+_patches: Final = (
+    *divided_patches(lambda tensor: "fsdp" if _owner(tensor) else ""),
+    _overflows,
+    ignored("FSDP2-wrapped module .* returned a view tensor"),  # which _reach_views sees to
+)
 
 # -- What FSDP2 gathers and reduces, announced before it does so -------------------------------------------------------
 
@@ -225,6 +238,7 @@ class ShardedModule:
             refuse_writes(group, label)
         for state in self.context.all_states:
             _tell(state, self.context, before, after)
+            _reach_views(state)
         for child in self.module.modules():
             own = id(child) not in self._inside and child is not self.module
             if own and any(True for _ in child.parameters(recurse=False)):
@@ -309,7 +323,7 @@ class ShardedModule:
             patch.drop(self)
         remove_hooks(self._hooks)
         for state in [] if self.context is None else self.context.all_states:
-            for name in ("_register_root_post_backward_final_callback", "_root_post_backward_final_callback"):
+            for name in _REPLACED:
                 vars(state).pop(name, None)
         self.snapshot.restore()
         for child in self.module.modules():
@@ -399,6 +413,25 @@ def _tell(state: Any, context: Any, before: Callable[[], None], after: Callable[
 
     state._register_root_post_backward_final_callback = begin
     state._root_post_backward_final_callback = end
+
+
+def _reach_views(state: Any) -> None:
+    """Gather for the backward of a view that the loop writes to in place, too: autograd drops FSDP2's hook on it then."""
+    register = state._register_pre_backward_hook
+
+    def hook(view: torch.Tensor) -> torch.Tensor:
+        if view._base is not None and (made := view._base.grad_fn) is not None:
+            reached: list[bool] = []
+            view.register_hook(lambda gradient: reached.append(True))
+            made.register_prehook(lambda gradients: None if reached else state._pre_backward(None))
+        return view
+
+    def register_all(output: Any) -> Any:
+        if torch.is_grad_enabled():
+            map_tensors(hook, output, others=True)
+        return register(output)
+
+    state._register_pre_backward_hook = register_all
 
 
 def _enter_by(child: nn.Module, root: Any) -> list[Any]:
