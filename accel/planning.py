@@ -268,7 +268,8 @@ def _refuse_max_norm(module: nn.Module) -> None:
     if names:
         raise BackendError(
             f"max_norm of {', '.join(names[:5])} changes weights in forward, on each rank those of its own batch: set it to "
-            "None, and shrink the rows after each step on every rank (with torch.no_grad(): weight.renorm_(2, 0, max_norm))"
+            "None, and shrink the rows after each step on every rank (with torch.no_grad(): "
+            "weight.mul_((max_norm / weight.norm(dim=1, keepdim=True)).clamp(max=1)))"
         )
 
 

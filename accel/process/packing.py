@@ -297,6 +297,15 @@ def broadcast_from_owners(
             _put_back(tensors, used[owner])
 
 
+def writable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Their memory; one that has an element in several places, as ``expand()`` makes it, gets memory of its own first."""
+    held = list(tensors)
+    for tensor in held:
+        if tensor.layout is torch.strided and 0 in tensor.stride() and not tensor.is_contiguous():
+            tensor.data = tensor.contiguous()
+    return [tensor.data for tensor in held]
+
+
 def broadcast_(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None, src: int = 0) -> None:
     """Give every rank rank ``src``'s values, in place. Collective."""
     owned = list(tensors)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import accel
-from tests.distributed import run
+from tests.distributed import refusals, run
 from tests.models import FailingBackward, equal_on_all_ranks, rows
 
 
@@ -204,6 +204,7 @@ class Averages(nn.Module):
         self.inner, self.norm = net(), nn.BatchNorm1d(2)
         self.register_buffer("mean", torch.zeros(4))
         self.register_buffer("count", torch.zeros(2, dtype=torch.int16))
+        self.register_buffer("wide", torch.full((1,), accel.rank()).expand(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
@@ -227,6 +228,18 @@ def replaced_buffers() -> None:
 
 def test_replaced_buffers_and_methods_keep_the_ranks_equal() -> None:
     run(2, replaced_buffers)
+
+
+def sparse_buffer() -> None:
+    raw = net()
+    raw.register_buffer("graph", torch.eye(3).to_sparse())
+    raw.register_buffer("codes", torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8))
+    accel.setup(raw)
+
+
+def test_buffers_that_cannot_be_sent_are_refused_on_every_rank() -> None:
+    for message in refusals(2, sparse_buffer, error="BackendError"):
+        assert "cannot send each other: graph, codes" in message
 
 
 class Moody(nn.Module):

@@ -140,7 +140,7 @@ LEAVES = {*STEPS, "backward"}
         ("ddp", 2, STEPS),
         ("ddp2", 2, STEPS),
         ("sharded", 2, {*STEPS, "data"}),
-        ("fsdp", 2, {*LEAVES, "data", "handlers", "orthogonalise"}),
+        ("fsdp", 2, {*LEAVES, "data", "filters", "handlers", "orthogonalise"}),
         ("pipeline", 2, STEPS),
         (accel.DeepSpeed(stage=1), 2, {*STEPS, "data", "filters"}),
         (accel.DeepSpeed(stage=3), 2, {*STEPS, "data", "filters"}),

@@ -16,7 +16,7 @@ from ...gradients.patches import BackwardListener
 from ...precision import Accumulator, all_finite, here
 from ...process import Process
 from ...process.control import agree, announce
-from ...process.packing import broadcast_
+from ...process.packing import broadcast_, writable
 from ...shard import parameters_of
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ class Buffers:
     def synchronize(self) -> None:
         """Give every rank rank 0's, where there are any. Collective."""
         if self.wanted:
-            broadcast_([b.data for b in self._module.buffers()], self._process.group)
+            broadcast_(writable(self._module.buffers()), self._process.group)
         self.stale = False
 
 

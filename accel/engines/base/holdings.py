@@ -18,7 +18,7 @@ from ...errors import BackendError, OptimizerError
 from ...gradients.log import remove_hooks
 from ...gradients.totals import average_ranks_
 from ...process.control import Waiting, agree
-from ...process.packing import broadcast_
+from ...process.packing import broadcast_, writable
 from ...shard import Raw, Shard, StateEntry, fill_module_values, named_tensors, parameters_of, state_device
 from ...trees import map_tensors
 from .absent import about
@@ -437,8 +437,14 @@ class Holdings(Raw):
         """Give every rank rank ``source``'s weights and buffers, while all are whole; what all have is not sent. Collective."""
         engine = self.engine
         if engine.distributed:
+            named = engine.module.named_buffers()
+            if odd := [n for n, b in named if b.layout is not torch.strided or b.is_quantized]:
+                raise BackendError(
+                    f"buffers of {engine.label} are sparse, nested or quantized, which the ranks cannot send each other: "
+                    f"{', '.join(odd[:5])}; make them dense, or plain attributes of the module, which each rank has for itself"
+                )
             values = [] if engine.reads else [p.data for p in engine.parameters if not p.is_meta]
-            values += [b.data for b in engine.module.buffers()]
+            values += writable(engine.module.buffers())
             told = agree(f"the weights of {engine.label}", _digest(values))
             if told[0] is None or len(set(told)) > 1:
                 broadcast_(values, engine.process.group, source)

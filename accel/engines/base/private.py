@@ -66,6 +66,7 @@ _FSDP2: Final[Names] = (
     (_STATE, "_lazy_init _fsdp_param_groups", "its groups before the first forward"),
     (_STATE, "_training_state _pre_forward _post_forward", "methods of the model, computed as a forward"),
     (_STATE, "_register_root_post_backward_final_callback", "the begin of a backward"),
+    (_STATE, "_register_pre_backward_hook", "the backward of what a forward returns"),
     (_STATE, "_state_ctx _root_post_backward_final_callback", "the end of a backward, and reductions after one"),
     (_CONTEXT, "all_states is_last_backward post_backward_final_callback_queued", "reductions after a backward"),
     (_GROUP, "fsdp_params modules", "its parameters and modules"),

@@ -371,7 +371,9 @@ class Stage3(Partitions):
         small = self.zero.persistent_parameters
         ends = itertools.accumulate(weight.ds_numel for weight in small)
         size = self.zero.reduce_bucket_size
-        for _, bucket in itertools.groupby(zip(small, ends, strict=True), lambda w: w[1] // size):
+        for _, bucket in itertools.groupby(
+            zip(small, ends, strict=True), lambda w: (w[1] // size, w[0].ds_tensor.dtype)
+        ):
             self._refill([weight for weight, _ in bucket])
         self._order_gathers()
 

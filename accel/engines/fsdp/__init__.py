@@ -477,8 +477,15 @@ class FSDPEngine(Engine):
             sharded.reset()
             if not forward and "mixed torch.Tensor and DTensor" in str(error):
                 raise BackendError(
-                    f"the method {name} uses weights of {self.label} that are not gathered any more: a backward inside of a "
-                    "method ends that; call loss.backward() and optimizer.step() in the loop, outside of it, or use backend='ddp'"
+                    f"the method {name} uses weights of {self.label}, whole inside of it, beside parts: of another model, whose "
+                    "raw module's method takes parts of both; or its own after a backward inside of it, which frees them: call "
+                    "loss.backward() and optimizer.step() in the loop, outside of it, or use backend='ddp'"
+                ) from error
+            if "RegisterPostBackwardFunction" in str(error):
+                raise BackendError(
+                    f"a block of {self.label}, or the model itself, writes in place to its own input (nn.ReLU(inplace=True) as "
+                    "its first layer, x += ...), or to an output that is its input: FSDP2 has made a view of it, to which torch "
+                    "lets nobody write; leave inplace out, or begin with x = x.clone()"
                 ) from error
             raise
         # Whoever asks for parameters must find shards: they have the gradients, and an edit of a gathered one is lost.

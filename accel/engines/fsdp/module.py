@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ...errors import BackendError
 from ...gradients.log import remove_hooks
-from ...gradients.patches import around, divided_patches
+from ...gradients.patches import around, divided_patches, ignored
 from ...process import Process
 from ...process.control import Waiting, announce
 from ...shard import Box
@@ -63,7 +63,13 @@ _overflows: Final = around(
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default,
     _overflow,
 )
-_patches: Final = (*divided_patches(lambda tensor: "fsdp" if _owner(tensor) else ""), _overflows)
+
+
+_patches: Final = (
+    *divided_patches(lambda tensor: "fsdp" if _owner(tensor) else ""),
+    _overflows,
+    ignored("FSDP2-wrapped module .* returned a view tensor"),  # which `watch_forward` sees to
+)
 
 # -- What FSDP2 gathers and reduces, announced before it does so -------------------------------------------------------
 

@@ -361,6 +361,32 @@ def test_weights_whose_memory_is_in_another_order_are_divided() -> None:
     run(2, strided)
 
 
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+        self.code = nn.Parameter(torch.tensor([2**31 + 3, 2**40 + 5]), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x) * self.code.remainder(7)
+        return out
+
+
+def packed() -> None:
+    net = Packed()
+    plain = copy.deepcopy(net)
+    model, optimizer, _ = accel.setup(net, sgd(net.inner), backend=accel.DeepSpeed(stage=3))
+    for one, its in ((plain, sgd(plain.inner)), (model, optimizer)):
+        one(torch.ones(2, 4)).square().mean().backward()
+        its.step()
+    assert net.code.dtype is torch.int64
+    assert distance(accel.full_state_dict(model), plain.state_dict()) < 1e-6
+
+
+def test_small_weights_of_integers_stay_what_they_are() -> None:
+    run(2, packed)
+
+
 def inferred() -> None:
     net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
     plain = copy.deepcopy(net)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -345,3 +346,58 @@ def converted() -> None:
 
 def test_a_dtype_that_changed_since_setup_is_refused() -> None:
     run(2, converted)
+
+
+# -- writes in place --------------------------------------------------------------------------------------------------
+
+
+class Column(nn.Module):
+    """Returns a view; may write to its own input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.writes = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x.tanh_() if self.writes else x.tanh()).unsqueeze(1)
+        return out
+
+
+class Columns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Column() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            y = block(x).squeeze(1)
+            y += x
+            x = y
+        return x[:, :2]
+
+
+def written_views() -> None:
+    plain = Columns()
+    net = copy.deepcopy(plain)
+    optimizer, its = (torch.optim.SGD(n.parameters(), lr=0.1) for n in (net, plain))
+    model, optimizer, _ = accel.setup(net, optimizer, backend="fsdp")
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    for one, steps in ((model, optimizer), (plain, its)):
+        for _ in range(2):
+            steps.zero_grad()
+            out = one(x)
+            out *= 2
+            (out.square().mean() + one(x + 1).sum()).backward()
+            steps.step()
+    assert distance(accel.full_state_dict(model), plain.state_dict()) < 1e-6
+    net.blocks[1].writes = True
+    with pytest.raises(accel.BackendError, match="a block of Columns.*writes in place to its own input"):
+        model(x)
+    net.blocks[1].writes = False
+    model(x).sum().backward()
+    optimizer.step()
+
+
+def test_views_that_blocks_return_are_written_to_and_their_inputs_are_not() -> None:
+    run(2, written_views)
