@@ -275,7 +275,7 @@ class DriftGuard:
         if name not in self._uses:
             self.due = self.steps + 1
             # A part may stay as it is where others change.
-            self._uses[name] = _Use(None if tensor is None or self._versions else _digest_now(tensor))
+            self._uses[name] = _Use(None if tensor is None or self._versions else digest_now(tensor))
         return self._uses[name]
 
     def _wrote(self, name: str, step: int) -> None:
@@ -339,7 +339,7 @@ class _Use:
         self._fold()
         if not self._written or self._before is None:
             return self._written
-        return _digest_now(parameter) != self._before
+        return digest_now(parameter) != self._before
 
     def _fold(self) -> None:
         # An alias has a version counter of its own, which a write through it, or through a view of it, moves.
@@ -469,7 +469,8 @@ def digest(tensor: torch.Tensor) -> int | torch.Tensor:
     return digest_bytes((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr())) if dense.nbytes else 0
 
 
-def _digest_now(tensor: torch.Tensor) -> int:
+def digest_now(tensor: torch.Tensor) -> int:
+    """``digest`` as a number, for which a device is waited for."""
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         return int(digest(tensor))
 
