@@ -139,7 +139,7 @@ class DriftGuard:
         facts, parts = self._facts(engine), engine.holdings.replicated_parts()
         tensors = {"": [*engine.holdings.replicas(), *_tensors_of_groups(engine.optimizers)], **parts}
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            digests = {place: {name: digest(tensor) for name, tensor in some} for place, some in tensors.items()}
+            digests = {place: {name: _digest_of(name, t) for name, t in some} for place, some in tensors.items()}
         order = None if latest.kept is None or latest.thread != get_ident() else latest.kept.order
         if order is not None:
             loader, first = order
@@ -171,13 +171,17 @@ class DriftGuard:
         inputs = digest_bytes(repr(given).encode()) if (given := digests.pop(_INPUTS, None)) else 0
         compared = {place: list(some.values()) for place, some in digests.items()} | {"facts": sorted(facts.items())}
         summary = tuple((place, digest_bytes(repr(values).encode())) for place, values in compared.items())
-        answers = agree_later(f"the drift guard of {self._kind}", (summary, inputs, *costs))
+        zeros = any(
+            name.startswith(GRADIENT) and not value for some in digests.values() for name, value in some.items()
+        )
+        answers = agree_later(f"the drift guard of {self._kind}", (summary, inputs, zeros, *costs))
         self._todo = functools.partial(self._judge, snapshot, answers)
 
     def _judge(self, snapshot: _Snapshot, answers: Callable[[], list[Any]]) -> None:
         (step, *mine), told = snapshot, answers()
-        self.interval = self._every or _interval([costs for _, _, *costs in told])
-        self._next = step + self.interval
+        self.interval = self._every or _interval([costs for _, _, _, *costs in told])
+        # A gradient of zeros tells nothing: that of an adapter's first matrix, where the second one begins with zeros.
+        self._next = step + min(self.interval, step if any(zeros for _, _, zeros, *_ in told) else self.interval)
         self._judge_inputs([inputs for _, inputs, *_ in told])
         found = {pair for summary, *_ in told for pair in summary}  # one of each place where the ranks are equal
         if len(dict(found)) == len(found):
@@ -467,6 +471,11 @@ def digest(tensor: torch.Tensor) -> int | torch.Tensor:
     if dense.device.type != "cpu":
         return sums(dense)
     return digest_bytes((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr())) if dense.nbytes else 0
+
+
+def _digest_of(name: str, tensor: torch.Tensor) -> int | torch.Tensor:
+    """``digest``; of a gradient of zeros it is 0 wherever that lies."""
+    return digest(tensor) if not name.startswith(GRADIENT) or tensor.device.type != "cpu" or tensor.any() else 0
 
 
 def digest_now(tensor: torch.Tensor) -> int:
