@@ -152,6 +152,40 @@ def test_a_llama_of_transformers(tmp_path: Path) -> None:
     run(4, refuse, 2, {"num_key_value_heads=1, which do not": (functools.partial(llama, num_key_value_heads=1), None)})
 
 
+def adapted(targets: list[str], **settings: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    raw = llama()
+    torch.manual_seed(1)
+    made = peft.get_peft_model(raw, peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", **settings))
+    return made, torch.optim.AdamW([p for p in made.parameters() if p.requires_grad], lr=0.01)
+
+
+def adapters() -> None:
+    """Layers of peft in the places that the model's own plan names."""
+    targets = ["q_proj", "v_proj", "down_proj", "lm_head"]
+    plain, reference = adapted(targets, layers_to_transform=[0])
+    losses, _ = train_llama(plain, reference, 0, 1)
+    raw, optimizer = adapted(targets, layers_to_transform=[0])
+    model, optimizer, _ = accel.setup(raw, optimizer, backend=accel.TensorParallel(size=2))
+    layer = raw.base_model.model.model.layers[0]
+    assert layer.self_attn.q_proj.base_layer.weight.to_local().shape == (16, 32)
+    assert layer.self_attn.q_proj.lora_B.default.weight.to_local().shape == (16, 4)
+    assert layer.mlp.down_proj.lora_A.default.weight.to_local().shape == (4, 24)
+    mine, _ = train_llama(model, optimizer, 0, 1)
+    assert torch.allclose(torch.tensor(mine), torch.tensor(losses), atol=1e-5)
+    full = accel.full_state_dict(model)
+    for name, value in plain.state_dict().items():
+        assert torch.allclose(full[name], value, atol=1e-4), name
+    for more, name in (({"use_dora": True}, "lora_magnitude_vector"), ({}, "lora_embedding_A")):
+        raw, optimizer = adapted(["q_proj"] if more else ["embed_tokens"], **more)
+        with pytest.raises(accel.BackendError, match=f"the plan cuts this layer, and not its {name}"):
+            accel.setup(raw, optimizer, backend=accel.TensorParallel(size=2))
+
+
+def test_adapters_of_peft_on_a_llama_with_its_own_plan() -> None:
+    run(2, adapters, timeout=240)
+
+
 # -- what differs between ranks that compute together ------------------------------------------------------------------
 
 MLP = {"0": ColwiseParallel(output_layouts=Replicate()), "2": RowwiseParallel(input_layouts=Replicate())}
