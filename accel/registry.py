@@ -59,7 +59,7 @@ class Registry:
         self._owners: Any = WeakIdKeyDictionary()
         #: Optimizers that setup never saw, and that have stepped beside an engine.
         self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        #: What was said of these, since a loop may make one for each sample.
+        #: What was said, since a loop may make an optimizer for each sample, or a loader for each rollout.
         self._warnings: set[tuple[object, ...]] = set()
         #: What hears of backwards, in the engines' order.
         self._listeners: list[weakref.ref[BackwardListener]] = []
@@ -263,14 +263,19 @@ class Registry:
         given = [p for group in optimizer.param_groups for p in group["params"]]
         if given and not any(type(p) is not nn.Parameter or id(p) in e.known for p in given for e in self.engines):
             found = (type(optimizer).__name__, len(given), tuple(given[0].shape))
-            if found in self._warnings:
+            if not self.first(*found):
                 return
-            self._warnings.add(found)
             logger.warning(
                 "%s steps %d parameters that are in no model of accel.setup, the first of shape %s: each rank trains its own. "
                 "Give their module and this optimizer to accel.setup, unless the ranks are meant to differ",
                 *found,
             )
+
+    def first(self, *said: object) -> bool:
+        """Whether this is about to be said for the first time. Local."""
+        known = said in self._warnings
+        self._warnings.add(said)
+        return not known
 
     def before_clipping(self, gradients: Sequence[torch.Tensor]) -> None:
         """Make final the gradients that one of torch's clipping functions was given."""
