@@ -376,6 +376,11 @@ class Registry:
         found = [own[id(g)] for g in gradients if id(g) in own]
         return found if len(found) == len(gradients) else []
 
+    def owned(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Whether all of these are final, and lie on this rank alone: what multiplies them needs no other rank. Local."""
+        engines = [e.gradients for e in self.engines if e.gradients.partial]
+        return bool(gradients and engines) and all(any(e.owns(g) for e in engines) for g in gradients)
+
     def before_local_norm(self, gradients: Sequence[torch.Tensor]) -> None:
         """Refuse to measure gradients of which other ranks have more."""
         own = {id(p.grad) for e in self._spread() for p in e.parameters if p.grad is not None}

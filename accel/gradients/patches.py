@@ -269,6 +269,7 @@ class ClipListener(Protocol):
     def behind(self, parameters: Sequence[torch.Tensor]) -> Sequence[Accumulator]: ...
     def before_local_norm(self, gradients: Sequence[torch.Tensor]) -> None: ...
     def having(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]: ...
+    def owned(self, gradients: Sequence[torch.Tensor]) -> bool: ...
     def total_norm(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], norm_type: float
     ) -> torch.Tensor | None: ...
@@ -363,7 +364,7 @@ class _Clip:
         holders = self._holders(parameters)
         gradients = [p.grad for p in holders if p.grad is not None]
         norm, self._norm = self._norm, None
-        whole = total_norm is norm
+        whole = total_norm is norm or self._listener.owned(gradients)
         if not whole and type(total_norm) is torch.Tensor and self._listener.having(gradients):
             self._listener.before_clipping(gradients)
             whole = True
