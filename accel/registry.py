@@ -60,7 +60,7 @@ class Registry:
         self._owners: Any = WeakIdKeyDictionary()
         #: Optimizers that setup never saw, and that have stepped beside an engine.
         self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        #: What was said of these, since a loop may make one for each sample.
+        #: What was said, since a loop may make an optimizer for each sample, or a loader for each rollout.
         self._warnings: set[tuple[object, ...]] = set()
         #: What hears of backwards, in the engines' order.
         self._listeners: list[weakref.ref[BackwardListener]] = []
@@ -267,14 +267,19 @@ class Registry:
         given = parameters_of(optimizer)
         if given and not any(type(p) is not nn.Parameter or id(p) in e.known for p in given for e in self.engines):
             found = (type(optimizer).__name__, len(given), tuple(given[0].shape))
-            if found in self._warnings:
+            if not self.first(*found):
                 return
-            self._warnings.add(found)
             logger.warning(
                 "%s steps %d parameters that are in no model of accel.setup, the first of shape %s: each rank trains its own. "
                 "Give their module and this optimizer to accel.setup, unless the ranks are meant to differ",
                 *found,
             )
+
+    def first(self, *said: object) -> bool:
+        """Whether this is about to be said for the first time. Local."""
+        known = said in self._warnings
+        self._warnings.add(said)
+        return not known
 
     def before_clipping(self, gradients: Sequence[torch.Tensor]) -> None:
         """Make final the gradients that one of torch's clipping functions was given."""
@@ -374,6 +379,11 @@ class Registry:
         own = {id(p.grad): p for e in engines for p in e.parameters if p.grad is not None}
         found = [own[id(g)] for g in gradients if id(g) in own]
         return found if len(found) == len(gradients) else []
+
+    def owned(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Whether all of these are final, and lie on this rank alone: what multiplies them needs no other rank. Local."""
+        engines = [e.gradients for e in self.engines if e.gradients.partial]
+        return bool(gradients and engines) and all(any(e.owns(g) for e in engines) for g in gradients)
 
     def before_local_norm(self, gradients: Sequence[torch.Tensor]) -> None:
         """Refuse to measure gradients of which other ranks have more."""

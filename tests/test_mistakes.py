@@ -538,6 +538,25 @@ def test_a_loader_that_was_never_set_up_is_told_once(backend: Any) -> None:
         ] * (rank == 0)
 
 
+def rollouts() -> list[str]:
+    """Each with a loader of its own samples, as in reinforcement learning."""
+    raw, logger, records = net(), logging.getLogger("accel"), Records()
+    optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
+    logger.addHandler(records)
+    for number in range(3):
+        samples = torch.full((8, 2), float(10 * number + accel.rank()))
+        accel.setup(raw, optimizer, DataLoader(TensorDataset(samples), 2), backend="ddp")
+    logger.removeHandler(records)
+    return records.texts
+
+
+def test_other_data_on_other_ranks_is_told_once_for_a_model() -> None:
+    first, second = run(2, rollouts)
+    assert len(first) == 1
+    assert "accel.LoaderOptions(shard=False)" in first[0]
+    assert not second
+
+
 def beside(backend: Any) -> list[str]:
     """A criterion with parameters and an optimizer of its own, which were not given to setup; and an image that is trained."""
     torch.manual_seed(0)

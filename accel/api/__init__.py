@@ -391,7 +391,8 @@ def _agree_on(plan: Plan) -> list[int]:
         raise RankMismatchError(f"accel.setup: the ranks differ: {_difference(everyone)}")
     _, _, loaders, _, scale, _ = values[0]
     for number, firsts in enumerate(zip(*([first for _, first in theirs] for _, _, theirs, *_ in values), strict=True)):
-        if len(set(firsts)) > 1 and current().place.rank == 0:
+        whose = None if plan.modelless else plan.serial if plan.engine is None else plan.engine.serial
+        if len(set(firsts)) > 1 and current().place.rank == 0 and registry.first(_OTHER_DATA, number, whose):
             logger.warning(_OTHER_DATA, number)
     if plan.precision is not None and plan.precision.scaled:
         registry.loss_scale.restore(*scale)

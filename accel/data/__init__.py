@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeVar, final
@@ -57,6 +58,8 @@ def distribute(
     check(loader, options, place.world)
     if keeps_alone(loader):
         options = replace(options, shard=False)
+    if loader.persistent_workers and any(state.persistent for state in states):
+        gc.collect()  # a dropped loader and its handle are a cycle, and its workers live on with it
     comparisons = None
     compared = options.shard and not options.dispatch and isinstance(loader.dataset, IterableDataset)
     if place.process is not None and place.world > 1 and compared:

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, final
 
 import torch
-from torch.nn.utils import clip_grad
+from torch.nn.utils import clip_grad, convert_parameters
 from torch.utils import checkpoint
 
 from ..errors import BackendError
@@ -279,6 +279,7 @@ class ClipListener(Protocol):
     def behind(self, parameters: Sequence[torch.Tensor]) -> Sequence[Accumulator]: ...
     def before_local_norm(self, gradients: Sequence[torch.Tensor]) -> None: ...
     def having(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]: ...
+    def owned(self, gradients: Sequence[torch.Tensor]) -> bool: ...
     def total_norm(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], norm_type: float
     ) -> torch.Tensor | None: ...
@@ -376,7 +377,7 @@ class _Clip:
         holders = self._holders(parameters)
         gradients = [p.grad for p in holders if p.grad is not None]
         norm, self._norm = self._norm, None
-        whole = total_norm is norm
+        whole = total_norm is norm or self._listener.owned(gradients)
         if not whole and type(total_norm) is torch.Tensor and self._listener.having(gradients):
             self._listener.before_clipping(gradients)
             whole = True
@@ -472,8 +473,8 @@ def _plain(tensor: object) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
-# -- One number read, a row cut from, or random numbers drawn for, a divided tensor ------------------------------------
-# DTensor would give this rank's part, or a copy, and say nothing. It asks a table by operator before it does its own.
+# -- One number read, a row cut from, or random numbers drawn for, a divided tensor; and one that meets a plain one -----
+# DTensor would give this rank's part, or a copy, and say nothing, or raise. It asks a table by operator before it does its own.
 
 _NUMBER: Final = torch.ops.aten._local_scalar_dense.default
 #: Views that cut, and where their arguments say along which dimensions, with the defaults.
@@ -485,6 +486,8 @@ _CUTS: Final[Mapping[Any, Mapping[int, int]]] = {
     torch.ops.aten.diagonal.default: {2: 0, 3: 1},
 }
 _OF_CHANCES: Final = torch.ops.aten.bernoulli.default
+#: The first values of torch's own, which every rank makes.
+_INIT: Final = torch.nn.init.__name__
 #: What fills a tensor, or makes one like it, with random numbers.
 _RANDOM: Final = (
     torch.ops.aten.normal_.default,
@@ -493,28 +496,65 @@ _RANDOM: Final = (
     torch.ops.aten.exponential_.default,
     torch.ops.aten.geometric_.default,
     torch.ops.aten.log_normal_.default,
+    torch.ops.aten.cauchy_.default,
+    torch.ops.aten.random_.default,
+    torch.ops.aten.random_.to,
+    getattr(torch.ops.aten.random_, "from"),
     torch.ops.aten.rand_like.default,
     torch.ops.aten.randn_like.default,
     torch.ops.aten.randint_like.default,
     torch.ops.aten.randint_like.low_dtype,
     _OF_CHANCES,
 )
+#: What DTensor cannot do, or (``eye``) does wrong, with a part.
+_BY_WHOLE: Final = (
+    torch.ops.aten.eye.m_out,
+    torch.ops.aten.index_put_.default,
+    torch.ops.aten.index_fill_.int_Scalar,
+    torch.ops.aten.index_add_.default,
+    torch.ops.aten.renorm_.default,
+    torch.ops.aten.tril_.default,
+    torch.ops.aten.triu_.default,
+)
+#: What a plain tensor among the arguments of an operation is, or is in.
+_WHOLES: Final = {torch.Tensor, torch.nn.Parameter, list, tuple}
+#: By which averages of weights are made, and whole values are compared and written.
+_MEETINGS: Final = (
+    *_BY_WHOLE,
+    *(
+        getattr(getattr(torch.ops.aten, name), overload)
+        for overload, names in {
+            "default": "copy_ _foreach_copy_ equal allclose",
+            "Tensor": "add add_ sub sub_ mul mul_ div div_ lerp_",
+            "List": "_foreach_add _foreach_add_ _foreach_sub _foreach_sub_",
+            "Scalar": "lerp lerp_ _foreach_lerp_ masked_fill_",
+        }.items()
+        for name in names.split()
+    ),
+)
 
 
-def divided_patches(backend: Callable[[DTensor], str]) -> tuple[Patch, ...]:
+def divided_patches(
+    backend: Callable[[DTensor], str],
+    whole: Callable[[str, Sequence[DTensor], Sequence[torch.Tensor]], list[torch.Tensor]],
+) -> tuple[Patch, ...]:
     """``item()``, ``float()`` and the like, and cuts that could be written to, raise for a tensor that ``backend`` divides.
 
-    Random numbers for it are drawn as in one process: by itself each rank of a CPU would draw the same for its part.
-    ``backend`` gives the name of the one that divides a tensor, or "".
-    """
-    from torch.distributed.tensor import DTensor, distribute_tensor  # takes its time
+    Random numbers for it are drawn as in one process: by itself each rank of a CPU would draw the same for its part. Where it
+    meets a plain tensor without a graph, every rank computes with all of it.
 
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    Args:
+        backend: gives the name of the one that divides a tensor, or "".
+        whole: gathers divided tensors for what is named, and compares plain ones whose values are written to one. Collective.
+    """
+    from torch.distributed.tensor import distribute_tensor  # takes its time
 
     def number(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         tensor = args[0]
         if all(placement.is_replicate() for placement in tensor.placements) or not (name := backend(tensor)):
             return original(op, args, kwargs)
+        if _calls(_INIT):
+            return whole(_INIT, [tensor], ())[0].item()
         raise BackendError(
             f"one number (item(), float(), bool(), ...) of a tensor that backend {name!r} divides over the ranks "
             f"({', '.join(map(str, tensor.placements))}): on this rank it would be that of a part. Call tensor.full_tensor() on "
@@ -535,13 +575,6 @@ def divided_patches(backend: Callable[[DTensor], str]) -> tuple[Patch, ...]:
             "full = accel.full_state_dict(model), then model.load_state_dict(full), on every rank"
         )
 
-    def by_dtensor(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        own = handlers.pop(op)  # where no function is registered, it goes on by itself
-        try:
-            return op(*args, **kwargs)
-        finally:
-            handlers[op] = own
-
     def draw(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         tensor = args[0]
         if not backend(tensor):
@@ -556,7 +589,101 @@ def divided_patches(backend: Callable[[DTensor], str]) -> tuple[Patch, ...]:
         return tensor
 
     acts = {_NUMBER: number, **dict.fromkeys(_CUTS, cut), **dict.fromkeys(_RANDOM, draw)}
+    return (*_by_operator(acts), *meeting_patches(backend, whole))
+
+
+def _by_operator(acts: Mapping[Any, Callable[..., Any]]) -> tuple[Patch, ...]:
+    """``acts`` in the table that DTensor asks; by themselves they are given the way that it goes without them."""
+    from torch.distributed.tensor import DTensor
+
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+
+    def by_dtensor(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        own = handlers.pop(op)  # where no function is registered, it goes on by itself
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[op] = own
+
     return tuple(around(handlers, op, act, by_dtensor) for op, act in acts.items())
+
+
+def meeting_patches(backend: Callable[[DTensor], str], whole: Callable[..., list[torch.Tensor]]) -> tuple[Patch, ...]:
+    """Divided tensors are whole where they meet plain ones, without a graph. As in ``divided_patches``."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    def meet(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        always = op in _BY_WHOLE
+        if not always and _WHOLES.isdisjoint(map(type, args)):  # the usual case
+            return original(op, args, kwargs)
+        tensors = [*_tensors((args, kwargs))]
+        divided = {id(t): t for t in tensors if isinstance(t, DTensor)}
+        shapes = {tuple(t.shape) for t in divided.values()}
+        others = [t for t in tensors if id(t) not in divided]
+        plain = [t for t in others if always or t.numel() > 1 or (t.dim() and tuple(t.shape) in shapes)]
+        name = next(filter(None, map(backend, divided.values())), "") if plain or always else ""
+        if not name:
+            return original(op, args, kwargs)
+        if isinstance(args[0], list | tuple) and len(args[0]) > 1:
+            return _one_by_one(op, args, kwargs)
+        text = f"{op} of a divided tensor of {', '.join(map(str, shapes))} (backend {name!r})"
+        if (
+            torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        ) or torch._C._current_graph_task_id() != -1:
+            raise BackendError(
+                f"{text} with one that this rank has whole (mixed torch.Tensor and DTensor), where gradients are computed: write "
+                "it into the model's forward or a method of the model, in which weights are whole; without gradients "
+                "(torch.no_grad(), p.detach()) every rank computes with all of it"
+            )
+        written = _written(op, args, kwargs)
+        into = [t for t in written if isinstance(t, DTensor)]
+        wholes = dict(zip(divided, whole(text, [*divided.values()], plain if into else ()), strict=True))
+        result = op(*_replaced(args, wholes), **_replaced(kwargs, wholes))
+        for t in into:
+            part: Any = distribute_tensor(wholes[id(t)], t.device_mesh, t.placements, src_data_rank=None)
+            t._local_tensor.copy_(part._local_tensor)
+        return result if not written or isinstance(args[0], list | tuple) else written[0]
+
+    return _by_operator(dict.fromkeys(_MEETINGS, meet))
+
+
+def _one_by_one(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What takes lists, for one place of them after the other: no more than one tensor is whole at a time."""
+    several = [isinstance(arg, list | tuple) for arg in args]
+    places = range(len(args[0]))
+    found = [op(*(a[i : i + 1] if s else a for a, s in zip(args, several, strict=True)), **kwargs) for i in places]
+    return None if op._schema.is_mutable else [result for (result,) in found]
+
+
+def _calls(module: str) -> bool:
+    """Whether a function of this module is among those that run here."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping | list | tuple):
+        for value in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _tensors(value)
+
+
+def _written(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operation writes to."""
+    writes = [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
+    named = (kwargs.get(a.name) for a, does in zip(op._schema.arguments, writes, strict=True) if does)
+    return [*_tensors([arg for arg, does in zip(args, writes, strict=False) if does]), *_tensors([*named])]
+
+
+def _replaced(tree: Any, others: Mapping[int, torch.Tensor]) -> Any:
+    if isinstance(tree, Mapping):
+        return {key: _replaced(value, others) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_replaced(value, others) for value in tree)
+    return others.get(id(tree), tree)
 
 
 def _along_divided(op: Any, args: tuple[Any, ...]) -> bool:
@@ -568,6 +695,20 @@ def _along_divided(op: Any, args: tuple[Any, ...]) -> bool:
         if not start and (end is None or end >= tensor.shape[dims[0]]) and step == 1:
             return False  # all of it
     return any(placement.is_shard(dim) for placement in tensor.placements for dim in dims)
+
+
+# -- ``parameters_to_vector`` flattens each parameter, which DTensor can where all ranks have equally many rows -----------
+
+
+def vector_patch(refuse: Callable[[torch.Tensor], None]) -> Patch:
+    """What that function calls for each parameter; ``refuse`` is given it first."""
+
+    def look(original: Callable[..., Any], parameter: torch.Tensor, *args: Any) -> Any:
+        if sys._getframe(2).f_code.co_name == "parameters_to_vector":  # who has called the patch
+            refuse(parameter)
+        return original(parameter, *args)
+
+    return around(vars(convert_parameters), "_check_param_device", look)
 
 
 # -- Muon orthogonalises the whole matrix of a momentum, of which each rank has rows -----------------------------------

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import pickle
 import socket
+import threading
 import time
 import uuid
 import weakref
@@ -37,6 +39,8 @@ from .environments import (
 )
 from .hangs import HangDetector, counts, nccl_of
 from .packing import begin_gather, gather_framed, to_bytes
+
+logger = logging.getLogger("accel")
 
 # -- order -------------------------------------------------------------------------------------------------------------
 # Whether all ranks do the same collectives in the same order: they carry no names, so that they would be mixed up.
@@ -289,6 +293,8 @@ class Rendezvous:
         # torchrun's own store listens at the master port, and only env:// knows it.
         url = "env://" if place.launcher == "torchrun" else f"tcp://{place.master_addr}:{place.master_port}"
         rank, world, begin = place.rank, place.world_size, time.monotonic()
+        done = threading.Event()
+        threading.Thread(target=_tell_of_waiting, args=(place, done, timeout), name="accel-start", daemon=True).start()
         try:
             if self.store is None or self.where != place:
                 found = next(rendezvous_at(url, rank, world, timeout=timeout))[0]
@@ -306,9 +312,23 @@ class Rendezvous:
                 "WORLD_SIZE says, and set MASTER_ADDR and MASTER_PORT to a free port of rank 0's host"
                 f"{_unreachable(place)}"
             ) from error
+        finally:
+            done.set()
         assert dist.group.WORLD is not None
         _give_margin(dist.group.WORLD, timeout)
         return dist.group.WORLD
+
+
+def _tell_of_waiting(place: Place, done: threading.Event, timeout: timedelta) -> None:
+    """Log after 10 seconds, sooner with a short timeout, and then after twice the time each, that ranks are missing."""
+    first = waited = min(10.0, timeout.total_seconds() / 4)
+    while not done.wait(waited if waited == first else waited / 2):
+        logger.warning(
+            "rank %d has waited for %.0f s (of %.0f) at %s:%s until all %d ranks have come to accel.setup or accel.init: a "
+            "process that was not started, or has ended before that, does not come",
+            *(place.rank, waited, timeout.total_seconds(), place.master_addr, place.master_port, place.world_size),
+        )
+        waited *= 2
 
 
 def meet(store: distributed_c10d.Store, rank: int, world: int, timeout: timedelta) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from typing import Any
 
@@ -75,6 +76,20 @@ def test_persistent_workers_live_on_and_see_new_epochs(kind: Any) -> None:
     assert list(handle) == list(plain)
     assert handle._accel.persistent[0]._iterator._workers is workers  # type: ignore[index, union-attr]
     assert handle._accel.raw._iterator is None
+
+
+def test_the_next_loader_ends_persistent_workers_of_dropped_ones() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        handle = make(numbers(4, 2, num_workers=1, persistent_workers=True))
+        list(handle)
+        (worker,) = handle._accel.persistent[0]._iterator._workers  # type: ignore[index, union-attr]
+        del handle
+        make(numbers(4, 2, num_workers=1, persistent_workers=True))
+        assert not worker.is_alive()
+    finally:
+        gc.enable()
 
 
 def test_the_raw_loaders_persistent_workers_stay_its_own() -> None:

@@ -349,7 +349,7 @@ def test_a_moving_average_of_weights(backend: Any) -> None:
 def wrong_data() -> list[str]:
     pair = Pair("fsdp")
     texts = []
-    for value in (torch.zeros(6, 4), pair.raw[0].weight.data.double()):
+    for value in (torch.zeros(6, 5), pair.raw[0].weight.data.double()):
         with pytest.raises(accel.BackendError) as caught:
             pair.raw[0].weight.data = value
         texts.append(str(caught.value))

@@ -422,7 +422,9 @@ def test_a_host_name_that_leads_nowhere_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_launch_that_cannot_work_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_that_cannot_work_says_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     mpich = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
     for environ, message in (
         (mpich, "MPICH started 2 processes.*set MASTER_ADDR"),
@@ -435,6 +437,7 @@ def test_a_launch_that_cannot_work_says_what_to_set(monkeypatch: pytest.MonkeyPa
                 process.init(timeout=1)
             assert process.running() is None
             assert not dist.is_initialized()
+    assert "rank 1 has waited for 0 s (of 1) at 127.0.0.1" in caplog.text
 
 
 def test_a_start_among_the_keys_of_earlier_ones() -> None:

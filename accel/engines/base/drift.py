@@ -136,7 +136,7 @@ class DriftGuard:
         facts, parts = self._facts(engine), engine.holdings.replicated_parts()
         tensors = {"": [*engine.holdings.replicas(), *_tensors_of_groups(engine.optimizers)], **parts}
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            digests = {place: {name: digest(tensor) for name, tensor in some} for place, some in tensors.items()}
+            digests = {place: {name: _digest_of(name, t) for name, t in some} for place, some in tensors.items()}
         order = None if latest.kept is None or latest.thread != get_ident() else latest.kept.order
         if order is not None:
             loader, first = order
@@ -168,13 +168,17 @@ class DriftGuard:
         inputs = digest_bytes(repr(given).encode()) if (given := digests.pop(_INPUTS, None)) else 0
         compared = {place: list(some.values()) for place, some in digests.items()} | {"facts": sorted(facts.items())}
         summary = tuple((place, digest_bytes(repr(values).encode())) for place, values in compared.items())
-        answers = agree_later(f"the drift guard of {self._kind}", (summary, inputs, *costs))
+        zeros = any(
+            name.startswith(GRADIENT) and not value for some in digests.values() for name, value in some.items()
+        )
+        answers = agree_later(f"the drift guard of {self._kind}", (summary, inputs, zeros, *costs))
         self._todo = functools.partial(self._judge, snapshot, answers)
 
     def _judge(self, snapshot: _Snapshot, answers: Callable[[], list[Any]]) -> None:
         (step, *mine), told = snapshot, answers()
-        self.interval = self._every or _interval([costs for _, _, *costs in told])
-        self._next = step + self.interval
+        self.interval = self._every or _interval([costs for _, _, _, *costs in told])
+        # A gradient of zeros tells nothing: that of an adapter's first matrix, where the second one begins with zeros.
+        self._next = step + min(self.interval, step if any(zeros for _, _, zeros, *_ in told) else self.interval)
         self._judge_inputs([inputs for _, inputs, *_ in told])
         found = {pair for summary, *_ in told for pair in summary}  # one of each place where the ranks are equal
         if len(dict(found)) == len(found):
@@ -272,7 +276,7 @@ class DriftGuard:
         if name not in self._uses:
             self.due = self.steps + 1
             # A part may stay as it is where others change.
-            self._uses[name] = _Use(None if tensor is None or self._versions else _digest_now(tensor))
+            self._uses[name] = _Use(None if tensor is None or self._versions else digest_now(tensor))
         return self._uses[name]
 
     def _wrote(self, name: str, step: int) -> None:
@@ -335,7 +339,7 @@ class _Use:
         self._fold()
         if not self._written or self._before is None:
             return self._written
-        return _digest_now(parameter) != self._before
+        return digest_now(parameter) != self._before
 
     def _fold(self) -> None:
         # An alias has a version counter of its own, which a write through it, or through a view of it, moves.
@@ -465,7 +469,13 @@ def digest(tensor: torch.Tensor) -> int | torch.Tensor:
     return digest_bytes((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr())) if dense.nbytes else 0
 
 
-def _digest_now(tensor: torch.Tensor) -> int:
+def _digest_of(name: str, tensor: torch.Tensor) -> int | torch.Tensor:
+    """``digest``; of a gradient of zeros it is 0 wherever that lies."""
+    return digest(tensor) if not name.startswith(GRADIENT) or tensor.device.type != "cpu" or tensor.any() else 0
+
+
+def digest_now(tensor: torch.Tensor) -> int:
+    """``digest`` as a number, for which a device is waited for."""
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         return int(digest(tensor))
 

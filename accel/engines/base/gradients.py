@@ -155,6 +155,10 @@ class Gradients:
         """The norm of the gradients of these, of which torch clips all; None where torch's own will do. Collective."""
         return None
 
+    def owns(self, gradient: torch.Tensor) -> bool:
+        """Whether it is final, and on no other rank. Local."""
+        return False
+
     def behind(self, parameters: Sequence[torch.Tensor]) -> Sequence[Accumulator]:
         """What else has, in its ``grad``, of the final gradients of these: all that ``hidden`` tells of. Collective."""
         return ()

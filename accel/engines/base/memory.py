@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from typing import Any, Final, final
 
 import torch
@@ -162,8 +163,38 @@ def take(
 
 
 def own_plan(module: nn.Module) -> dict[str, str]:
-    """The plan for tensor parallelism that a model of transformers has: styles by the names of modules; else none."""
-    return dict(getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None) or {})
+    """The plan for tensor parallelism of a model of transformers, which may be inside: styles by names of modules; else none."""
+    for prefix, child in module.named_modules():
+        if "_tp_plan" in vars(child) or hasattr(type(child), "tp_plan") or hasattr(type(child), "_tp_plan"):
+            own: Any = child
+            found = dict(getattr(own, "tp_plan", None) or own._tp_plan or {})
+            return _with_adapters(module, {f"{prefix}.{name}" if prefix else name: s for name, s in found.items()})
+    return {}
+
+
+def _with_adapters(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """A plan as it is where peft has put its own layers into the places of planned ones.
+
+    Of an adapter's two matrices, one is cut as its layer is: the second by columns, the first by rows. The other one is whole.
+    """
+    names, found = dict(module.named_modules()), dict[str, str]()
+    for pattern, style in plan.items():
+        planned = [name for name in names if matches(name, pattern)]
+        if not any(f"{name}.{part}" in names for name in planned for part in ("base_layer", "original_module")):
+            found[pattern] = style
+            continue
+        matrix = "lora_B" if "colwise" in style else "lora_A"
+        for name in planned:
+            parts = (f"{name}.base_layer", f"{name}.{matrix}.*", f"{name}.original_module", f"{name}.modules_to_save.*")
+            mine = [other for other in names if any(matches(other, part) for part in parts)]
+            found |= dict.fromkeys(mine or [name], style)
+    return found
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a module's name is one that a pattern of a plan stands for, part by part."""
+    own, parts = (text.split(".") if text else [] for text in (name, pattern))  # "" is the model itself
+    return len(own) == len(parts) and all(map(fnmatch, own, parts))
 
 
 def is_sequence(module: nn.Module) -> bool:

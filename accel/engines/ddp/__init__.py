@@ -167,6 +167,12 @@ class DDPGradients(Gradients):
         self._refuse_changed()
         self.reduction.end_without(missing)
 
+    def forget_uses(self) -> None:
+        """Of gradients that are gone: torch would refuse the next backward where it does not bring these again."""
+        if self.ddp is not None and all(p.grad is None for p in self.engine.parameters):
+            self.reduction.passed = False
+            self.ddp.reducer._reset_state()
+
     def _leave_out(self) -> None:
         """Let a backward with ``create_graph=True`` pass the reducer, which cannot copy its gradients: they stay local."""
         if self.engine.options.static_graph:
@@ -249,7 +255,8 @@ class DDPGradients(Gradients):
                 "zero_grad() and go on), or static_graph=True was given for a graph that changes or that "
                 "torch.autograd.grad goes through"
             )
-        engine.compare("a step after an unfinished reduction", message)
+        # In the name, which ranks that wait for it in their backward are told too.
+        engine.compare(f"a step after an unfinished reduction: {message}")
         raise BackendError(message)
 
     def recover(self) -> None:
@@ -404,6 +411,8 @@ class DDPEngine(Engine):
             if ddp.require_backward_grad_sync is not sync:  # nn.Module is slow to assign to
                 ddp.require_backward_grad_sync = sync
             gradients.num_joined += 1
+            if reduction.passed and sync and self.options.find_unused_parameters:
+                gradients.forget_uses()
             out = ddp(*args, **kwargs)
             # After a join each forward of torch's goes on telling the other ranks that there is one.
             gradients.direct = not (reduction.noted or ddp._use_python_reducer or ddp._join_config.enable)

@@ -54,6 +54,8 @@ class Reduction:
         self.marks: list[None] = []
         #: All existing gradients are known to be final; some came that no reduction since has covered.
         self.settled = self.local = False
+        #: A backward has brought gradients past the reducer, which may know of these uses: for ``find_unused_parameters``.
+        self.passed = False
         self._graph_since = -1
         #: The backwards that run; what is watched in them, and its gradients before.
         self.running: set[object] = set()
@@ -158,7 +160,7 @@ class Reduction:
             if self._mask.changed() or self._trained[0].dtype is not self._dtypes[0]:
                 self._look_for_changes(bool(came) or self.unfinished)
         elif came:
-            self.local = True
+            self.local = self.passed = True
             self.awaited.difference_update(came)
         if came or self.unfinished is not known:
             self.log.entries.append(None)

@@ -6,7 +6,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import torch
 import torch.distributed as dist
@@ -16,18 +16,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ...errors import BackendError
+from ...errors import BackendError, RankMismatchError
 from ...gradients.log import remove_hooks
-from ...gradients.patches import around, divided_patches, ignored
+from ...gradients.patches import around, divided_patches, ignored, vector_patch
 from ...process import Process
-from ...process.control import Waiting, announce
+from ...process.control import Waiting, agree, announce
 from ...shard import Box
 from ...trees import exchange
 from ..base.absent import refuse_other_tensor
+from ..base.drift import digest_now
 from ..base.raw_objects import Snapshot
 from .plan import Mesh, cut
 
@@ -65,8 +66,45 @@ _overflows: Final = around(
 )
 
 
+def _whole(what: str, tensors: Sequence[DTensor], own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """All of each divided tensor; ``own`` are this rank's, and are to be every rank's. Collective."""
+    process = next(owner for owner in map(_owner, tensors) if owner is not None).process
+    if own:
+        require_same(what, own)
+    else:
+        announce(process, what)
+    with Waiting(process, what):
+        return [cast(DTensor, t.detach()).full_tensor() for t in tensors]
+
+
+def require_same(what: str, values: Sequence[torch.Tensor]) -> None:
+    """Refuse (RankMismatchError) values of which each rank would write a part, and that are not the same on all. Collective."""
+    told = agree(what, [digest_now(value) for value in values])
+    if any(theirs != told[0] for theirs in told):
+        other = next(rank for rank, theirs in enumerate(told) if theirs != told[0])
+        raise RankMismatchError(
+            f"{what}: rank {other} writes other values than rank 0, and each rank would write its part of its own: compute them "
+            "alike on all ranks, or take rank 0's (accel.broadcast(values))"
+        )
+
+
+def _refuse_vector(parameter: torch.Tensor) -> None:
+    """What ``parameters_to_vector`` cannot flatten, or only by way of an order of the elements that is not the whole's."""
+    if not isinstance(parameter, DTensor) or not _owner(parameter):
+        return
+    axes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    cut = [(placement, size) for placement, size in axes if not placement.is_replicate() and size > 1]
+    if len(cut) > 1 or any(not p.is_shard(0) or parameter.shape[0] % size for p, size in cut):
+        raise BackendError(
+            f"torch.nn.utils.parameters_to_vector of a parameter of shape {tuple(parameter.shape)}, whose parts cannot be "
+            "flattened: write, on every rank, full = accel.full_state_dict(model) and torch.cat([full[name].reshape(-1) for "
+            "name, _ in model.named_parameters()]); vector_to_parameters takes such a vector"
+        )
+
+
 _patches: Final = (
-    *divided_patches(lambda tensor: "fsdp" if _owner(tensor) else ""),
+    *divided_patches(lambda tensor: "fsdp" if _owner(tensor) else "", _whole),
+    vector_patch(_refuse_vector),
     _overflows,
     ignored("FSDP2-wrapped module .* returned a view tensor"),  # which `watch_forward` sees to
 )
@@ -321,14 +359,20 @@ class ShardedModule:
             self.module.reset_iter_state()
 
     def set_data(self, tensor: Any, value: torch.Tensor) -> bool:
-        """``p.data = values`` of a shard, which DTensor would keep in its outer shell, where nothing uses them. Local."""
+        """``p.data = values`` of a shard, which DTensor would keep in its outer shell, where nothing uses them.
+
+        Collective for whole values, and else local.
+        """
         param = self._by_shard.get(id(tensor))
         if param is None or param.sharded_param is not tensor:
             return False
+        if not isinstance(value, DTensor) and value.shape == tensor.shape and value.dtype is tensor.dtype:
+            require_same(f"p.data = ... of a parameter of shape {tuple(tensor.shape)}", [value])
+            value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
         if not isinstance(value, DTensor) or value._spec != tensor._spec or value.dtype is not tensor.dtype:
             raise BackendError(
-                f"p.data = ... of a parameter of shape {tuple(tensor.shape)} that is divided over the ranks: expected a DTensor "
-                "of the same shape, dtype and placements, as p.data.clone() is, found a "
+                f"p.data = ... of a parameter of shape {tuple(tensor.shape)} that is divided over the ranks: expected whole "
+                "values of the same shape and dtype, or a DTensor that is divided alike, as p.data.clone() is, found a "
                 f"{type(value).__name__} of {tuple(value.shape)} and {value.dtype}; set whole weights by load_state_dict(full) "
                 "of the model's handle"
             )

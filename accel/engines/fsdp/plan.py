@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
@@ -16,7 +15,7 @@ from ...errors import BackendError
 from ...process import Process
 from ...process.startup import mesh_of
 from ..base.activations import Choice, chosen, is_container
-from ..base.memory import Footprint, ParameterSize, own_plan
+from ..base.memory import Footprint, ParameterSize, matches, own_plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -254,6 +253,7 @@ def check_cut(module: nn.Module, plan: Plan, size: int) -> None:
             "with styles of torch.distributed.tensor.parallel by the names of modules"
         )
     check_plan(chosen)
+    _check_adapters(module, chosen)
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(getattr(module, "config", None), key, None)
         if isinstance(heads, int) and heads % size:
@@ -281,6 +281,21 @@ def check_cut(module: nn.Module, plan: Plan, size: int) -> None:
     _tied(module, chosen, refuse=plan is not None)
 
 
+def _check_adapters(module: nn.Module, plan: Mapping[str, Any]) -> None:
+    """Refuse (BackendError) layers of peft of which a plan would cut one part only."""
+    for name, child in module.named_modules():
+        inside = f"{name}.base_layer"
+        if "base_layer" in child._modules and any(
+            matches(inside, pattern) or matches(name, pattern) for pattern in plan
+        ):
+            known = ("base_layer.", "lora_A.", "lora_B.")
+            if other := [key for key, _ in child.named_parameters() if not key.startswith(known)]:
+                raise BackendError(
+                    f"{name}: the plan cuts this layer, and not its {other[0]}, with which peft computes from all of it: use "
+                    "plain LoRA, leave the layer out of target_modules, or use backend='fsdp'"
+                )
+
+
 def cut(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
     """Put parts in the places of the planned layers' parameters, whose hooks the styles add. Local."""
     from torch.distributed.tensor.parallel import parallelize_module
@@ -298,18 +313,12 @@ def cut(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
                 child._parameters[key] = made.setdefault(id(parameter), child.get_parameter(key))  # tied ones stay tied
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """Whether a module's name is one that a pattern of a plan stands for, part by part."""
-    own, parts = (text.split(".") if text else [] for text in (name, pattern))  # "" is the model itself
-    return len(own) == len(parts) and all(map(fnmatch, own, parts))
-
-
 def _planned(module: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module, Any]]:
     """The modules that the plan names, each with its name and style."""
     for pattern, style in plan.items():
         found = False
         for name, child in module.named_modules():
-            if _matches(name, pattern):
+            if matches(name, pattern):
                 found = True
                 yield name, child, style
         if not found:
@@ -369,7 +378,7 @@ def shrunk(footprint: Footprint, plan: Plan, size: int) -> Footprint:
 
     def part(p: ParameterSize) -> ParameterSize:
         for pattern, style in chosen.items():
-            if _matches(p.name.rpartition(".")[0], pattern):
+            if matches(p.name.rpartition(".")[0], pattern):
                 dim = 0 if _kind(style) == "ColwiseParallel" else 1 if _kind(style) == "RowwiseParallel" else None
                 if dim is not None and dim < len(p.shape):
                     shape = tuple(n // size if d == dim else n for d, n in enumerate(p.shape))

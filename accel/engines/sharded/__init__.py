@@ -297,6 +297,9 @@ class ShardedGradients(Gradients):
         self._settle("clipping by accel.clip_grad_norm_", range(len(parameters)), everywhere=False, weakest=LOCAL)
         return clip_([p.grad for p in parameters if p.grad is not None], max_norm, norm_type, self.process)
 
+    def owns(self, gradient: torch.Tensor) -> bool:
+        return bool(HiddenAttribute.get(gradient) == OWNED)
+
     def after_step(self, optimizer: Optimizer) -> None:
         self.publish(optimizer)
 

@@ -154,6 +154,40 @@ def test_a_llama_of_transformers(tmp_path: Path) -> None:
     run(4, refuse, 2, {"num_key_value_heads=1, which do not": (functools.partial(llama, num_key_value_heads=1), None)})
 
 
+def adapted(targets: list[str], **settings: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    raw = llama()
+    torch.manual_seed(1)
+    made = peft.get_peft_model(raw, peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", **settings))
+    return made, torch.optim.AdamW([p for p in made.parameters() if p.requires_grad], lr=0.01)
+
+
+def adapters() -> None:
+    """Layers of peft in the places that the model's own plan names."""
+    targets = ["q_proj", "v_proj", "down_proj", "lm_head"]
+    plain, reference = adapted(targets, layers_to_transform=[0])
+    losses, _ = train_llama(plain, reference, 0, 1)
+    raw, optimizer = adapted(targets, layers_to_transform=[0])
+    model, optimizer, _ = accel.setup(raw, optimizer, backend=accel.TensorParallel(size=2))
+    layer = raw.base_model.model.model.layers[0]
+    assert layer.self_attn.q_proj.base_layer.weight.to_local().shape == (16, 32)
+    assert layer.self_attn.q_proj.lora_B.default.weight.to_local().shape == (16, 4)
+    assert layer.mlp.down_proj.lora_A.default.weight.to_local().shape == (4, 24)
+    mine, _ = train_llama(model, optimizer, 0, 1)
+    assert torch.allclose(torch.tensor(mine), torch.tensor(losses), atol=1e-5)
+    full = accel.full_state_dict(model)
+    for name, value in plain.state_dict().items():
+        assert torch.allclose(full[name], value, atol=1e-4), name
+    for more, name in (({"use_dora": True}, "lora_magnitude_vector"), ({}, "lora_embedding_A")):
+        raw, optimizer = adapted(["q_proj"] if more else ["embed_tokens"], **more)
+        with pytest.raises(accel.BackendError, match=f"the plan cuts this layer, and not its {name}"):
+            accel.setup(raw, optimizer, backend=accel.TensorParallel(size=2))
+
+
+def test_adapters_of_peft_on_a_llama_with_its_own_plan() -> None:
+    run(2, adapters, timeout=240)
+
+
 # -- what differs between ranks that compute together ------------------------------------------------------------------
 
 MLP = {"0": ColwiseParallel(output_layouts=Replicate()), "2": RowwiseParallel(input_layouts=Replicate())}
@@ -287,6 +321,16 @@ def test_what_several_ranks_have_of_a_weight_is_compared() -> None:
         assert "2.weight (part 1) on ranks [3] is not what it is on rank 2" in message
 
 
+class Late(Scale):
+    """Has a gradient of zeros in the first step, as an adapter's first matrix has."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * (self.scale if self.calls > 1 else self.scale.detach() + 0 * self.scale)
+
+
 class PerHead(nn.Module):
     """What a plan leaves whole, between layers that it cuts: used with this rank's heads only."""
 
@@ -311,7 +355,7 @@ def between(plan: Any, kind: Any) -> float:
         if backend is not None:
             model, optimizer, _ = accel.setup(raw, optimizer, backend=backend)
         place, places = (0, 1) if backend is None else accel.data_parallel_place(model)
-        for step in range(2):
+        for step in range(3):
             optimizer.zero_grad()
             model(rows(step, 4, 8).chunk(places)[place]).square().mean().backward()
             optimizer.step()
@@ -322,10 +366,10 @@ def between(plan: Any, kind: Any) -> float:
 def test_a_weight_with_a_part_of_its_gradient_is_told_at_once() -> None:
     """Its style sums the parts up."""
     layer_norm = functools.partial(nn.LayerNorm, 2)
-    for kind, name in ((Scale, "scale"), (layer_norm, "weight")):
+    for kind, name, step in ((Scale, "scale", 1), (layer_norm, "weight", 1), (Late, "scale", 2)):
         for message in refusals(2, between, CUT, kind, error="RankMismatchError", breaks=True):
             assert re.search(
-                rf"by step 1.*the gradient of between\.{name} .*as 'replicated_with_grad_allreduce'", message
+                rf"by step {step}.*the gradient of between\.{name} .*as 'replicated_with_grad_allreduce'", message
             )
     assert max(run(2, between, CUT | {"between": "replicated_with_grad_allreduce"}, layer_norm)) < 1e-5
 
