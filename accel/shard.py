@@ -157,6 +157,8 @@ def whole(name: str, tensor: torch.Tensor) -> Shard:
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether several elements may lie in one place, as in an expanded tensor."""
+    if tensor.is_contiguous():
+        return False
     reach = 0  # of the dimensions so far, which the next one must step over
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and tensor.numel():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import errno
 import functools
 import json
@@ -20,14 +21,15 @@ import torch
 
 from ..errors import CheckpointError
 from ..process import Process, current, ended
-from ..process.transfer import begun, finish, host_memory, is_remote
+from ..process.transfer import PIECE, begun, finish, host_memory, is_remote
+from .reader import WorkerThreads
 from .shards import CopiedItem, WriteItem
 from .steps import explain
 
 _BLOCK: Final = 64 << 20  # a power of two, to which sizes of pinned memory are rounded
 _ALIGN: Final = 64
 _LOOK: Final = 4 << 20  # bytes between two looks at what a save costs
-_SHARE: Final = 0.04  # of a core that may be taken from the loop
+_SHARE: Final = 0.03  # of a core that may be taken from the loop
 
 
 @final
@@ -99,6 +101,7 @@ class Background:
             self._blocks = []
         room = _Room(self._blocks, pinned=bool(devices))
         copied = [[CopiedItem(item.entry, list(room.copies(item))) for item in group] for group in groups]
+        room.finish()
         finish(begun(devices))
         return copied
 
@@ -154,29 +157,68 @@ class Pace:
         return total / 1e9
 
 
+#: To this address, from that one, so many bytes.
+_Move = tuple[int, int, int]
+
+
+def _move(moves: Sequence[_Move]) -> None:
+    for move in moves:
+        ctypes.memmove(*move)  # takes less time than the kernel that copies elements
+
+
 @final
 class _Room:
-    """Blocks of memory that are filled one after the other; new ones as needed."""
+    """Blocks of memory that are filled one after the other; new ones as needed.
+
+    What lies in the host's memory is moved last, all at once: code that runs in between would have to come into the caches again.
+    """
 
     def __init__(self, blocks: list[torch.Tensor], *, pinned: bool) -> None:
         self._blocks, self._pinned = blocks, pinned
         self._number, self._at = -1, _BLOCK
+        self._threads = WorkerThreads()
+        self._moves: list[_Move] = []
+        self._pieces: list[torch.Tensor] = []  # from which they are
+        self._made = 0  # bytes of those that are copies themselves
+
+    def finish(self) -> None:
+        """Make the moves."""
+        batches: list[list[_Move]] = [[]]
+        size = 0
+        for move in self._moves:
+            if size >= PIECE:
+                batches.append([])
+                size = 0
+            batches[-1].append(move)
+            size += move[2]
+        self._threads.each(_move, batches)
+        self._moves, self._pieces, self._made = [], [], 0
 
     def copies(self, item: WriteItem) -> Iterator[torch.Tensor]:
-        """Copies of the elements, which may have only begun."""
+        """Copies of the elements' bytes, which are there after ``finish``."""
         for piece in item.pieces():
-            done, numel = 0, piece.numel()  # len(), which is a function of Python, takes longer than a small copy
-            while done < numel:
-                count = min(numel - done, (_BLOCK - self._at) // piece.itemsize)
-                if count:
-                    end = self._at + count * piece.itemsize
-                    copy = self._blocks[self._number][self._at : end].view(piece.dtype)
-                    yield copy.copy_(piece[done : done + count], non_blocking=is_remote(piece))
-                    done, self._at = done + count, -(-end // _ALIGN) * _ALIGN
+            done, size, address = 0, piece.nbytes, piece.data_ptr()
+            while done < size:
+                if count := min(size - done, _BLOCK - self._at):
+                    copy = self._blocks[self._number][self._at : self._at + count]
+                    if piece.is_cpu:
+                        self._moves.append((copy.data_ptr(), address + done, count))
+                    else:
+                        copy.copy_(piece.view(torch.uint8)[done : done + count], non_blocking=is_remote(piece))
+                    yield copy
+                    done, self._at = done + count, -(-(self._at + count) // _ALIGN) * _ALIGN
                 else:
                     self._number, self._at = self._number + 1, 0
                     if self._number == len(self._blocks):
                         self._blocks.append(host_memory(_BLOCK, pinned=self._pinned))
+            self._keep(piece, address != item.address)
+
+    def _keep(self, piece: torch.Tensor, made: bool) -> None:
+        """Until the moves from it are made."""
+        self._pieces.append(piece)
+        self._made += piece.nbytes * made
+        if self._made >= PIECE:
+            self.finish()
 
 
 background: Final = Background()

@@ -14,6 +14,7 @@ from ..process import current, rank
 from ..process.control import locked
 from .background import background
 from .placement import NUMBER, Sight, memory_place, memory_series, newest, seen_in_memory
+from .reader import WorkerThreads
 from .record import NAME, Record, encode, exists, is_damaged, read
 from .steps import exchange, explain, on_every_rank
 from .storage import MEMORY, Claim, StoreError, check_size, storage_of, unreadable
@@ -24,6 +25,7 @@ logger = logging.getLogger("accel")
 _OURS: Final = re.compile(
     r"accel-[0-9a-f]{12}-\d{5,}(-still|-apart)?\.safetensors(\.tmp)?|\.accel-[0-9a-f]{12}(-\d{5,})?\.(record|done|seen)(\.tmp)?"
 )
+_REMOVERS: Final = 4  # threads
 
 
 def named(path: object) -> str:
@@ -74,9 +76,9 @@ def begin(directory: str, resources: contextlib.ExitStack, saves: Container[str]
 def sweep(directory: str, names: Iterable[str], keep: Iterable[str], saves: Container[str] = ()) -> None:
     """Remove those of the files named that accel has written, except some and those of ``saves``; no other save can need them."""
     kept, storage = set(keep), storage_of(directory)
-    for name in names:
-        if _OURS.fullmatch(name) and name not in kept and name.removeprefix("accel-")[:12] not in saves:
-            storage.remove(os.path.join(directory, name))
+    gone = [n for n in names if _OURS.fullmatch(n) and n not in kept and n.removeprefix("accel-")[:12] not in saves]
+    # Each takes a system as long as its size, or a request.
+    WorkerThreads().each(lambda name: storage.remove(os.path.join(directory, name)), gone, _REMOVERS)
 
 
 def present(directory: str) -> Record | None:

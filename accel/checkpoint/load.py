@@ -33,7 +33,6 @@ from .match import (
     check_engines,
     check_objects,
     left_out,
-    plain,
     report,
     unfit,
     value_tensors,
@@ -407,7 +406,7 @@ class Loading:
 
     def needs(self) -> list[Shard]:
         """What this rank reads."""
-        return self._wanted + self._whole(self._in_values())
+        return self._wanted + self._whole(self._in_values)
 
     def files(self) -> set[int]:
         """The numbers of the files that this rank reads."""
@@ -419,6 +418,7 @@ class Loading:
         found = [(name, self.found.tensors[name]) for name in names]
         return [Shard(n, t.shape, 0, torch.empty(t.numel, dtype=torch.uint8, device="meta")) for n, t in found]
 
+    @functools.cached_property
     def _in_values(self) -> list[str]:
         """The tensors that values consist of."""
         nodes = [*self._match.plain, *(node for _, node in self._match.objects)]
@@ -428,8 +428,8 @@ class Loading:
     def decode(self) -> None:
         """Make sure that all values can be decoded, before anything is changed."""
         self._check_tied()
-        self._of_values |= self.reader.read(self._in_values())
-        values = [plain(node, self._decoder) for node in self._match.plain]
+        self._of_values |= self.reader.read(self._in_values)
+        values = self._match.decode()
         if self._apply is None:
             self._apply = values.pop
             self._say_what_is_left_out()

@@ -15,7 +15,7 @@ from ..shard import Shard, overlaps_itself
 from .objects import StateObject
 from .record import Stored
 from .safetensors import BY_NAME
-from .state import OF_VALUES, State, below, component, is_object, items_of
+from .state import OF_VALUES, PLAIN, State, below, component, is_object, items_of
 from .steps import parsing
 from .values import TAG, Decoder, Json, items_in, members, place
 
@@ -45,6 +45,7 @@ class Match:
         self._decoder = decoder
         self.objects: list[tuple[StateObject, Mapping[str, Json]]] = []
         self.plain: list[Json] = []
+        self._decoded: list[Any] = []
         self.differences = Differences()
 
     def visit(self, value: Any, node: Json, name: str = "", path: str = "state") -> Apply:
@@ -62,9 +63,18 @@ class Match:
             here = f"a {type(value).__name__}"
             self.differences.unfit.append(f"{path} is {here}, and in the checkpoint {_describe(node)}")
         else:
-            self.plain.append(node)
-            return functools.partial(self._decoder.decode, node)
+            return self._take(node)
         return lambda: value
+
+    def _take(self, node: Json) -> Apply:
+        """What gives the value of a node, once all are decoded."""
+        self.plain.append(node)
+        return functools.partial(self._decoded.__getitem__, len(self.plain) - 1)
+
+    def decode(self) -> list[Any]:
+        """The values of the nodes in ``plain``."""
+        self._decoded += [plain(node, self._decoder) for node in self.plain]
+        return self._decoded
 
     def _visit_object(self, one: StateObject, node: Json) -> None:
         if not isinstance(node, dict) or node.get(TAG) != one.kind:
@@ -79,19 +89,23 @@ class Match:
 
     def _visit_container(self, value: Any, children: Mapping[Any, Json], name: str, path: str) -> Apply:
         applies: dict[Any, Apply] = {}
+        taken: list[Any] = []  # keys of values that are replaced as they are: there may be very many
         # By the saved key: 1, True and numpy's 1 are one key with several names.
-        names = {key: below(name, component(key)) for key in children}
+        saved = {key: key for key in children}
         for key, item in items_of(value):
-            where = place(path, key)
-            if key in children:
-                applies[key] = self.visit(item, children[key], names[key], where)
+            if key not in children:
+                self.differences.missing.append(place(path, key))
+            elif type(item) in PLAIN and not self._decoder.holds_object(children[key]):
+                taken.append(key)
             else:
-                self.differences.missing.append(where)
+                where = place(path, key)
+                applies[key] = self.visit(item, children[key], below(name, component(saved[key])), where)
         if isinstance(value, dict) and name and not self._state.holds_object(value):
-            self._add(value, children, path, applies)
+            self._add(value, children, path, taken)
+        values = self._take([children[key] for key in taken])
 
         def apply() -> Any:
-            new = {key: one() for key, one in applies.items()}
+            new = dict(zip(taken, values(), strict=True)) | {key: one() for key, one in applies.items()}
             if isinstance(value, tuple):
                 items = [new.get(i, item) for i, item in enumerate(value)]
                 changed = any(a is not b for a, b in zip(items, value, strict=True))
@@ -103,14 +117,13 @@ class Match:
 
         return apply
 
-    def _add(self, value: dict[Any, Any], children: Mapping[Any, Json], path: str, applies: dict[Any, Apply]) -> None:
+    def _add(self, value: dict[Any, Any], children: Mapping[Any, Json], path: str, taken: list[Any]) -> None:
         """A dict of plain values is one: what it has not yet is taken as well, as a history that grew."""
         for key, node in children.items():
             if key in value:
                 continue
             if not self._decoder.holds_object(node):
-                self.plain.append(node)
-                applies[key] = functools.partial(self._decoder.decode, node)
+                taken.append(key)
             elif not value:
                 where = place(path, key)
                 self.differences.unfit.append(
@@ -170,15 +183,14 @@ def _is_saved_object(node: dict[str, Json]) -> bool:
 
 def value_tensors(node: Json) -> Iterator[str]:
     """The tensors that the values in a node consist of."""
-    todo = [node]
+    todo = [node] if type(node) in _CONTAINERS else []
     while todo:
         one = todo.pop()
         if isinstance(one, dict):
-            if str(one.get(TAG)) in _ARRAYS and "name" in one:
+            if TAG in one and str(one[TAG]) in _ARRAYS and "name" in one:
                 yield str(one["name"])
-            todo += one.values()
-        elif isinstance(one, list):
-            todo += one
+            one = one.values()
+        todo += [child for child in one if type(child) in _CONTAINERS]
 
 
 def plain(node: Json, decoder: Decoder) -> Any:

@@ -24,7 +24,7 @@ from .shards import checksum_of, checksums_of
 from .steps import DamageError, Progress, parsing
 from .storage import File, storage_of
 
-# -- Threads that read and hash, as many as this rank's share of the host's cores --------------------------------------
+# -- Threads for what Python waits for outside of itself: to read, hash, copy, as many as this rank's share of the cores
 
 T = TypeVar("T")
 _MOST: Final = 8  # each has a buffer of one chunk, and a rank takes at most 64 MiB for a load
@@ -38,7 +38,7 @@ def share() -> int:
 
 
 @final
-class ReaderThreads:
+class WorkerThreads:
     """Do many pieces of work. The threads start with the first that has several pieces, and end with the object."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class Reader:
         self._record = record
         self._stream = stream and headers is None
         self._headers = dict(enumerate(headers or ()))
-        self._threads = ReaderThreads()
+        self._threads = WorkerThreads()
         #: By file the chunks of which this rank is to compare the checksums, where others compare the rest; None: all.
         self._due: Mapping[int, set[int]] | None = None
         self.progress: Progress = lambda nbytes: None

@@ -63,7 +63,8 @@ def resolve(tensor: torch.Tensor) -> torch.Tensor:
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
     """A copy of the bytes of a contiguous CPU tensor."""
-    return bytes(memory(resolve(tensor)))
+    tensor = resolve(tensor)
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def from_bytes(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -80,7 +81,7 @@ def check_tensor(value: torch.Tensor, path: str) -> None:
         problem = f"of layout {'nested' if value.is_nested else value.layout}"
     elif value.dtype not in NAMES:
         problem = f"of dtype {value.dtype}"
-    elif value.device.type == "meta":
+    elif value.is_meta:
         problem = "on the meta device"
     elif value.dim() > MAX_DIMS:
         problem = f"of {value.dim()} dimensions"

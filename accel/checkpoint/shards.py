@@ -28,13 +28,18 @@ class WriteItem:
     tensor: torch.Tensor
     offset: int
 
+    @property
+    def address(self) -> int:
+        """Where its first element lies, if its tensor is contiguous."""
+        return self.tensor.data_ptr() + self.offset * self.tensor.itemsize
+
     def pieces(self) -> Iterable[torch.Tensor]:
         return pieces(self.tensor, self.offset, self.offset + self.entry.count)
 
 
 @dataclass(frozen=True, slots=True)
 class CopiedItem:
-    """The same where the elements were copied: flat tensors on the CPU, one after the other."""
+    """The same where the elements were copied: their bytes in flat tensors on the CPU, one after the other."""
 
     entry: Entry
     copies: Sequence[torch.Tensor]
@@ -82,7 +87,7 @@ def pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor
         return
     step = PIECE // tensor.element_size()
     if tensor.is_contiguous() and not is_lazy(tensor):
-        yield tensor.view(-1)[start:stop]
+        yield tensor.view(-1) if stop - start == tensor.numel() else tensor.view(-1)[start:stop]
     elif tensor.numel() <= step:
         # reshape() of one dimension is a view, which may skip elements.
         yield resolve(tensor).reshape(-1)[start:stop].contiguous()

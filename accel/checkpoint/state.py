@@ -50,11 +50,16 @@ def _written(key: Any) -> str:
     return repr(key.item() if type(key).__module__ == "numpy" else key)
 
 
+_OBJECTS: Final = (torch.Tensor, nn.Module, Optimizer, StateObject)
+#: Types of values that are no objects, and hold none.
+PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
+
+
 def is_object(value: Any) -> bool:
     """Whether a value is filled in place by a checkpoint, and not replaced."""
-    if isinstance(value, type):
+    if type(value) in PLAIN or isinstance(value, type):
         return False
-    if isinstance(value, torch.Tensor | nn.Module | Optimizer | StateObject):
+    if isinstance(value, _OBJECTS):
         return True
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
@@ -72,7 +77,9 @@ def _holders(root: Any) -> set[int]:
     def visit(container: Any, depth: int) -> bool:
         if id(container) not in seen and depth <= DEPTH:  # what is nested more deeply cannot be stored
             seen.add(id(container))
-            for _, item in items_of(container):
+            for item in container.values() if isinstance(container, dict) else container:
+                if type(item) in PLAIN:
+                    continue
                 walked = isinstance(item, dict | list | tuple) and type(item) is not torch.Size
                 if is_object(item) or (walked and visit(item, depth + 1)):
                     found.add(id(container))

@@ -198,7 +198,8 @@ class Local:
 
     def create(self, path: str, size: int, header: int, content: Callable[[Write], bytes]) -> bytes:
         with _new_file(path) as fd:
-            reserve(fd, size)
+            if not path.startswith(f"{MEMORY}/"):  # which would take pages twice in hand
+                reserve(fd, size)
             os.lseek(fd, header, os.SEEK_SET)
             writing = _Writing(fd)
             first = content(writing.write)

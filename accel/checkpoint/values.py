@@ -7,9 +7,10 @@ import base64
 import collections
 import json
 import math
+import operator
 import re
 import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -89,17 +90,21 @@ class Encoder:
             return {TAG: "deque", "items": [self.encode(list(value), path, depth + 1), value.maxlen]}
         if kind in (set, frozenset):
             # In an order that is the same on every rank.
-            items = sorted(self.keys(value, path, depth), key=json.dumps)
-            return {TAG: kind.__name__, "items": items}
+            items = self.keys(value, path, depth)
+            return {
+                TAG: kind.__name__,
+                "items": sorted(items, key=None if {*map(type, items)} == {int} else json.dumps),
+            }
         if kind in _SEQUENCES:
-            items = [self.encode(item, place(path, i), depth + 1) for i, item in enumerate(value)]
+            items = self._each(enumerate(value), path, depth)
             return items if kind is list else {TAG: _SEQUENCES[kind], "items": items}
         return self._mapping(value, path, depth)
 
     def _mapping(self, value: Any, path: str, depth: int) -> Json:
         kind = type(value)
-        if kind is dict and all(type(key) is str for key in value) and TAG not in value:
-            return {_string(k, path): self.encode(v, place(path, k), depth + 1) for k, v in value.items()}
+        if kind is dict and {*map(type, value)} <= {str} and TAG not in value:
+            names = [key if key.isascii() else _string(key, path) for key in value]
+            return dict(zip(names, self._each(value.items(), path, depth), strict=True))
         tagged = {TAG: kind.__name__, "items": self._items(value, path, depth)}
         if kind is collections.defaultdict:
             factory = value.default_factory
@@ -110,14 +115,18 @@ class Encoder:
             tagged["factory"] = None if factory is None else factory.__name__
         return tagged
 
+    def _each(self, items: Iterable[tuple[Any, Any]], path: str, depth: int) -> list[Json]:
+        """The JSON of each item by its key; for most of very many there is nothing to do, and no path to be made."""
+        return [item if _is_json(item) else self.encode(item, place(path, key), depth + 1) for key, item in items]
+
     def _items(self, value: Any, path: str, depth: int) -> Json:
-        items = [self.encode(item, place(path, key), depth + 1) for key, item in value.items()]
+        items = self._each(value.items(), path, depth)
         return [list(pair) for pair in zip(self.keys(value, path, depth), items, strict=True)]
 
     def keys(self, value: Any, path: str, depth: int = 0) -> list[Json]:
         """The JSON of a dict's keys, or of a set's members; refuses those that could not be found again under it."""
         for key in value:
-            if not _is_known_by_value(key):
+            if not _is_json(key) and not _is_known_by_value(key):
                 raise CheckpointError(
                     f"the key {key!r} of {path} would be another one when it is loaded: NaN, NaT and tensors are equal to "
                     "nothing else; use a number or a string"
@@ -126,7 +135,7 @@ class Encoder:
             _check_hashes(value)
         except ValueError as error:
             raise CheckpointError(f"{path} cannot be stored: {error}") from error
-        return [self.encode(key, f"the key {key!r} of {path}", depth + 1) for key in value]
+        return [key if _is_json(key) else self.encode(key, f"the key {key!r} of {path}", depth + 1) for key in value]
 
     def _tensor(self, value: torch.Tensor, path: str) -> Json:
         check_tensor(value, path)
@@ -169,10 +178,25 @@ def _is_known_by_value(key: Any) -> bool:
     return not isinstance(key, torch.Tensor) and bool(key == key)
 
 
-def _check_hashes(keys: Iterable[Any]) -> None:
+def _check_hashes(keys: Collection[Any]) -> None:
     """Refuse (ValueError) keys of which very many have one hash, as only numbers do that were chosen so."""
-    if max(collections.Counter(map(hash, keys)).values(), default=0) > _SAME_HASH:
+    if len(keys) > _SAME_HASH and max(collections.Counter(map(hash, keys)).values(), default=0) > _SAME_HASH:
         raise ValueError(f"more than {_SAME_HASH} keys of one dict or set have the same hash")
+
+
+#: Of the types that JSON has: whether a value surely is as it stands in a file.
+_AS_IT_IS: Final[dict[type, Callable[[Any], bool]]] = {
+    type(None): operator.not_,
+    bool: range(2).__contains__,
+    int: range(-(2**63), 2**64).__contains__,
+    float: math.isfinite,
+    str: str.isascii,
+}
+
+
+def _is_json(value: Any) -> bool:
+    check = _AS_IT_IS.get(type(value))
+    return check is not None and check(value)
 
 
 def _string(value: str, path: str) -> str:
@@ -232,13 +256,13 @@ class Decoder:
         if depth > 2 * DEPTH:
             raise ValueError("nested too deeply")
         if isinstance(data, list):
-            return [self._decode(item, depth + 1) for item in data]
+            return [item if _is_json(item) else self._decode(item, depth + 1) for item in data]
         if not isinstance(data, dict):
             if type(data) is float and not math.isfinite(data):
                 raise ValueError("a number beyond those of 64 bits")
             return data
         if TAG not in data:
-            return {key: self._decode(item, depth + 1) for key, item in data.items()}
+            return {key: item if _is_json(item) else self._decode(item, depth + 1) for key, item in data.items()}
         return self._tagged(data, depth)
 
     def _tagged(self, data: Json, depth: int) -> Any:
@@ -249,7 +273,7 @@ class Decoder:
             return self._array(data, scalar=tag == "numpy")
         if tag in _DECODERS:
             return _DECODERS[tag](data)
-        items = [self._decode(item, depth + 1) for item in items_in(data)]
+        items = self._decode(items_in(data), depth)
         if tag == "defaultdict":
             factory = None if data["factory"] is None else _FACTORIES[data["factory"]]
             return collections.defaultdict(factory, _pairs(items))

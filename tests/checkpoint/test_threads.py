@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import accel
-from accel.checkpoint import reader, record
+from accel.checkpoint import background, folder, reader, record, storage
 from accel.checkpoint.safetensors import CHUNK
 from accel.errors import CheckpointError
 from accel.process.control import lock
@@ -88,10 +89,47 @@ def test_threads_work_at_once_and_are_done_when_one_fails() -> None:
         done.append(number)
 
     with pytest.raises(ValueError, match="the second"):
-        reader.ReaderThreads().each(act, range(100))
+        reader.WorkerThreads().each(act, range(100))
     so_far = len(done)
     time.sleep(0.5)
     assert so_far == len(done) < 99
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_copy_has_what_was_there_wherever_it_lies(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks and batches that are smaller than tensors, by several threads at once, and of elements that are moved first."""
+    for name, value in {"_BLOCK": 4096, "PIECE": 1500}.items():
+        monkeypatch.setattr(background, name, value)
+    monkeypatch.setattr(background.background, "_blocks", [])
+    monkeypatch.setattr(reader, "share", lambda: threads)
+    made = {f"t{n}": torch.randn(n, 7).t() for n in range(40)} | {f"c{n}": torch.randn(n * 11) for n in range(40)}
+    state = made | {"bytes": torch.arange(255, dtype=torch.uint8), "one": torch.tensor(3.0, dtype=torch.float64)}
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    pending = accel.save(state, tmp_path, wait=False)
+    for tensor in state.values():
+        tensor.zero_()
+    assert pending is not None
+    pending.result(60)
+    accel.load(tmp_path, state)
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+    monkeypatch.setattr(background.background, "_blocks", [])
+
+
+def test_old_files_are_removed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"accel-0123456789ab-{rank:05d}.safetensors" for rank in range(4)]
+    for name in (*names, "mine.safetensors"):
+        (tmp_path / name).touch()
+    meet, remove = threading.Barrier(3, timeout=30), storage.Local.remove
+
+    def met(self: storage.Local, path: str) -> None:
+        meet.wait()  # passes only if three are here together
+        remove(self, path)
+
+    monkeypatch.setattr(storage.Local, "remove", met)
+    folder.sweep(str(tmp_path), os.listdir(tmp_path), names[:1])
+    assert sorted(os.listdir(tmp_path)) == [names[0], "mine.safetensors"]
 
 
 def save_and_load(directory: Path, value: float, number: int) -> list[str]:

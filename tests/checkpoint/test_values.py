@@ -8,6 +8,7 @@ import contextlib
 import enum
 import json
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,6 +111,37 @@ DTYPES = [
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.complex64, torch.complex128,
 ]  # fmt: skip
+
+
+def test_very_many_values_take_few_calls() -> None:
+    """Of Python, each way: one for a value that JSON has."""
+    value = {
+        "list": list(range(1000)),
+        "dict": {str(i): i / 3 for i in range(1000)},
+        "rows": [[i, "a"] for i in range(500)],
+    }
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        encoded = Encoder(None).encode(value, "state")
+        there, calls = calls, 0
+        found = Decoder("test", {}.__getitem__).decode(encoded)
+    finally:
+        sys.setprofile(None)
+    assert found == value
+    assert there < 7000
+    assert calls < 5500
+
+
+@pytest.mark.parametrize("value", [2**64, -(2**63) - 1, math.inf, -0.0, True, "\ud800", "\u00e9", None, 2**64 - 1])
+def test_values_at_the_edge_of_json_lie_in_any_container(value: Any) -> None:
+    for container in ([1, value], {"a": 1, "b": value}, {1: value}, (value,), {value: 1}, {value}):
+        assert repr(there_and_back(container)) == repr(container)
 
 
 def test_a_namespace_may_have_any_name() -> None:
