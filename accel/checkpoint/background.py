@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
-import functools
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ from typing import Any, Final, final
 import torch
 
 from ..errors import CheckpointError
-from ..process import Process, current, ended
+from ..process import Process, current, ended, reason_of
 from ..process.transfer import begun, finish, host_memory, is_remote
 from .shards import CopiedItem, WriteItem
 from .steps import explain
@@ -203,16 +202,10 @@ class Words:
 
     def __init__(self, process: Process, save: str, directory: str) -> None:
         self._rank, self._world = process.place.rank, process.place.world_size
-        self._shared: Any = process.store("save", save) if self._world > 1 else None
+        self._store: Any = process.store("save", save, aside=True) if self._world > 1 else None
         self._what = directory
         self._timeout = process.timeout.total_seconds()
         self._lost: set[int] = set()
-
-    @functools.cached_property
-    def _store(self) -> Any:
-        """By a connection of its own: one does one thing at a time, and on that of the start the thread that trains may wait for
-        another rank, as where a process group is made, while that rank waits for this save."""
-        return self._shared.clone()
 
     def tell(self, status: dict[str, Any], kind: str) -> None:
         with _reaching():
@@ -269,5 +262,5 @@ def _reaching() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise OSError(
-            errno.EHOSTUNREACH, f"the store by which the ranks met is not reached ({ended() or error})"
+            errno.EHOSTUNREACH, f"the store by which the ranks met is not reached ({reason_of(error)})"
         ) from error

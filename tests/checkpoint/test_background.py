@@ -376,6 +376,36 @@ def test_a_rank_that_dies_is_named_and_the_old_checkpoint_stays(tmp_path: Path) 
     assert accel.load(tmp_path / "c")["n"] == 1.0
 
 
+LOSES_THE_STORE = """
+import os, time, torch, accel
+from accel.checkpoint import shards
+from tests.distributed import wait_for
+accel.init(timeout=20)
+first, write = accel.broadcast(os.getpid(), objects=True), shards.write
+def late(*args):
+    if not accel.is_main():
+        wait_for(lambda: not os.path.exists(f"/proc/{{first}}"))
+    return write(*args)
+shards.write = late
+pending = accel.save({{"x": torch.ones(8)}}, {directory!r}, wait=False)
+if accel.is_main():
+    os._exit(1)
+wait_for(lambda: not os.path.exists(f"/proc/{{first}}"))
+begin = time.monotonic()
+print(pending.exception(), "after", time.monotonic() - begin)
+"""
+
+
+def test_a_rank_that_dies_with_the_store_is_not_waited_for(tmp_path: Path) -> None:
+    """By hand rank 0's process has the store: nobody connects to it any more."""
+    port = free_port()
+    script = LOSES_THE_STORE.format(directory=str(tmp_path / "c"))
+    _, second = scripts(script, by_hand(0, 2, port), by_hand(1, 2, port), check=False)
+    error, _, seconds = second.stdout.rpartition(" after ")
+    assert "rank 0 " in error, second.stderr
+    assert float(seconds) < 10
+
+
 def test_what_follows_a_save_may_use_the_library(tmp_path: Path) -> None:
     """A callback of the future runs in the thread of the save; and what has begun cannot be cancelled."""
     found = []
