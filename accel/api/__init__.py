@@ -81,6 +81,7 @@ def setup(
         CheckpointError: the weights of a deferred model do not fit it.
         OptimizerError, LoaderError, BackendError, PrecisionError, DeviceError: an argument that cannot work.
     """
+    process.refuse_fork()
     wanted = (backend, precision, devices)
     handles = known_handles(model, optimizers, dataloaders, wanted, loader_options, scale_lr)
     if handles is not None:

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import ctypes
 import errno
-import functools
 import json
 import logging
 import os
@@ -20,7 +19,7 @@ from typing import Any, Final, final
 import torch
 
 from ..errors import CheckpointError
-from ..process import Process, current, ended
+from ..process import Process, current, ended, reason_of
 from ..process.transfer import PIECE, begun, finish, host_memory, is_remote
 from .reader import WorkerThreads
 from .shards import CopiedItem, WriteItem
@@ -245,16 +244,10 @@ class Words:
 
     def __init__(self, process: Process, save: str, directory: str) -> None:
         self._rank, self._world = process.place.rank, process.place.world_size
-        self._shared: Any = process.store("save", save) if self._world > 1 else None
-        self._what = directory
+        self._store: Any = process.store("save", save, aside=True) if self._world > 1 else None
+        self._process, self._what = process, directory
         self._timeout = process.timeout.total_seconds()
         self._lost: set[int] = set()
-
-    @functools.cached_property
-    def _store(self) -> Any:
-        """By a connection of its own: one does one thing at a time, and on that of the start the thread that trains may wait for
-        another rank, as where a process group is made, while that rank waits for this save."""
-        return self._shared.clone()
 
     def tell(self, status: dict[str, Any], kind: str) -> None:
         with _reaching():
@@ -265,7 +258,7 @@ class Words:
         if not self._wait_for(rank, kind, self._timeout):
             self._lost.add(rank)
             what = f"its part of {self._what}"
-            if reason := ended():
+            if reason := self._end_of(rank):
                 raise CheckpointError(f"rank {rank} may have ended before {what} was done: {reason}")
             raise CheckpointError(f"rank {rank} did not finish {what} within {self._timeout:g} s")
         with _reaching():
@@ -278,17 +271,25 @@ class Words:
         with contextlib.suppress(OSError), _reaching():  # the end is known
             if self._rank:
                 self._store.set(f"seen/{self._rank}", "")
-            elif all(self._wait_for(rank, "seen", min(self._timeout, _LAST_WAIT)) for rank in others):
+                return
+            seen = [self._wait_for(rank, "seen", min(self._timeout, _LAST_WAIT)) for rank in others]
+            if all(seen):
                 for name in [
                     f"{kind}/{rank}" for kind in ("files", "record", "done", "seen") for rank in range(self._world)
                 ]:
                     self._store.delete_key(name)
 
+    def _end_of(self, rank: int) -> str:
+        """Why nothing more comes of a rank; the thread that trains may wait for this save, and notice nothing."""
+        detector = self._process.detector
+        how = "" if detector is None else detector.left.get(rank, "")
+        return ended() or (how and f"rank {rank} {how}")
+
     def _wait_for(self, rank: int, kind: str, timeout: float) -> bool:
         """Look again and again; False where it is of no use any more."""
         begin, pause, warning = time.monotonic(), 0.005, _WARNING
         while True:
-            lost = bool(ended())
+            lost = bool(self._end_of(rank))
             with _reaching():
                 if self._store.check([f"{kind}/{rank}"]):  # after that: what was told last is read
                     return True
@@ -311,5 +312,5 @@ def _reaching() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise OSError(
-            errno.EHOSTUNREACH, f"the store by which the ranks met is not reached ({ended() or error})"
+            errno.EHOSTUNREACH, f"the store by which the ranks met is not reached ({reason_of(error)})"
         ) from error

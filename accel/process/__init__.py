@@ -43,7 +43,7 @@ class _State:
     ended: str = ""
     #: They were ended because the ranks are in different places.
     mismatch: bool = False
-    #: This process was forked from one in which accel runs over several ranks.
+    #: This process was forked from one in which accel runs.
     forked: bool = False
     #: What has ended can be connected anew: nothing lets go of the groups.
     keeps: bool = False
@@ -62,7 +62,7 @@ _state = _State()
 def _after_fork() -> None:
     """A forked process has neither the thread that had the lock nor those of gloo, and its connections are its parent's."""
     _state.starting = threading.RLock()
-    _state.forked = _state.process is not None and _state.process.place.world_size > 1
+    _state.forked = _state.process is not None
     atexit.unregister(_at_exit)
 
 
@@ -89,6 +89,7 @@ def init(
         DeviceError: the devices do not exist, are too few, or others are in use already; on every rank.
         LaunchError: the process group cannot come up.
     """
+    refuse_fork()
     served = None if process_group is None else parse_backend(process_group)
     limit = None if timeout is None else _duration(timeout)
     if _state.process is None and not _state.ended:
@@ -129,12 +130,25 @@ def _detect_hangs(process: Process, control: dist.ProcessGroup) -> None:
 
 
 def refuse_fork() -> None:
-    """AccelError in a process forked from one that runs over several ranks: its connections are its parent's."""
-    if _state.forked:
+    """AccelError in a process forked from one that runs over several ranks: its connections are its parent's.
+
+    One that was forked from a process which runs alone goes on as that, or begins anew where it is a rank of its own.
+    """
+    process = _state.process
+    if not _state.forked or process is None:
+        return
+    if process.place.world_size > 1:
         raise AccelError(
             f"this process was forked from rank {rank()} (as a DataLoader's workers are), whose connections to other ranks it "
             "cannot use: call accel in the process that called accel.setup"
         )
+    if (place := place_now()).world_size > 1:
+        if process.dependents:
+            raise AccelError(
+                f"this process, rank {place.rank} of {place.world_size}, was forked from one in which accel.setup ran for that "
+                "process alone: call accel.teardown() there before the fork"
+            )
+        _state.process, _state.forked = None, False
 
 
 def current() -> Process:
@@ -299,8 +313,8 @@ def keeping_groups() -> Iterator[None]:
     before, _state.keeps = _state.keeps, True
     over, process = threading.Event(), _state.process
     if process is not None and process.control is not None:
-        store: Any = process.store("alive")
-        threading.Thread(target=_tell_alive, args=(store.clone(), process.place.rank, over), daemon=True).start()
+        store = process.store("alive", aside=True)
+        threading.Thread(target=_tell_alive, args=(store, process.place.rank, over), daemon=True).start()
     try:
         yield
     finally:
@@ -399,7 +413,10 @@ def _at_exit() -> None:
     error = getattr(sys, "last_value", None)
     if error is not None:
         reason = f"rank {rank()} ended with {type(error).__name__}"
-        missing = _who_is_missing(_state.process, error) if _state.process is not None and not _state.ended else ""
+        ours = (
+            isinstance(error, RuntimeError) and not _state.ended
+        )  # gloo's; connections of the program's own tell of no rank
+        missing = _who_is_missing(_state.process, error) if _state.process is not None and ours else ""
         if missing and not _state.ended:  # the hang detector may have heard a better reason in the meantime
             reason = f"{reason}: {missing}"
             logger.error(reason)
@@ -419,7 +436,10 @@ def _duration(timeout: float | timedelta) -> timedelta:
 
 
 def _here() -> Place:
-    return _state.process.place if _state.process is not None else place_now()
+    process = _state.process
+    if process is None or (_state.forked and process.place.world_size == 1):
+        return place_now()
+    return process.place
 
 
 def rank() -> int:

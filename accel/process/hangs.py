@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("accel")
 
 _TAG, _NO_TAG = 0xACCE1, 0x5EED  # of messages on the control group; nobody sends with the second one
-_COLLECTIVES: Final = os.path.join(os.path.dirname(torch.__file__), "distributed", "")
+_TORCH: Final = os.path.join(os.path.dirname(torch.__file__), "")
+_COLLECTIVES: Final = os.path.join(_TORCH, "distributed", "")
+#: Functions of torch's in which a reducer is, or a hook of one, which have no frame.
+_REDUCERS: Final = {"_engine_run_backward": "backward", "_pre_forward": "forward"}
 #: accel's own files, the packages beside torch, and Python's own.
 _LIBRARIES: Final = tuple(
     os.path.join(os.path.dirname(path), "")
@@ -94,8 +97,12 @@ def stack_of(thread: int) -> list[FrameType]:
 
 def _call(stack: Sequence[FrameType]) -> str:
     """The function of torch's whose innermost frame this is, where that may be a collective."""
-    if stack and stack[0].f_code.co_name == "_engine_run_backward":
-        return "backward"  # or a hook of a reducer, which has no frame
+    if (
+        stack
+        and (reducing := _REDUCERS.get(stack[0].f_code.co_name))
+        and stack[0].f_code.co_filename.startswith(_TORCH)
+    ):
+        return reducing
     inside = takewhile(lambda code: code.co_filename.startswith(_COLLECTIVES), (frame.f_code for frame in stack))
     names = [code.co_name for code in inside if code.co_filename.endswith("distributed_c10d.py")]
     return names[-1] if names else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -179,10 +180,18 @@ class Process:
         """Whether ranks may use one such device together."""
         return device.type == "cpu" or (self.explicit and self.backends.get(device.type) == "gloo")
 
-    def store(self, *names: str) -> distributed_c10d.Store:
-        """Keys of this start alone, in the store that all ranks share."""
+    def store(self, *names: str, aside: bool = False) -> distributed_c10d.Store:
+        """Keys of this start alone, in the store that all ranks share; ``aside`` for other threads than the one that trains."""
         path = "/".join(("accel", self.token, *names))
-        return distributed_c10d.PrefixStore(path, distributed_c10d._get_default_store())
+        return distributed_c10d.PrefixStore(path, self._aside if aside else distributed_c10d._get_default_store())
+
+    @functools.cached_property
+    def _aside(self) -> Any:
+        """By a connection of its own: one does one thing at a time, and on that of the start the thread that trains may wait for
+        another rank, which waits for the other thread. Made once, as all ranks are there: where the process that has the store
+        has ended, a new one would be tried for longer than the timeout."""
+        store: Any = distributed_c10d._get_default_store()
+        return store.clone()
 
 
 UNKNOWN = -1  # the local rank in a process group made outside accel, until the ranks have told their hosts

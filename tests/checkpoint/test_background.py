@@ -359,12 +359,11 @@ def test_a_failure_after_the_commit_removes_nothing_of_it(wait: bool, tmp_path: 
 
 
 def in_the_background(directory: Path, begun: Path) -> str:
-    accel.init(timeout=2)
     pending = accel.save(large(2.0), directory, wait=False)
     assert pending is not None
     if accel.is_main():
         begun.touch()
-    return str(pending.exception(30))
+    return str(pending.exception(30))  # this thread is in no collective, which the end of the other rank would break
 
 
 def test_a_rank_that_dies_is_named_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
@@ -374,6 +373,36 @@ def test_a_rank_that_dies_is_named_and_the_old_checkpoint_stays(tmp_path: Path) 
     first, _ = outcomes(2, in_the_background, tmp_path / "c", begun, breaks=True, fails=[end])
     assert "rank 1 " in first.value
     assert accel.load(tmp_path / "c")["n"] == 1.0
+
+
+LOSES_THE_STORE = """
+import os, time, torch, accel
+from accel.checkpoint import shards
+from tests.distributed import wait_for
+accel.init(timeout=20)
+first, write = accel.broadcast(os.getpid(), objects=True), shards.write
+def late(*args):
+    if not accel.is_main():
+        wait_for(lambda: not os.path.exists(f"/proc/{{first}}"))
+    return write(*args)
+shards.write = late
+pending = accel.save({{"x": torch.ones(8)}}, {directory!r}, wait=False)
+if accel.is_main():
+    os._exit(1)
+wait_for(lambda: not os.path.exists(f"/proc/{{first}}"))
+begin = time.monotonic()
+print(pending.exception(), "after", time.monotonic() - begin)
+"""
+
+
+def test_a_rank_that_dies_with_the_store_is_not_waited_for(tmp_path: Path) -> None:
+    """By hand rank 0's process has the store: nobody connects to it any more."""
+    port = free_port()
+    script = LOSES_THE_STORE.format(directory=str(tmp_path / "c"))
+    _, second = scripts(script, by_hand(0, 2, port), by_hand(1, 2, port), check=False)
+    error, _, seconds = second.stdout.rpartition(" after ")
+    assert "rank 0 " in error, second.stderr
+    assert float(seconds) < 10
 
 
 def test_what_follows_a_save_may_use_the_library(tmp_path: Path) -> None:

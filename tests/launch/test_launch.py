@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -433,6 +434,18 @@ def test_each_reader_of_a_memory_has_a_copy_of_its_own() -> None:
     with torch.no_grad():
         one.weight.fill_(5)
     assert torch.equal(other.weight, model.weight)
+
+
+def test_a_script_of_a_spawned_process_is_sent_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There ``multiprocessing`` has given the script, and what it defines, another name."""
+    script = types.ModuleType("__mp_main__")
+    exec("def add(x): return x + 1", vars(script))
+    monkeypatch.setitem(sys.modules, "__mp_main__", script)
+    memory = Memory()
+    memory.write(script.add, "it")
+    monkeypatch.delitem(sys.modules, "__mp_main__")
+    assert memory.read(mmap=True)(1) == 2
+    memory.close()
 
 
 def test_what_has_a_state_is_found_once() -> None:
