@@ -51,9 +51,13 @@ _REDUCER: Final[Names] = (
         "whether a reduction came to its end, and what it waits for",
     ),
     ("torch.distributed:Reducer.", "_reset_state", "gradients that have graphs themselves"),
-    ("torch.distributed:Reducer.", "_rebuild_buckets prepare_for_forward prepare_for_backward", "forwards"),
+    ("torch.distributed:Reducer.", "prepare_for_forward prepare_for_backward", "forwards"),
     ("torch.distributed:Logger.", "set_runtime_stats_and_log", "forwards"),
-    ("torch.nn.parallel:DistributedDataParallel.", "_active_ddp_module _use_python_reducer _join_config", "forwards"),
+    (
+        "torch.nn.parallel:DistributedDataParallel.",
+        "_active_ddp_module _has_rebuilt_buckets _use_python_reducer _join_config",
+        "forwards",
+    ),
     ("torch.nn.parallel:DistributedDataParallel.", "_get_ddp_logging_data", "the memory of its buckets"),
 )
 _STATE: Final = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState."

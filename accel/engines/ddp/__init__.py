@@ -96,7 +96,7 @@ class DDPGradients(Gradients):
 
     ddp: DistributedDataParallel | None = None
     hook_state: Any = None
-    #: Forwards tell the reducer themselves what its DistributedDataParallel would, which has run once.
+    #: Forwards tell the reducer themselves what its DistributedDataParallel would, which has made its buckets.
     direct = False
     #: Inside ``join``; in how many forwards this rank took part there.
     joining = False
@@ -414,8 +414,9 @@ class DDPEngine(Engine):
             if reduction.passed and sync and self.options.find_unused_parameters:
                 gradients.forget_uses()
             out = ddp(*args, **kwargs)
-            # After a join each forward of torch's goes on telling the other ranks that there is one.
-            gradients.direct = not (reduction.noted or ddp._use_python_reducer or ddp._join_config.enable)
+            # It makes its buckets once, in the second one; after a join each goes on telling the other ranks that there is one.
+            usual = not (reduction.noted or ddp._use_python_reducer or ddp._join_config.enable)
+            gradients.direct = usual and ddp._has_rebuilt_buckets
         reduction.forward(grad, armed)
         if grad:  # forwards without a graph may be one rank's alone: their changes wait for the next step
             buffers.stale = buffers.wanted
@@ -427,7 +428,6 @@ class DDPEngine(Engine):
         if armed:
             ddp.logger.set_runtime_stats_and_log()  # type: ignore[union-attr]
             reducer.prepare_for_forward()
-            reducer._rebuild_buckets()
         # By its buckets torch.compile cuts graphs, so that reductions begin early.
         kind: Any = DistributedDataParallel
         outer, kind._active_ddp_module = kind._active_ddp_module, ddp
