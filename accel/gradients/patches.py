@@ -516,8 +516,10 @@ _BY_WHOLE: Final = (
     torch.ops.aten.tril_.default,
     torch.ops.aten.triu_.default,
 )
-#: What a plain tensor among the arguments of an operation is, or is in.
-_WHOLES: Final = {torch.Tensor, torch.nn.Parameter, list, tuple}
+#: What is no tensor among the arguments of an operation, and has none.
+_NUMBERS: Final = {int, float, bool, type(None)}
+#: What has no gradients, wherever it is called.
+_COMPARISONS: Final = {torch.ops.aten.equal.default, torch.ops.aten.allclose.default}
 #: By which averages of weights are made, and whole values are compared and written.
 _MEETINGS: Final = (
     *_BY_WHOLE,
@@ -612,9 +614,11 @@ def meeting_patches(backend: Callable[[DTensor], str], whole: Callable[..., list
     """Divided tensors are whole where they meet plain ones, without a graph. As in ``divided_patches``."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
+    usual = {DTensor, *_NUMBERS}
+
     def meet(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         always = op in _BY_WHOLE
-        if not always and _WHOLES.isdisjoint(map(type, args)):  # the usual case
+        if not always and usual.issuperset(map(type, args)):
             return original(op, args, kwargs)
         tensors = [*_tensors((args, kwargs))]
         divided = {id(t): t for t in tensors if isinstance(t, DTensor)}
@@ -627,13 +631,12 @@ def meeting_patches(backend: Callable[[DTensor], str], whole: Callable[..., list
         if isinstance(args[0], list | tuple) and len(args[0]) > 1:
             return _one_by_one(op, args, kwargs)
         text = f"{op} of a divided tensor of {', '.join(map(str, shapes))} (backend {name!r})"
-        if (
-            torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        ) or torch._C._current_graph_task_id() != -1:
+        graph = torch.is_grad_enabled() and op not in _COMPARISONS and any(t.requires_grad for t in tensors)
+        if graph or torch._C._current_graph_task_id() != -1:
             raise BackendError(
                 f"{text} with one that this rank has whole (mixed torch.Tensor and DTensor), where gradients are computed: write "
-                "it into the model's forward or a method of the model, in which weights are whole; without gradients "
-                "(torch.no_grad(), p.detach()) every rank computes with all of it"
+                "it into the model's forward or a method of the model, in which its own weights are whole, and those of its "
+                "blocks p.full_tensor(); without gradients (torch.no_grad(), p.detach()) every rank computes with all of it"
             )
         written = _written(op, args, kwargs)
         into = [t for t in written if isinstance(t, DTensor)]

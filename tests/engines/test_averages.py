@@ -159,6 +159,12 @@ def written() -> list[str]:
         parameters_to_vector(model.parameters())
     with pytest.raises(accel.BackendError, match="where gradients are computed: write it into the model's forward"):
         _ = (model[0].weight * torch.ones(9, 4)).sum()
+    parts, wholes = list(model.parameters()), list(reference.parameters())
+    assert all(map(torch.equal, parts, wholes))
+    assert all(map(torch.allclose, wholes, parts))  # no gradients, though they are asked for here
+    model(torch.ones(2, 4))  # leaves weights whole, until the backward
+    with pytest.raises(accel.BackendError, match="where gradients are computed: write it into the model's forward"):
+        _ = model[0].weight - parts[0]
     assert distance(accel.teardown(model), reference) == 0
     return wrong
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from ...errors import BackendError, RankMismatchError
 from ...gradients.log import remove_hooks
 from ...gradients.patches import around, divided_patches, ignored, vector_patch
+from ...precision import here
 from ...process import Process
 from ...process.control import Waiting, agree, announce
 from ...shard import Box
@@ -34,6 +35,7 @@ from .plan import Mesh, cut
 
 _GRAD: Final = operator.attrgetter("grad")
 _VERSION: Final = operator.attrgetter("_version")
+_IS_ALIAS: Final[Callable[..., bool]] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
 def _owner(tensor: object) -> ShardedModule | None:
@@ -152,9 +154,10 @@ def watch(process: Process, group: Any, name: str, label: str) -> None:
     group.unshard, group.post_backward = gather, reduce
 
 
-def watch_forward(state: Any, group: Any, label: str) -> None:
+def watch_forward(state: Any, group: Any, label: str, given: dict[Any, Any]) -> None:
     """Refuse what a forward writes to one group's gathered parameters, which would be lost when they are freed, and let what it
-    returns outlive that: weights are copied, and the backward gathers them again from wherever it comes.
+    returns outlive that: weights are copied, and the backward gathers them again from wherever it comes. ``given`` is, by group,
+    what the forwards that run were given.
     """
     pre_forward, post_forward = group.pre_forward, group.post_forward
     wholes: list[Any] = [p._unsharded_param for p in group.fsdp_params]
@@ -163,20 +166,20 @@ def watch_forward(state: Any, group: Any, label: str) -> None:
     for whole in wholes:
         whole.aliases = aliases
 
-    given: list[Any] = []  # to the forward that runs
     reached: list[torch.Tensor] = []
 
     def enter(*args: Any) -> Any:
-        given[:] = entered = pre_forward(*args)
+        given[group] = entered = pre_forward(*args)
         versions[:] = map(_VERSION, wholes)
         aliases.clear()
         return entered
 
     def outlive(tensor: torch.Tensor) -> torch.Tensor:
         base = tensor if tensor._base is None else tensor._base
-        if any(base is whole for whole in wholes):
+        # What ``detach()`` and ``data`` give has no base, and is freed with the weight all the same.
+        if base.grad_fn is None and any(_IS_ALIAS(here(base), here(whole)) for whole in wholes):
             return tensor.clone()
-        if base is not tensor and not _among(base, given):  # where a write to the view would come in between
+        if base is not tensor and not _among(base, given.get(group)):  # where a write to the view would come in between
             reached.append(base)
         return tensor
 
@@ -195,7 +198,7 @@ def watch_forward(state: Any, group: Any, label: str) -> None:
             raise BackendError(f"{names} of {label} changed in a forward or method of the model, {_LOST}")
         output = exchange(outlive, output, outlive_inside)
         state._register_pre_backward_hook(reached)
-        given.clear()
+        given.pop(group, None)
         reached.clear()
         return post_forward(module, inputs, output)
 
@@ -251,6 +254,7 @@ class ShardedModule:
         self._options = options
         self._hooks: list[Any] = []
         self._inside: set[int] = set()
+        self._given: dict[Any, Any] = {}
         self.snapshot = Snapshot(module)
         self.context: Any = None
 
@@ -303,7 +307,7 @@ class ShardedModule:
             watch(self.process, group, names[id(group.modules[0])], label)
         for state in self.context.all_states:
             for group in state._fsdp_param_groups:
-                watch_forward(state, group, label)
+                watch_forward(state, group, label, self._given)
             _tell(state, self.context, before, after)
         for child in self.module.modules():
             own = id(child) not in self._inside and child is not self.module
@@ -357,6 +361,7 @@ class ShardedModule:
         """Forget a forward or backward that ended half-way."""
         if torch._C._current_graph_task_id() == -1:  # inside a backward it is activation checkpointing that ends early
             self.module.reset_iter_state()
+            self._given.clear()
 
     def set_data(self, tensor: Any, value: torch.Tensor) -> bool:
         """``p.data = values`` of a shard, which DTensor would keep in its outer shell, where nothing uses them.

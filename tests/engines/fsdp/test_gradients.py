@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -277,9 +279,10 @@ class Returning(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(6, 12), nn.Linear(6, 6)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Held]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Held, list[torch.Tensor]]:
         left, right = self.up(x).chunk(2, dim=1)
-        return self.down(left).view(-1, 6), Held(right.tanh(), self.up.weight)
+        kept = [self.down.weight.detach(), self.up.weight.data[1:]]
+        return self.down(left).view(-1, 6), Held(right.tanh(), self.up.weight), kept
 
 
 class Whole(nn.Module):
@@ -292,10 +295,10 @@ class Whole(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[Held, torch.Tensor]:
         penalty = torch.zeros(())
         for block in self.blocks:
-            y, held = block(x)
+            y, held, (kept, rest) = block(x)
             y += x  # in place, on a view that the block returned
             x = held.x * y
-            penalty = penalty + held.weight.square().sum()
+            penalty = penalty + held.weight.square().sum() * kept.mean().exp() * rest.mean().exp()
         return Held(self.head(x)[:, :2], self.head.weight.t()[:2]), penalty
 
     def heads(self) -> torch.Tensor:
@@ -332,6 +335,29 @@ def returned(reshard: bool) -> float:
 @pytest.mark.parametrize("reshard", [True, False])
 def test_what_a_forward_returns_may_be_objects_weights_and_views_that_are_written_to(reshard: bool) -> None:
     assert max(run(2, returned, reshard)) < 1e-5
+
+
+class Refusing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("this forward fails")
+
+
+def kept_input() -> bool:
+    model = accel.setup(Refusing(), backend="fsdp").model
+    x = torch.ones(1, 2)
+    reference = weakref.ref(x)
+    with contextlib.suppress(ValueError):
+        model(x)
+    del x
+    return reference() is not None
+
+
+def test_what_a_failed_forward_was_given_is_let_go() -> None:
+    assert run(2, kept_input) == [False, False]
 
 
 def converted() -> None:
