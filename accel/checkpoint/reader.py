@@ -51,7 +51,8 @@ class WorkerThreads:
         Raises what the first item, in their order, did that failed; what had not begun is not done.
         """
         threads = threads or share()
-        if threads == 1 or len(items) < 2:
+        # A program that is at its end, in a function of atexit's, gets no more threads.
+        if threads == 1 or len(items) < 2 or not threading.main_thread().is_alive():
             for item in items:
                 act(item)
             return

@@ -269,6 +269,23 @@ def test_one_rank_may_wait_for_it_while_another_waits_for_that_rank(tmp_path: Pa
     assert accel.latest(tmp_path) == str(tmp_path / "c")
 
 
+AT_THE_END = """
+import atexit, torch, accel
+def save(step):
+    parts = [torch.nn.Linear(2, 2).requires_grad_(trained) for trained in (True, False)]
+    accel.save({{"parts": parts, "step": step}}, {directory!r})
+save(1)
+atexit.register(save, 2)
+"""
+
+
+def test_a_program_saves_in_what_it_has_registered_with_atexit(tmp_path: Path) -> None:
+    """No thread begins any more then: the two files of the save before are removed without."""
+    scripts(AT_THE_END.format(directory=str(tmp_path / "c")), {})
+    assert accel.load(tmp_path / "c")["step"] == 2
+    assert len(list((tmp_path / "c").glob("*.safetensors"))) == 2
+
+
 def taken_away_too_early(directory: Path) -> None:
     """Rank 0 has written, and rank 1 has not, when the directory goes."""
     if accel.rank() == 1:
