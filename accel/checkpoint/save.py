@@ -82,6 +82,10 @@ def save(
         background.settle()
         directory = folder.named(dir)
         _check_values(directory, progress, *options)
+        if not wait and process.control is not None:
+            process.store(
+                "save", aside=True
+            )  # which connects, if it is the first time, before a rank goes on from here
         contents = contents_of(state, filter, process.place.world_size)
         contents.place(folder.absolute(dir), in_memory)
         return contents, (directory, options, contents.summary(process.place.rank))

@@ -393,20 +393,22 @@ def test_a_rank_that_dies_is_named_and_the_old_checkpoint_stays(tmp_path: Path) 
 
 
 LOSES_THE_STORE = """
-import os, time, torch, accel
-from accel.checkpoint import shards
+import os, sys, time, torch, accel
+from pathlib import Path
+from accel.checkpoint.background import Words
 from tests.distributed import wait_for
 accel.init(timeout=20)
-first, write = accel.broadcast(os.getpid(), objects=True), shards.write
+first, begun = accel.broadcast(os.getpid(), objects=True), Path({directory!r} + ".begun")
 def late(*args):
-    if not accel.is_main():
-        wait_for(lambda: not os.path.exists(f"/proc/{{first}}"))
-    return write(*args)
-shards.write = late
+    begun.touch()
+    wait_for(lambda: not os.path.exists(f"/proc/{{first}}"))
+    return Words(*args)
+if not accel.is_main():
+    sys.modules["accel.checkpoint.save"].Words = late
 pending = accel.save({{"x": torch.ones(8)}}, {directory!r}, wait=False)
 if accel.is_main():
+    wait_for(begun.exists)
     os._exit(1)
-wait_for(lambda: not os.path.exists(f"/proc/{{first}}"))
 begin = time.monotonic()
 print(pending.exception(), "after", time.monotonic() - begin)
 """
