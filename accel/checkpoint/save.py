@@ -18,7 +18,7 @@ import torch
 
 from ..errors import CheckpointError, is_url
 from ..gradients.totals import average_ranks_
-from ..process import current
+from ..process import Process, current
 from ..process.control import Waiting, locked
 from . import folder, record, shards
 from .background import Pace, Words, background
@@ -79,13 +79,7 @@ def save(
     process, options = current(), (wait, keep, placement, replicas, in_memory)
 
     def prepare() -> tuple[Contents, tuple[str, tuple[object, ...], Summary]]:
-        background.settle()
-        directory = folder.named(dir)
-        _check_values(directory, progress, *options)
-        if not wait and process.control is not None:
-            process.store(
-                "save", aside=True
-            )  # which connects, if it is the first time, before a rank goes on from here
+        directory = _ready(process, dir, progress, *options)
         contents = contents_of(state, filter, process.place.world_size)
         contents.place(folder.absolute(dir), in_memory)
         return contents, (directory, options, contents.summary(process.place.rank))
@@ -145,9 +139,19 @@ def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> Non
             )
 
 
-def _check_values(
-    directory: str, progress: bool, wait: bool, keep: int | None, placement: str, replicas: object, in_memory: bool
-) -> None:
+def _ready(
+    process: Process,
+    dir: str | os.PathLike[str],
+    progress: bool,
+    wait: bool,
+    keep: int | None,
+    placement: str,
+    replicas: object,
+    in_memory: bool,
+) -> str:
+    """The directory's name, where the options are right, and the background save before this one ended well."""
+    background.settle()
+    directory = folder.named(dir)
     check_flags(wait=wait, in_memory=in_memory, progress=progress)
     if keep is not None:
         folder.check_keep(directory, keep)
@@ -160,6 +164,9 @@ def _check_values(
         raise CheckpointError(
             f"replicas={replicas!r}: expected a number of hosts, with placement='host' or in_memory=True"
         )
+    if not wait and process.control is not None:
+        process.store("save", aside=True)  # connects, the first time, while all ranks are there
+    return directory
 
 
 def _finish(writer: Writer, disks: Disks | None, replicas: int, shown: bool) -> None:
