@@ -24,6 +24,7 @@ from torch.utils import checkpoint
 from ..errors import BackendError
 from ..precision import Accumulator, here
 from ..process.control import raise_lost
+from ..trees import map_tensors
 from .totals import scale_
 
 if TYPE_CHECKING:
@@ -641,7 +642,8 @@ def meeting_patches(backend: Callable[[DTensor], str], whole: Callable[..., list
         written = _written(op, args, kwargs)
         into = [t for t in written if isinstance(t, DTensor)]
         wholes = dict(zip(divided, whole(text, [*divided.values()], plain if into else ()), strict=True))
-        result = op(*_replaced(args, wholes), **_replaced(kwargs, wholes))
+        whole_args, whole_kwargs = map_tensors(lambda t: wholes.get(id(t), t), (args, {**kwargs}), others=True)
+        result = op(*whole_args, **whole_kwargs)
         for t in into:
             part: Any = distribute_tensor(wholes[id(t)], t.device_mesh, t.placements, src_data_rank=None)
             t._local_tensor.copy_(part._local_tensor)
@@ -679,14 +681,6 @@ def _written(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[
     writes = [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
     named = (kwargs.get(a.name) for a, does in zip(op._schema.arguments, writes, strict=True) if does)
     return [*_tensors([arg for arg, does in zip(args, writes, strict=False) if does]), *_tensors([*named])]
-
-
-def _replaced(tree: Any, others: Mapping[int, torch.Tensor]) -> Any:
-    if isinstance(tree, Mapping):
-        return {key: _replaced(value, others) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_replaced(value, others) for value in tree)
-    return others.get(id(tree), tree)
 
 
 def _along_divided(op: Any, args: tuple[Any, ...]) -> bool:

@@ -413,9 +413,8 @@ def _at_exit() -> None:
     error = getattr(sys, "last_value", None)
     if error is not None:
         reason = f"rank {rank()} ended with {type(error).__name__}"
-        ours = (
-            isinstance(error, RuntimeError) and not _state.ended
-        )  # gloo's; connections of the program's own tell of no rank
+        # One of gloo's is a RuntimeError; what connections of the program's own raise tells of no rank.
+        ours = isinstance(error, RuntimeError) and not _state.ended
         missing = _who_is_missing(_state.process, error) if _state.process is not None and ours else ""
         if missing and not _state.ended:  # the hang detector may have heard a better reason in the meantime
             reason = f"{reason}: {missing}"
