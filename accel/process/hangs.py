@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import accumulate, chain, islice, repeat, takewhile
+from itertools import accumulate, chain, repeat, takewhile, tee
 from operator import methodcaller
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, final
@@ -89,10 +90,16 @@ def stack_of(thread: int) -> list[FrameType]:
     """Where a thread is, innermost first.
 
     Nothing of Python's runs in between, so that the thread cannot go on: ``f_back`` of a frame that has been left has ended a
-    process.
+    process. Nor is garbage collected, which Python up to 3.11 may begin wherever it makes an object: a ``threading.local`` among
+    it waits for the lock of the threads that the interpreter itself holds here, for ever (python/cpython#106883).
     """
-    newest = islice(map(methodcaller("get", thread), iter(sys._current_frames, None)), 1)
-    return list(takewhile(bool, accumulate(chain(newest, repeat("f_back")), getattr)))
+    call = methodcaller("__call__")
+    enabled, again = tee(iter(gc.isenabled, None))
+    newest = map(methodcaller("get", thread), map(call, [sys._current_frames]))
+    frames = takewhile(bool, accumulate(chain(newest, repeat("f_back")), getattr))
+    restored = map(call, map((gc.disable, gc.enable).__getitem__, again))
+    _, _, stack, _ = next(zip(enabled, map(call, [gc.disable]), map(list, [frames]), restored, strict=False))
+    return stack
 
 
 def _call(stack: Sequence[FrameType]) -> str:

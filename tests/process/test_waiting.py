@@ -398,6 +398,33 @@ def test_slow_ranks_are_waited_for_and_named(backend: str, tmp_path: Path) -> No
     assert slow.value == (0, [])
 
 
+GARBAGE = """
+import gc, threading
+from accel.process.hangs import stack_of
+
+class Garbage:
+    def __init__(self):
+        self.local, self.itself = threading.local(), self
+
+gc.collect()
+gc.freeze()
+for objects in range(100):
+    Garbage()
+    gc.set_threshold(gc.get_count()[0] + objects)
+    stack = stack_of(threading.get_ident())
+    gc.set_threshold(700)
+    assert gc.isenabled() and stack[1].f_code.co_name == "<module>", stack
+    gc.collect()
+gc.disable()
+assert stack_of(threading.get_ident()) and not gc.isenabled()
+"""
+
+
+def test_no_garbage_is_collected_where_a_thread_is_looked_at() -> None:
+    """Whichever object would begin it: Python 3.11 waits for itself where a ``threading.local`` is among the garbage."""
+    scripts(GARBAGE, {}, timeout=60)
+
+
 # -- judging, without processes ---------------------------------------------------------------------------------------
 
 
