@@ -77,12 +77,28 @@ def exchange(give: Callable[[Tensor], Tensor], tree: Any, give_inside: Callable[
     def visit(_: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return give(leaf)
-        if hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
-            own = vars(leaf)
-            own.update({name: (give_inside or give)(v) for name, v in own.items() if isinstance(v, Tensor)})
+        own = _attributes(leaf)
+        own.update({name: (give_inside or give)(v) for name, v in own.items() if isinstance(v, Tensor)})
         return leaf
 
     return walk(visit, tree, "")
+
+
+def _attributes(leaf: Any) -> dict[str, Any]:
+    return vars(leaf) if hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module) else {}
+
+
+def tensors_in(tree: Any, path: str = "", *, objects: bool = False) -> list[tuple[str, Tensor]]:
+    """The tensors in nested containers, in order, each with its path; with ``objects`` also those that other objects have."""
+    found: list[tuple[str, Tensor]] = []
+
+    def visit(path: str, leaf: Any) -> Any:
+        some = [leaf] if isinstance(leaf, Tensor) else _attributes(leaf).values() if objects else ()
+        found.extend((path, value) for value in some if isinstance(value, Tensor))
+        return leaf
+
+    walk(visit, tree, path)
+    return found
 
 
 def walk(

@@ -14,6 +14,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from traceback import walk_stack
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, final
 
@@ -24,7 +25,7 @@ from torch.utils import checkpoint
 from ..errors import BackendError
 from ..precision import Accumulator, here
 from ..process.control import raise_lost
-from ..trees import map_tensors
+from ..trees import map_tensors, tensors_in
 from .totals import scale_
 
 if TYPE_CHECKING:
@@ -621,7 +622,7 @@ def meeting_patches(backend: Callable[[DTensor], str], whole: Callable[..., list
         always = op in _BY_WHOLE
         if not always and usual.issuperset(map(type, args)):
             return original(op, args, kwargs)
-        tensors = [*_tensors((args, kwargs))]
+        tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
         divided = {id(t): t for t in tensors if isinstance(t, DTensor)}
         shapes = {tuple(t.shape) for t in divided.values()}
         others = [t for t in tensors if id(t) not in divided]
@@ -662,25 +663,15 @@ def _one_by_one(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
 
 def _calls(module: str) -> bool:
     """Whether a function of this module is among those that run here."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != module:
-        frame = frame.f_back
-    return frame is not None
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, Mapping | list | tuple):
-        for value in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from _tensors(value)
+    return any(frame.f_globals.get("__name__") == module for frame, _ in walk_stack(sys._getframe(1)))
 
 
 def _written(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that an operation writes to."""
     writes = [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
-    named = (kwargs.get(a.name) for a, does in zip(op._schema.arguments, writes, strict=True) if does)
-    return [*_tensors([arg for arg, does in zip(args, writes, strict=False) if does]), *_tensors([*named])]
+    given = [arg for arg, does in zip(args, writes, strict=False) if does]
+    named = [kwargs.get(a.name) for a, does in zip(op._schema.arguments, writes, strict=True) if does]
+    return [tensor for _, tensor in tensors_in([given, named])]
 
 
 def _along_divided(op: Any, args: tuple[Any, ...]) -> bool:

@@ -29,7 +29,7 @@ from ...process import current
 from ...process.collectives import ORDER, ORDERS
 from ...process.control import agree, agree_later
 from ...process.transfer import to_host
-from ...trees import walk
+from ...trees import tensors_in
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -303,13 +303,10 @@ class FirstInputs:
         if trains and len(self.digests) < _NOTED:
             kinds = ("cpu", engine.process.device.type)
             with contextlib.suppress(Exception), torch.no_grad():  # what has no bits to read, as inside of torch.func
-                walk(lambda _, leaf: self._note(leaf, kinds), (args, kwargs), "inputs")
+                for _, t in tensors_in((args, kwargs)):
+                    if type(t) is torch.Tensor and t.layout is torch.strided and t.device.type in kinds:
+                        self.digests.append(digest(t))
         return type(engine).run(engine, function, args, kwargs)
-
-    def _note(self, leaf: Any, kinds: Sequence[str]) -> Any:
-        if type(leaf) is torch.Tensor and leaf.layout is torch.strided and leaf.device.type in kinds:
-            self.digests.append(digest(leaf))
-        return leaf
 
     def close(self) -> None:
         if (engine := self._engine()) is not None:

@@ -15,7 +15,7 @@ from ...process import Process, end_groups
 from ...process.control import Waiting, agree
 from ...process.rng import torch_states
 from ...process.transfer import Prints, refuse_other_values
-from ...trees import walk
+from ...trees import tensors_in
 
 R = TypeVar("R")
 
@@ -49,8 +49,7 @@ class SameInputs:
         number = self._numbers[method] = self._numbers.get(method, 0) + 1
         if number > _EACH and number & (number - 1):
             return run()
-        tensors: list[torch.Tensor] = []
-        walk(lambda _, leaf: tensors.append(here(leaf)) if isinstance(leaf, torch.Tensor) else None, (args, kwargs), "")
+        tensors = [here(tensor) for _, tensor in tensors_in((args, kwargs))]
         seen, before = Prints(tensors), _random()
         out = run()
         after, what = _random(), f"{f'the method {method}' if method else 'a forward'} of {self._label}"

@@ -27,7 +27,7 @@ from ...process import Process
 from ...process.control import Waiting, agree
 from ...process.rng import put_torch_states, torch_states
 from ...process.startup import mesh_of
-from ...trees import walk
+from ...trees import tensors_in, walk
 from .inputs import SameInputs
 
 if TYPE_CHECKING:
@@ -66,9 +66,7 @@ def _part_of(leaf: Any) -> Part | None:
 
 
 def _tensors(tree: Any) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    walk(lambda path, leaf: found.update({path: leaf}) if isinstance(leaf, Tensor) else None, tree, "output")
-    return found
+    return dict(tensors_in(tree, "output"))
 
 
 def _tokens(batch: Any) -> Tensor | None:

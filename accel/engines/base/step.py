@@ -9,7 +9,8 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType, FunctionType
+from traceback import walk_stack
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
@@ -341,13 +342,8 @@ def _routed(reference: weakref.ref[Engine], step: Stepper, method: Any, gradient
 
 def _in_step(optimizer: Optimizer) -> bool:
     """Whether the optimizer's own ``step`` calls, around which torch has put one function for all."""
-    code = type(optimizer).step.__code__
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code is code and frame.f_locals.get("self") is optimizer:
-            return True
-        frame = frame.f_back
-    return False
+    code, stack = type(optimizer).step.__code__, walk_stack(sys._getframe(2))
+    return any(frame.f_code is code and frame.f_locals.get("self") is optimizer for frame, _ in stack)
 
 
 @contextlib.contextmanager

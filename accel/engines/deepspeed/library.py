@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from ...errors import BackendError
+from ...gradients.log import remove_hooks
 from ...gradients.patches import Patch, around, ignored, replaced
 from ...process import running
 from ...process.startup import unseen_group
@@ -268,8 +269,6 @@ def initialise(
         _ranges().need(engine)
     zero, forward = engine.optimizer, [engine.module_forward_pre_hook, engine.module_forward_post_hook]
     for hooks in (forward, zero._grad_acc_hooks, getattr(zero, "_leaf_module_hooks", [])):
-        for hook in hooks:
-            hook.remove()
-        hooks.clear()
+        remove_hooks(hooks)
     library("deepspeed.utils.debug").debug_clear_module_and_param_names()
     return engine

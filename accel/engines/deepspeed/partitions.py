@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import BackendError
-from ...gradients.log import at_end_of_backward
+from ...gradients.log import at_end_of_backward, remove_hooks
 from ...gradients.totals import held_by_any, held_here
 from ...process.control import Waiting, announce
 from ..base.absent import plainly
@@ -313,9 +313,7 @@ class Partitions(ABC):
     @torch.no_grad()
     def end(self, full: Sequence[torch.Tensor]) -> None:
         """Give the module its own parameters back, with these values."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        remove_hooks(self._hooks)
         end(self.library)
         self.snapshot.restore()
         for parameter, values in zip(self.parameters, full, strict=True):

@@ -27,7 +27,7 @@ from ...precision import here
 from ...process import Process
 from ...process.control import Waiting, agree, announce
 from ...shard import Box
-from ...trees import exchange
+from ...trees import exchange, tensors_in
 from ..base.absent import refuse_other_tensor
 from ..base.drift import digest_now
 from ..base.raw_objects import Snapshot
@@ -207,9 +207,7 @@ def watch_forward(state: Any, group: Any, label: str, given: dict[Any, Any]) -> 
 
 def _among(base: torch.Tensor, values: Any) -> bool:
     """Whether it is one of the tensors in nested values, or one of them is a view of it."""
-    found: list[torch.Tensor] = []
-    exchange(lambda tensor: found.append(tensor) or tensor, values)  # type: ignore[func-returns-value]
-    return any(base is tensor or base is tensor._base for tensor in found)
+    return any(base is tensor or base is tensor._base for _, tensor in tensors_in(values, objects=True))
 
 
 def has_gradient(param: Any) -> bool:
