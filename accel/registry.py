@@ -338,7 +338,7 @@ class Registry:
         The parameters tell whose gradients: an engine that nobody holds any more may live on one rank only.
         """
         norms = []
-        for engine in [e for e in self.in_order() if type(e.gradients).norm is not Gradients.norm]:
+        for engine in [e for e in self.in_order() if type(e.gradients).parts is not Gradients.parts]:
             if (own := _of(engine, parameters)) and (norm := engine.gradients.norm(own, norm_type)) is not None:
                 if len(own) == len(parameters):
                     return norm
@@ -374,7 +374,7 @@ class Registry:
     def having(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The parameters whose gradients these are, where engines measure all of them; else none."""
         engines = [
-            e for e in self.in_order() if type(e.gradients).norm is not Gradients.norm and not e.gradients.hidden()
+            e for e in self.in_order() if type(e.gradients).parts is not Gradients.parts and not e.gradients.hidden()
         ]
         own = {id(p.grad): p for e in engines for p in e.parameters if p.grad is not None}
         found = [own[id(g)] for g in gradients if id(g) in own]

@@ -109,11 +109,16 @@ def _after_accumulation(parameter: nn.Parameter, hook: Callable[[torch.Tensor], 
     """Let ``hook`` hear of each gradient of a parameter, which may be frozen now; none where it can have none."""
     if not parameter.is_floating_point() and not parameter.is_complex():
         return []
+    return [even_frozen(parameter, parameter.register_post_accumulate_grad_hook, hook)]
+
+
+def even_frozen(parameter: nn.Parameter, register: Callable[..., RemovableHandle], hook: Any) -> RemovableHandle:
+    """Register a hook, for which torch wants ``requires_grad``; it then also serves a later unfreeze."""
     trainable = parameter.requires_grad
-    # torch wants requires_grad to register the hook, which then also serves a later unfreeze.
-    handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(True)
+    handle = register(hook)
     parameter.requires_grad_(trainable)
-    return [handle]
+    return handle
 
 
 def _noting(entries: list[int | None], index: int, dtype: torch.dtype) -> Callable[[torch.Tensor], None]:

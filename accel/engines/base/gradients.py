@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from ...errors import BackendError, OptimizerError, PrecisionError
 from ...gradients.log import BackwardEnd, GradientLog
 from ...gradients.patches import BackwardListener
+from ...gradients.totals import clip_, norm_over_ranks
 from ...precision import Accumulator, all_finite, here
 from ...process import Process
-from ...process.control import agree, announce
+from ...process.control import Waiting, agree, announce
 from ...process.packing import broadcast_, writable
 from ...shard import parameters_of
 
@@ -146,14 +147,43 @@ class Gradients:
         """Begin or end ``no_sync``: whether backward passes of the forwards from now on skip the reduction. Local."""
         self.accumulating = accumulating
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether final gradients lie in parts on the ranks, of which ``parts`` tells. Local."""
+        return False
+
+    def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What lies here of the final gradients of these: what this rank counts in a norm, and what another one does. Local."""
+        raise NotImplementedError
+
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the global norm of the model's gradients; returns the norm before, 0-dim. Collective."""
-        self.settle()
-        return nn.utils.clip_grad_norm_(self.engine.parameters, max_norm, norm_type)
+        with self._final("accel.clip_grad_norm_"):
+            return self.clip_final(max_norm, norm_type)
+
+    @final
+    def clip_final(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """``clip`` of gradients that are final."""
+        if not self.in_parts:
+            return nn.utils.clip_grad_norm_(self.engine.parameters, max_norm, norm_type)
+        mine, copies = self.parts(self.engine.parameters)
+        return clip_(mine, max_norm, norm_type, self.process, copies)
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
         """The norm of the gradients of these, of which torch clips all; None where torch's own will do. Collective."""
-        return None
+        if not self.in_parts:
+            return None
+        with self._final("torch.nn.utils.clip_grad_norm_"):
+            return norm_over_ranks(self.parts(parameters)[0], norm_type, self.process)
+
+    @contextlib.contextmanager
+    def _final(self, what: str) -> Iterator[None]:
+        """Inside, gradients are final; where they lie in parts, ``what`` is a collective."""
+        if self.in_parts:
+            self.announce(what)
+        self.settle()
+        with Waiting(self.process, what) if self.in_parts else contextlib.nullcontext():
+            yield
 
     def owns(self, gradient: torch.Tensor) -> bool:
         """Whether it is final, and on no other rank. Local."""

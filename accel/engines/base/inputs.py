@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Callable, Hashable
 from typing import Any, Final, TypeVar, final
 
-import torch
 import torch.distributed as dist
 
 from ...errors import RankMismatchError

@@ -14,10 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import BackendError, OptimizerError, PrecisionError
-from ...gradients.totals import clip_, norm_over_ranks
 from ...precision import Accumulator
 from ...process import Process
-from ...process.control import Waiting
 from ...process.environments import available
 from .._averaging import AveragedGradients
 from ..base.absent import plainly
@@ -227,29 +225,14 @@ class ZeROGradients(AveragedGradients):
                 "(requires_grad_(False)), compute without gradients (torch.no_grad()), or use stage 2"
             )
 
-    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        if self.engine.zero is not None:
-            self.announce("accel.clip_grad_norm_")
-        self.settle()
-        with Waiting(self.process, "accel.clip_grad_norm_"):
-            return self._clip(max_norm, norm_type)
+    @property
+    def in_parts(self) -> bool:
+        return self.engine.zero is not None
 
-    def _clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+    def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         zero = self.engine.zero
-        if zero is None:
-            return nn.utils.clip_grad_norm_(self.engine.parameters, max_norm, norm_type)
-        mine, common = zero.gradients(range(len(self.engine.parameters)))
-        return clip_(mine, max_norm, norm_type, self.process, common)
-
-    def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-        zero, what = self.engine.zero, "torch.nn.utils.clip_grad_norm_"
-        if zero is None:
-            return None
-        self.announce(what)
-        self.settle()
-        with Waiting(self.process, what):
-            mine, _ = zero.gradients({zero.numbers[id(p)] for p in parameters})
-            return norm_over_ranks(mine, norm_type, self.process)
+        assert zero is not None  # `in_parts`
+        return zero.gradients({zero.numbers[id(p)] for p in parameters})
 
     def behind(self, parameters: Sequence[torch.Tensor]) -> Sequence[Accumulator]:
         if (zero := self.engine.zero) is None:
@@ -305,7 +288,7 @@ class ZeROGradients(AveragedGradients):
                     "gradient_clipping of a DeepSpeed configuration, and a GradScaler's gradients are scaled still: call "
                     "scaler.unscale_(optimizer) before scaler.step(optimizer)"
                 )
-            self._clip(max_norm, 2.0)
+            self.clip_final(max_norm, 2.0)
         zero = self.engine.zero
         if zero is None:
             return

@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 
 from ...errors import AccelError, BackendError, OptimizerError, PrecisionError
 from ...gradients.patches import muon_patch
-from ...gradients.totals import clip_, norm_over_ranks
 from ...precision import Accumulator, here
 from ...process import Process, reason_of
-from ...process.control import Waiting, agree
+from ...process.control import agree
 from ...process.rng import put_torch_states, torch_states
 from ...shard import Shard, StateEntry, parameters_of
 from ..base.activations import Choice
@@ -299,23 +298,17 @@ class FSDPGradients(Gradients):
         if self.log.entries:
             self.log.fold(stepping=optimizer)
 
-    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        self.announce("accel.clip_grad_norm_")
-        self.settle()
-        with Waiting(self.process, "accel.clip_grad_norm_"):
-            mine, copies = self.engine.parts.gradients(self.engine.parameters)
-            return clip_(mine, max_norm, norm_type, self.process, copies)
+    @property
+    def in_parts(self) -> bool:
+        return True
+
+    def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return self.engine.parts.gradients(parameters)
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
         """As a DTensor, as torch gives it; all ranks have all of it."""
-        parts, what = self.engine.parts, "torch.nn.utils.clip_grad_norm_"
-        if not norm_type > 0:
-            return None
-        self.announce(what)
-        self.settle()
-        with Waiting(self.process, what):
-            mine, _ = parts.gradients(parameters)
-            return parts.whole(norm_over_ranks(mine, norm_type, self.process))
+        norm = super().norm(parameters, norm_type) if norm_type > 0 else None
+        return None if norm is None else self.engine.parts.whole(norm)
 
     def settle_clipped(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Also where those that torch has seen stood for what is in other tensors now."""

@@ -19,7 +19,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import BackendError, RankMismatchError
-from ...gradients.log import remove_hooks
+from ...gradients.log import even_frozen, remove_hooks
 from ...gradients.totals import clip_
 from ...handles import HiddenAttribute
 from ...process.control import agree
@@ -100,11 +100,7 @@ def spread_before_accumulation(parameter: nn.Parameter, world: int) -> Removable
         if held is not None and held.grad is not None and (noted := HiddenAttribute.get(held.grad)) is not None:
             spread(held.grad, world) if noted == OWNED else HiddenAttribute.clear(held.grad)
 
-    trainable = parameter.requires_grad
-    # torch wants requires_grad to register the hook, which then also serves a later unfreeze.
-    handle: RemovableHandle = parameter.requires_grad_(True).register_hook(before)
-    parameter.requires_grad_(trainable)
-    return handle
+    return even_frozen(parameter, parameter.register_hook, before)
 
 
 # -- optimizer state --------------------------------------------------------------------------------------------------
