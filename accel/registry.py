@@ -92,8 +92,7 @@ class Registry:
             ]
         if engine.gradients.watched:
             self._watched = self._watched or [register_optimizer_step_pre_hook(self._before_any_step)]
-        engine.drift.watch()
-        engine.drift.watch_inputs()
+        engine.drift.watch(engine)
         self._needed[engine] = self._patches(engine)
         for patch in self._needed[engine]:
             patch.need(engine)

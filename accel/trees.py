@@ -88,7 +88,7 @@ def _attributes(leaf: Any) -> dict[str, Any]:
     return vars(leaf) if hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module) else {}
 
 
-def tensors_in(tree: Any, path: str = "", *, objects: bool = False) -> list[tuple[str, Tensor]]:
+def all_tensors(tree: Any, path: str = "", *, objects: bool = False) -> list[tuple[str, Tensor]]:
     """The tensors in nested containers, in order, each with its path; with ``objects`` also those that other objects have."""
     found: list[tuple[str, Tensor]] = []
 

@@ -61,15 +61,14 @@ def begin(directory: str, resources: contextlib.ExitStack, saves: Container[str]
 
     ``saves`` are not dead: other hosts have records of them.
     """
-    storage_of(directory).make(directory)
+    storage = storage_of(directory)
+    storage.make(directory)
     present(directory)  # raises before anything is written into another program's directory
-    claim = storage_of(directory).claim(directory)
+    claim = storage.claim(directory)
     resources.callback(claim.release)
     old = present(directory)
     if claim.exclusive:
-        sweep(
-            directory, storage_of(directory).names(directory), {file.name for file in old.files} if old else (), saves
-        )
+        sweep(directory, storage.names(directory), [file.name for file in old.files] if old else (), saves)
     return claim
 
 

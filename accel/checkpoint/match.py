@@ -31,9 +31,8 @@ class Differences:
 
     missing: list[str] = field(default_factory=list)  # in the checkpoint
     unfit: list[str] = field(default_factory=list)  # with both sides
-    untouched: set[str] = field(
-        default_factory=set
-    )  # extra state that the checkpoint has of modules, and they have not here
+    #: Extra state that the checkpoint has of modules, and they have not here.
+    untouched: set[str] = field(default_factory=set)
 
 
 @final

@@ -86,9 +86,8 @@ class _Piece:
 
     offset: int  # of the first of them in the file
     nbytes: int
-    view: (
-        memoryview | None
-    )  # where they belong; None where ``tensor`` is no plain memory of ``dtype``, until there is room
+    #: Where they belong; None where ``tensor`` is no plain memory of ``dtype``, until there is room.
+    view: memoryview | None
     tensor: torch.Tensor  # what they are elements of
     first: int  # the first of these elements
     dtype: torch.dtype  # in the file

@@ -322,11 +322,7 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
 
 @locked
 def gather_for_metrics(
-    data: T,
-    loader: LoaderHandle | DataLoader[Any] | None = None,
-    *,
-    pad: float | None = None,
-    objects: bool = False,
+    data: T, loader: LoaderHandle | DataLoader[Any] | None = None, *, pad: float | None = None, objects: bool = False
 ) -> T:
     """``data`` of all ranks, in the order of the dataset and without the padding of the last batch. Collective.
 

@@ -49,11 +49,8 @@ class Replicas(nn.DataParallel[nn.Module]):
 
 def _as_here(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
     """The function, which computes under this thread's autocast for devices of a kind in whichever thread it is called."""
-    enabled, dtype, cached = (
-        torch.is_autocast_enabled(kind),
-        torch.get_autocast_dtype(kind),
-        torch.is_autocast_cache_enabled(),
-    )
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    cached = torch.is_autocast_cache_enabled()
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(kind, dtype, enabled, cached):

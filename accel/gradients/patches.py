@@ -25,7 +25,7 @@ from torch.utils import checkpoint
 from ..errors import BackendError
 from ..precision import Accumulator, here
 from ..process.control import raise_lost
-from ..trees import map_tensors, tensors_in
+from ..trees import all_tensors, map_tensors
 from .totals import scale_
 
 if TYPE_CHECKING:
@@ -404,9 +404,9 @@ class _Clip:
         whose = self._listener.having(gradients)
         if whose or not gradients:  # torch cannot add up over two meshes, and gives 0 of nothing by itself
             self._listener.before_clipping(gradients)
-        return (
-            self._total(whose, original, gradients, *args, **kwargs) if whose else original(gradients, *args, **kwargs)
-        )
+        if not whose:
+            return original(gradients, *args, **kwargs)
+        return self._total(whose, original, gradients, *args, **kwargs)
 
     def _holders(self, parameters: Any) -> list[Accumulator]:
         given = _as_list(parameters)
@@ -439,8 +439,7 @@ _DATA: Final[Any] = torch.Tensor.data
 
 
 def data_patch(
-    listener: Callable[[torch.Tensor, torch.Tensor | None], None],
-    take: Callable[[torch.Tensor, torch.Tensor], bool],
+    listener: Callable[[torch.Tensor, torch.Tensor | None], None], take: Callable[[torch.Tensor, torch.Tensor], bool]
 ) -> Patch:
     """The attribute in its place.
 
@@ -487,54 +486,45 @@ _CUTS: Final[Mapping[Any, Mapping[int, int]]] = {
     torch.ops.aten.split_with_sizes.default: {2: 0},
     torch.ops.aten.diagonal.default: {2: 0, 3: 1},
 }
+
+
+def _operators(names: Mapping[str, str]) -> tuple[Any, ...]:
+    """Of aten, by their overloads."""
+    return tuple(
+        getattr(getattr(torch.ops.aten, n), overload) for overload, some in names.items() for n in some.split()
+    )
+
+
 _OF_CHANCES: Final = torch.ops.aten.bernoulli.default
 #: The first values of torch's own, which every rank makes.
 _INIT: Final = torch.nn.init.__name__
 #: What fills a tensor, or makes one like it, with random numbers.
-_RANDOM: Final = (
-    torch.ops.aten.normal_.default,
-    torch.ops.aten.uniform_.default,
-    torch.ops.aten.bernoulli_.float,
-    torch.ops.aten.exponential_.default,
-    torch.ops.aten.geometric_.default,
-    torch.ops.aten.log_normal_.default,
-    torch.ops.aten.cauchy_.default,
-    torch.ops.aten.random_.default,
-    torch.ops.aten.random_.to,
-    getattr(torch.ops.aten.random_, "from"),
-    torch.ops.aten.rand_like.default,
-    torch.ops.aten.randn_like.default,
-    torch.ops.aten.randint_like.default,
-    torch.ops.aten.randint_like.low_dtype,
-    _OF_CHANCES,
+_RANDOM: Final = _operators(
+    {
+        "default": "normal_ uniform_ exponential_ geometric_ log_normal_ cauchy_ random_ rand_like randn_like randint_like "
+        "bernoulli",
+        "float": "bernoulli_",
+        "to": "random_",
+        "from": "random_",
+        "low_dtype": "randint_like",
+    }
 )
 #: What DTensor cannot do, or (``eye``) does wrong, with a part.
-_BY_WHOLE: Final = (
-    torch.ops.aten.eye.m_out,
-    torch.ops.aten.index_put_.default,
-    torch.ops.aten.index_fill_.int_Scalar,
-    torch.ops.aten.index_add_.default,
-    torch.ops.aten.renorm_.default,
-    torch.ops.aten.tril_.default,
-    torch.ops.aten.triu_.default,
+_BY_WHOLE: Final = _operators(
+    {"m_out": "eye", "int_Scalar": "index_fill_", "default": "index_put_ index_add_ renorm_ tril_ triu_"}
 )
 #: What is no tensor among the arguments of an operation, and has none.
 _NUMBERS: Final = {int, float, bool, type(None)}
 #: What has no gradients, wherever it is called.
 _COMPARISONS: Final = {torch.ops.aten.equal.default, torch.ops.aten.allclose.default}
 #: By which averages of weights are made, and whole values are compared and written.
-_MEETINGS: Final = (
-    *_BY_WHOLE,
-    *(
-        getattr(getattr(torch.ops.aten, name), overload)
-        for overload, names in {
-            "default": "copy_ _foreach_copy_ equal allclose",
-            "Tensor": "add add_ sub sub_ mul mul_ div div_ lerp_",
-            "List": "_foreach_add _foreach_add_ _foreach_sub _foreach_sub_",
-            "Scalar": "lerp lerp_ _foreach_lerp_ masked_fill_",
-        }.items()
-        for name in names.split()
-    ),
+_MEETINGS: Final = _BY_WHOLE + _operators(
+    {
+        "default": "copy_ _foreach_copy_ equal allclose",
+        "Tensor": "add add_ sub sub_ mul mul_ div div_ lerp_",
+        "List": "_foreach_add _foreach_add_ _foreach_sub _foreach_sub_",
+        "Scalar": "lerp lerp_ _foreach_lerp_ masked_fill_",
+    }
 )
 
 
@@ -622,7 +612,7 @@ def meeting_patches(backend: Callable[[DTensor], str], whole: Callable[..., list
         always = op in _BY_WHOLE
         if not always and usual.issuperset(map(type, args)):
             return original(op, args, kwargs)
-        tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
+        tensors = [tensor for _, tensor in all_tensors((args, kwargs))]
         divided = {id(t): t for t in tensors if isinstance(t, DTensor)}
         shapes = {tuple(t.shape) for t in divided.values()}
         others = [t for t in tensors if id(t) not in divided]
@@ -671,7 +661,7 @@ def _written(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[
     writes = [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
     given = [arg for arg, does in zip(args, writes, strict=False) if does]
     named = [kwargs.get(a.name) for a, does in zip(op._schema.arguments, writes, strict=True) if does]
-    return [tensor for _, tensor in tensors_in([given, named])]
+    return [tensor for _, tensor in all_tensors([given, named])]
 
 
 def _along_divided(op: Any, args: tuple[Any, ...]) -> bool:

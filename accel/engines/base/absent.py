@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 import torch
 
 from ...errors import BackendError
-from ...trees import tensors_in
+from ...trees import all_tensors
 
 _T: Any = torch.Tensor
 
@@ -120,7 +120,7 @@ class Absent:
                 return made
             if isinstance(args[0], Absent) and (like := args[0].converted(made)) is not None:
                 return like
-        for _, parameter in tensors_in((args, kwargs)):
+        for _, parameter in all_tensors((args, kwargs)):
             if isinstance(parameter, Absent):
                 parameter.fetch(func)
         return func(*args, **kwargs)

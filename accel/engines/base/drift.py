@@ -29,7 +29,7 @@ from ...process import current
 from ...process.collectives import ORDER, ORDERS
 from ...process.control import agree, agree_later
 from ...process.transfer import to_host
-from ...trees import tensors_in
+from ...trees import all_tensors
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -192,12 +192,6 @@ class DriftGuard:
 
     # -- inputs that should differ --------------------------------------------------------------------------------
 
-    def watch_inputs(self) -> None:
-        """Let two comparisons see what the first training forwards are given; only where ranks read different batches."""
-        engine = self._engine()
-        if engine is not None and self._every != 0 and engine.replica(engine.options, engine.process)[1] > 1:
-            self._inputs = FirstInputs(engine)
-
     def _judge_inputs(self, inputs: Sequence[int]) -> None:
         """Forget them if they differ; warn if they were the same twice, since one batch may be so by chance."""
         if self._inputs is None:
@@ -240,13 +234,15 @@ class DriftGuard:
         """Whether ``read`` is to hear of every use of ``p.data``."""
         return bool(self._names)
 
-    def watch(self) -> None:
-        """Count what the program writes to weights, where a step would spread or undo what one rank wrote alone.
+    def watch(self, engine: Engine) -> None:
+        """See in two comparisons what the first training forwards are given, where ranks read different batches.
 
-        To those engines' weights values tell nothing later: after the step they are equal again, partly edited.
+        And count what the program writes to weights, where a step would spread or undo what one rank wrote alone. To those
+        engines' weights values tell nothing later: after the step they are equal again, partly edited.
         """
-        engine = self._engine()
-        if engine is None or self._every == 0 or not engine.holdings.undoes_writes:
+        if self._every != 0 and engine.replica(engine.options, engine.process)[1] > 1:
+            self._inputs = FirstInputs(engine)
+        if self._every == 0 or not engine.holdings.undoes_writes:
             return
         self._names = engine.holdings.parameter_names
         if engine.holdings.divides_weights:
@@ -303,7 +299,7 @@ class FirstInputs:
         if trains and len(self.digests) < _NOTED:
             kinds = ("cpu", engine.process.device.type)
             with contextlib.suppress(Exception), torch.no_grad():  # what has no bits to read, as inside of torch.func
-                for _, t in tensors_in((args, kwargs)):
+                for _, t in all_tensors((args, kwargs)):
                     if type(t) is torch.Tensor and t.layout is torch.strided and t.device.type in kinds:
                         self.digests.append(digest(t))
         return type(engine).run(engine, function, args, kwargs)

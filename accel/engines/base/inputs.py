@@ -14,7 +14,7 @@ from ...process import Process, end_groups
 from ...process.control import Waiting, agree
 from ...process.rng import torch_states
 from ...process.transfer import Prints, refuse_other_values
-from ...trees import tensors_in
+from ...trees import all_tensors
 
 R = TypeVar("R")
 
@@ -48,7 +48,7 @@ class SameInputs:
         number = self._numbers[method] = self._numbers.get(method, 0) + 1
         if number > _EACH and number & (number - 1):
             return run()
-        tensors = [here(tensor) for _, tensor in tensors_in((args, kwargs))]
+        tensors = [here(tensor) for _, tensor in all_tensors((args, kwargs))]
         seen, before = Prints(tensors), _random()
         out = run()
         after, what = _random(), f"{f'the method {method}' if method else 'a forward'} of {self._label}"

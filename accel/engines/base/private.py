@@ -43,22 +43,16 @@ _COMMON: Final[Names] = (
     ("torch:", "_has_compatible_shallow_copy_type", "whether a conversion keeps the parameter object"),
     ("torch.nn:Module.", _TABLES, "tensors where a module holds them"),
 )
+_OF_BUCKETS: Final = "torch.distributed:Reducer."
+_PARALLEL: Final = "torch.nn.parallel:DistributedDataParallel."
 _REDUCER: Final[Names] = (
-    ("torch.distributed:Reducer.", "_autograd_hook", "parameters that get no gradient"),
-    (
-        "torch.distributed:Reducer.",
-        "_check_reducer_finalized",
-        "whether a reduction came to its end, and what it waits for",
-    ),
-    ("torch.distributed:Reducer.", "_reset_state", "gradients that have graphs themselves"),
-    ("torch.distributed:Reducer.", "prepare_for_forward prepare_for_backward", "forwards"),
+    (_OF_BUCKETS, "_autograd_hook", "parameters that get no gradient"),
+    (_OF_BUCKETS, "_check_reducer_finalized", "whether a reduction came to its end, and what it waits for"),
+    (_OF_BUCKETS, "_reset_state", "gradients that have graphs themselves"),
+    (_OF_BUCKETS, "prepare_for_forward prepare_for_backward", "forwards"),
     ("torch.distributed:Logger.", "set_runtime_stats_and_log", "forwards"),
-    (
-        "torch.nn.parallel:DistributedDataParallel.",
-        "_active_ddp_module _has_rebuilt_buckets _use_python_reducer _join_config",
-        "forwards",
-    ),
-    ("torch.nn.parallel:DistributedDataParallel.", "_get_ddp_logging_data", "the memory of its buckets"),
+    (_PARALLEL, "_active_ddp_module _has_rebuilt_buckets _use_python_reducer _join_config", "forwards"),
+    (_PARALLEL, "_get_ddp_logging_data", "the memory of its buckets"),
 )
 _STATE: Final = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState."
 _CONTEXT: Final = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPStateContext."

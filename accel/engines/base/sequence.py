@@ -27,7 +27,7 @@ from ...process import Process
 from ...process.control import Waiting, agree
 from ...process.rng import put_torch_states, torch_states
 from ...process.startup import mesh_of
-from ...trees import tensors_in, walk
+from ...trees import all_tensors, walk
 from .inputs import SameInputs
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _part_of(leaf: Any) -> Part | None:
 
 
 def _tensors(tree: Any) -> dict[str, Tensor]:
-    return dict(tensors_in(tree, "output"))
+    return dict(all_tensors(tree, "output"))
 
 
 def _tokens(batch: Any) -> Tensor | None:

@@ -472,11 +472,7 @@ class DDPEngine(Engine):
 
 
 def _compress(
-    ddp: DistributedDataParallel,
-    name: str | None,
-    group: dist.ProcessGroup | None,
-    rank: int,
-    marks: list[None],
+    ddp: DistributedDataParallel, name: str | None, group: dist.ProcessGroup | None, rank: int, marks: list[None]
 ) -> Any:
     """Let a compression reduce the buckets, which adds None to ``marks`` at the last of them; returns its state.
 

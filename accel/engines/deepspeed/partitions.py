@@ -45,9 +45,8 @@ class Fragment:
 
     start: int  # its first element
     home: torch.Tensor  # the part in the model's own memory
-    weights: (
-        torch.Tensor
-    )  # what an optimizer steps: ``home`` itself, or a copy of higher precision or on another device
+    #: What an optimizer steps: ``home`` itself, or a copy of higher precision or on another device.
+    weights: torch.Tensor
     grad: torch.Tensor | None = None
     pinned: bool = False  # ``weights`` is host memory that a device reads and writes while the host goes on
 
@@ -412,9 +411,8 @@ class Flat(Partitions):
 
     def finish(self) -> None:
         zero = self.zero
-        if any(
-            bucket.params for bucket in zero.ipg_buckets.values()
-        ):  # else a backward inside of this one has freed their memory
+        # A backward inside of this one may have freed the buckets' memory.
+        if any(bucket.params for bucket in zero.ipg_buckets.values()):
             zero.reduce_ipg_grads()
         self._wait_for_reductions()
         zero._clear_previous_reduced_grads()

@@ -134,11 +134,8 @@ class FSDPHoldings(Holdings):
 
         With parts of layers, the gradients of what is whole there too: they tell at the first step what its weights tell later.
         """
-        mesh, shards, found = (
-            self.engine.parts.sharded.mesh,
-            self._shards(),
-            dict[str, list[tuple[str, torch.Tensor]]](),
-        )
+        mesh, shards = self.engine.parts.sharded.mesh, self._shards()
+        found: dict[str, list[tuple[str, torch.Tensor]]] = {}
         for name, p in super().replicas():
             copies = mesh.copies(p)
             place = [mesh.place[axis] for axis in ("shard", "tensor") if axis not in copies]

@@ -27,7 +27,7 @@ from ...precision import here
 from ...process import Process
 from ...process.control import Waiting, agree, announce
 from ...shard import Box
-from ...trees import exchange, tensors_in
+from ...trees import all_tensors, exchange
 from ..base.absent import refuse_other_tensor
 from ..base.drift import digest_now
 from ..base.raw_objects import Snapshot
@@ -207,7 +207,7 @@ def watch_forward(state: Any, group: Any, label: str, given: dict[Any, Any]) -> 
 
 def _among(base: torch.Tensor, values: Any) -> bool:
     """Whether it is one of the tensors in nested values, or one of them is a view of it."""
-    return any(base is tensor or base is tensor._base for _, tensor in tensors_in(values, objects=True))
+    return any(base is tensor or base is tensor._base for _, tensor in all_tensors(values, objects=True))
 
 
 def has_gradient(param: Any) -> bool:
@@ -263,9 +263,8 @@ class ShardedModule:
             cut(self.module, self.mesh.tensor, options.plan)
         for patch in _patches:
             patch.need(self)
-        offload = (
-            CPUOffloadPolicy(pin_memory=self.process.device.type != "cpu") if options.cpu_offload else OffloadPolicy()
-        )
+        pins = self.process.device.type != "cpu"
+        offload = CPUOffloadPolicy(pin_memory=pins) if options.cpu_offload else OffloadPolicy()
         whole_ones = set(kept_whole(self.module))
         self._inside = {id(m) for child in blocks for m in child.modules()}
         for child in [*blocks, self.module]:
@@ -507,10 +506,7 @@ def _enter_by(child: nn.Module, root: Any) -> list[Any]:
         entered.clear()
         return root._post_forward(module, args, out)
 
-    return [
-        child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-        child.register_forward_hook(leave),
-    ]
+    return [child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True), child.register_forward_hook(leave)]
 
 
 def _register_hook(reference: weakref.ref[nn.Parameter], hook: Callable[..., Any]) -> Any:
