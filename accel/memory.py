@@ -178,7 +178,7 @@ def memory_report(
     engine = registry.of_handle(model_or_handle) if measured else registry.engine(module)
     optimizers = _optimizers(optimizer)
     if optimizer is None and engine is not None:
-        optimizers = [stepper.optimizer for stepper in engine.steppers.values()]
+        optimizers = engine.optimizers
     footprint = take(module, optimizers, *((engine.named, engine.holdings.shapes) if engine else ()))
     rows = [
         MemoryRow(label(options), world, "predicted", max(uses, key=lambda use: use.total))
@@ -250,7 +250,7 @@ def summary(model: nn.Module) -> str:
     sizes = [shape.numel() for shape in engine.holdings.shapes.values()]
     total = sum(sizes)
     trainable = sum(n for n, p in zip(sizes, engine.parameters, strict=True) if p.requires_grad)
-    optimizers = [stepper.optimizer for stepper in engine.steppers.values()]
+    optimizers = engine.optimizers
     kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
     weights = _bytes(engine.holdings.shards(None)) / 1e6
     state = sum(_bytes(engine.holdings.shards(optimizer)) for optimizer in optimizers) / 1e6

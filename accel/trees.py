@@ -34,6 +34,11 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: T, *, others: bool = False) -
     return walk(visit, tree, "data")
 
 
+def to_device(tree: T, device: Any) -> T:
+    """The same with its tensors on a device; None leaves each where it is."""
+    return map_tensors(lambda tensor: tensor.to(device), tree, others=True)
+
+
 def map_leaves(fn: Callable[[Any, str], Any], tree: Any, path: str) -> Any:
     """The same containers with ``fn(leaf, path)`` in each leaf's place; None stays None."""
     return walk(lambda path, leaf: None if leaf is None else fn(leaf, path), tree, path)

@@ -131,6 +131,7 @@ class Local:
     names = staticmethod(os.listdir)
     exists = staticmethod(os.path.lexists)
     is_directory = staticmethod(os.path.isdir)
+    rename = staticmethod(os.replace)
 
     def real(self, path: str) -> str:
         return os.path.realpath(path)
@@ -214,9 +215,6 @@ class Local:
         os.link(old, passing, follow_symlinks=False)
         os.replace(passing, new)
         self.remove(passing)  # two names of one file are not replaced by each other
-
-    def rename(self, old: str, new: str) -> None:
-        os.replace(old, new)
 
     def remove(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):

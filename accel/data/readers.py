@@ -134,7 +134,7 @@ class EpochReader(ABC):
         return
 
     def begin(self, start: Start, in_place: bool) -> None:
-        self.start, self.given = start, 0
+        self.start, self.given, self._closed = start, 0, False
 
     def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
         return iter(loader)
@@ -146,7 +146,7 @@ class EpochReader(ABC):
 
     def close(self) -> None:
         """The loader's iterator has ended: checks that it gave what was planned."""
-        return
+        self._closed = True
 
     def own(self) -> Any:
         """The position that the loader keeps, if it does."""
@@ -183,15 +183,11 @@ class UndividedReader(EpochReader):
 
     def begin(self, start: Start, in_place: bool) -> None:
         super().begin(start, in_place)
-        self._closed = False
         if start.own is not None:
             self._loader.load_state_dict(start.own)
 
     def own(self) -> Any:
         return self._loader.state_dict() if self.keeps else None
-
-    def close(self) -> None:
-        self._closed = True
 
     def complete(self) -> bool:
         length = None if self.keeps else length_of(self._loader)

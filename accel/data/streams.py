@@ -178,12 +178,13 @@ class StreamReader(EpochReader):
 
     def begin(self, start: Start, in_place: bool) -> None:
         """Tells the readers, in this process or in workers that live on."""
+        super().begin(start, in_place)
         self._at = list(start.at) or [0] * max(1, self._workers)
         seed = 0 if start.seed is None else mix(start.seed, start.epoch)
         self._control.copy_(torch.tensor([start.seed is None, start.epoch, seed, *self._at], device="cpu"))
         self._reader.states, self._reader.settles = start.states or {}, in_place
         self._seeds, self.tag = self._seeding.states(), Tag(0, 0, 0)
-        self.start, self.given, self._closed, self._again, self.first = start, 0, False, True, None
+        self._again, self.first = True, None
 
     def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
         if self._dispatcher is None:
@@ -205,9 +206,6 @@ class StreamReader(EpochReader):
         self._at[self.tag.stream] = self.tag.position
         self.kept = kept_of(self._division, self._units, self.tag.samples)
         return batch
-
-    def close(self) -> None:
-        self._closed = True
 
     def complete(self) -> bool:
         """Known at the end only; a rank without a share in the last batch still had an epoch."""

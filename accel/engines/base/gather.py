@@ -13,7 +13,7 @@ from ...process import Process
 from ...process.control import agree
 from ...process.packing import broadcast_
 from ...shard import Box, Grid, Shard
-from ...trees import TensorPlace, map_tensors, put_back
+from ...trees import TensorPlace, map_tensors, put_back, to_device
 
 #: Of what is put together in one go.
 _BATCH_BYTES: Final = 64 << 20
@@ -55,9 +55,9 @@ def gather(
     forms: dict[tuple[str, Any], Any] = {}
     if lacking:
         # Sparse tensors through the host: a pickled device would be the sender's.
-        first = {k: _moved(mine.forms[k], "cpu") for k in lacking if holders[k][0] == rank}
+        first = {k: to_device(mine.forms[k], "cpu") for k in lacking if holders[k][0] == rank}
         forms = {
-            k: _moved(f, device or process.device)
+            k: to_device(f, device or process.device)
             for theirs in agree(f"{title}: values", first)
             for k, f in theirs.items()
         }
@@ -65,10 +65,6 @@ def gather(
     if not keep:
         return {}
     return {key: put_back(mine.forms.get(key, forms.get(key, TensorPlace(key))), tensors) for key in holders}
-
-
-def _moved(value: Any, device: torch.device | str) -> Any:
-    return map_tensors(lambda tensor: tensor.to(device), value, others=True)
 
 
 @final

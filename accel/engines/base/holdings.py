@@ -20,7 +20,7 @@ from ...gradients.totals import average_ranks_
 from ...process.control import Waiting, agree
 from ...process.packing import broadcast_, writable
 from ...shard import Raw, Shard, StateEntry, fill_module_values, named_tensors, parameters_of, state_device
-from ...trees import map_tensors
+from ...trees import map_tensors, to_device
 from .absent import about
 from .drift import digest, digest_bytes
 from .gather import Item, gather
@@ -415,13 +415,9 @@ class Holdings(Raw):
             optimizer.state.pop(entry.parameter, None)
         for name, state in whole.items():
             if self.offloads:  # numbers lie still where they were beside the parts
-                group = groups.get(name, {})
-                state = {key: self._beside_whole(key, value, group) for key, value in state.items()}
+                own, group = self.engine.process.device, groups.get(name, {})
+                state = {key: to_device(value, state_device(key, own, group)) for key, value in state.items()}
             optimizer.state[parameters[name]] = state
-
-    def _beside_whole(self, key: Any, value: Any, group: Mapping[str, Any]) -> Any:
-        device = state_device(key, self.engine.process.device, group)
-        return map_tensors(lambda tensor: tensor.to(device), value, others=True)
 
     @final
     def gather(

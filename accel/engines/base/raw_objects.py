@@ -264,7 +264,7 @@ class Snapshot:
         """The names of the attributes that the library has added to a module or parameter."""
         known = self._added.get(id(owner))
         found = set() if known is None else known[2]
-        return found | {name for name in vars(owner) if self._later and name.startswith(self._later)}
+        return found | {name for name in vars(owner) if name.startswith(self._later)}
 
     def hooks(self, name: str) -> list[Any]:
         """The library's hooks of the root module."""
@@ -285,9 +285,9 @@ class Snapshot:
         for module, container in self._containers:
             if type(module._parameters) is not container:
                 vars(module)["_parameters"] = container(module._parameters.items())
-        for owner, kind, names, hooks in self._added.values():
+        for owner, kind, _, hooks in self._added.values():
             own: Any = vars(owner)
-            for name in names | {n for n in own if self._later and n.startswith(self._later)}:
+            for name in self.added(owner):
                 own.pop(name, None)
             for name, keys in hooks.items():
                 for key in keys:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...errors import BackendError
 from ...process import Process
-from ...trees import TensorPlace, map_tensors, put_back, walk
+from ...trees import TensorPlace, map_tensors, put_back, to_device, walk
 from ..base.activations import buffers_of, run_again, swapped
 from ..base.memory import Footprint, MemoryUse, is_sequence, layers, stages
 
@@ -123,7 +123,7 @@ def run_here(
     several = len({stage.device for stage in stages}) > 1
 
     def moved(value: Any, to: torch.device) -> Any:
-        return map_tensors(lambda tensor: tensor.to(to), value, others=True) if several else value
+        return to_device(value, to) if several else value
 
     values = [put_back(form, piece) for piece in pieces(tensors, where)]
     # At each moment a stage has the micro-batch after the one that its successor has: devices work at the same time.
