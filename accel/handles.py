@@ -72,7 +72,6 @@ class ModelHandle(nn.Module):
         return engine.call(engine.entry, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The same as calling the handle."""
         return self(*args, **kwargs)
 
     def __getattribute__(self, name: str) -> Any:

@@ -181,7 +181,6 @@ class _Room:
         self._made = 0  # bytes of those that are copies themselves
 
     def finish(self) -> None:
-        """Make the moves."""
         batches: list[list[_Move]] = [[]]
         size = 0
         for move in self._moves:

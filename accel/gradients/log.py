@@ -61,7 +61,6 @@ class GradientLog:
         self._accepted = len(self.entries)
 
     def close(self) -> None:
-        """Remove the hooks."""
         remove_hooks(self._hooks)
         self.entries.clear()
 
@@ -95,7 +94,6 @@ class BackwardEnd:
             method()
 
     def close(self) -> None:
-        """Remove the hooks."""
         remove_hooks(self._hooks)
 
 
@@ -146,12 +144,10 @@ class TrainableMask:
         self.known = self.now()
 
     def now(self) -> list[bool]:
-        """The mask as it is."""
         with torch._C.DisableTorchFunctionSubclass():  # a parameter's class may watch its uses, which takes its time
             return list(map(_requires_grad, self._parameters))
 
     def changed(self) -> bool:
-        """Whether they differ."""
         with torch._C.DisableTorchFunctionSubclass():  # without calling `now`: each forward comes here
             return list(map(_requires_grad, self._parameters)) != self.known
 

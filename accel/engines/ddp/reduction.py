@@ -79,7 +79,6 @@ class Reduction:
         self.awaited: set[int] = set()
 
     def release(self) -> None:
-        """Let go of the reducer."""
         self._reducer = None
 
     def forward(self, graph: bool, armed: bool) -> None:

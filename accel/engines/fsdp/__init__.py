@@ -237,7 +237,7 @@ FSDP.shown = FSDP(replicas=2), FSDP(tensor_parallel=8)
 class FSDPGradients(Gradients):
     """FSDP2 reduces in its hooks while backward runs; ``settle`` reduces what it left unreduced."""
 
-    reduced = partial = before_any_step = True
+    reduced = partial = before_any_step = in_parts = True
     engine: FSDPEngine
 
     def __init__(self, engine: Engine) -> None:
@@ -294,10 +294,6 @@ class FSDPGradients(Gradients):
             self.buffers.synchronize()
         if self.log.entries:
             self.log.fold(stepping=optimizer)
-
-    @property
-    def in_parts(self) -> bool:
-        return True
 
     def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return self.engine.parts.gradients(parameters)
