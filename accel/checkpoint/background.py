@@ -22,7 +22,7 @@ from ..errors import CheckpointError
 from ..process import Process, current, ended, reason_of
 from ..process.transfer import PIECE, begun, finish, host_memory, is_remote
 from .reader import WorkerThreads
-from .shards import CopiedItem, WriteItem
+from .shards import CopiedItem, WriteItem, batched
 from .steps import explain
 
 _BLOCK: Final = 64 << 20  # a power of two, to which sizes of pinned memory are rounded
@@ -181,15 +181,7 @@ class _Room:
         self._made = 0  # bytes of those that are copies themselves
 
     def finish(self) -> None:
-        batches: list[list[_Move]] = [[]]
-        size = 0
-        for move in self._moves:
-            if size >= PIECE:
-                batches.append([])
-                size = 0
-            batches[-1].append(move)
-            size += move[2]
-        self._threads.each(_move, batches)
+        self._threads.each(_move, list(batched(self._moves, lambda move: move[2], PIECE)))
         self._moves, self._pieces, self._made = [], [], 0
 
     def copies(self, item: WriteItem) -> Iterator[torch.Tensor]:
@@ -296,10 +288,8 @@ class Words:
             if lost or waited > timeout:
                 return False
             if waited > warning:
-                text = (
-                    f"a background save into {self._what}: rank {self._rank} has waited {waited:.0f} s for rank {rank}"
-                )
-                logger.warning("%s", text)
+                text = "a background save into %s: rank %d has waited %.0f s for rank %d"
+                logger.warning(text, self._what, self._rank, waited, rank)
                 warning += _WARNING
             time.sleep(pause)
             pause = min(pause * 1.5, 0.5)

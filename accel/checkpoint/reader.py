@@ -20,7 +20,7 @@ from ..shard import Grid, Shard, divided, in_box, shape_of
 from .layout import entry_of
 from .record import NAME, Record, Stored
 from .safetensors import BY_NAME, CHUNK, ITEM_BYTES, Entry, Header, chunks_of, is_lazy, memory, parse_header
-from .shards import checksum_of, checksums_of
+from .shards import batched, checksum_of, checksums_of
 from .steps import DamageError, Progress, parsing
 from .storage import File, storage_of
 
@@ -259,8 +259,12 @@ class Reader:
     def _read_chunks(self, file: int, chunks: Mapping[int, list[_Piece]]) -> None:
         """Read what is wanted of chunks; one of which nothing is wanted is compared with its checksum."""
         path = self._path(file)
+
+        def staged_of(number: int) -> int:
+            return sum(piece.nbytes for piece in chunks[number] if piece.view is None)
+
         with storage_of(path).open(path, self._record.files[file].size) as opened:
-            for numbers in _windows(chunks):
+            for numbers in batched(sorted(chunks), staged_of, _STAGE):  # each chunk whole, to be read once
                 staged = [piece for number in numbers for piece in chunks[number] if piece.view is None]
                 values = self._staging.take(staged) if staged else []
                 for piece, value in zip(staged, values, strict=True):
@@ -373,15 +377,8 @@ class Reader:
 
         ``ranges``: name, first element, number of elements, and dtype.
         """
-        batch: list[Shard] = []
-        size = 0
-        for name, start, count, dtype in ranges:
-            if batch and size + count * dtype.itemsize > _STAGE:
-                yield from self._filled(batch)
-                batch, size = [], 0
-            batch.append(self._room(name, start, count, dtype))
-            size += count * dtype.itemsize
-        yield from self._filled(batch)
+        for batch in batched(ranges, lambda one: one[2] * one[3].itemsize, _STAGE):
+            yield from self._filled([self._room(*one) for one in batch])
 
     def _room(self, name: str, start: int, count: int, dtype: torch.dtype) -> Shard:
         blank = Shard(
@@ -433,17 +430,3 @@ def _halved(lying: torch.Tensor, into: torch.Tensor, most: int, base: int) -> It
     wide = next(d for d, n in enumerate(lying.shape) if n > 1)
     for halves in zip(lying.chunk(2, wide), into.chunk(2, wide), strict=True):
         yield from _halved(*halves, most, base)
-
-
-def _windows(chunks: Mapping[int, list[_Piece]]) -> Iterator[list[int]]:
-    """The chunks in order, those of which as much is staged as fits together; each whole, to be read once."""
-    window: list[int] = []
-    room = _STAGE
-    for number in sorted(chunks):
-        size = sum(piece.nbytes for piece in chunks[number] if piece.view is None)
-        if size > room and window:
-            yield window
-            window, room = [], _STAGE
-        window.append(number)
-        room -= size
-    yield window

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final, TypeVar, final
@@ -51,6 +51,7 @@ class CopiedItem:
 #: What a file is made of.
 Item = WriteItem | CopiedItem
 AnyItem = TypeVar("AnyItem", WriteItem, Item)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,20 @@ def pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor
             block = tensor[at : at + rows] if rows > 1 else tensor[at]
             first = at * row
             yield from pieces(block, max(start - first, 0), min(stop - first, block.numel()))
+
+
+def batched(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Items in their order, as many at a time as have no more than this size together, or one; the last may be none."""
+    batch: list[T] = []
+    room = most
+    for item in items:
+        size = size_of(item)
+        if batch and size > room:
+            yield batch
+            batch, room = [], most
+        batch.append(item)
+        room -= size
+    yield batch
 
 
 def _arranged(items: Sequence[AnyItem]) -> list[AnyItem]:

@@ -38,7 +38,7 @@ from .safetensors import (
     memory,
     no_duplicates,
 )
-from .shards import Written, checksum
+from .shards import Written, batched, checksum
 from .state import State, below, component
 from .steps import Progress, check_flags, log_end, on_running_ranks, parsing, progress_bar
 from .storage import File, Write, read_whole, storage_of
@@ -305,14 +305,7 @@ def _plan(directory: str, name: str | None, max_shard_size: int | str, dtype: st
 
 def _divide(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
     """The entries of each file, in order: as many as fit, wide elements first so that all are aligned."""
-    files: list[list[Entry]] = [[]]
-    size = 0
-    for entry in entries:
-        if files[-1] and size + entry.nbytes > limit:
-            files.append([])
-            size = 0
-        files[-1].append(entry)
-        size += entry.nbytes
+    files = batched(entries, lambda entry: entry.nbytes, limit)
     return [sorted(file, key=lambda entry: -ITEM_BYTES[entry.dtype]) for file in files]
 
 
