@@ -106,13 +106,24 @@ def test_tensors_in_lists_lie_beside_the_parameter() -> None:
 def test_numbers_come_back_from_an_offload(flags: dict[str, Any]) -> None:
     """They lie where the parts were, and the whole weights lie on the device."""
 
+    parameter = nn.Parameter(torch.ones(3, device=META))
+    state = {"step": torch.tensor(3.0), "mu_product": torch.tensor(0.5), "history": [torch.tensor(1.0)]}
+
     class Engine:
-        module, named = nn.Module(), {}  # type: ignore[var-annotated]
+        module, named = nn.Module(), {"p": parameter}
 
         class process:
             device = META
 
-    state = {"step": torch.tensor(3.0), "mu_product": torch.tensor(0.5), "history": [torch.tensor(1.0)]}
-    placed = {k: Holdings(Engine())._beside_whole(k, v, flags) for k, v in state.items()}  # type: ignore[arg-type]
+    class Offloaded(Holdings):
+        offloads = True
+
+        def _whole_state(self, *_: Any, **__: Any) -> dict[str, dict[Any, Any]]:
+            return {"p": state}
+
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.param_groups[0].update(flags)
+    Offloaded(Engine()).give_back("the end", optimizer, {"p": parameter})  # type: ignore[arg-type]
+    placed = optimizer.state[parameter]
     assert placed["step"].device.type == ("meta" if flags else "cpu")
     assert placed["mu_product"].device == placed["history"][0].device == META
