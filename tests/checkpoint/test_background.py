@@ -246,11 +246,14 @@ def test_a_save_that_is_interrupted_keeps_its_copy(
 
     monkeypatch.setattr(shards, "write", held_back)
     monkeypatch.setattr(threading.Thread, "start", interrupted_start)
-    if moment == "is waited for":
-        monkeypatch.setattr(background.Pending, "exception", interrupted_wait)
-    with pytest.raises(KeyboardInterrupt):
+
+    def two_saves() -> None:
         accel.save(large(1.0), tmp_path / "first", wait=False)
+        monkeypatch.setattr(background.Pending, "exception", interrupted_wait)
         accel.save(large(2.0), tmp_path / "never", wait=False)
+
+    with pytest.raises(KeyboardInterrupt):
+        two_saves()
     threading.Timer(0.3, go.set).start()
     pending = accel.save(large(3.0), tmp_path / "last", wait=False)
     assert pending is not None
