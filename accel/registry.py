@@ -30,7 +30,16 @@ from .engines.base.gradients import Gradients
 from .engines.base.step import prepare
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError, described
 from .gradients.log import remove_hooks
-from .gradients.patches import BackwardListener, Patch, clip_patches, compile_patch, data_patch, leaf_patch, run_patches
+from .gradients.patches import (
+    BackwardListener,
+    Patch,
+    changing,
+    clip_patches,
+    compile_patch,
+    data_patch,
+    leaf_patch,
+    run_patches,
+)
 from .gradients.totals import total_norm
 from .handles import UNPACK, Handles, HiddenAttribute, LoaderHandle, ModelHandle, OptimizerHandle, raw
 from .precision import Accumulator, LossScale, all_finite, here
@@ -75,8 +84,10 @@ class Registry:
 
     def add(self, engine: Engine) -> None:
         HiddenAttribute.put(engine.module, engine)
-        self.engines.add(engine)
-        self._find_listeners()
+        with changing:
+            self.engines.add(engine)
+            self._find_listeners()
+            self._add_hooks(engine)
         if engine.distributed and engine.gradients.partial:
             self.divided.add(engine.serial)
         if engine.distributed and engine.precision.scaled:
@@ -84,6 +95,13 @@ class Registry:
         reference = weakref.ref(engine)
         for module in engine.module.modules():
             self._owners[module] = reference
+        engine.drift.watch(engine)
+        self._needed[engine] = self._patches(engine)
+        for patch in self._needed[engine]:
+            patch.need(engine)
+        weakref.finalize(engine, self._prune).atexit = False
+
+    def _add_hooks(self, engine: Engine) -> None:
         if not self._hooks:
             self._hooks = [
                 register_module_parameter_registration_hook(self._registered),
@@ -92,11 +110,6 @@ class Registry:
             ]
         if engine.gradients.watched:
             self._watched = self._watched or [register_optimizer_step_pre_hook(self._before_any_step)]
-        engine.drift.watch(engine)
-        self._needed[engine] = self._patches(engine)
-        for patch in self._needed[engine]:
-            patch.need(engine)
-        weakref.finalize(engine, self._prune).atexit = False
 
     def _patches(self, engine: Engine) -> list[Patch]:
         needed = [self._compiling, *(self._clipping if engine.gradients.watched else ())]
@@ -125,12 +138,13 @@ class Registry:
         self._listeners[:] = [weakref.ref(listener) for listener in found if listener is not None]
 
     def _prune(self) -> None:
-        engines = list(self.engines)
-        self._find_listeners()
-        if not engines:
-            remove_hooks(self._hooks)
-        if not any(engine.gradients.watched for engine in engines):
-            remove_hooks(self._watched)
+        with changing:
+            engines = list(self.engines)
+            self._find_listeners()
+            if not engines:
+                remove_hooks(self._hooks)
+            if not any(engine.gradients.watched for engine in engines):
+                remove_hooks(self._watched)
 
     # -- the loss scale -------------------------------------------------------------------------------------------
     # Whether a loss is scaled, and by what, must not depend on what a rank's garbage collector has done.

@@ -61,8 +61,11 @@ class Background:
         future = Pending()
         pace = Pace(future.awaited, current().timeout.total_seconds() / 4)
         future.set_running_or_notify_cancel()  # a save that has begun cannot be cancelled
+        taken = threading.Lock()  # by the thread, or by what keeps it from beginning
 
         def run() -> None:
+            if not taken.acquire(blocking=False):
+                return
             try:
                 with resources:
                     finish(pace)
@@ -75,9 +78,16 @@ class Background:
             else:
                 future.set_result(None)
 
-        # Not a daemon: the interpreter waits for it at exit.
-        threading.Thread(target=run, name="accel.save").start()
+        # Known before it begins, which an interruption may not let return: the next save uses the same memory.
         self._future = future
+        try:
+            # Not a daemon: the interpreter waits for it at exit.
+            threading.Thread(target=run, name="accel.save").start()
+        except BaseException:
+            if taken.acquire(blocking=False):
+                self._future = None
+                resources.close()
+            raise
         return future
 
     def wait(self) -> None:
@@ -88,8 +98,9 @@ class Background:
 
     def settle(self) -> None:
         """Wait for the save that is under way; raises if it failed, once."""
-        future, self._future = self._future, None
+        future = self._future
         error = None if future is None else future.exception()
+        self._future = None  # only now: an interruption of the wait leaves it under way
         if error is not None:
             raise CheckpointError(f"the background save before this one failed: {error}") from error
 

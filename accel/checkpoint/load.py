@@ -455,6 +455,7 @@ class Loading:
     def apply(self) -> Any:
         """Change the state; an error says that it came half-way."""
         try:
+            self._restart_guards()
             objects = sorted(self._match.objects, key=lambda pair: _order(pair[0]))
             for one, node in objects:
                 if isinstance(one, StatefulObject):
@@ -480,6 +481,14 @@ class Loading:
     def _own(self, node: Json) -> list[Json]:
         """What each rank that saved has of its own."""
         return [own[node["name"]] for own in self.found.ranks]
+
+    def _restart_guards(self) -> None:
+        """What is filled with all its optimizers is one model again, wherever the ranks were interrupted before."""
+        raws = {id(vars(one).get(one.kind)) for one, _ in self._match.objects}
+        for engine in {one.engine for one, _ in self._match.objects if one.engine is not None}:
+            if raws.issuperset(map(id, [engine.module, *engine.optimizers])):
+                engine.drift.forget()
+                engine.process.order.forget()
 
     def filled(self) -> None:
         """Tell the engines. Collective."""

@@ -285,6 +285,18 @@ def check_engines(what: str, told: Sequence[Mapping[str, str]]) -> None:
                 )
 
 
+def check_progress(told: Sequence[Mapping[str, str]]) -> None:
+    """Refuse to save of different steps, of each rank a part: an interruption comes to ranks in their own time."""
+    for rank, theirs in enumerate(told):
+        for path, progress in theirs.items():
+            if progress != told[0][path]:
+                raise CheckpointError(
+                    f"accel.save: {path} is after {told[0][path]} on rank 0 and after {progress} on rank {rank}, so that the "
+                    "ranks would save parts of different models: stop all ranks after the same step (a signal's handler that "
+                    "sets a flag, and accel.any_rank(flag) after each step); to go on now, accel.load an earlier checkpoint"
+                )
+
+
 def check_objects(digests: Sequence[str]) -> None:
     """What is filled on some ranks only would let the others go on with another model, optimizer or position."""
     for rank, one in enumerate(digests):

@@ -109,6 +109,11 @@ def engines_of(objects: Iterable[StateObject]) -> dict[str, str]:
     return {one.path: one.engine.label for one in objects if one.engine is not None}
 
 
+def progress_of(objects: Iterable[StateObject]) -> dict[str, str]:
+    """By path how far the engines have come: ranks that were interrupted in different steps have parts of different models."""
+    return {one.path: one.engine.drift.progress for one in objects if one.engine is not None}
+
+
 @final
 class StatefulObject(StateObject):
     """Anything with ``state_dict`` and ``load_state_dict``: schedulers, scalers, samplers, loader handles."""

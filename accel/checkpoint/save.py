@@ -23,8 +23,8 @@ from ..process.control import Waiting, locked
 from . import folder, record, shards
 from .background import Pace, Words, background
 from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, unpack, write_items
-from .match import check_engines
-from .objects import KINDS, LocalRange, RankObject, StateObject, engines_of
+from .match import check_engines, check_progress
+from .objects import KINDS, LocalRange, RankObject, StateObject, engines_of, progress_of
 from .placement import Disks, broadcast, find_disks, memory_place, move, move_alone, seen_in_memory
 from .record import Record, Stored, encode
 from .shards import Item, Written, earlier_files
@@ -128,6 +128,7 @@ def _begin(
 
 def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> None:
     check_engines("accel.save", [summary.engines for *_, summary in told])
+    check_progress([summary.progress for *_, summary in told])
     check_options("accel.save", "wait, keep, placement, replicas and in_memory", [options for _, options, _ in told])
     for rank, (directory, _, summary) in enumerate(told):
         if directory != told[0][0]:
@@ -230,7 +231,7 @@ class SaveMessage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Digests of contents: of what must be equal on all ranks, and of what is sent only where it is not; and the engines."""
+    """Digests of contents, of what is equal on all ranks and of what is sent only where it is not; the engines, their steps."""
 
     structure: str
     ranges: str
@@ -238,6 +239,7 @@ class Summary:
     contents: str
     nodes: str
     engines: dict[str, str]
+    progress: dict[str, str]
     #: Of the plan that this rank has from the save before.
     plan: str
 
@@ -283,6 +285,7 @@ class Contents:
             digest([contents for *_, contents in digests]),
             digest([node for _, node in self.merged]),
             engines_of(self.objects),
+            progress_of(self.objects),
             plans.name if plans.rank == rank else "",
         )
 

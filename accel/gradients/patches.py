@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import re
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _ABSENT: Final = object()
+#: One thread at a time changes what is patched: engines are collected in any thread, and their patches end there.
+changing: Final = threading.RLock()
+os.register_at_fork(after_in_child=changing._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 #: Where a patch is made: ``vars`` of a module, any dict, or one of the classes below, with ``get`` and items.
@@ -57,21 +62,24 @@ class Patch:
 
     def need(self, user: Any) -> None:
         """Be there until ``user`` has gone, or ``drop(user)``; again is no second time."""
-        if user not in self._users:
-            self._users.add(user)
-            weakref.finalize(user, self._prune).atexit = False
-        self.__enter__()
+        with changing:
+            if user not in self._users:
+                self._users.add(user)
+                weakref.finalize(user, self._prune).atexit = False
+            self.__enter__()
 
     def drop(self, user: Any) -> None:
-        self._users.discard(user)
-        self._prune()
+        with changing:
+            self._users.discard(user)
+            self._prune()
 
     def users(self) -> list[Any]:
         return list(self._users)
 
     def _prune(self) -> None:
-        if not self.users():
-            self.__exit__()
+        with changing:
+            if not self.users():
+                self.__exit__()
 
     def __enter__(self) -> None:
         self._needed = True

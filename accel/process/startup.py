@@ -92,6 +92,10 @@ class Order:
         """Begin to count anew: what follows an event may depend on how often it came since, as a step on its backwards."""
         self._numbers.clear()
 
+    def forget(self) -> None:
+        """Expect nothing: the ranks may have been at different points before, and are now at one."""
+        self.__init__()
+
     def _note(self, event: Event) -> None:
         number = self._numbers.get(event, 0) + 1
         self._numbers[event] = number

@@ -221,6 +221,51 @@ def test_the_copy_is_used_again(tmp_path: Path) -> None:
     assert os.path.getsize(next(tmp_path.glob("*.safetensors"))) > 12_000_000
 
 
+@pytest.mark.parametrize("moment", ["begins", "is waited for"])
+def test_a_save_that_is_interrupted_keeps_its_copy(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the thread begins, or while the next save waits for it: a save after that uses the same memory."""
+    go, write, begin, exception = threading.Event(), shards.write, threading.Thread.start, background.Pending.exception
+    writers: list[threading.Thread] = []
+
+    def held_back(*args: Any) -> Any:
+        go.wait(30)
+        return write(*args)
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        begin(thread)
+        if thread.name == "accel.save":
+            writers.append(thread)
+            if moment == "begins" and len(writers) == 1:
+                raise KeyboardInterrupt
+
+    def interrupted_wait(future: Any, timeout: float | None = None) -> Any:
+        monkeypatch.setattr(background.Pending, "exception", exception)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shards, "write", held_back)
+    monkeypatch.setattr(threading.Thread, "start", interrupted_start)
+
+    def two_saves() -> None:
+        accel.save(large(1.0), tmp_path / "first", wait=False)
+        monkeypatch.setattr(background.Pending, "exception", interrupted_wait)
+        accel.save(large(2.0), tmp_path / "never", wait=False)
+
+    with pytest.raises(KeyboardInterrupt):
+        two_saves()
+    threading.Timer(0.3, go.set).start()
+    pending = accel.save(large(3.0), tmp_path / "last", wait=False)
+    assert pending is not None
+    pending.result(30)
+    for thread in writers:
+        thread.join()
+    for name, value in (("first", 1.0), ("last", 3.0)):
+        state = large(-1.0)
+        accel.load(tmp_path / name, state)
+        assert (state["x"] == value).all()
+
+
 def done_and_gone(root: Path, who: int, how: str) -> list[list[str]]:
     """One rank renames or removes each checkpoint once its own future is done; what was left in them by then."""
     left = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -317,3 +318,66 @@ def test_a_save_on_one_rank_ends_with_an_error(tmp_path: Path) -> None:
     assert "TimeoutError" in first.error
     assert "waited 2 s in 'accel.save', but rank 1 did not come" in first.message
     assert not (tmp_path / "c" / "accel.json").exists()
+
+
+class Torn(torch.optim.SGD):
+    """Is interrupted after it has changed a weight, once."""
+
+    torn = True
+
+    def step(self, closure: Any = None) -> Any:
+        if accel.rank() == 1 and self.torn and self.param_groups[0]["lr"] == 0.5:
+            self.torn = False
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].mul_(0.5)
+            raise KeyboardInterrupt
+        return super().step(closure)
+
+
+def interrupted(backend: str, moment: str, wait: bool, directory: Path) -> list[str]:
+    """Rank 1 is interrupted before, or in, a step that rank 0 makes, and all go on from the last checkpoint."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(64, 64)
+    model, optimizer, _ = accel.setup(net, Torn(net.parameters(), lr=0.1, momentum=0.9), backend=backend)
+
+    def step(moment: str = "") -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 64)).square().mean().backward()
+        if moment == "before" and accel.rank() == 1:
+            raise KeyboardInterrupt
+        optimizer.param_groups[0]["lr"] = 0.5 if moment else 0.1
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.1
+
+    def attempt(act: Callable[[], Any]) -> None:
+        with pytest.raises(accel.AccelError) as caught:
+            act()
+        said.append(str(caught.value))
+
+    state, said = {"model": model, "optimizer": optimizer}, list[str]()
+    for _ in range(5):
+        step()
+    accel.save(state, directory)
+    with contextlib.suppress(KeyboardInterrupt):
+        step(moment)
+    attempt(lambda: accel.save(state, directory, wait=wait))
+    if backend != "ddp":
+        attempt(lambda: accel.full_state_dict(model))
+    accel.load(directory, state)
+    for _ in range(40):  # the drift guard has nothing against it
+        step()
+    accel.save(state, directory, wait=wait)
+    accel.full_state_dict(model)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("backend", "moment", "wait"), [("ddp", "before", True), ("ddp", "in", False), ("fsdp", "before", True)]
+)
+def test_ranks_interrupted_in_different_steps_save_no_mixture(
+    backend: str, moment: str, wait: bool, tmp_path: Path
+) -> None:
+    last = "5 steps" if moment == "before" else "6 steps, the last of which was broken off"
+    for said in run(2, interrupted, backend, moment, wait, tmp_path / "c"):
+        assert f"is after 6 steps on rank 0 and after {last} on rank 1, so that" in said[0]
+        assert backend == "ddp" or f"after {last}" in said[1]

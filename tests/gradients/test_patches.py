@@ -11,6 +11,8 @@ import inspect
 import os
 import re
 import sys
+import threading
+import time
 import types
 import warnings
 import weakref
@@ -391,3 +393,38 @@ def test_attributes_that_only_objects_have_are_found() -> None:
     assert private._found("torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._unsharded_param")
     assert not private._found("torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._no_such_thing")
     assert not private._found("torch.no_such_module:name")
+
+
+def test_what_ends_in_another_thread_takes_no_patch_from_what_begins() -> None:
+    """An engine is collected in whatever thread the collector comes to, while another one is set up."""
+
+    class User:
+        pass
+
+    table: dict[str, Any] = {"name": "original"}
+    patch = patches.replaced(table, "name", "ours")
+    ended, done = threading.Event(), list[int]()
+
+    def other() -> None:
+        while not ended.is_set():
+            user = User()
+            patch.need(user)
+            del user
+        done.append(1)
+
+    thread, interval = threading.Thread(target=other), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            user = User()
+            patch.need(user)
+            assert table["name"] == "ours"
+            del user
+    finally:
+        sys.setswitchinterval(interval)
+        ended.set()
+        thread.join()
+    assert done
+    assert table["name"] == "original"

@@ -67,7 +67,8 @@ class DriftGuard:
         self._engine = weakref.ref(engine)
         self._every = every
         self._kind = engine.label
-        #: Steps of the engine's optimizers so far, the one from which on ``judge`` is to be called, and whether ``begin`` is.
+        #: Steps of the engine's optimizers so far, the last that an exception ended, the one from which on ``judge`` is to be
+        #: called, and whether ``begin`` is.
         self.restart()
         self.judged = False
         #: Steps from the last comparison to the next one, once there was one.
@@ -82,6 +83,11 @@ class DriftGuard:
         self._hooks: list[RemovableHandle] = []
         #: What the first forwards are given, until a comparison shows that ranks have other inputs; then None.
         self._inputs: FirstInputs | None = None
+
+    @property
+    def progress(self) -> str:
+        """How far this rank has come, as text."""
+        return f"{self.steps} steps" + (", the last of which was broken off" if 0 < self.steps == self.broken else "")
 
     def judge(self) -> None:
         """End the comparison that is under way; comes before a step that is due.
@@ -117,8 +123,18 @@ class DriftGuard:
 
     def restart(self) -> None:
         """Count anew, on every rank."""
-        self.steps, self._equal, self._begun = 0, 0, (0, 0.0)
+        self.steps, self.broken, self._equal, self._begun = 0, 0, 0, (0, 0.0)
         self.due = self._next = _NEVER if self._every == 0 else 1
+
+    def forget(self) -> None:
+        """Begin anew, on every rank: what was different so far is about to be replaced."""
+        engine = self._engine()
+        assert engine is not None  # it is filled
+        self.pause()
+        self.restart()
+        self._uses.clear()
+        self._writes.clear()
+        self._versions = {name: engine.named[name]._version for name in self._versions}
 
     def stop(self) -> None:
         """Compare no more. Local."""

@@ -193,7 +193,9 @@ class Holdings(Raw):
     ) -> dict[str, Any]:
         if not self.partial(optimizer) and (optimizer is not None or not self.apart()):
             return (optimizer or self.module).state_dict()
-        title = f"{what} of {'the model' if optimizer is None else type(optimizer).__name__}{advice}"
+        # The ranks compare it: after an interruption they may have parts of different steps.
+        whose = "the model" if optimizer is None else type(optimizer).__name__
+        title = f"{what} of {whose} after {self.engine.drift.progress}{advice}"
         with Waiting(self.engine.process, what + advice):
             return self._full_model(title, keep) if optimizer is None else self._full_optimizer(title, optimizer, keep)
 
