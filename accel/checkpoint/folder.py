@@ -128,7 +128,8 @@ def read_standing(path: object, act: Callable[[], T], on_any: Callable[[bool], b
         try:
             return act()
         except CheckpointError as error:
-            if not on_any(_standing(path) != before):
+            # One that is gone, or was set aside, is not replaced.
+            if not on_any(any(new and new != old for old, new in zip(before, _standing(path), strict=False))):
                 raise
             logger.info("%s was replaced while it was read, so the new one is: %s", path, error)
     return act()
