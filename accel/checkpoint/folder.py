@@ -6,8 +6,8 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Container, Hashable, Iterable
-from typing import Final, Literal
+from collections.abc import Callable, Container, Hashable, Iterable
+from typing import Final, Literal, TypeVar
 
 from ..errors import CheckpointError, is_url, refuse_url
 from ..process import current, rank
@@ -20,6 +20,8 @@ from .steps import exchange, explain, on_every_rank
 from .storage import MEMORY, Claim, StoreError, check_size, storage_of, unreadable
 
 logger = logging.getLogger("accel")
+
+T = TypeVar("T")
 
 #: Only names of this form are ever removed: shards, records on their way, and the status files of background saves.
 _OURS: Final = re.compile(
@@ -112,23 +114,59 @@ def key_of(directory: str) -> tuple[str, Hashable]:
     return path, storage_of(directory).identity(path)
 
 
+_READS: Final = 8  # of a checkpoint that is replaced each time before it is read
+
+
+def read_standing(path: object, act: Callable[[], T], on_any: Callable[[bool], bool] = bool) -> T:
+    """What ``act`` returns, which reads a checkpoint; where it fails, and a save has replaced that meanwhile, of the new one.
+
+    ``on_any`` tells whether something holds on any rank, where all of them act together.
+    """
+    for _ in range(_READS - 1):
+        before = _standing(path)
+        try:
+            return act()
+        except CheckpointError as error:
+            # One that is gone, or was set aside, is not replaced.
+            if not on_any(any(new and new != old for old, new in zip(before, _standing(path), strict=False))):
+                raise
+            logger.info("%s was replaced while it was read, so the new one is: %s", path, error)
+    return act()
+
+
+def _standing(path: object) -> list[Hashable]:
+    """What identifies the records of a directory, on disk and in memory."""
+    found: list[Hashable] = []
+    with contextlib.suppress(CheckpointError):
+        for where in (absolute(path), memory_place(absolute(path))):
+            try:
+                found.append(where and key_of(where))
+            except OSError:
+                found.append(None)
+    return found
+
+
 def complete(directory: str, *, elsewhere: bool = False) -> Record | None:
     """The record of a checkpoint whose files are there; None if there is none, or, with a warning, one that cannot be loaded.
 
     ``elsewhere``: files that were left on other hosts need not be there.
     """
-    try:
+
+    def look() -> Record | None:
         if not exists(directory):
             return None
         record, _ = read(directory)
         if not (elsewhere and record.hosts):
             check_sizes(directory, record)
+        return record
+
+    try:
+        return read_standing(directory, look)
     except (CheckpointError, OSError, MemoryError) as error:
         if isinstance(error, StoreError) or isinstance(error.__cause__, StoreError):
             raise CheckpointError(f"{directory} may be a checkpoint: {explain(error)}") from error
         logger.warning("%s is passed over: %s", directory, explain(error))
         return None
-    return record
 
 
 def check_sizes(directory: str, record: Record) -> None:
@@ -320,7 +358,7 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
                     f"accel.link: the newest checkpoint of {absolute(src)} is in memory, in {found}, which no link on disk can "
                     "reach: accel.save it to disk first"
                 )
-            _link(found, absolute(dst))
+            read_standing(found, lambda: _link(found, absolute(dst)))
 
     on_every_rank("accel.link", act)
     free(absolute(dst))

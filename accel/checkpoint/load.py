@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Final, Literal, NamedTuple, final
 from urllib.parse import unquote
 
 import torch
@@ -51,6 +51,7 @@ from .steps import (
     exchange,
     explain,
     log_end,
+    on_any_rank,
     on_every_rank,
     progress_bar,
 )
@@ -98,27 +99,61 @@ def load(
         CheckpointError: the checkpoint is missing, damaged or of another format, or does not fit; on every rank.
     """
     current()
-    with progress_bar("accel.load", shown=progress) as more:
-        fill, options = functools.partial(_load, state, strict, convert, more), (strict, check, convert)
-        unusable: _UnusableSnapshot | None = None
+    partly = False
+
+    def act() -> dict[Any, Any]:
+        nonlocal partly
         try:
-            if (found := _snapshot(dir, options, progress)) is not None:
-                return fill(None, *found)
-        except _UnusableSnapshot as error:
-            unusable = error
-        try:
-            on_disk = _open(dir, state, options)
+            with progress_bar("accel.load", shown=progress) as more:
+                return _load_newest(dir, state, (strict, check, convert), progress, more)
+        except _PartlyFilledError:
+            partly = True
+            raise
         except CheckpointError as error:
-            if unusable is None:
-                raise
-            where, goes_on = memory_place(folder.absolute(dir)), "accel.latest gives what is on disk"
-            remedy = f"it is set aside in {where}: start again" if unusable.aside else f"remove {where}"
-            raise CheckpointError(
-                f"{error}; and its snapshot in memory cannot be loaded: {unusable}; {remedy}, and {goes_on}"
-            ) from error
-        if unusable is not None and current().place.rank == 0:
-            logger.warning("the newer snapshot in memory cannot be loaded, so what is on disk is: %s", unusable)
-        return fill(check, *on_disk)
+            if partly:
+                raise _PartlyFilledError(f"{error}; an earlier checkpoint was replaced meanwhile: {_PARTLY}") from error
+            raise
+
+    def again(replaced: bool) -> bool:
+        # What is skipped would have values of the earlier one.
+        return on_any_rank("accel.load (again)", replaced) and (strict or not partly)
+
+    return folder.read_standing(dir, act, again)
+
+
+_PARTLY: Final = "the state may be partly filled: load a whole checkpoint before going on"
+
+
+@final
+class _PartlyFilledError(CheckpointError):
+    """A load failed half-way, on some rank."""
+
+
+def _load_newest(
+    dir: str | os.PathLike[str], state: Any, options: tuple[Any, ...], progress: object, more: Progress
+) -> dict[Any, Any]:
+    """What is in memory, or else on disk. Collective."""
+    strict, check, convert = options
+    fill = functools.partial(_load, state, strict, convert, more)
+    unusable: _UnusableSnapshot | None = None
+    try:
+        if (found := _snapshot(dir, options, progress)) is not None:
+            return fill(None, *found)
+    except _UnusableSnapshot as error:
+        unusable = error
+    try:
+        on_disk = _open(dir, state, options)
+    except CheckpointError as error:
+        if unusable is None:
+            raise
+        where, goes_on = memory_place(folder.absolute(dir)), "accel.latest gives what is on disk"
+        remedy = f"it is set aside in {where}: start again" if unusable.aside else f"remove {where}"
+        raise CheckpointError(
+            f"{error}; and its snapshot in memory cannot be loaded: {unusable}; {remedy}, and {goes_on}"
+        ) from error
+    if unusable is not None and current().place.rank == 0:
+        logger.warning("the newer snapshot in memory cannot be loaded, so what is on disk is: %s", unusable)
+    return fill(check, *on_disk)
 
 
 @final
@@ -213,7 +248,10 @@ def _load(
             raise _unusable(error, checkpoint.directory, checkpoint.record.id) from error
         on_every_rank("accel.load (the values)", loading.decode)
         undo.pop_all()
-        result: dict[Any, Any] = on_every_rank("accel.load", loading.apply)
+        try:
+            result: dict[Any, Any] = on_every_rank("accel.load", loading.apply)
+        except CheckpointError as error:
+            raise _PartlyFilledError(str(error)) from error
     loading.filled()
     log_end(checkpoint.directory, "loaded", sum(one.tensor.nbytes for one in loading.needs()), begin)
     return result if state is None else state
@@ -473,9 +511,7 @@ class Loading:
                 if isinstance(one, RankObject):
                     one.fill_own(self._own(node), self._decoder, self.rank)
         except Exception as error:
-            raise CheckpointError(
-                f"{explain(error)}; the state may be partly filled: load a whole checkpoint before going on"
-            ) from error
+            raise CheckpointError(f"{explain(error)}; {_PARTLY}") from error
         return result
 
     def _own(self, node: Json) -> list[Json]:

@@ -66,6 +66,14 @@ def on_running_ranks(what: str, look: Callable[[], Hashable], act: Callable[[int
         raise CheckpointError(f"{what}: {explain(error)}") from error
 
 
+def on_any_rank(what: str, here: bool) -> bool:
+    """Whether something holds on any of the ranks, if accel runs over several, else whether it holds here. Collective."""
+    process = running()
+    if process is None or process.place.world_size == 1:
+        return here
+    return any(exchange(what, lambda: (None, here))[1])
+
+
 def check_flags(**flags: object) -> None:
     """Refuse options that are to be True or False, and are neither: a text would count as True."""
     for name, value in flags.items():

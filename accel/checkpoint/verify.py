@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from bisect import bisect_right
@@ -21,7 +22,7 @@ from .reader import Reader
 from .record import Record
 from .safetensors import BY_NAME, CHUNK, chunks_of
 from .state import OF_VALUES
-from .steps import Progress, check_flags, exchange, log_end, on_running_ranks, parsing, progress_bar
+from .steps import Progress, check_flags, exchange, log_end, on_any_rank, on_running_ranks, parsing, progress_bar
 from .values import DEPTH, TAG, Decoder, Json
 
 _BATCH: Final = 64  # chunks between two words of progress
@@ -96,7 +97,8 @@ def verify(dir: str | os.PathLike[str], *, progress: bool = True) -> None:
             _compare_all(directory, found, rank, world, more)
         log_end(directory, f"1 of {world} parts verified" if world > 1 else "verified", found.nbytes // world, begin)
 
-    on_running_ranks("accel.verify", look, act)
+    again = functools.partial(on_any_rank, "accel.verify (again)")
+    folder.read_standing(dir, lambda: on_running_ranks("accel.verify", look, act), again)
 
 
 def _compare_all(directory: str, found: Record, rank: int, world: int, progress: Progress) -> None:

@@ -396,11 +396,14 @@ def export(
         CheckpointError: the checkpoint is damaged, has no such model, or ``out`` cannot be written or has weights already.
     """
 
+    def write() -> None:
+        planned = _plan(folder.newest_place(dir), name, max_shard_size, dtype)
+        with progress_bar("accel.export", planned.nbytes, shown=progress) as more:
+            _export(planned, folder.absolute(out), library, overwrite, more)
+
     def act(rank: int, world: int) -> None:
         if rank == 0:
-            planned = _plan(folder.newest_place(dir), name, max_shard_size, dtype)
-            with progress_bar("accel.export", planned.nbytes, shown=progress) as more:
-                _export(planned, folder.absolute(out), library, overwrite, more)
+            folder.read_standing(dir, write)
 
     on_running_ranks("accel.export", lambda: check_flags(overwrite=overwrite, progress=progress), act)
 

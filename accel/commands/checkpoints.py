@@ -238,7 +238,7 @@ def inspect(args: argparse.Namespace) -> int:
     """
     directory = folder.latest(args.directory) or args.directory
     place = folder.newest_place(directory)
-    record, _ = read(place)
+    record, _ = folder.read_standing(place, lambda: read(place))
     if args.values:
         print(json.dumps(record.values, indent=2))
         return 0

@@ -1,0 +1,123 @@
+"""Checkpoints that another process replaces while they are read."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import accel
+from accel.checkpoint import folder
+from accel.checkpoint.load import Loading
+from accel.errors import CheckpointError
+from tests.distributed import run
+from tests.interpreters import executable
+from tests.programs import clean_environ
+
+_SAVER = """
+import sys, torch, accel
+for line in sys.stdin:
+    accel.save({"net": torch.nn.Linear(2, 2), "x": torch.full((5000,), float(line)), "n": int(line)}, sys.argv[1])
+    print("saved", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def saver(directory: str) -> Iterator[Callable[[], None]]:
+    """Context: what lets another process save the next state into the directory; it has saved the first, whose number is 1."""
+    numbers = iter(range(1, 100))
+    command, pipe = [executable(), "-c", _SAVER, directory], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=clean_environ(), text=True) as job:
+        assert job.stdin is not None
+        assert job.stdout is not None
+
+        def save() -> None:
+            print(next(numbers), file=job.stdin, flush=True)
+            assert job.stdout.readline() == "saved\n"
+
+        save()
+        yield save
+        job.stdin.close()
+
+
+@contextlib.contextmanager
+def before(target: Any, name: str, save: Callable[[], None], times: int) -> Iterator[None]:
+    """Context: another process saves before the first calls of a function, which comes after the record was read."""
+    real, left = getattr(target, name), iter(range(times))
+
+    def call(*args: Any) -> Any:
+        if next(left, None) is not None:
+            save()
+        return real(*args)
+
+    with mock.patch.object(target, name, call):
+        yield
+
+
+def load(directory: str, **options: Any) -> float:
+    found = accel.load(directory, {"net": torch.nn.Linear(2, 2), "x": torch.zeros(5000), "n": 0}, **options)
+    assert found["x"].unique().tolist() == [found["n"]]
+    return float(found["n"])
+
+
+TARGETS = {"the sizes": (folder, "check_sizes"), "half-way": (Loading, "apply")}
+
+
+def loaded(directory: str, where: str, check: str) -> float:
+    with contextlib.ExitStack() as stack:
+        if accel.rank() == 0:
+            stack.enter_context(before(*TARGETS[where], stack.enter_context(saver(directory)), 2))
+        accel.barrier()
+        return load(directory, check=check)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("where", "check"), [("the sizes", "first"), ("half-way", "first"), ("half-way", "stream")])
+def test_a_load_takes_the_new_one(where: str, check: str, world: int, tmp_path: Path) -> None:
+    assert run(world, loaded, str(tmp_path / "c"), where, check) == [3.0] * world
+
+
+def test_others_take_the_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = str(tmp_path / "c")
+    with saver(path) as save:
+        for act in (
+            lambda: accel.verify(path),
+            lambda: accel.link(path, tmp_path / "second"),
+            lambda: accel.export(path, tmp_path / "out"),
+        ):
+            with before(folder, "check_sizes", save, 1):
+                act()
+        with before(folder, "check_sizes", save, 1):
+            assert accel.latest(path) == path
+    assert load(str(tmp_path / "second")) == 3.0
+    assert not [one for one in caplog.records if one.levelname == "WARNING"]
+
+
+def test_one_that_is_replaced_each_time_is_given_up(tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    with saver(path) as save:
+        with before(folder, "check_sizes", save, 99), pytest.raises(CheckpointError, match="load another one$"):
+            load(path)
+        with before(Loading, "apply", save, 99), pytest.raises(CheckpointError, match="partly filled"):
+            load(path)
+        # What it skips would be of the first one.
+        with before(Loading, "apply", save, 1), pytest.raises(CheckpointError, match="partly filled"):
+            load(path, strict=False)
+
+
+def test_a_later_refusal_says_that_the_state_is_partly_filled(tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+
+    def other() -> None:
+        accel.save({"y": torch.zeros(3)}, path)
+
+    with saver(path):
+        pass
+    with before(Loading, "apply", other, 1), pytest.raises(CheckpointError, match=r"(?s)does not fit.*partly filled"):
+        load(path)
