@@ -5,20 +5,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from .errors import BackendError, CheckpointError, is_url, refuse_url
+from .errors import BackendError, CheckpointError, described, is_url, refuse_url
 
 #: On a parameter that waits for its first values: the module that it was made for, and the directory that they come from.
 _MARK: Final = "_accel_deferred"
 #: On one that has memory and no values: the setup that was to give it some has failed.
 _LOST: Final = "_accel_without_values"
+#: On one that waits: code other than its first values' wrote to it, which nothing would bring back.
+_WRITTEN: Final = "_accel_written"
+_RESETS: Final = ("reset_parameters", "_reset_parameters")
 
 
 @contextlib.contextmanager
@@ -27,7 +33,7 @@ def deferred_init(weights: str | os.PathLike[str] | None = None) -> Iterator[Non
 
     ``accel.setup`` gives them values by each module's ``reset_parameters()`` (or ``_reset_parameters()``), the same on
     all ranks; a backend that shards makes one such module whole at a time. It refuses, by name, a parameter
-    that no such method covers.
+    that no such method covers, and one that anything else in the context wrote to, whose values would be lost.
 
     Args:
         weights: read the values from there instead: a checkpoint with one model, or a directory with
@@ -37,17 +43,45 @@ def deferred_init(weights: str | os.PathLike[str] | None = None) -> Iterator[Non
     """
     source = None
     if weights is not None:
+        if not isinstance(weights, str | os.PathLike):
+            raise CheckpointError(f"deferred_init(weights=...): expected a path, found {described(weights)}")
         source = os.fspath(weights)
         if not is_url(source):
             source = os.path.abspath(os.path.expanduser(refuse_url(source, CheckpointError)))
-    hook = register_module_parameter_registration_hook(functools.partial(_without_memory, source))
+    writes = _Writes()
+    hook = register_module_parameter_registration_hook(functools.partial(_without_memory, source, writes))
     try:
-        yield
+        with writes if source is None else contextlib.nullcontext():
+            yield
     finally:
         hook.remove()
 
 
-def _without_memory(source: str | None, module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+class _Writes(TorchDispatchMode):
+    """Mode: marks the parameters without memory that are written to outside of their ``reset_parameters``, by any alias."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: dict[int, nn.Parameter] = {}  # by their storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0] if args and func._schema.is_mutable else None
+        if isinstance(first, torch.Tensor) and first.is_meta and not _resetting():
+            setattr(self.made.get(first.untyped_storage()._cdata, first), _WRITTEN, True)
+        return func(*args, **(kwargs or {}))
+
+
+def _resetting() -> bool:
+    """Whether first values are being given now."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name not in _RESETS:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _without_memory(
+    source: str | None, writes: _Writes, module: nn.Module, name: str, parameter: nn.Parameter | None
+) -> Any:
     if parameter is None or parameter.is_meta:
         return None
     meta = parameter.detach().to("meta")
@@ -55,6 +89,9 @@ def _without_memory(source: str | None, module: nn.Module, name: str, parameter:
     made.__class__ = type(parameter)
     made.__dict__.update(parameter.__dict__)
     setattr(made, _MARK, (weakref.ref(module), source))
+    writes.made[made.untyped_storage()._cdata] = made
+    if module._parameters.get(name) is not None and not _resetting():  # other values in the place of the first ones
+        setattr(made, _WRITTEN, True)
     return made
 
 
@@ -78,7 +115,7 @@ def resetting(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator
     seen.add(module)
     for child in module.children():
         yield from resetting(child, seen)
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    reset = next((method for name in _RESETS if (method := getattr(module, name, None))), None)
     if callable(reset) and any(True for _ in module.parameters()):
         yield module, reset
 
@@ -112,6 +149,11 @@ def check_deferred(module: nn.Module) -> None:
         )
     if not any(p.is_meta for p in module.parameters()) or weights_of(module) is not None:
         return
+    if lost := [n for n, p in module.named_parameters() if p.is_meta and hasattr(p, _WRITTEN)]:
+        raise BackendError(
+            f"values that were given to {', '.join(lost[:5])} inside accel.deferred_init() would be lost: accel.setup gives "
+            "first values by reset_parameters(); give them there, or build the model outside accel.deferred_init()"
+        )
     covered = {id(p) for child, _ in resetting(module) for p in child.parameters()}
     bare = [name for name, p in module.named_parameters() if p.is_meta and id(p) not in covered]
     if bare:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
+import difflib
 import re
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 
@@ -65,6 +68,18 @@ def described(other: object) -> str:
     kind, what = (other, "the class") if isinstance(other, type) else (type(other), "")
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return f"{what or ('an' if name[0] in 'aeiou' else 'a')} {name}"
+
+
+def refuse_unknown(kind: type, args: Sequence[object], given: Iterable[str], error: type[AccelError]) -> None:
+    """Refuse other options than a dataclass of options has, and those without a name."""
+    known = [option.name for option in dataclasses.fields(kind)]
+    if args:
+        raise error(f"{kind.__name__}({args[0]!r}): options go by their names: {', '.join(known)}")
+    for name in given:
+        if name not in known:
+            meant = difflib.get_close_matches(name, known, 1)
+            guess = f"did you mean {meant[0]}?" if meant else f"its options are {', '.join(known)}"
+            raise error(f"{kind.__name__}({name}=...): there is no such option; {guess}")
 
 
 def text_of_error(error: BaseException | None) -> str:

@@ -67,6 +67,13 @@ class ModelHandle(nn.Module):
         _set(self, "_accel_engine", engine)
         _set(self, "_accel_raw", engine.module)
 
+    def __init_subclass__(cls) -> None:
+        """Refuse (AccelError) what makes another class of a module, as torch's parametrizations do: it would be the handle's."""
+        raise AccelError(
+            f"{cls.__name__}: a model that accel.setup returned keeps its class: change the model before accel.setup, or "
+            "raw = accel.teardown(model) first"
+        )
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = _get(self, "_accel_engine") or _engine(self)
         return engine.call(engine.entry, args, kwargs)

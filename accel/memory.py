@@ -171,7 +171,7 @@ def memory_report(
         OptimizerError: not an optimizer of this model, or one whose state depends on more than sizes.
         AccelError: ``ranks`` are not positive numbers, or ``measured`` without a live engine.
     """
-    worlds = list(dict.fromkeys(ranks))
+    worlds = list(dict.fromkeys(ranks)) if isinstance(ranks, Iterable) else []
     if not worlds or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in worlds):
         raise AccelError(f"ranks={ranks!r}: expected numbers of processes above 0, such as (1, 2, 8)")
     module, _ = resolve_module(model_or_handle)

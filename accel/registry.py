@@ -208,7 +208,12 @@ class Registry:
         module, _ = resolve_module(model)
         engine = Registry.engine(module)
         if engine is None:
-            raise AccelError(f"this {type(module).__name__} has no live engine: call accel.setup(model, ...) first")
+            kind, own = type(module).__name__, [id(p) for p in module.parameters()]
+            if whole := next((e for e in registry.engines if any(key in e.known for key in own)), None):
+                raise AccelError(
+                    f"this {kind} is a part of a {type(whole.module).__name__} that was set up: give that one"
+                )
+            raise AccelError(f"this {kind} has no live engine: call accel.setup(model, ...) first")
         return engine
 
     # -- refusals -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from .errors import AccelError
+from .errors import AccelError, described
 
 #: The type of a tree: its containers stay, whatever takes a leaf's place.
 T = TypeVar("T")
@@ -27,9 +27,7 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: T, *, others: bool = False) -
             return fn(leaf)
         if others:
             return leaf
-        raise AccelError(
-            f"{path} is a {type(leaf).__qualname__}; expected a tensor, or dicts, lists and tuples of them"
-        )
+        raise AccelError(f"{path} is {described(leaf)}; expected a tensor, or dicts, lists and tuples of them")
 
     return walk(visit, tree, "data")
 

@@ -220,6 +220,42 @@ def test_what_an_author_says_of_a_parameter_stays() -> None:
     assert net.gain.no_decay
 
 
+def scale(net: nn.Module) -> None:
+    net[1].weight.data.mul_(0.1)  # type: ignore[index,union-attr,operator]
+
+
+def replace(net: nn.Module) -> None:
+    net[1].weight = nn.Parameter(torch.zeros(2, 2))  # type: ignore[index,union-attr]
+
+
+class Gained(nn.Linear):
+    """Calls its own method once more than torch does."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.gain = nn.Parameter(torch.empty(2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "gain"):
+            nn.init.ones_(self.gain)
+
+
+@pytest.mark.parametrize("write", [lambda net: nn.init.zeros_(net[1].weight), scale, replace])
+def test_values_that_would_be_lost_are_refused(write: Any) -> None:
+    """Values of the author's own, which no ``reset_parameters`` gives."""
+    with accel.deferred_init():
+        net = nn.Sequential(Gained(), nn.Linear(2, 2))
+        write(net)
+    with pytest.raises(accel.BackendError, match=r"given to 1\.weight inside accel\.deferred_init\(\) would be lost"):
+        accel.setup(net)
+    with accel.deferred_init():
+        net = nn.Sequential(Gained(), nn.Linear(2, 2)).requires_grad_(False)
+    accel.setup(net)
+    assert net[0].gain.tolist() == [1.0, 1.0]
+
+
 def again_after_a_failure(directory: str, backend: Any) -> str:
     """The files cannot be read to the end, and the program tries once more."""
     with accel.deferred_init(weights=directory):

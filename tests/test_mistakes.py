@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,12 @@ class Wrapper(torch.optim.Optimizer):
 def wrapped() -> object:
     raw = net()
     return accel.setup(raw, Wrapper(torch.optim.SGD(raw.parameters(), lr=0.1)))
+
+
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.as_nested_tensor([torch.ones(1)], layout=torch.strided)
 
 
 def given(act: Callable[[accel.Handles[Any, Any, Any]], object]) -> Callable[[], object]:
@@ -277,6 +284,53 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         accel.LaunchError,
         "accel.launch expects a function; a script is started by python -m accel run train.py",
     ),
+    "a part of a model": (
+        lambda: ANY.no_sync(accel.setup(nn.Sequential(net())).model[0]),
+        accel.AccelError,
+        "this Linear is a part of a Sequential that was set up: give that one",
+    ),
+    "a handle's class": (
+        given(lambda handles: nn.utils.parametrizations.weight_norm(handles.model)),
+        accel.AccelError,
+        "ParametrizedModelHandle: a model that accel.setup returned keeps its class: change the model before accel.setup, or "
+        "raw = accel.teardown(model) first",
+    ),
+    "an option of another loader": (
+        lambda: ANY.LoaderOptions(sed=1),
+        accel.LoaderError,
+        "LoaderOptions(sed=...): there is no such option; did you mean seed?",
+    ),
+    "options of loaders as a dict": (
+        lambda: ANY.setup(None, dataloaders=loader(), loader_options={"shard": False}),
+        accel.LoaderError,
+        "loader_options: expected accel.LoaderOptions(...), found a dict",
+    ),
+    "groups of a raw loader": (
+        lambda: ANY.accumulate(iter(loader()), 2),
+        accel.LoaderError,
+        "accel.accumulate: expected the loader that accel.setup returned, found a "
+        "torch.utils.data.dataloader._SingleProcessDataLoaderIter",
+    ),
+    "a number of ranks": (
+        lambda: ANY.memory_report(net(), ranks=2),
+        accel.AccelError,
+        "ranks=2: expected numbers of processes above 0, such as (1, 2, 8)",
+    ),
+    "weights in the place of their path": (
+        lambda: ANY.deferred_init(net().state_dict()).__enter__(),
+        accel.CheckpointError,
+        "deferred_init(weights=...): expected a path, found a collections.OrderedDict",
+    ),
+    "a nested tensor": (
+        lambda: ANY.all_reduce(nested()),
+        accel.AccelError,
+        "all_reduce(op='sum') on rank 0: data is a nested tensor on cpu; expected a dense one with values",
+    ),
+    "a name for a filter": (
+        lambda: ANY.save({"model": net()}, "here", filter="model"),
+        accel.CheckpointError,
+        "filter='model': expected a function of a tensor's name, as lambda name: name.startswith('model/')",
+    ),
     "save of a model": (lambda: ANY.save(net(), "here"), accel.CheckpointError, NO_DICT),
     "save, swapped, with a large state": (
         lambda: ANY.save("here", {f"layer {i}": torch.zeros(9) for i in range(1000)}),
@@ -341,6 +395,9 @@ def test_files_in_the_places_of_directories(tmp_path: Path) -> None:
         f"{file} is a file; expected the directory of a checkpoint that accel.save wrote; accel.import_checkpoint makes one "
         "of a file of torch.save"
     )
+    accel.save({"model": raw}, tmp_path / "saved")
+    with pytest.raises(accel.CheckpointError, match="accel.json is a file; expected the directory of a checkpoint"):
+        accel.load(tmp_path / "saved" / "accel.json", {"model": raw})
     file.write_text("x")
     with pytest.raises(accel.CheckpointError) as caught:
         accel.import_checkpoint(file, tmp_path / "new")

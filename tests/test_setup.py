@@ -12,6 +12,9 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -264,6 +267,10 @@ def foreign_wrapper() -> None:
     wrapped = DistributedDataParallel(normalised())
     refuse(accel.BackendError, "DistributedDataParallel", lambda: accel.setup(wrapped), wrapped)
     refuse(accel.BackendError, "DistributedDataParallel", lambda: accel.setup(nn.Sequential(wrapped)), wrapped)
+    divided, cut = fully_shard(normalised()), nn.Sequential(nn.Linear(2, 2))
+    refuse(accel.BackendError, "torch.distributed.fsdp.FSDPModule", lambda: accel.setup(divided))
+    cut[0].weight = nn.Parameter(distribute_tensor(cut[0].weight, init_device_mesh("cpu", (2,)), [Shard(0)]))
+    refuse(accel.BackendError, "0.weight is a DTensor.*before fully_shard or", lambda: accel.setup(cut))
 
 
 def stranger_parameters() -> None:

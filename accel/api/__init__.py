@@ -22,7 +22,7 @@ from ..deferred import materialize, weights_of, without_setup
 from ..engines import Context, Engine, Options
 from ..engines.base.activations import checkpointed
 from ..engines.base.sequence import prepared
-from ..errors import AccelError, BackendError, LoaderError, PrecisionError, RankMismatchError, text_of_error
+from ..errors import AccelError, BackendError, LoaderError, PrecisionError, RankMismatchError, described, text_of_error
 from ..handles import Dataloaders, Handles, HiddenAttribute, Model, ModelHandle, Optimizers, engine_behind, raw
 from ..planning import Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
 from ..precision import convert_linears, convert_module, convert_optimizer
@@ -160,7 +160,7 @@ def backward(
             is asked for, which would hold the scale.
     """
     if not isinstance(loss, torch.Tensor):
-        raise AccelError(f"accel.backward expects the loss as a tensor, got a {type(loss).__name__}")
+        raise AccelError(f"accel.backward expects the loss as a tensor, got {described(loss)}")
     if any(e.precision.scaled and e.gradients.log.plain for e in registry.engines):
         registry.sweep()
     if create_graph and registry.scales:  # maybe for a model that is gone
@@ -210,8 +210,7 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
     """
     handle: Any = loader  # it has the type of its loader
     if type(handle) is not LoaderHandle:
-        kind = type(loader).__qualname__
-        raise LoaderError(f"accel.accumulate: expected the handle that accel.setup returned, found a {kind}")
+        raise LoaderError(f"accel.accumulate: expected the loader that accel.setup returned, found {described(loader)}")
     if type(n) is not int or n < 1:
         raise LoaderError(f"accel.accumulate(loader, {n!r}): expected a number of batches, at least 1")
     engines = handle._accel.engines

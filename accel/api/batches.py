@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from .. import data, process
 from ..data.sampling import Division, fingerprint
 from ..engines.base.step import Stepper
-from ..errors import AccelError, RankMismatchError, text_of_error
+from ..errors import AccelError, RankMismatchError, described, text_of_error
 from ..handles import HiddenAttribute
 from ..planning import place_of
 from ..process.control import agree, is_lost, locked, raise_together
@@ -54,7 +54,7 @@ def split(items: T, pad: bool = False) -> T:
 
     def note(path: str, leaf: Any) -> Any:
         if not _has_parts(leaf):
-            problems.append(f"{path} is a {type(leaf).__qualname__}; expected a list, tuple, tensor, or dicts of them")
+            problems.append(f"{path} is {described(leaf)}; expected a list, tuple, tensor, or dicts of them")
             return leaf
         lengths[path] = len(leaf)
         return leaf

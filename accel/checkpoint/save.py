@@ -357,6 +357,10 @@ plans: Final = _Plans()
 
 def contents_of(state: Any, filter: Callable[[str], bool] | None, world: int) -> Contents:
     """Take a state apart; refuses what cannot be stored, by its path. Local, and writes nothing."""
+    if filter is not None and not callable(filter):
+        raise CheckpointError(
+            f"filter={filter!r}: expected a function of a tensor's name, as lambda name: name.startswith('model/')"
+        )
     of_values: list[LocalRange] = []
 
     def store(tensor: torch.Tensor, path: str) -> str:

@@ -111,6 +111,7 @@ def is_named(path: str) -> bool:
     """Whether a path is that of a file of weights, or of an index, itself: under any name, such as a variant's."""
     return (
         path.endswith((".safetensors", ".json"))
+        and os.path.basename(path) != record.NAME
         and storage_of(path).exists(path)
         and not storage_of(path).is_directory(path)
     )

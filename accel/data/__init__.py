@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn, TypeVar, final
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..errors import LoaderError, RankMismatchError
+from ..errors import LoaderError, RankMismatchError, described
 from ..process import rank, world_size
 from ..process.collectives import ORDER, gather, walked
 from ..process.control import agree, locked, raise_together
@@ -308,7 +308,7 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
     """
     raw = raw_loader(loader)
     if not isinstance(raw, DataLoader):
-        raise LoaderError(f"effective_batch_size: expected a DataLoader or its handle, found a {type(loader).__name__}")
+        raise LoaderError(f"effective_batch_size: expected a DataLoader or its handle, found {described(loader)}")
     size = raw.batch_size if raw.batch_size is not None else getattr(raw.batch_sampler, "batch_size", None)
     if type(size) is not int:
         raise LoaderError(
@@ -339,7 +339,9 @@ def gather_for_metrics(
         LoaderError: no loader gave a batch, or dim 0 is not the batch, so that its padding is not known.
     """
     if loader is not None and not isinstance(loader, LoaderHandle):
-        raise LoaderError(f"gather_for_metrics: expected the loader's handle, found a {type(loader).__qualname__}")
+        raise LoaderError(
+            f"gather_for_metrics: expected the loader that accel.setup returned, found {described(loader)}"
+        )
     kept = latest.kept if loader is None else loader._accel.kept
     if kept is None and world_size() == 1:
         kept = WHOLE

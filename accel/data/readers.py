@@ -13,7 +13,7 @@ import torch
 import torch.utils.data as torch_data
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from ..errors import LoaderError
+from ..errors import LoaderError, described, refuse_unknown
 from ..process import Process, world_size
 from ..process.rng import Generators, InPlace, Private
 from .sampling import TORCHS, Division, SampleOrder, digest, divide, drawn_from, mix, notify, own_generators, parts
@@ -393,6 +393,11 @@ class LoaderOptions:
     move: bool = True
     seed: int | None = None
 
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Refuse (LoaderError) other options than there are."""
+        refuse_unknown(cls, args, options, LoaderError)
+        return object.__new__(cls)
+
 
 class LoaderPlace(NamedTuple):
     """For whom a loader is divided: a place among the replicas of a model, and where its batches go."""
@@ -476,7 +481,7 @@ def _check_own(loader: DataLoader[Any], options: LoaderOptions, world_size: int)
 def check_options(options: Any) -> None:
     """Refuses other things than LoaderOptions, and bad values in them."""
     if not isinstance(options, LoaderOptions):
-        raise LoaderError(f"expected LoaderOptions, found a {type(options).__qualname__}")
+        raise LoaderError(f"loader_options: expected accel.LoaderOptions(...), found {described(options)}")
     for name in ("shard", "even_batches", "dispatch", "split_batches", "move"):
         if not isinstance(getattr(options, name), bool):
             raise LoaderError(f"LoaderOptions({name}=...): expected a bool, found {getattr(options, name)!r}")

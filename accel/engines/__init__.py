@@ -26,7 +26,7 @@ FOREIGN = frozenset(
     {
         "torch.nn.parallel.distributed.DistributedDataParallel",
         "torch.nn.parallel.data_parallel.DataParallel",
-        "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule",
+        "torch.distributed.fsdp.FSDPModule",
         "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
         "fairscale.nn.data_parallel.sharded_ddp.ShardedDataParallel",
         "fairscale.nn.data_parallel.fully_sharded_data_parallel.FullyShardedDataParallel",
@@ -39,6 +39,8 @@ FOREIGN = frozenset(
 
 def foreign_part(parameter: nn.Parameter) -> str | None:
     """What another library has made of a parameter of which each rank has other values than the next; None if none has."""
+    if hasattr(parameter, "full_tensor"):
+        return "is a DTensor, of which each rank has a part: give accel.setup the model before fully_shard or parallelize_module"
     if hasattr(parameter, "ds_id"):
         return "was divided by deepspeed.zero.Init: build the model outside of it, or inside accel.deferred_init()"
     if getattr(parameter, "allreduce", True) is False and getattr(parameter, "group_name", "") != "ep_size_1":

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..errors import AccelError, RankMismatchError
+from ..errors import AccelError, RankMismatchError, described
 from ..trees import map_tensors, walk
 from . import Process, current
 from .control import Waiting, agree, locked
@@ -301,6 +301,8 @@ def _object(leaf: object) -> str:
 
 
 def _number(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return ""
     scalar = getattr(leaf, "shape", None) == () and getattr(leaf.dtype, "kind", "") in tuple("biufc")
     return "a number" if scalar or isinstance(leaf, int | float | complex) else ""
 
@@ -384,11 +386,12 @@ def _free(tensor: Tensor) -> Tensor:
 
 def _no_tensor(leaf: Any, more: str = "") -> str:
     if not isinstance(leaf, Tensor):
-        return f"a {type(leaf).__qualname__}; expected a tensor, or dicts, lists and tuples of tensors; {more}"
+        return f"{described(leaf)}; expected a tensor, or dicts, lists and tuples of tensors; {more}"
     if type(leaf) is not Tensor and hasattr(leaf, "full_tensor"):
         return "a DTensor, of which this rank has a part; call full_tensor() first"
     if not is_dense(leaf):
-        return f"a {leaf.layout} tensor on {leaf.device}; expected a dense one with values"
+        kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
+        return f"a {kind} tensor on {leaf.device}; expected a dense one with values"
     return ""
 
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import os
 import pickle
@@ -31,6 +32,7 @@ from .packing import bytes_left, content_of, framed, gather_framed, to_bytes
 
 #: What gloo and nccl say where another rank is gone.
 _LOST: Final = ("gloo/transport", "closed by peer", "reset by peer", "Timed out waiting", "timeout caused pair", "NCCL")
+_RAISE: Final = dis.opmap["RAISE_VARARGS"]
 
 # -- One thread of a process at a time ---------------------------------------------------------------------------------
 
@@ -233,7 +235,18 @@ def is_lost(error: BaseException | None) -> TypeGuard[RuntimeError]:
     process = running()
     if process is None or process.control is None:
         return bool(ended())
-    return isinstance(error, dist.DistError) or any(text in str(error) for text in _LOST)
+    if isinstance(error, dist.DistError):
+        return True
+    return any(text in str(error) for text in _LOST) and not _raised_in_python(error)
+
+
+def _raised_in_python(error: RuntimeError) -> bool:
+    """Whether a ``raise`` began it: then it is the program's own, whatever its text, since connections fail in compiled code."""
+    if (trace := error.__traceback__) is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame.f_code.co_code[trace.tb_lasti] == _RAISE
 
 
 def raise_lost(what: str, error: BaseException | None) -> None:

@@ -224,8 +224,8 @@ def test_map_tensors_returns_what_did_not_change() -> None:
 @pytest.mark.parametrize(
     ("tree", "path", "functions"),
     [
-        ({"a": [torch.ones(1), 3]}, r'data\["a"\]\[1\] is a int', (all_gather, broadcast)),
-        (Pair(torch.ones(1), None), r"data\.right is a NoneType", ()),
+        ({"a": [torch.ones(1), 3]}, r'data\["a"\]\[1\] is an int', (all_gather, broadcast)),
+        (Pair(torch.ones(1), None), r"data\.right is None", ()),
         ({2: Output("x")}, r"data\[2\]\.loss is a str", (all_reduce, all_gather, broadcast)),
         (3.0, "data is a float", (all_gather, broadcast)),
     ],
@@ -576,7 +576,7 @@ def reduce_numbers() -> list[Any]:
     mixed: Any = {"loss": rank + 0.5, "counts": [rank, 2**70], "done": rank == 1, "none": None, "x": torch.ones(2)}
     scalars: Any = (numpy.float32(rank), numpy.int32(rank), numpy.bool_(rank))
     text: Any = numpy.array("text")
-    with pytest.raises(AccelError, match="data is a ndarray; expected a tensor"):
+    with pytest.raises(AccelError, match="data is a numpy.ndarray; expected a tensor"):
         all_reduce(text)
     lonely: Any = 0 if rank == 0 else 2.5  # a total that one rank never added to
     values = [all_reduce(mixed, op) for op in ("sum", "mean", "max")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import importlib
 import logging
 import re
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import AccelError, BackendError
+from ...errors import AccelError, BackendError, refuse_unknown
 from ...gradients.log import TrainableMask, explain
 from ...handles import HiddenAttribute, ModelHandle, OptimizerHandle, end
 from ...precision import Dtypes, LossScale, Precision, restore_dtypes
@@ -56,13 +55,7 @@ class Options:
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """Refuse (BackendError) other options than there are."""
-        known = [option.name for option in dataclasses.fields(cls)]
-        if args:
-            raise BackendError(f"{cls.__name__}({args[0]!r}): options go by their names: {', '.join(known)}")
-        for name in options.keys() - known:
-            meant = difflib.get_close_matches(name, known, 1)
-            guess = f"did you mean {meant[0]}?" if meant else f"its options are {', '.join(known)}"
-            raise BackendError(f"{cls.__name__}({name}=...): there is no such option; {guess}")
+        refuse_unknown(cls, args, options, BackendError)
         return object.__new__(cls)
 
     @final

@@ -225,7 +225,7 @@ class FSDP(Planned, SequenceOptions):
     def __repr__(self) -> str:
         # The same on every rank, which a function's own text is not.
         wrap = self.wrap if isinstance(self.wrap, tuple) else (self.wrap,)
-        names = [getattr(w, "__qualname__", type(w).__name__) for w in wrap]
+        names = self.wrap and [getattr(w, "__qualname__", type(w).__name__) for w in wrap]
         rest = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("wrap", "plan")}
         return f"FSDP(wrap={names}, plan={text_of(self.plan)}, {', '.join(f'{n}={v}' for n, v in rest.items())})"
 

@@ -382,3 +382,8 @@ def writes() -> None:
 
 def test_what_a_forward_writes_to_a_weight_is_refused_and_changes_nothing() -> None:
     run(2, writes)
+
+
+def test_options_as_text() -> None:
+    assert repr(accel.FSDP()).startswith("FSDP(wrap=None, plan=None, ")
+    assert repr(accel.FSDP(wrap=(nn.Linear,))).startswith("FSDP(wrap=['Linear'], ")
