@@ -226,7 +226,7 @@ def test_what_cannot_be_left_out_is_refused(n: Any) -> None:
         list(short)
     with pytest.raises(LoaderError, match="at least 1"):
         accel.accumulate(handle, 0)  # type: ignore[arg-type]
-    with pytest.raises(LoaderError, match="expected the handle"):
+    with pytest.raises(LoaderError, match="expected the loader that accel.setup returned"):
         accel.accumulate(numbers(4), 2)
 
 

@@ -217,7 +217,7 @@ def test_gather_on_one_process_is_the_identity() -> None:
     assert gather_for_metrics(data, handle) is data
     list(handle)
     assert gather_for_metrics(data) is data
-    with pytest.raises(LoaderError, match="handle"):
+    with pytest.raises(LoaderError, match="expected the loader that accel.setup returned"):
         gather_for_metrics(data, numbers(4))  # type: ignore[arg-type]
 
 

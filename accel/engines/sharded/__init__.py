@@ -37,7 +37,7 @@ from ..base.step import only, refuse_steps
 logger = logging.getLogger("accel")
 
 #: What is known of a gradient, in the order in which one rank's knowledge outranks another's.
-NONE, EVERYWHERE, OWNED, LOCAL, SPARSE = range(5)
+NONE, EVERYWHERE, OWNED, REPLACED, LOCAL, SPARSE = range(6)
 
 #: The names of fairscale that this backend relies on, and the versions with which its tests were run.
 _PRIVATE: Final = (
@@ -180,9 +180,10 @@ class ShardedGradients(Gradients):
         #: By optimizer (one may step or write inside of another), the parameters that their owners have stepped, or may
         #: have, and the other ranks do not have yet.
         self._unpublished: dict[int, set[int]] = {}
-        #: By identity, the parameters that were left final gradients here since the last backward; and, of those whose
-        #: gradients were still there when the next one came, the hooks.
+        #: By identity, the parameters that were left final gradients here since the last backward, and those of which no other
+        #: rank was; and, of those whose gradients were still there when the next one came, the hooks.
         self._left: dict[int, nn.Parameter] = {}
+        self._alone: set[int] = set()
         self._spreading: dict[int, RemovableHandle] = {}
         self.listener = self
 
@@ -196,6 +197,7 @@ class ShardedGradients(Gradients):
             if parameter.grad is not None and key not in self._spreading:
                 self._spreading[key] = spread_before_accumulation(parameter, self._world)
         self._left.clear()
+        self._alone.clear()
 
     def end(self, run: object) -> None:
         """Nothing: what a backward has left is seen at the next step."""
@@ -242,7 +244,7 @@ class ShardedGradients(Gradients):
         engine = self.engine
         # As long as this list lives, torch need not make new Python objects of them at each use.
         mine = [engine.parameters[i].grad for i in indices]
-        codes = self._agree(what, mine)
+        codes = self._agree(what, [engine.parameters[i] for i in indices], mine)
         if SPARSE in codes:
             names = [engine.names[i] for i, code in zip(indices, codes, strict=True) if code == SPARSE]
             raise BackendError(
@@ -268,13 +270,19 @@ class ShardedGradients(Gradients):
                 elif (final := parameter.grad) is not None:
                     HiddenAttribute.put(final, OWNED)
                     self._left[id(parameter)] = parameter
+                    self._alone.add(id(parameter))
         if self.log.entries:  # only now: what raises before leaves all as it was
             self.log.fold()
         return live
 
-    def _agree(self, what: str, gradients: Sequence[torch.Tensor | None]) -> bytes:
+    def _known(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> int:
+        """``knowledge``, and whether a loop has given its owner another one in the place of the final gradient."""
+        known = knowledge(gradient)
+        return REPLACED if known == LOCAL and id(parameter) in self._alone else known
+
+    def _agree(self, what: str, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> bytes:
         """What is known of each gradient on all ranks together; brings stale buffers up to date."""
-        mine = bytes(map(knowledge, gradients))
+        mine = bytes(map(self._known, parameters, gradients) if self._alone else map(knowledge, gradients))
         if LOCAL in mine:
             self.buffers.touch()
         what = f"{what} of {self.engine.label}"
@@ -283,8 +291,15 @@ class ShardedGradients(Gradients):
             raise RankMismatchError(f"{what}: the ranks gave owners to different parameters; add groups on every rank")
         if any(stale for _, stale, _ in told):
             self.buffers.synchronize()
-        codes = {code for code, *_ in told}
-        return mine if len(codes) == 1 else bytes(map(max, *map(zlib.decompress, codes)))
+        found = {code for code, *_ in told}
+        codes = mine if len(found) == 1 else bytes(map(max, *map(zlib.decompress, found)))
+        if REPLACED not in codes:
+            return codes
+        for code, gradient in zip(codes, gradients, strict=True):
+            # The other ranks have none, as after a clip: `p.grad = p.grad * 0.5` where there is one.
+            if code == REPLACED and gradient is not None:
+                HiddenAttribute.put(gradient, OWNED)
+        return codes.replace(bytes([REPLACED]), bytes([OWNED]))
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
         parameters = self.engine.parameters
@@ -335,6 +350,7 @@ class ShardedGradients(Gradients):
         self.owners.release()
         remove_hooks(list(self._spreading.values()))
         self._left.clear()
+        self._alone.clear()
         self._spreading.clear()
 
 

@@ -265,3 +265,35 @@ def kept(how: str) -> float:
 @pytest.mark.parametrize("how", ["raw", "method", "backward after the step"])
 def test_gradients_kept_over_a_step_are_added_to_by_any_backward(how: str) -> None:
     assert max(run(2, kept, how)) < 1e-5
+
+
+def replaced(how: str) -> float:
+    """Other tensors in the places of gradients that only their owners still have, before and after a further backward."""
+    torch.manual_seed(1)
+    raw = Scored(4, 3)
+    reference = copy.deepcopy(raw)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    model, optimizer = sharded(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+
+    def play(called: Any, clip: Any, stepped: Any, x: Any) -> None:
+        for step in range(4):
+            called(x(step)).square().mean().backward()
+            if how == "clipped" or step % 2:
+                clip(called)
+            else:
+                stepped.step()
+            for parameter in called.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad * 0.5
+            stepped.step()
+            if step != 1:
+                stepped.zero_grad()
+
+    play(model, lambda called: accel.clip_grad_norm_(called, 1e6), optimizer, lambda step: data(step, accel.rank()))
+    play(reference, lambda called: nn.utils.clip_grad_norm_(called.parameters(), 1e6), plain, everywhere)
+    return distance(raw, reference)
+
+
+@pytest.mark.parametrize("how", ["clipped", "stepped"])
+def test_a_final_gradient_that_its_owner_replaces_is_final(how: str) -> None:
+    assert max(run(2, replaced, how)) < 1e-5
