@@ -180,10 +180,9 @@ class ShardedGradients(Gradients):
         #: By optimizer (one may step or write inside of another), the parameters that their owners have stepped, or may
         #: have, and the other ranks do not have yet.
         self._unpublished: dict[int, set[int]] = {}
-        #: By identity, the parameters that were left final gradients here since the last backward, and those of which no other
-        #: rank was; and, of those whose gradients were still there when the next one came, the hooks.
-        self._left: dict[int, nn.Parameter] = {}
-        self._alone: set[int] = set()
+        #: By identity, the parameters that were left final gradients here since the last backward, with where these are; and,
+        #: of those whose gradients were still there when the next one came, the hooks.
+        self._left: dict[int, tuple[nn.Parameter, int]] = {}
         self._spreading: dict[int, RemovableHandle] = {}
         self.listener = self
 
@@ -193,11 +192,10 @@ class ShardedGradients(Gradients):
 
     def begin(self, run: object, create_graph: bool) -> None:
         """Before a backward: see to the gradients that a loop keeps from before the last step or clipping. Local."""
-        for key, parameter in self._left.items():
+        for key, (parameter, _) in self._left.items():
             if parameter.grad is not None and key not in self._spreading:
                 self._spreading[key] = spread_before_accumulation(parameter, self._world)
         self._left.clear()
-        self._alone.clear()
 
     def end(self, run: object) -> None:
         """Nothing: what a backward has left is seen at the next step."""
@@ -259,8 +257,7 @@ class ShardedGradients(Gradients):
         if everywhere:
             average_(gradients, self._world, lambda flat: dist.all_reduce(flat, group=self.process.group))
             for parameter, gradient in zip(pending, gradients, strict=True):
-                HiddenAttribute.put(gradient, EVERYWHERE)
-                self._left[id(parameter)] = parameter
+                self._leave(parameter, gradient, EVERYWHERE)
         else:
             reduce_to_owners(self.owners.by_owner(pending, gradients), self._rank, self.process.group)
             rank_of, rank = self.owners.rank_of, self._rank
@@ -268,21 +265,23 @@ class ShardedGradients(Gradients):
                 if rank_of[id(parameter)] != rank:  # an optimizer skips what has no gradient, and makes no state for it
                     parameter.grad = None
                 elif (final := parameter.grad) is not None:
-                    HiddenAttribute.put(final, OWNED)
-                    self._left[id(parameter)] = parameter
-                    self._alone.add(id(parameter))
+                    self._leave(parameter, final, OWNED)
         if self.log.entries:  # only now: what raises before leaves all as it was
             self.log.fold()
         return live
 
+    def _leave(self, parameter: nn.Parameter, gradient: torch.Tensor, where: int) -> None:
+        HiddenAttribute.put(gradient, where)
+        self._left[id(parameter)] = parameter, where
+
     def _known(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> int:
         """``knowledge``, and whether a loop has given its owner another one in the place of the final gradient."""
         known = knowledge(gradient)
-        return REPLACED if known == LOCAL and id(parameter) in self._alone else known
+        return REPLACED if known == LOCAL and self._left.get(id(parameter), (None, NONE))[1] == OWNED else known
 
     def _agree(self, what: str, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> bytes:
         """What is known of each gradient on all ranks together; brings stale buffers up to date."""
-        mine = bytes(map(self._known, parameters, gradients) if self._alone else map(knowledge, gradients))
+        mine = bytes(map(self._known, parameters, gradients) if self._left else map(knowledge, gradients))
         if LOCAL in mine:
             self.buffers.touch()
         what = f"{what} of {self.engine.label}"
@@ -350,7 +349,6 @@ class ShardedGradients(Gradients):
         self.owners.release()
         remove_hooks(list(self._spreading.values()))
         self._left.clear()
-        self._alone.clear()
         self._spreading.clear()
 
 

@@ -242,13 +242,18 @@ class Scored(nn.Linear):
         return self(x).square().mean()
 
 
-def kept(how: str) -> float:
-    """Gradients that are kept over steps, and backwards that no forward by the handle comes before."""
+def beside_plain() -> tuple[Scored, Any, Any, Scored, torch.optim.Optimizer]:
+    """A module with its handle and its optimizer's, and the same in plain torch."""
     torch.manual_seed(1)
     raw = Scored(4, 3)
     reference = copy.deepcopy(raw)
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     model, optimizer = sharded(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    return raw, model, optimizer, reference, torch.optim.SGD(reference.parameters(), lr=0.1)
+
+
+def kept(how: str) -> float:
+    """Gradients that are kept over steps, and backwards that no forward by the handle comes before."""
+    raw, model, optimizer, reference, plain = beside_plain()
 
     def play(called: Any, stepped: Any, x: Any) -> None:
         late = [called(x(step)).square().mean() for step in range(2)] if how == "backward after the step" else []
@@ -269,11 +274,7 @@ def test_gradients_kept_over_a_step_are_added_to_by_any_backward(how: str) -> No
 
 def replaced(how: str) -> float:
     """Other tensors in the places of gradients that only their owners still have, before and after a further backward."""
-    torch.manual_seed(1)
-    raw = Scored(4, 3)
-    reference = copy.deepcopy(raw)
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-    model, optimizer = sharded(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    raw, model, optimizer, reference, plain = beside_plain()
 
     def play(called: Any, clip: Any, stepped: Any, x: Any) -> None:
         for step in range(4):
