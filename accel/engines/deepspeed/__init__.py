@@ -302,6 +302,18 @@ class ZeROGradients(AveragedGradients):
             fragments = [zero.fragments.get(zero.numbers[id(p)]) for p in group["params"]]
             group["params"] = [f.weights for f in fragments if f is not None]
 
+    @contextlib.contextmanager
+    def parameters_in_groups(self) -> Iterator[None]:
+        """Inside a step too, for what asks the groups whose gradients there are: a rank may have no fragment in them."""
+        placed = [(group, parameters, group["params"]) for group, parameters in self.held]
+        for group, parameters, _ in placed:
+            group["params"] = parameters
+        try:
+            yield
+        finally:
+            for group, _, fragments in placed:
+                group["params"] = fragments
+
     def steps_part(self, optimizer: Optimizer) -> bool:
         return self.engine.zero is not None
 

@@ -252,7 +252,7 @@ class Partitions(ABC):
         for index in indices:
             self.waiting.pop(index, None)
             parameter, fragment = self.parameters[index], self.fragments.get(index)
-            for holder in (parameter, fragment):
+            for holder in (parameter, fragment, fragment and fragment.weights):  # the last one in a step
                 if holder is not None and set_to_none:
                     holder.grad = None
                 elif holder is not None and holder.grad is not None:

@@ -7,6 +7,7 @@ an empty tensor in the place of a weight that is not gathered, and torch would c
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Iterable
@@ -260,7 +261,8 @@ def _zero_grad(reference: weakref.ref[DeepSpeedEngine]) -> Callable[..., Any]:
         elif engine is not None:
             parameters = [engine.parameters[i] for i in engine.indices(holder)]
         probe: Any = next((p for p in parameters if p.requires_grad), None)
-        with torch._C.DisableTorchFunctionSubclass():
+        whole = contextlib.nullcontext() if engine is None else engine.gradients.parameters_in_groups()
+        with torch._C.DisableTorchFunctionSubclass(), whole:
             if lacking := probe is not None and probe.grad is None:
                 probe.grad = torch.zeros_like(probe)
             out = type(holder).zero_grad(holder, *args, **kwargs)

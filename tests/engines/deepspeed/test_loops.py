@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -100,18 +101,22 @@ def unused(stage: int) -> None:
 
 
 def closures(stage: int) -> None:
+    """``zero_grad`` inside of a step drops gradients too: the branch that a step does not use is left alone."""
     pair = Pair(zero(stage))
     for step in range(3):
 
-        def closure(step: int = step) -> torch.Tensor:
+        def forward(model: nn.Module, x: torch.Tensor, right: bool = step % 2 == 0) -> Any:
+            return model(x, right=right)
+
+        def closure(step: int = step, forward: Any = forward) -> torch.Tensor:
             pair.optimizer.zero_grad()
-            loss = loss_of(pair.model(data(step, accel.rank())))
+            loss = loss_of(forward(pair.model, data(step, accel.rank())))
             loss.backward()
             return loss
 
-        def plain(step: int = step) -> torch.Tensor:
+        def plain(step: int = step, forward: Any = forward) -> torch.Tensor:
             pair.plain_optimizer.zero_grad()
-            loss = mean_loss(pair.plain, lambda m, x: m(x), step)
+            loss = mean_loss(pair.plain, forward, step)
             loss.backward()
             return loss
 
