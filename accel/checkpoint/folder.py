@@ -44,6 +44,8 @@ def named(path: object) -> str:
     protocol, _, rest = text.partition("://")
     if protocol.lower() in ("file", "local"):
         return rest if rest.startswith("/") else refuse_url(text, CheckpointError)
+    if not rest.strip("/"):
+        raise CheckpointError(f"{text} names nothing in a store: expected a place, as in 's3://bucket/run'")
     return text.rstrip("/")
 
 

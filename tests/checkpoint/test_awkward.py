@@ -172,7 +172,7 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "home/run/step-1/accel.json").exists()
     assert accel.latest("~/run") == str(tmp_path / "home/run/step-1")
     assert accel.load("~/run/step-1/") == {"a": 1}
-    for path in (None, "", 5, b"bytes", "a\0b"):
+    for path in (None, "", 5, b"bytes", "a\0b", "s3://", "memory:///"):
         for call in (lambda p: accel.save({"a": 1}, p), accel.load, accel.verify, accel.latest):
             with pytest.raises(CheckpointError, match="expected"):
                 call(path)  # type: ignore[arg-type]
