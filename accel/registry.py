@@ -221,11 +221,6 @@ class Registry:
     def check_new(self, module: nn.Module) -> None:
         """Refuse a module whose parameters another engine drives, or that another library has wrapped or divided."""
         for name, child in _walk(module):
-            foreign = FOREIGN.intersection(f"{c.__module__}.{c.__qualname__}" for c in type(child).__mro__)
-            if foreign:
-                raise BackendError(
-                    f"{name or 'the model'} is already wrapped by {next(iter(foreign))}: give accel.setup the raw module"
-                )
             if type(child) is ModelHandle:
                 raise SharedParametersError(
                     f"{type(module).__name__}.{name} is a handle of accel.setup, whose parameters ({_first_names(raw(child))}) "
@@ -238,6 +233,12 @@ class Registry:
                     f"{len(shared)} parameters of this {type(module).__name__} belong to a live engine "
                     f"({engine.name}) of a {type(engine.module).__name__}: {', '.join(shared[:5])}; "
                     "set up one model that holds both, or tear down the other first"
+                )
+        for name, child in _walk(module):  # after the engines, which may make such a class of a module themselves
+            foreign = FOREIGN.intersection(f"{c.__module__}.{c.__qualname__}" for c in type(child).__mro__)
+            if foreign:
+                raise BackendError(
+                    f"{name or 'the model'} is already wrapped by {next(iter(foreign))}: give accel.setup the raw module"
                 )
         for name, parameter in module.named_parameters():
             if (what := foreign_part(parameter)) is not None:

@@ -260,6 +260,18 @@ def already_set_up() -> None:
 
 def test_conflicts_are_refused_by_name() -> None:
     already_set_up()
+
+
+def part_of_another_class() -> None:
+    raw = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    part = accel.setup(raw[0], backend="fsdp").model  # FSDP2 makes another class of it
+    refuse(accel.SharedParametersError, r"live engine \(fsdp\) of a \w*Linear: 0\.weight", lambda: accel.setup(raw))
+    accel.teardown(part)
+    accel.setup(raw)
+
+
+def test_a_part_with_an_engine_of_another_class_is_no_strangers_wrapper() -> None:
+    run(2, part_of_another_class)
     run(2, already_set_up)
 
 

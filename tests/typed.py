@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import assert_type
 
 import accel
+from accel.handles import LoaderHandle
 
 
 class Net(nn.Module):
@@ -67,6 +68,15 @@ def right(net: Net, one: AdamW, two: SGD, loader: DataLoader[Tensor], batch: dic
     assert_type(accel.teardown(model), Net)
     assert_type(accel.launch(train, net, 3, num_processes=2), float)
     accel.teardown()
+
+
+def handle(loader: DataLoader[Tensor]) -> None:
+    assert isinstance(loader, LoaderHandle)
+    assert_type(loader.is_last, bool)
+    assert_type(loader.batch_size, int | None)
+    loader.skip(3)
+    loader.skip("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    loader.is_lost  # type: ignore[attr-defined]  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def wrong(net: Net, one: AdamW, loader: DataLoader[Tensor]) -> None:

@@ -11,7 +11,7 @@ import functools
 import gc
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final, NoReturn, TypeVar, final
+from typing import Any, Final, NoReturn, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -75,22 +75,6 @@ def distribute(
 # -- The handle --------------------------------------------------------------------------------------------------------
 
 
-class _UnlessOwn:
-    """An attribute of a handle whose loader has none of this name."""
-
-    def __init__(self, made: Any) -> None:
-        self._made = made
-        functools.update_wrapper(self, made)  # type: ignore[arg-type]
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, handle: LoaderHandle | None, owner: type | None = None) -> Any:
-        raw = None if handle is None else handle._accel.raw
-        return getattr(raw, self._name) if hasattr(raw, self._name) else self._made.__get__(handle, owner)
-
-
-@final
 class LoaderHandle:
     """A distributed dataloader. Everything else about it is the ``DataLoader``: attributes are read and set there."""
 
@@ -100,7 +84,7 @@ class LoaderHandle:
     def __init__(self, state: LoaderState) -> None:
         object.__setattr__(self, "_accel", state)
 
-    def __iter__(self) -> Iteration:
+    def __iter__(self) -> Any:
         return Iteration(self._accel)
 
     def __len__(self) -> int:
@@ -125,7 +109,6 @@ class LoaderHandle:
         if chosen or epoch != state.start.epoch:
             state.start, state.following = state.fresh(epoch)._replace(skip=state.start.skip), epoch + 1
 
-    @_UnlessOwn
     def skip(self, n: int) -> None:
         """The next iteration starts after ``n`` batches, as if they had been read: for a step number of another library.
 
@@ -153,7 +136,6 @@ class LoaderHandle:
             )
         state.start = state.start._replace(skip=n, order=None)
 
-    @_UnlessOwn  # type: ignore[prop-decorator]
     @property
     def is_last(self) -> bool:
         """Whether the batch that the loop was given last is this rank's last one of the epoch; False outside of a loop.
@@ -244,9 +226,6 @@ class LoaderHandle:
         state.start, state.following, state.own = start, saved["next"], None
         state.live.clear()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accel.raw, name)
-
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._accel.raw, name, value)
 
@@ -267,6 +246,28 @@ class LoaderHandle:
             "a LoaderHandle cannot be pickled, nor copied by copy.copy: it belongs to this process. Pickle its state_dict(), "
             "which is the position, or copy.deepcopy(handle), which is a plain DataLoader"
         )
+
+
+class _UnlessOwn:
+    """An attribute of a handle whose loader has none of this name."""
+
+    def __init__(self, made: Any, name: str) -> None:
+        self._made, self._name = made, name
+        functools.update_wrapper(self, made)  # type: ignore[arg-type]
+
+    def __get__(self, handle: LoaderHandle | None, owner: type | None = None) -> Any:
+        raw = None if handle is None else handle._accel.raw
+        return getattr(raw, self._name) if hasattr(raw, self._name) else self._made.__get__(handle, owner)
+
+
+def _of_raw(handle: LoaderHandle, name: str) -> Any:
+    return getattr(handle._accel.raw, name)
+
+
+# Set here, so that to a type checker a loader that is a handle has these two and what its own class has, nothing else.
+for _name in ("skip", "is_last"):
+    setattr(LoaderHandle, _name, _UnlessOwn(vars(LoaderHandle)[_name], _name))
+LoaderHandle.__getattr__ = _of_raw  # type: ignore[attr-defined]
 
 
 def _part(part: list[int]) -> str:

@@ -244,4 +244,4 @@ def refuse_parameters(parameters: Sequence[nn.Parameter], names: Sequence[str]) 
             kinds.setdefault(parameter.dtype, name)
     if len(kinds) > 1:
         found = ", ".join(f"{name} is {dtype}" for dtype, name in kinds.items())
-        raise BackendError(f"DeepSpeed keeps all weights in one dtype, but {found}: convert the model, or use 'fsdp'")
+        raise BackendError(f"DeepSpeed keeps all weights in one dtype, but {found}: convert the model, or use 'ddp'")
