@@ -297,9 +297,12 @@ def test_one_process_halves_until_it_fits() -> None:
         torch.empty(TOO_MUCH if batch_size > FITS else 1, dtype=torch.uint8)
         return [int(torch.randint(1000, ()))]
 
+    before, raw = made()
+    handles = accel.setup(before, raw, loader_of(FITS), backend="ddp")
     torch.manual_seed(0)
     assert accel.largest_batch(fn, 9) == (FITS, [44])
     assert tried == [9, 4, 2]
+    train(handles, raw, "", FITS)
     with pytest.raises(ZeroDivisionError):
         accel.largest_batch(lambda n: 1 // 0, 4)
     accel.teardown()

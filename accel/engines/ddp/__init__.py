@@ -366,7 +366,7 @@ class DDPEngine(Engine):
 
     def rebuild(self) -> None:
         """A new reducer for the parameters that are trainable now."""
-        if not self.periodic:
+        if self.distributed and not self.periodic:
             self.gradients.build(self._core)
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
