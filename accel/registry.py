@@ -320,6 +320,18 @@ class Registry:
                         "gradients were missing when torch.nn.utils clipped: use accel.clip_grad_norm_(model)"
                     )
 
+    def before_clipping_of(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Make final the gradients of these parameters, which one of torch's clipping functions was given."""
+        for engine in [e for e in self.in_order() if e.gradients.pending() and not e.gradients.hidden()]:
+            own: list[Any] = _of(engine, parameters)
+            if not own:
+                continue
+            engine.gradients.settle()
+            if engine.distributed:
+                names, canonical = engine.holdings.parameter_names, engine.gradients.canonical
+                given = sorted({names[id(canonical(p))] for p in own})
+                engine.compare("clipping by torch.nn.utils", given, _other_parameters)
+
     def behind(self, parameters: Sequence[torch.Tensor]) -> list[Accumulator]:
         """What else than these has their final gradients in its ``grad``. Collective where an engine hides some."""
         hiding = [(e, _of(e, parameters)) for e in self.in_order() if e.gradients.hidden()]
@@ -412,6 +424,11 @@ class Registry:
                 "torch.nn.utils.get_total_norm sees the gradients of this rank only: accel.clip_grad_norm_(model, "
                 'float("inf")) measures those of all ranks'
             )
+
+
+def _other_parameters(given: Sequence[Sequence[str]]) -> str:
+    some = {name for names in given for name in names if any(name not in others for others in given)}
+    return f"some were not given {', '.join(sorted(some)[:5])} (their p.grad was None?); give all of model.parameters()"
 
 
 def _of(engine: Engine, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

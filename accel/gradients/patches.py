@@ -286,6 +286,7 @@ class ClipListener(Protocol):
     """What hears of clipping: the registry, which says what each is for."""
 
     def before_clipping(self, gradients: Sequence[torch.Tensor]) -> None: ...
+    def before_clipping_of(self, parameters: Sequence[torch.Tensor]) -> None: ...
     def behind(self, parameters: Sequence[torch.Tensor]) -> Sequence[Accumulator]: ...
     def before_local_norm(self, gradients: Sequence[torch.Tensor]) -> None: ...
     def having(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]: ...
@@ -336,14 +337,14 @@ class _Clip:
 
     def __init__(self, listener: ClipListener) -> None:
         self._listener = listener
-        self._inside = False
+        self._inside = self._settled = False
         #: The norm that was given last, until gradients are multiplied by it.
         self._norm: torch.Tensor | None = None
 
     def group(self, original: Callable[..., Any], tensors: Sequence[Sequence[torch.Tensor]], *args: Any) -> Any:
         if not self._inside and sys._getframe(2).f_code.co_name == _NORM:  # who has called the patch
             self._listener.before_local_norm(tensors[0])
-        if tensors[0] or not self._inside:
+        if not self._settled and (tensors[0] or not self._inside):
             self._listener.before_clipping(tensors[0])
         return original(tensors, *args)
 
@@ -351,7 +352,22 @@ class _Clip:
         parameters, gradients = _clipped(sys._getframe(2)), _as_list(tensors)
         if not (parameters or gradients):  # maybe all that have a p.grad, where an engine keeps the gradients elsewhere
             self._listener.before_clipping(())
-        return self._total(parameters, original, gradients, *args, **kwargs)
+        return self._total_of(parameters, original, gradients, *args, **kwargs)
+
+    def _total_of(
+        self,
+        parameters: Sequence[torch.Tensor],
+        original: Callable[..., torch.Tensor],
+        gradients: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """The norm of the final gradients of these, where torch has collected others; without parameters, of the gradients."""
+        if not parameters:
+            return self._total(parameters, original, gradients, *args, **kwargs)
+        with self._final(parameters):
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            return self._total(parameters, original, gradients, *args, **kwargs)
 
     def _total(
         self,
@@ -401,24 +417,35 @@ class _Clip:
         given = _as_list(parameters)
         if not given:
             self._listener.before_clipping(())
-        holders = [holder for holder in self._holders(given) if holder.grad is not None]
-        if holders:  # torch cannot clip nothing, which may be all that this rank has
-            original(holders, *args, **kwargs)
+        with self._final(given):
+            holders = [holder for holder in self._holders(given) if holder.grad is not None]
+            if holders:  # torch cannot clip nothing, which may be all that this rank has
+                original(holders, *args, **kwargs)
 
     def given(self, original: Callable[..., torch.Tensor], tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         gradients = _as_list(tensors)
         if self._inside:
             return original(gradients, *args, **kwargs)
         whose = self._listener.having(gradients)
-        if whose or not gradients:  # torch cannot add up over two meshes, and gives 0 of nothing by itself
+        if not gradients:  # torch gives 0 of nothing by itself
             self._listener.before_clipping(gradients)
         if not whose:
             return original(gradients, *args, **kwargs)
-        return self._total(whose, original, gradients, *args, **kwargs)
+        return self._total_of(whose, original, gradients, *args, **kwargs)  # torch cannot add up over two meshes
 
     def _holders(self, parameters: Any) -> list[Accumulator]:
         given = _as_list(parameters)
         return [*given, *self._listener.behind(given)]
+
+    @contextlib.contextmanager
+    def _final(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Inside, all gradients of these are final, also those that this rank had none of."""
+        before, self._settled = self._settled, True
+        try:
+            self._listener.before_clipping_of(parameters)
+            yield
+        finally:
+            self._settled = before
 
     @contextlib.contextmanager
     def _called(self) -> Iterator[None]:

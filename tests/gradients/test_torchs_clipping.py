@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 
 import accel
 from tests.backends import need
-from tests.distributed import run
+from tests.distributed import refusals, run
 
 BACKENDS: list[Any] = ["ddp", "sharded", "fsdp", "pipeline", *(accel.DeepSpeed(stage=stage) for stage in (1, 2, 3))]
 
@@ -86,3 +86,38 @@ def test_torchs_clipping_is_that_of_one_process(backend: Any) -> None:
     expected = run(1, results, "single")[0]
     for found in run(2, results, backend):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def frozen(backend: Any) -> list[torch.Tensor]:
+    """Clips where a parameter has the zeros that ``zero_grad`` left, on the rank alone that stepped it."""
+    net, _ = nets()
+    model, optimizer, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9), backend=backend)
+    for step in range(3):
+        net[0].weight.requires_grad_(step != 1)
+        model(torch.ones(2, 4)).square().sum().backward()
+        clip_grad_norm_(model.parameters(), 0.1) if step else clip_grad_value_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    accel.teardown(model)
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def test_a_frozen_parameter_whose_owner_alone_has_zeros_is_clipped() -> None:
+    need("sharded", 2)
+    expected = run(1, frozen, "single")[0]
+    for found in run(2, frozen, "sharded"):
+        torch.testing.assert_close(found, expected)
+
+
+def other_parameters() -> None:
+    """Each rank clips what has a gradient there, which is not the same."""
+    net, _ = nets()
+    model, _, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.5), backend="fsdp")
+    with accel.no_sync(model):
+        model(torch.ones(2, 4)).square().sum().backward()
+    clip_grad_norm_([p for p in model.parameters() if p.dim() > accel.rank()], 0.1)
+
+
+def test_ranks_that_clip_other_parameters_are_refused() -> None:
+    messages = refusals(2, other_parameters, error="RankMismatchError", breaks=True)
+    assert all("some were not given 0.bias, 2.bias" in message for message in messages)
