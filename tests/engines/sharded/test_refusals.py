@@ -34,9 +34,9 @@ def refuse(case: str) -> None:
             scaler = torch.amp.GradScaler("cpu")
             scaler.scale(torch.zeros(()))
             scaler.step(handle)
-        if case == "raw clip after accel's":
+        if case == "raw norm after accel's":
             accel.clip_grad_norm_(model, 1.0)
-            nn.utils.clip_grad_norm_(raw.parameters(), 1.0)
+            nn.utils.get_total_norm([p.grad for p in raw.parameters() if p.grad is not None])
         if case == "norm":
             accel.clip_grad_norm_(model, 1.0, 0.0)
         if case == "join":
@@ -53,7 +53,7 @@ REFUSALS = {
     "pickle": (accel.OptimizerError, "a copy or pickle would miss the rest"),
     "scaler": (accel.PrecisionError, "accel.backward"),
     "sparse": (accel.BackendError, "sparse gradient of 0.weight"),
-    "raw clip after accel's": (accel.BackendError, "accel.clip_grad_norm_"),
+    "raw norm after accel's": (accel.BackendError, "accel.clip_grad_norm_"),
     "norm": (accel.AccelError, "norm_type"),
     "join": (accel.BackendError, "uneven inputs"),
 }
