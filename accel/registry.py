@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
@@ -40,10 +39,8 @@ from .gradients.patches import (
     leaf_patch,
     run_patches,
 )
-from .gradients.totals import total_norm
 from .handles import UNPACK, Handles, HiddenAttribute, LoaderHandle, ModelHandle, OptimizerHandle, raw
 from .precision import Accumulator, LossScale, all_finite, here
-from .process.control import agree
 from .shard import parameters_of
 
 logger = logging.getLogger("accel")
@@ -358,8 +355,9 @@ class Registry:
     def _data_set(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
         return any(engine.holdings.set_data(tensor, value) for engine in self.engines if id(tensor) in engine.known)
 
-    def _spread(self) -> list[Engine]:
-        return [e for e in self.in_order() if e.gradients.spread and e.distributed]
+    def _measuring(self) -> list[Engine]:
+        """The engines whose gradients lie in parts, or on one rank each: norms of them add up over the ranks."""
+        return [e for e in self.in_order() if e.gradients.in_parts]
 
     def total_norm(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], norm_type: float
@@ -368,45 +366,27 @@ class Registry:
 
         The parameters tell whose gradients: an engine that nobody holds any more may live on one rank only.
         """
-        norms = []
-        for engine in [e for e in self.in_order() if type(e.gradients).parts is not Gradients.parts]:
-            if (own := _of(engine, parameters)) and (norm := engine.gradients.norm(own, norm_type)) is not None:
+        norms: list[torch.Tensor] = []
+        for engine in self._measuring():
+            own = _of(engine, parameters)
+            # This rank may have no gradient of some that lie on one rank each, and nothing to clip then.
+            takes_part = own or (engine.gradients.spread and not (parameters or norms))
+            if takes_part and (norm := engine.gradients.norm(own, norm_type)) is not None:
                 if len(own) == len(parameters):
                     return norm
                 norms.append(here(norm).to(engine.process.device))
                 parameters = [p for p in parameters if id(p) not in engine.known]
                 gradients = [p.grad for p in parameters if p.grad is not None]
-        spread = [e for e in self._spread() if not parameters or _of(e, parameters)]
         if not norms:
-            return self._spread_norm(spread, gradients, norm_type) if spread else None
+            return None
         if parameters:
-            known = self._spread_norm(spread, gradients, norm_type) if spread else None
-            rest = clip_grad._get_total_norm(gradients, norm_type) if known is None else known
-            norms.append(rest.to(norms[0].device))
+            norms.append(clip_grad._get_total_norm(gradients, norm_type).to(norms[0].device))
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         return total
 
-    def _spread_norm(
-        self, spread: Sequence[Engine], gradients: Sequence[torch.Tensor], norm_type: float
-    ) -> torch.Tensor:
-        own = {id(p.grad) for e in spread for p in e.parameters if p.grad is not None}
-        labels = ", ".join(engine.label for engine in spread)
-
-        def reduce(power: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
-            told = agree(f"the norm of order {norm_type} of gradients ({labels})", power.tolist())
-            everyone = torch.tensor(told, dtype=torch.float64, device="cpu")
-            power.copy_(everyone.amax(0) if op == dist.ReduceOp.MAX else everyone.sum(0))
-
-        first = spread[0].process.place.rank == 0  # what all ranks have counts once
-        mine = [g for g in gradients if first or id(g) in own]
-        like = gradients[0] if gradients else torch.tensor(0.0, device="cpu")
-        return total_norm(mine, norm_type, like.device, reduce).to(like.dtype)
-
     def having(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The parameters whose gradients these are, where engines measure all of them; else none."""
-        engines = [
-            e for e in self.in_order() if type(e.gradients).parts is not Gradients.parts and not e.gradients.hidden()
-        ]
+        engines = [e for e in self._measuring() if not (e.gradients.spread or e.gradients.hidden())]
         own = {id(p.grad): p for e in engines for p in e.parameters if p.grad is not None}
         found = [own[id(g)] for g in gradients if id(g) in own]
         return found if len(found) == len(gradients) else []
@@ -418,7 +398,8 @@ class Registry:
 
     def before_local_norm(self, gradients: Sequence[torch.Tensor]) -> None:
         """Refuse to measure gradients of which other ranks have more."""
-        own = {id(p.grad) for e in self._spread() for p in e.parameters if p.grad is not None}
+        spread = [e for e in self.engines if e.gradients.spread and e.distributed]
+        own = {id(p.grad) for e in spread for p in e.parameters if p.grad is not None}
         if any(id(g) in own for g in gradients):
             raise BackendError(
                 "torch.nn.utils.get_total_norm sees the gradients of this rank only: accel.clip_grad_norm_(model, "

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ..gradients.totals import average_gradients_
@@ -76,8 +75,7 @@ class AveragedGradients(Gradients):
         parameters, names = [engine.parameters[i] for i in indices], [engine.names[i] for i in indices]
         # The others may come late: their last forward may have taken any time.
         what = f"the reduction of {len(parameters)} gradients ({engine.label}, step {self._num_steps})"
-        add = engine.add if isinstance(engine, AveragingEngine) else None
-        return average_gradients_(what, parameters, names, self.process, add)
+        return average_gradients_(what, parameters, names, self.process, getattr(engine, "add", None))
 
 
 class AveragingEngine(Engine):
@@ -86,10 +84,8 @@ class AveragingEngine(Engine):
     options: Any
     gradients_type = AveragedGradients
     gradients: AveragedGradients
-
-    def add(self, flat: torch.Tensor) -> None:
-        """Sum over the ranks, in place, by the process group unless a backend has another way. Collective."""
-        dist.all_reduce(flat, group=self.process.group)
+    #: Sums over the ranks, in place, where a backend has another way than the process group. Collective.
+    add: Any = None
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function is self.entry and torch.is_grad_enabled():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, final
 
@@ -12,13 +11,13 @@ from ..errors import BackendError
 from .base.activations import Choice
 from .base.engine import LayerOptions
 from .fsdp import FSDPEngine
-from .fsdp.plan import Plan, Planned, check_plan, text_of
+from .fsdp.plan import Plan, Planned, check_plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class TensorParallel(Planned, LayerOptions):
     """Options of ``tensor_parallel``; it is ``accel.FSDP(tensor_parallel=...)`` without a division of the parts.
 
@@ -55,10 +54,6 @@ class TensorParallel(Planned, LayerOptions):
                 f"TensorParallel(size={size}): {world_size} processes do not divide into groups of {size}"
             )
         return {"replicate": world_size // size, "shard": 1, "tensor": size}
-
-    def __repr__(self) -> str:
-        rest = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "plan"}
-        return f"TensorParallel(plan={text_of(self.plan)}, {', '.join(f'{n}={v}' for n, v in rest.items())})"
 
 
 @final

@@ -17,7 +17,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from traceback import walk_stack
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, final
 
 import torch
@@ -349,7 +348,11 @@ class _Clip:
         return original(tensors, *args)
 
     def norm(self, original: Callable[..., torch.Tensor], tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        parameters, gradients = _clipped(sys._getframe(2)), _as_list(tensors)
+        caller = sys._getframe(2)
+        if self._inside or caller.f_code.co_name != "clip_grad_norm_":
+            return original(tensors, *args, **kwargs)  # `given` sees to it
+        # The helper sees gradients only, of which a rank may have none.
+        parameters, gradients = list(caller.f_locals["parameters"]), _as_list(tensors)
         if not (parameters or gradients):  # maybe all that have a p.grad, where an engine keeps the gradients elsewhere
             self._listener.before_clipping(())
         return self._total_of(parameters, original, gradients, *args, **kwargs)
@@ -459,11 +462,6 @@ class _Clip:
 
 def _as_list(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _clipped(caller: FrameType) -> list[torch.Tensor]:
-    """What ``clip_grad_norm_`` was given: its helper sees gradients only, of which a rank may have none."""
-    return list(caller.f_locals["parameters"]) if caller.f_code.co_name == "clip_grad_norm_" else []
 
 
 # -- Hears of the uses of ``tensor.data``, by which a program changes weights without a trace --------------------------

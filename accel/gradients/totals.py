@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -115,13 +115,11 @@ def mean_over(total: torch.Tensor, count: torch.Tensor, group: dist.ProcessGroup
 # -- the norm, and clipping --------------------------------------------------------------------------------------------
 
 _DTYPE: Final = operator.attrgetter("dtype")
-#: Reduces a tensor over the ranks in place: ``dist.all_reduce``, or what does the same.
-Reduce: TypeAlias = Callable[[torch.Tensor, dist.ReduceOp.RedOpType], object]
 
 
 @torch.no_grad()
-def total_norm(mine: Iterable[torch.Tensor], norm_type: float, device: torch.device, reduce: Reduce) -> torch.Tensor:
-    """The norm of all ranks' gradients together, a 0-dim float64 tensor on ``device``. Collective.
+def norm_over_ranks(mine: Sequence[torch.Tensor], norm_type: float, process: Process) -> torch.Tensor:
+    """The norm of all ranks' gradients together, a 0-dim tensor on the process's device. Collective.
 
     ``mine`` is what this rank counts; what is the same on all ranks is counted by one of them. BackendError for an order that is
     not above 0, of which a norm does not add up over the ranks; infinity is the largest absolute value.
@@ -131,14 +129,14 @@ def total_norm(mine: Iterable[torch.Tensor], norm_type: float, device: torch.dev
         raise BackendError(
             f"norm_type={norm_type!r}: a norm of this order does not add up over the ranks; use one above 0"
         )
-    total = _power(mine, order, device)
+    total = _power(_merged(mine), order, process.device)
     if not math.isinf(order):
-        reduce(total, dist.ReduceOp.SUM)
-        return total.pow(1.0 / order)
+        dist.all_reduce(total, group=process.group)
+        return total.pow(1.0 / order).float()
     nan = total.isnan()  # which a maximum over the ranks may lose
     largest = torch.stack([total.masked_fill(nan, 0.0), nan.to(total.dtype)])
-    reduce(largest, dist.ReduceOp.MAX)
-    return largest[0].masked_fill(largest[1] > 0, float("nan"))
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=process.group)
+    return largest[0].masked_fill(largest[1] > 0, float("nan")).float()
 
 
 def _power(gradients: Iterable[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
@@ -203,10 +201,3 @@ def clip_(
     norm = norm_over_ranks(mine, norm_type, process)
     scale_([*mine, *copies], max_norm, norm)
     return norm
-
-
-def norm_over_ranks(mine: Sequence[torch.Tensor], norm_type: float, process: Process) -> torch.Tensor:
-    """The norm of all ranks' gradients together, as in ``total_norm``; ``mine`` is what this rank counts. Collective."""
-    return total_norm(
-        _merged(mine), norm_type, process.device, lambda total, op: dist.all_reduce(total, op, group=process.group)
-    ).float()

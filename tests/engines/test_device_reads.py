@@ -53,7 +53,7 @@ USUAL = [
     ("pipeline", 2, 4),
 ]
 #: What clipping adds: reads and messages.
-CLIPPING = {"sharded": (0, 1), "pipeline": (1, 1)}
+CLIPPING = {"sharded": (0, 1)}
 
 
 @pytest.mark.parametrize(("clip", "micro_batches"), [(False, 1), (True, 1), (False, 2)])

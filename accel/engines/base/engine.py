@@ -112,9 +112,11 @@ class SequenceOptions(LayerOptions):
     Args:
         sequence_parallel: so many neighbouring ranks have parts of each sequence (``accel.shard_sequence``), and exchange them
             for heads in attention. They read one batch.
+        auto_refresh: look for a change of ``requires_grad`` before each forward, and compare it over the ranks.
     """
 
     sequence_parallel: int = 1
+    auto_refresh: bool = True
 
 
 @dataclass(frozen=True, slots=True)

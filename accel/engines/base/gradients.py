@@ -170,9 +170,7 @@ class Gradients:
         return clip_(mine, max_norm, norm_type, self.process, copies)
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-        """The norm of the gradients of these, of which torch clips all; None where torch's own will do. Collective."""
-        if not self.in_parts:
-            return None
+        """The norm of gradients ``in_parts``, all that torch clips of the model; None where torch's own will do. Collective."""
         with self._final("torch.nn.utils.clip_grad_norm_"):
             return norm_over_ranks(self.parts(parameters)[0], norm_type, self.process)
 

@@ -382,6 +382,14 @@ class Holdings(Raw):
 
         return map_tensors(cut, value, others=True)
 
+    @final
+    def drop_others(self, optimizer: Optimizer) -> None:
+        """Drop the state of those of its parameters of which other ranks keep it. Local."""
+        own = {id(entry.parameter) for entry in self.entries(optimizer)}
+        for parameter in parameters_of(optimizer):
+            if id(parameter) not in own:
+                optimizer.state.pop(parameter, None)
+
     # -- whole state from parts ---------------------------------------------------------------------------------------
 
     def _whole_state(

@@ -47,7 +47,6 @@ class DDP(SequenceOptions):
         sync_batchnorm: BatchNorm over the batches of all ranks (accelerators only).
         comm_hook: compress gradients on the wire: "fp16", "bf16" or "powersgd" (Vogels et al., arXiv 1905.13727).
         powersgd_rank: rank of PowerSGD's approximation.
-        auto_refresh: look for a change of ``requires_grad`` before each forward.
         sync_every: each rank steps with its own gradients, and weights are averaged after so many steps of their optimizer.
         outer: options of a ``torch.optim.SGD`` that steps by the difference of the weights before and their average (DiLoCo).
     """
@@ -61,7 +60,6 @@ class DDP(SequenceOptions):
     sync_batchnorm: bool = False
     comm_hook: Literal["fp16", "bf16", "powersgd"] | None = None
     powersgd_rank: int = 1
-    auto_refresh: bool = True
     sync_every: int | None = None
     outer: Mapping[str, Any] | None = None
 

@@ -49,14 +49,12 @@ class DeepSpeed(SequenceOptions):
         offload_optimizer: the weights that the optimizer steps, their gradients and its state are in CPU memory.
         offload_parameters: the parts of the weights are in CPU memory (stage 3).
         config: a DeepSpeed configuration, or the path of one as JSON. What contradicts a raw loop is refused by its key.
-        auto_refresh: look for a change of ``requires_grad`` before each forward.
     """
 
     stage: int | None = None
     offload_optimizer: bool = False
     offload_parameters: bool = False
     config: Mapping[str, Any] | str | Path | None = None
-    auto_refresh: bool = True
 
     leading = "stage"
 

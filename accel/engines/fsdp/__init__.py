@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,9 +39,7 @@ from .plan import (
     check_mesh,
     check_module,
     check_plan,
-    data_place,
     shrunk,
-    text_of,
 )
 
 if TYPE_CHECKING:
@@ -161,7 +158,7 @@ _WHOLE_MATRICES: tuple[type, ...] = (torch.optim.Muon,) if hasattr(torch.optim, 
 _OWN_KERNELS = {"apex", "bitsandbytes", "deepspeed"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class FSDP(Planned, SequenceOptions):
     """Options of ``fsdp``; names and meanings are those of ``fully_shard`` where it has them.
 
@@ -180,7 +177,6 @@ class FSDP(Planned, SequenceOptions):
             which it has at least "shard".
         param_dtype: FSDP2's own mixed precision: gather and compute in this dtype (torch.bfloat16).
         reduce_dtype: reduce gradients in this dtype.
-        auto_refresh: look for a change of ``requires_grad`` before each forward.
     """
 
     wrap: Choice = None
@@ -192,7 +188,6 @@ class FSDP(Planned, SequenceOptions):
     mesh: DeviceMesh | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    auto_refresh: bool = True
 
     def check_values(self) -> None:
         classes = isinstance(self.wrap, tuple) and all(isinstance(c, type) for c in self.wrap)
@@ -221,13 +216,6 @@ class FSDP(Planned, SequenceOptions):
                 f"model{parts}"
             )
         return {"replicate": self.replicas, "shard": world_size // ranks, "tensor": self.tensor_parallel}
-
-    def __repr__(self) -> str:
-        # The same on every rank, which a function's own text is not.
-        wrap = self.wrap if isinstance(self.wrap, tuple) else (self.wrap,)
-        names = self.wrap and [getattr(w, "__qualname__", type(w).__name__) for w in wrap]
-        rest = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("wrap", "plan")}
-        return f"FSDP(wrap={names}, plan={text_of(self.plan)}, {', '.join(f'{n}={v}' for n, v in rest.items())})"
 
 
 FSDP.shown = FSDP(replicas=2), FSDP(tensor_parallel=8)
@@ -366,8 +354,8 @@ class FSDPEngine(Engine):
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
         """Ranks that have parts of one layer read one batch."""
-        in_parts = sequence_size(options, process) > 1
-        return super().replica(options, process) if in_parts else data_place(options, process)
+        place, alike = process.place, axes_of(options, process.place.world_size)["tensor"]
+        return super().replica(options, process) if alike == 1 else (place.rank // alike, place.world_size // alike)
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:

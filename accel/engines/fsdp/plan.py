@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast, final
 
 import torch
 import torch.distributed as dist
@@ -63,12 +63,6 @@ def axes_of(options: Any, world_size: int) -> dict[str, int]:
             )
         return found
     return options.axes(world_size)  # type: ignore[no-any-return]
-
-
-def data_place(options: Any, process: Process) -> tuple[int, int]:
-    """This rank's place among those that have batches of their own, and how many these are. Local."""
-    sizes = axes_of(options, process.place.world_size)
-    return process.place.rank // sizes["tensor"], sizes["replicate"] * sizes["shard"]
 
 
 @final
@@ -225,6 +219,7 @@ class Planned:
     """Options with a plan: equal where their texts are, since styles are objects that a repeated notebook cell makes anew."""
 
     __slots__ = ()
+    plan: Plan
 
     def __eq__(self, other: object) -> bool:
         wraps = [getattr(options, "wrap", None) for options in (self, other)]  # of which a text has the names only
@@ -232,6 +227,16 @@ class Planned:
 
     def __hash__(self) -> int:
         return hash(repr(self))
+
+    def __repr__(self) -> str:
+        # The same on every rank, which a function's own text is not.
+        own: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(cast(Any, self))}
+        first: dict[str, Any] = {"plan": text_of(self.plan)}
+        if "wrap" in own:
+            kinds = own["wrap"] if isinstance(own["wrap"], tuple) else (own["wrap"],)
+            names = own["wrap"] and [getattr(kind, "__qualname__", type(kind).__name__) for kind in kinds]
+            first = {"wrap": names, **first}
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in (first | own | first).items())})"
 
 
 def text_of(plan: Plan) -> str:

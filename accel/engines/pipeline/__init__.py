@@ -149,14 +149,8 @@ class PipelineHoldings(Holdings):
         return {name: tensor for name, tensor in tensors.items() if not self.has(name)}
 
     def keep_stage(self, optimizer: Optimizer) -> None:
-        self._drop(optimizer)
+        self.drop_others(optimizer)
         self.guard.watch(optimizer)
-
-    def _drop(self, optimizer: Optimizer) -> None:
-        names = self.parameter_names
-        for parameter in list(optimizer.state):
-            if isinstance(parameter, torch.Tensor) and not self.has(names[id(parameter)]):
-                del optimizer.state[parameter]
 
     def end(self, optimizers: Sequence[Optimizer]) -> None:
         """Let the children be called and copied again, and give every rank everything, unless it is alone. Collective."""
@@ -171,7 +165,7 @@ class PipelineHoldings(Holdings):
     def _unite(self, optimizers: Sequence[Optimizer]) -> None:
         names = dict(self.engine.module.named_parameters())
         for optimizer in optimizers:
-            self._drop(optimizer)
+            self.drop_others(optimizer)
             self.give_back("the end of a pipeline", optimizer, names)
         held = [(name, "", tensor.data) for name, tensor in [*names.items(), *self.engine.module.named_buffers()]]
         extra = [(name, "extra", value) for name, value in self.values(None).items()]
@@ -215,6 +209,13 @@ class PipelineGradients(Gradients):
 
     spread = partial = True
     engine: PipelineEngine
+
+    @property
+    def in_parts(self) -> bool:
+        return self.engine.distributed
+
+    def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return [p.grad for p in parameters if p.grad is not None], []
 
     def steps_part(self, optimizer: Optimizer) -> bool:
         return self.engine.holdings.divided

@@ -123,12 +123,6 @@ class ShardedHoldings(Holdings):
         owners.take(parameters_of(optimizer))
         return [entry for entry in held if owners.owns(entry.parameter)]
 
-    def drop(self, optimizer: Optimizer) -> None:
-        own = {id(entry.parameter) for entry in self.entries(optimizer)}
-        for parameter in parameters_of(optimizer):
-            if id(parameter) not in own:
-                optimizer.state.pop(parameter, None)
-
 
 def _own_of(
     reference: weakref.ref[ShardedHoldings], optimizer: Optimizer, full: Mapping[str, Any]
@@ -150,12 +144,10 @@ class Sharded(SequenceOptions):
         broadcast_buffers: all ranks take rank 0's buffers once a step.
         split_any_optimizer: split the state of optimizers that are not torch's own too. Only right for one that updates
             each parameter from nothing but its own gradient and state; without this, such an optimizer steps whole on every rank.
-        auto_refresh: compare a change of ``requires_grad`` over the ranks before each forward.
     """
 
     broadcast_buffers: bool = True
     split_any_optimizer: bool = False
-    auto_refresh: bool = True
 
 
 @final
@@ -394,7 +386,7 @@ class ShardedEngine(Engine):
         """Rank 0's weights; then each rank keeps the state of its own parameters only, and weights lie together by owner."""
         super().start(optimizers)
         for optimizer in filter(self.splits, optimizers):
-            self.holdings.drop(optimizer)
+            self.holdings.drop_others(optimizer)
         if self.distributed:
             self.gradients.owners.flatten(self.label)
 
