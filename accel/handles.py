@@ -91,16 +91,21 @@ class ModelHandle(nn.Module):
         return value
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_torchdynamo_orig_callable":  # what torch.compile asks for first
-            raise AccelError(
-                "a torch.compile that was imported before accel.setup cannot wrap a handle: write torch.compile(model, ...), or "
-                "model.compile(...), which compiles in place and has the same options"
-            )
+        if name == "_torchdynamo_orig_callable":
+            return _get(self, name)
         module = _engine(self).module
         if name == "_orig_mod" and module._compiled_call_impl is not None:  # as what torch.compile returns has it
             return module
         # Reached only when the raw module lacks the attribute: this raises the error that it would raise.
         return getattr(module, name)
+
+    @property
+    def _torchdynamo_orig_callable(self) -> NoReturn:
+        """Refuse (AccelError) to be compiled: it is what torch.compile asks for first, from torch 2.15 on of the object alone."""
+        raise AccelError(
+            "a torch.compile that was imported before accel.setup cannot wrap a handle: write torch.compile(model, ...), or "
+            "model.compile(...), which compiles in place and has the same options"
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(_engine(self).module, name, value)

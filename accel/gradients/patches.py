@@ -747,7 +747,9 @@ def muon_patch() -> Patch:
 # import scaled_dot_product_attention`` is a name of its own. Activation checkpointing calls a function again in backward,
 # where nobody else could tell that it is one of such a forward.
 
-_CHECKPOINT: Final = "_checkpoint_without_reentrant_generator"
+_GENERATOR: Final = "_checkpoint_without_reentrant_generator"
+#: From torch 2.15 on that is a shell around another function, which checkpointing calls by itself.
+_CHECKPOINT: Final = f"{_GENERATOR}_impl" if hasattr(checkpoint, f"{_GENERATOR}_impl") else _GENERATOR
 
 
 @functools.cache

@@ -106,10 +106,10 @@ _OF: Final[Mapping[str, Names]] = {
 }
 #: The versions of torch with which the tests of a backend were run, the oldest first; "" is of all others.
 _RAN: Final[Mapping[str, tuple[str, ...]]] = {
-    "": ("2.8.0", "2.13.0", "2.14.1"),
-    "fsdp": ("2.13.0", "2.14.1"),
-    "pipeline": ("2.13.0",),  # 2.8.0 does not tell of an error in another stage's backward
-    "deepspeed": ("2.13.0", "2.14.1"),
+    "": ("2.8.0", "2.13.0", "2.14.1", "2.15.0"),
+    "fsdp": ("2.13.0", "2.14.1", "2.15.0"),
+    "pipeline": ("2.13.0", "2.15.0"),  # 2.8.0 does not tell of an error in another stage's backward
+    "deepspeed": ("2.13.0", "2.14.1", "2.15.0"),
     "horovod": ("2.13.0",),
     "xla": ("2.9.0",),
 }

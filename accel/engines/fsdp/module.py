@@ -217,7 +217,9 @@ def has_gradient(param: Any) -> bool:
 
 def drop(param: Any) -> None:
     """Drop such a gradient."""
-    param.unsharded_accumulated_grad = param._unsharded_param.grad = None
+    param._unsharded_param.grad = None
+    if param.unsharded_accumulated_grad is not None:  # aside in another dtype, as before torch 2.15
+        param.unsharded_accumulated_grad = None
 
 
 def wrap(local: torch.Tensor, shape: torch.Size | tuple[int, ...], like: DTensor) -> DTensor:
@@ -349,6 +351,7 @@ class ShardedModule:
     def reduce(self, synchronised: bool) -> None:
         self.module.set_requires_gradient_sync(True)
         self.context.is_last_backward = True
+        self.context.manual_backward_finalization_active = False  # torch 2.15 would know it from a backward that runs
         for group in self.groups:
             group._training_state = TrainingState.IDLE
         self.root._root_post_backward_final_callback()
