@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
@@ -167,8 +168,8 @@ def _put(tensor: torch.Tensor, first: int, values: torch.Tensor) -> None:
 class Reader:
     """The files of one checkpoint, with what its record says of them.
 
-    ``stream``: compare the checksums of all chunks that are read. ``headers`` are the files', where another library wrote them,
-    without checksums.
+    ``stream``: compare the checksums of all chunks that are read, as is always done over a network: what was compared once may
+    come otherwise when it is read again. ``headers`` are the files', where another library wrote them, without checksums.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class Reader:
     ) -> None:
         self._directory = directory
         self._record = record
-        self._stream = stream and headers is None
+        self._stream = (stream or is_url(directory)) and headers is None
         self._headers = dict(enumerate(headers or ()))
         self._threads = WorkerThreads()
         #: By file the chunks of which this rank is to compare the checksums, where others compare the rest; None: all.
@@ -192,10 +193,13 @@ class Reader:
         """A file's header, whose checksums are the record's; raises where the file is missing, cut or changed."""
         if file not in self._headers:
             path, written = self._path(file), self._record.files[file]
-            with storage_of(path).open(path, written.size) as opened:
-                content = opened.read_header()
-            if checksums_of(memoryview(content)) != written.header:
-                raise DamageError(f"{path}: its header is damaged, or it is of another save; {_ADVICE}")
+            for tried in itertools.count(1):
+                with storage_of(path).open(path, written.size) as opened:
+                    content = opened.read_header()
+                if checksums_of(memoryview(content)) == written.header:
+                    break
+                if tried == opened.tries:
+                    raise DamageError(f"{path}: its header is damaged, or it is of another save; {_ADVICE}")
             with parsing(f"{path}: its header is not as {NAME} needs it"):
                 self._headers[file] = parse_header(bytes(content), written.size)
         return self._headers[file]
@@ -323,7 +327,10 @@ class Reader:
             at = offset + piece.nbytes
             add(offset, at, _place(piece))
         add(at, end - begin, None)
-        if checksum_of(_read_in_steps(opened, begin, step, steps)) != header.checksums[chunk]:
+        if all(
+            checksum_of(_read_in_steps(opened, begin, step, steps)) != header.checksums[chunk]
+            for _ in range(opened.tries)
+        ):
             inside = header.inside(begin, end)
             raise DamageError(
                 f"{opened.path} is damaged between bytes {begin} and {end}, in {', '.join(inside[:3])}"

@@ -251,6 +251,8 @@ class Remote:
 class _Object(File):
     """Read by ranges, those that lie close to each other in one request."""
 
+    tries = 2
+
     def __init__(self, store: Remote, path: str, size: int) -> None:
         super().__init__(path, size)
         self._store, self.in_flight = store, store.in_flight

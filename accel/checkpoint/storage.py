@@ -50,6 +50,7 @@ class File(ABC):
     #: Bytes that are read at a time where they are looked at before those that follow.
     step = CHUNK
     in_flight = 0  #: Threads that read from it, where it matters more than how many cores there are.
+    tries = 1  #: How often what has another checksum is read: a network may have changed it.
 
     def __init__(self, path: str, size: int) -> None:
         self.path, self.size = path, size

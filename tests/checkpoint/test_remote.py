@@ -351,6 +351,23 @@ def test_bytes_that_change_on_the_way_are_found(faulty: stores.Proxy, prefix: st
     assert value_of(f"{prefix}/1") == 1
 
 
+@pytest.mark.parametrize("check", ["first", "stream"])
+def test_a_byte_that_the_network_changes_once_is_read_again(check: Any, faulty: stores.Proxy, prefix: str) -> None:
+    """Also in what is filled, which has come after all was compared."""
+    accel.save(state(3.0, 2_500_000), prefix)
+    begun = len(faulty.seen)
+    accel.load(prefix, state(0.0, 2_500_000), check=check)
+    reads = sum("GET" in line and "safetensors" in line for line in faulty.seen[begun:])
+    for skip in range(reads):
+        faulty.faults[:] = [fault := Fault("GET .*safetensors", "flip", times=1, skip=skip)]
+        found = accel.load(prefix, state(0.0, 2_500_000), check=check)
+        assert found["x"].unique().tolist() == [3.0]
+        assert fault.times == 0
+    faulty.faults[:] = [Fault("GET .*safetensors", "flip", skip=reads - 1)]
+    with pytest.raises(CheckpointError, match="is damaged between"):
+        accel.load(prefix, state(0.0, 2_500_000), check=check)
+
+
 def test_what_is_missing_is_named(prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
