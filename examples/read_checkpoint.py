@@ -68,5 +68,7 @@ def read(directory: Path) -> tuple[dict[str, torch.Tensor], Any]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "accel.json").is_file():
+        sys.exit("usage: python read_checkpoint.py DIRECTORY, which accel.save has written")
     for name, tensor in read(Path(sys.argv[1]))[0].items():
         print(name, tensor.dtype, list(tensor.shape))

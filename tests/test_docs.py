@@ -72,10 +72,12 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 CITING = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/features.md"))
-CITED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", CITING)))
+LINKED = [(file, name) for name, file in re.findall(r"\[`(\w+)`\]\((tests/[\w/]+\.py)\)", CITING)]
+CITED = sorted({*re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", CITING), *LINKED})
 
 
 def test_every_test_that_is_cited_is_there() -> None:
     assert len(CITED) > 100
+    assert len(LINKED) > 10
     missing = [f"{file}::{name}" for file, name in CITED if f"\ndef {name}(" not in (ROOT / file).read_text("utf-8")]
     assert not missing

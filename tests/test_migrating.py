@@ -22,8 +22,11 @@ PACKAGES = {"Raw DistributedDataParallel": "torch", "Accelerate": "accelerate", 
 #: The rows in bold: each function gives what the library does and what accel does.
 SAME = {
     "Accelerate": """
-from accelerate import Accelerator
-from accelerate.utils import set_seed
+import contextlib
+
+from accelerate import Accelerator, skip_first_batches
+from accelerate.local_sgd import LocalSGD
+from accelerate.utils import DataLoaderConfiguration, broadcast, broadcast_object_list, gather_object, set_seed
 
 peer = Accelerator(cpu=True, gradient_accumulation_steps=2)
 x = torch.arange(6.0).reshape(3, 2) + 10 * accel.rank()
@@ -70,7 +73,103 @@ def accumulated_by_accel():
     return norm, [p.detach() for p in net.parameters()]
 
 
+def trained_by_peer(context, after=lambda model: None):
+    net, optimizer = build()
+    model, optimizer, loader = peer.prepare(net, optimizer, DataLoader(data, batch_size=4))
+    with context(model) as local:
+        for x, y in loader:
+            F.mse_loss(model(x), y).backward()
+            after(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            local and local.step()
+    return [p.detach() for p in net.parameters()]
+
+
+def trained_by_accel(after=lambda model: None, **chosen):
+    net, optimizer = build()
+    model, optimizer, loader = accel.setup(net, optimizer, DataLoader(data, batch_size=4), **chosen)
+    for x, y in loader:
+        F.mse_loss(model(x), y).backward()
+        after(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in net.parameters()]
+
+
+def local_sgd(model):
+    return LocalSGD(accelerator=peer, model=model, local_sgd_steps=4)
+
+
+def two_backwards(prepare, no_sync):
+    net, optimizer = build()
+    model, optimizer = prepare(net, optimizer)[:2]
+    with no_sync(model):
+        F.mse_loss(model(inputs + accel.rank()), data.tensors[1]).backward()
+    F.mse_loss(model(inputs), data.tensors[1]).backward()
+    optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+def configured(**options):
+    peer.dataloader_config = DataLoaderConfiguration(**options)
+    return lambda loader: list(peer.prepare(loader))
+
+
+def dealt(**options):
+    options = accel.LoaderOptions(**options)
+    return lambda loader: list(accel.setup(None, dataloaders=loader, loader_options=options).dataloaders)
+
+
+def rest_by_accel():
+    loader = accel.setup(None, dataloaders=DataLoader(torch.arange(20.0), batch_size=2)).dataloaders
+    loader.skip(2)
+    return list(loader)
+
+
+def sent():
+    words = [f"from {accel.rank()}", accel.rank()]
+    broadcast_object_list(words, from_process=1)
+    return words
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(24.0))
+
+
+def whole():
+    return DataLoader(torch.arange(11.0), batch_size=2)
+
+
+def stream():
+    return DataLoader(Stream(), batch_size=4)
+
+
+objects = [f"of {accel.rank()}", {"rank": accel.rank()}]
+
 pairs = {
+    "broadcast": (broadcast(x.clone(), from_process=1), accel.broadcast(x, src=1)),
+    "broadcast_object_list": (sent() == accel.broadcast(["from 1", 1], objects=True), True),
+    "gather_object": (gather_object(objects) == accel.all_gather(objects, objects=True), True),
+    "even_batches": (configured(even_batches=False)(whole()), dealt(even_batches=False)(whole())),
+    "split_batches": (configured(split_batches=True)(stream()), dealt(split_batches=True)(stream())),
+    "dispatch_batches": (configured(dispatch_batches=True)(stream()), dealt(dispatch=True)(stream())),
+    "nothing said of loaders": (configured()(whole()), dealt()(whole())),
+    "skip_first_batches": (
+        list(skip_first_batches(peer.prepare(DataLoader(torch.arange(20.0), batch_size=2)), 2)),
+        rest_by_accel(),
+    ),
+    "no_sync": (two_backwards(peer.prepare, peer.no_sync), two_backwards(accel.setup, accel.no_sync)),
+    "clip_grad_value_": (
+        trained_by_peer(lambda _: contextlib.nullcontext(), lambda model: peer.clip_grad_value_(model.parameters(), 0.01)),
+        trained_by_accel(lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)),
+    ),
+    "LocalSGD": (trained_by_peer(local_sgd), trained_by_accel(backend=accel.DDP(sync_every=4))),
+    "the process": (
+        (peer.process_index, peer.local_process_index, peer.num_processes, peer.is_main_process, peer.is_last_process),
+        (accel.rank(), accel.local_rank(), accel.world_size(), accel.is_main(), accel.rank() == accel.world_size() - 1),
+    ),
     "gather": (peer.gather(x), accel.all_gather(x)),
     "gather of a number": (peer.gather(x[0, 0]), accel.all_gather(x[0, 0])),
     "gather_for_metrics": (
@@ -120,6 +219,30 @@ def kept(save, load, net, optimizer):
     return state["step"], [p.detach() for p in other.parameters()], fresh.param_groups[0]["lr"]
 
 
+whole = DataLoader(torch.arange(11.0), batch_size=2)
+
+
+def gradient(gather):
+    y = (x + 1).requires_grad_()
+    gather(y).square().sum().backward()
+    return y.grad
+
+
+def two_backwards(setup, no_sync):
+    net, optimizer = build()
+    model, optimizer = setup(net, optimizer)[:2]
+    with no_sync(model):
+        F.mse_loss(model(inputs + accel.rank()), data.tensors[1]).backward()
+    F.mse_loss(model(inputs), data.tensors[1]).backward()
+    optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+def clipped(setup, clip):
+    _, net, _ = trained(setup, clip)
+    return [p.detach() for p in net.parameters()]
+
+
 def by_peer():
     norm, net, optimizer = trained(peer.setup, lambda model, optimizer: peer.clip_gradients(model, optimizer, max_norm=0.1))
     return norm, kept(peer.save, peer.load, net, optimizer)
@@ -132,6 +255,27 @@ def by_accel():
 
 pairs = {
     "all_gather": (peer.all_gather(x), accel.all_gather(x[None])),
+    "all_gather with gradients": (
+        gradient(lambda y: peer.all_gather(y, sync_grads=True)),
+        gradient(lambda y: accel.all_gather(y, gradients=True)),
+    ),
+    "all_reduce of a sum": (peer.all_reduce(x.clone(), reduce_op="sum"), accel.all_reduce(x)),
+    "no_backward_sync": (
+        two_backwards(peer.setup, peer.no_backward_sync),
+        two_backwards(accel.setup, accel.no_sync),
+    ),
+    "clip_gradients by value": (
+        clipped(peer.setup, lambda model, optimizer: peer.clip_gradients(model, optimizer, clip_val=0.01)),
+        clipped(accel.setup, lambda model, _: torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)),
+    ),
+    "use_distributed_sampler": (
+        list(peer.setup_dataloaders(whole, use_distributed_sampler=False)),
+        list(accel.setup(None, dataloaders=whole, loader_options=accel.LoaderOptions(shard=False)).dataloaders),
+    ),
+    "the process": (
+        (peer.global_rank, peer.local_rank, peer.world_size, peer.is_global_zero, peer.node_rank),
+        (accel.rank(), accel.local_rank(), accel.world_size(), accel.is_main(), int(os.environ["GROUP_RANK"])),
+    ),
     "all_reduce": (peer.all_reduce(x.clone()), accel.all_reduce(x, "mean")),
     "broadcast": (peer.broadcast(x, src=1), accel.broadcast(x, src=1)),
     "broadcast of an object": (peer.broadcast([x, "a"], src=1)[:1], accel.broadcast([x, "a"], src=1, objects=True)[:1]),

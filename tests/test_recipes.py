@@ -11,6 +11,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,22 +25,20 @@ FOLDER = ROOT / "examples/by_feature"
 RECIPES = sorted(path.name for path in FOLDER.glob("*.py"))
 
 
-def recipe(name: str, *arguments: str) -> str:
+def recipe(name: str, *arguments: str, backend: str | None = None) -> str:
     """What the program prints on this rank."""
     heard = io.StringIO()
-    before = sys.argv
-    sys.argv = [name, *arguments]
-    try:
-        with contextlib.redirect_stdout(heard):
-            runpy.run_path(str(FOLDER / name), run_name="__main__")
-    finally:
-        sys.argv = before
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(heard):
+        patch.setattr(sys, "argv", [name, *arguments])
+        if backend is not None:
+            patch.setenv("ACCEL_BACKEND", backend)
+        runpy.run_path(str(FOLDER / name), run_name="__main__")
     return heard.getvalue()
 
 
-def printed(world: int, name: str, *arguments: str) -> str:
+def printed(world: int, name: str, *arguments: str, backend: str | None = None) -> str:
     """What the ranks print: all of it rank 0's."""
-    main, *others = run(world, recipe, name, *arguments)
+    main, *others = run(world, partial(recipe, backend=backend), name, *arguments)
     assert not any(others)
     return main
 
@@ -65,6 +64,11 @@ def test_what_falls(name: str, world: int, tmp_path: Path) -> None:
     pattern, factor = FALLS[name]
     first, last = numbers(pattern, printed(world, name, *arguments))
     assert last < first / factor
+
+
+def test_the_average_of_divided_weights(tmp_path: Path) -> None:
+    whole, divided = (printed(2, "ema.py", "--out", str(tmp_path / name), backend=name) for name in ("ddp", "fsdp"))
+    assert divided == whole
 
 
 def test_the_adapters_alone_are_saved(tmp_path: Path) -> None:

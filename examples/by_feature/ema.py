@@ -23,15 +23,15 @@ def main(args):
     net = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
     model, optimizer, loader = accel.setup(net, optimizer, loader)
-    # After setup: all processes have rank 0's weights, on their device. The copy is a raw module, and stays one.
-    ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.95))
+    # After setup: all processes have rank 0's weights, on their device. A copy of the handle is a raw module, and whole.
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95))
 
     for _ in range(4):
         for x, y in loader:
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
             optimizer.step()
-            ema.update_parameters(net)  # the weights are equal on all processes now, so the averages are
+            ema.update_parameters(model)  # the weights are equal on all processes now, so the averages are
     accel.print(f"error {error_of(model, loader):.4f} to {error_of(ema, loader):.4f} with the averaged weights")
     accel.save({"model": model, "ema": ema}, args.out)
 

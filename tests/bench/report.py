@@ -27,7 +27,8 @@ its threads (`time.process_time`), *thread* is that of the thread that runs the 
 *wall* is what the clock says. All with `OMP_NUM_THREADS=1` and without garbage \
 collection inside a block. What is called "again" is the first contender once more: what it shows is noise. \
 ± is half the 95 % interval of a median. What a library changes for the whole process \
-(optimizer hooks, for example) is in place during its own blocks only. A contender that fails is named with its error.
+(optimizer hooks, for example) is in place during its own blocks only. A contender that fails is named with its error. \
+The dashed line of a picture is the target, or the contender that the others are held against.
 
 `make bench` takes all sections, `python -m tests.bench --only fsdp,deepspeed` takes some again and leaves the others as they \
 are, `--render` writes them anew from the figures of their last run (`build/bench`), `--quick` prints a short try and \
