@@ -207,6 +207,7 @@ def clip_(
 
 def norm_over_ranks(mine: Sequence[torch.Tensor], norm_type: float, process: Process) -> torch.Tensor:
     """The norm of all ranks' gradients together, as in ``total_norm``; ``mine`` is what this rank counts. Collective."""
-    return total_norm(
+    norm = total_norm(
         _merged(mine), norm_type, process.device, lambda total, op: dist.all_reduce(total, op, group=process.group)
-    ).float()
+    )
+    return norm if torch.float64 in map(_DTYPE, mine) else norm.float()

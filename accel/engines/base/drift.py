@@ -97,6 +97,8 @@ class DriftGuard:
         start = time.thread_time()
         engine = self._engine()
         assert engine is not None  # it is stepping
+        if 0 < self.broken == self.steps - 1:  # by name, since ranks that made that step to its end do not compare now
+            agree(f"the step of {self._kind} after one that an exception ended", None)
         uses, self._uses = self._uses, {}
         for name, use in uses.items():
             if use.changed(engine.named[name]):
@@ -125,6 +127,12 @@ class DriftGuard:
         """Count anew, on every rank."""
         self.steps, self.broken, self._equal, self._begun = 0, 0, 0, (0, 0.0)
         self.due = self._next = _NEVER if self._every == 0 else 1
+
+    def break_off(self) -> None:
+        """Hear that an exception ended a step, maybe on each rank after other parameters: the next one compares what there is."""
+        self.broken = self.steps
+        if self.due != _NEVER:
+            self._next = self.due = self.steps + 1
 
     def forget(self) -> None:
         """Begin anew, on every rank: what was different so far is about to be replaced."""

@@ -92,6 +92,8 @@ class ZeROGradients(AveragedGradients):
         self._told = False
         #: Parameters whose assigned gradients took the place of others before the next forward.
         self._renewed: set[int] = set()
+        #: Whether an optimizer has stepped, or may have, what the other ranks do not see yet.
+        self._unspread = False
         #: At stage 3, parameters in no optimizer that got gradients in the last backward.
         self._unseen: list[int] = []
 
@@ -127,6 +129,9 @@ class ZeROGradients(AveragedGradients):
         """Around whatever uses weights: what was assigned or written since takes effect, and an exception is noticed."""
         if zero.interruption.notice():
             self._start_anew(zero)
+        if self._unspread:
+            self.engine.compare("the weights of a step that an exception ended")
+            self.publish(zero)
         if self.engine.stage == 3:
             self._refuse_unseen()
             self.engine.take_edits()
@@ -143,6 +148,11 @@ class ZeROGradients(AveragedGradients):
     def _start_anew(self, zero: Partitions) -> None:
         self.engine.compare("a new start after an exception")
         zero.reset()
+
+    def publish(self, zero: Partitions) -> None:
+        """Let every rank see the stepped weights. Collective."""
+        zero.spread()
+        self._unspread = False
 
     def accumulate(self, accumulating: bool) -> None:
         super().accumulate(accumulating)
@@ -173,12 +183,13 @@ class ZeROGradients(AveragedGradients):
         came = hash((entries, tuple(assigned), tuple(sorted(self._renewed))))
         differ = lambda _: "other parameters, or in another order"  # noqa: E731
         held = self.engine.compare("the gradients of a step", came, differ, zero.held())
-        zero.replace(assigned)
-        self._spent.difference_update(assigned)
-        zero.flush(held)
-        self._note_fragments(zero, assigned)
-        self.end_held_back()
-        self._renewed.clear()
+        with zero.interruption.reducing():
+            zero.replace(assigned)
+            self._spent.difference_update(assigned)
+            zero.flush(held)
+            self._note_fragments(zero, assigned)
+            self.end_held_back()
+            self._renewed.clear()
         if self.buffers.stale:
             self.buffers.synchronize()
 
@@ -293,6 +304,7 @@ class ZeROGradients(AveragedGradients):
         if zero is None:
             return
         self._place(optimizer, zero)
+        self._unspread = True
         for fragment in zero.fragments.values():
             fragment.weights.grad = None if fragment.grad is None else fragment.grad.to(fragment.weights.dtype)
 
@@ -344,7 +356,7 @@ class ZeROGradients(AveragedGradients):
 
     def before_closure(self, optimizer: Optimizer) -> None:
         if self.engine.zero is not None:
-            self.engine.zero.spread()
+            self.publish(self.engine.zero)
 
     def after_step(self, optimizer: Optimizer) -> None:
         level_steps(optimizer)
@@ -353,7 +365,7 @@ class ZeROGradients(AveragedGradients):
             if (folder := self.engine.configuration.state_folder) is not None:
                 store_state([optimizer.state[w] for w in self.engine.zero.stepped if w in optimizer.state], folder)
             self._spent = set(self._kept)
-            self.engine.zero.spread()
+            self.publish(self.engine.zero)
 
 
 @final
