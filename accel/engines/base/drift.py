@@ -98,7 +98,7 @@ class DriftGuard:
         engine = self._engine()
         assert engine is not None  # it is stepping
         if 0 < self.broken == self.steps - 1:  # by name, since ranks that made that step to its end do not compare now
-            agree(f"the step of {self._kind} after one that an exception ended", None)
+            agree(f"step {self.steps} of {self._kind}, after one that an exception ended", None)
         uses, self._uses = self._uses, {}
         for name, use in uses.items():
             if use.changed(engine.named[name]):
@@ -203,6 +203,8 @@ class DriftGuard:
         self.interval = self._every or _interval([costs for _, _, _, *costs in told])
         # A gradient of zeros tells nothing: that of an adapter's first matrix, where the second one begins with zeros.
         self._next = step + min(self.interval, step if any(zeros for _, _, zeros, *_ in told) else self.interval)
+        if 0 < self.broken == step - 1:  # once more, since its optimizer's state shows in the weights of this step only
+            self._next = step + 1
         self._judge_inputs([inputs for _, inputs, *_ in told])
         found = {pair for summary, *_ in told for pair in summary}  # one of each place where the ranks are equal
         if len(dict(found)) == len(found):
