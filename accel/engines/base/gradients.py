@@ -326,6 +326,16 @@ def refuse_sparse(module: nn.Module, backend: str) -> None:
         )
 
 
+def refuse_scripts(module: nn.Module, backend: str) -> None:
+    """Refuse (BackendError) scripted modules, for an engine that needs hooks or methods which they do not have, by name."""
+    names = [n or "the model" for n, m in module.named_modules() if isinstance(m, torch.jit.ScriptModule)]
+    if names:
+        raise BackendError(
+            f"backend {backend!r} needs hooks, which what torch.jit.script or trace has made does not take: "
+            f"{', '.join(names[:5])}; give accel.setup the model as it was before, or use backend='ddp'"
+        )
+
+
 @final
 class Interruption:
     """What follows where an exception ended a backward or a reduction: what it left is cleared, its gradients are refused. Local.

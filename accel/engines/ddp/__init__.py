@@ -405,7 +405,7 @@ class DDPEngine(Engine):
         armed = grad and sync and ddp is not None
         if ddp is None:
             out = self._core(*args, **kwargs)
-        elif gradients.direct:
+        elif gradients.direct or torch.compiler.is_exporting():  # the class lets nobody trace its own forward
             out = self._direct(ddp, armed, args, kwargs)
         else:
             if ddp.require_backward_grad_sync is not sync:  # nn.Module is slow to assign to

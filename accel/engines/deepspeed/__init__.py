@@ -20,7 +20,7 @@ from ...process.environments import available
 from .._averaging import AveragedGradients
 from ..base.absent import plainly
 from ..base.engine import Context, Engine, SequenceOptions, lost_weights
-from ..base.gradients import refuse_inside_backward, refuse_sparse
+from ..base.gradients import refuse_inside_backward, refuse_scripts, refuse_sparse
 from ..base.memory import Footprint, MemoryUse
 from .config import Configuration, refuse_parameters
 from .library import probe, release_groups
@@ -396,9 +396,12 @@ class DeepSpeedEngine(Engine):
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
-        Configuration(options).check(process.place.world_size)
+        configuration = Configuration(options)
+        configuration.check(process.place.world_size)
         if process.place.world_size > 1:
             refuse_sparse(module, cls.name)
+            if configuration.stage:
+                refuse_scripts(module, cls.name)
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
@@ -431,6 +434,11 @@ class DeepSpeedEngine(Engine):
             choose_adam(optimizers, self.zero.stepped, self.zero.library, self.configuration.compiles_adam)
 
     def _divide(self) -> None:
+        if inference := [name for name, p in self.named.items() if p.is_inference()]:
+            raise BackendError(
+                f"torch.inference_mode() was on while {', '.join(inference[:5])} was made, which can have no gradients, as "
+                "DeepSpeed needs: make the model outside of it"
+            )
         self.zero = zero = Stage3(self) if self.stage == 3 else Flat(self)
         numel = sum(p.numel() for p in self.parameters)
         dtype = next(p.dtype for p in self.parameters if p.is_floating_point())
